@@ -1,0 +1,123 @@
+"""The C side of zero-infinity: memory, file I/O and kernels behind one header, opened with cffi.
+
+Importing this package compiles nothing, starts nothing and never fails; `load()` does the work and
+says what is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from native.build import Library
+
+__all__ = ["Native", "NativeUnavailable", "load", "load_cuda", "require_cuda"]
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+class NativeUnavailable(RuntimeError):
+    """A native library cannot be used; the message says why and what to do.
+
+    Attributes:
+        reason: the same text.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Native:
+    """An open library.
+
+    Attributes:
+        ffi: the cffi `FFI` that read the header.
+        lib: the functions and constants of include/zn_abi.h; every call releases the GIL.
+        path: the file that was opened.
+    """
+
+    ffi: Any
+    lib: Any
+    path: Path
+
+
+def load() -> Native:
+    """Open libzn.so, once per process.
+
+    Raises:
+        NativeUnavailable: disabled by ZERO_NATIVE=0, not built, stale, or not loadable.
+    """
+    _check_enabled()
+    from native import build
+
+    return _open(build.LIBZN)
+
+
+def load_cuda() -> Native:
+    """Open libzn_cuda.so, once per process; no GPU is needed to open it.
+
+    Raises:
+        NativeUnavailable: disabled by ZERO_NATIVE=0, not built, stale, or not loadable.
+    """
+    _check_enabled()
+    from native import build
+
+    return _open(build.LIBZN_CUDA)
+
+
+def require_cuda() -> Native:
+    """`load_cuda()`, with a message for callers that cannot go on without it.
+
+    Raises:
+        NativeUnavailable: names the cause.
+    """
+    try:
+        return load_cuda()
+    except NativeUnavailable as error:
+        raise NativeUnavailable(f"the CUDA kernels are needed here, but: {error.reason}") from error
+
+
+def _check_enabled() -> None:
+    if os.environ.get("ZERO_NATIVE") == "0":
+        raise NativeUnavailable("disabled by ZERO_NATIVE=0")
+
+
+@functools.cache
+def _ffi() -> Any:
+    try:
+        import cffi
+    except ImportError as error:
+        raise NativeUnavailable(f"cffi cannot be imported ({error}); pip install cffi") from error
+
+    header = (_PACKAGE / "include" / "zn_abi.h").read_text(encoding="utf-8")
+    ffi = cffi.FFI()
+    ffi.cdef(header.partition("/* CDEF BEGIN */")[2].partition("/* CDEF END */")[0])
+    return ffi
+
+
+@functools.cache
+def _open(library: Library) -> Native:
+    from native.build import REBUILD_COMMAND, source_hash
+
+    ffi, path = _ffi(), _PACKAGE / library.name
+    if not path.is_file():
+        compiler = library.compilers[0]
+        raise NativeUnavailable(f"{path} was not built (it needs {compiler}); run: {REBUILD_COMMAND}")
+    try:
+        lib = ffi.dlopen(str(path))
+        built_from = ffi.string(lib.zn_source_hash()).decode()
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailable(f"{path} cannot be opened: {error}; run: {REBUILD_COMMAND}") from error
+    expected = source_hash(library)
+    if built_from != expected:
+        raise NativeUnavailable(
+            f"{path} is stale: built from sources {built_from}, the sources beside it are {expected}; "
+            f"run: {REBUILD_COMMAND}"
+        )
+    return Native(ffi=ffi, lib=lib, path=path)

@@ -1,0 +1,158 @@
+/* What the files of the asynchronous I/O engine share.
+ *
+ *   engine.c   the calls of zn_abi.h: the request table, its lock, completions
+ *   pump.c     the I/O thread: cuts requests into chunks, resumes, retries, completes
+ *   fault.c    injected faults, between the pump and the backend
+ *   uring.c kaio.c threads.c   backends: each ends in one table of functions
+ *
+ * A request is cut into chunks; a chunk is moved by one transfer, or by several when the kernel
+ * moves less than asked. Only the I/O thread touches chunks and the backend. */
+#ifndef ZN_AIO_H
+#define ZN_AIO_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/queue.h>
+
+#include "zn_abi.h"
+
+/* Offsets and lengths of O_DIRECT transfers are multiples of this on every device we know. */
+enum { ZN_DIRECT_BYTES = 4096 };
+
+/* ---- backends ----------------------------------------------------------------------------- */
+
+typedef struct {
+  int32_t slot; /* names the transfer in its event */
+  int32_t op;
+  int32_t fd;
+  int64_t offset, nbytes;
+  void *buffer;
+} zn_transfer;
+
+typedef struct {
+  int32_t slot;
+  int64_t result; /* bytes moved, or -errno */
+} zn_event;
+
+typedef struct zn_queue zn_queue; /* each backend defines its own */
+
+typedef struct {
+  const char *name;
+  int32_t (*probe)(void);
+  /* `depth` transfers are outstanding at most, with slots 0..depth-1. */
+  int32_t (*open)(zn_queue **out, int32_t depth, int32_t threads);
+  int (*event_fd)(zn_queue *queue); /* readable while `reap` has something to report */
+  void (*enqueue)(zn_queue *queue, const zn_transfer *transfer);
+  /* Hand what was enqueued to the kernel, in one batch. Returns how many could not be started:
+   * `reap` reports those with the reason. */
+  int32_t (*flush)(zn_queue *queue);
+  int32_t (*reap)(zn_queue *queue, zn_event *out, int32_t max); /* never blocks */
+  void (*close)(zn_queue *queue);
+} zn_backend;
+
+extern const zn_backend zn_backend_uring, zn_backend_kaio, zn_backend_threads;
+
+/* ---- faults ------------------------------------------------------------------------------- */
+
+typedef struct {
+  zn_aio_fault plan;
+  uint64_t random;
+  int64_t seen, hits;
+} zn_fault_state;
+
+typedef enum { ZN_FAULT_NONE, ZN_FAULT_FAIL, ZN_FAULT_SHORT, ZN_FAULT_DELAY } zn_fault_kind;
+
+bool zn_fault_is_valid(const zn_aio_fault *plan);
+void zn_fault_reset(zn_fault_state *state, const zn_aio_fault *plan);
+
+/* What happens to the next transfer of `nbytes`. A short one gets `*asked_bytes` to move, of which
+ * `*hidden_bytes` are to be taken back from the count the kernel reports. `is_direct`: the file was
+ * opened with O_DIRECT. */
+zn_fault_kind zn_fault_draw(zn_fault_state *state, int32_t op, int64_t nbytes, bool is_direct,
+                            int64_t *asked_bytes, int64_t *hidden_bytes);
+
+/* ---- the engine --------------------------------------------------------------------------- */
+
+typedef struct zn_request {
+  TAILQ_ENTRY(zn_request) link;
+  zn_aio_request spec;
+  int64_t cut_bytes; /* handed to chunks so far */
+  int64_t moved_bytes;
+  int64_t fail_offset;
+  int32_t status;
+  int32_t chunks_in_flight;
+  bool is_cut; /* every chunk has been started, or none will be any more */
+} zn_request;
+
+typedef struct zn_chunk {
+  TAILQ_ENTRY(zn_chunk) link;
+  zn_request *request;
+  char *buffer;
+  int64_t offset, nbytes;
+  int64_t done_bytes;    /* where the next transfer begins */
+  int64_t reached_bytes; /* moved so far; O_DIRECT resumes below it, on an aligned byte */
+  int64_t asked_bytes, hidden_bytes; /* of the transfer under way */
+  int64_t due_ns;                    /* held back until then */
+  int64_t result;                    /* of a transfer that never reached the backend */
+  int32_t tries;                     /* since the last byte moved */
+  bool is_exempt;                    /* was held back by a fault: the transfer itself gets none */
+} zn_chunk;
+
+TAILQ_HEAD(zn_request_list, zn_request);
+TAILQ_HEAD(zn_chunk_list, zn_chunk);
+
+/* Time during which at least one chunk was in flight. */
+typedef struct {
+  int64_t total_ns, since_ns;
+  int32_t active;
+} zn_meter;
+
+typedef struct {
+  zn_aio_stats counts; /* its times stay 0; the meters have them */
+  zn_meter any, read, write;
+} zn_account;
+
+struct zn_aio {
+  zn_aio_options options;
+  const zn_backend *backend;
+  zn_queue *queue;
+  zn_request *requests;
+  zn_chunk *chunks;
+  zn_event *events; /* where reap writes */
+  pthread_t thread;
+  int event_fd, wake_fd;
+
+  /* Shared, under `lock`. */
+  pthread_mutex_t lock;
+  pthread_cond_t arrived;
+  struct zn_request_list free_requests, incoming;
+  zn_aio_completion *completions; /* ring of requests_max */
+  int64_t taken, reported;        /* completions taken and reported since open */
+  int64_t accepted;
+  int32_t waiters;
+  bool is_event_raised; /* event_fd is readable */
+  bool is_asleep;       /* the I/O thread needs wake_fd to notice what is new */
+  bool is_stopping;
+  bool has_new_fault;
+  zn_aio_fault new_fault;
+  zn_account account;
+
+  /* The I/O thread's own. */
+  struct zn_request_list active, finished;
+  struct zn_chunk_list free_chunks, ready, held, ended;
+  zn_account live;
+  zn_fault_state fault;
+};
+
+/* The I/O thread: runs until is_stopping. */
+void *zn_pump_run(void *aio);
+
+/* Nanoseconds of CLOCK_MONOTONIC. */
+int64_t zn_now_ns(void);
+
+/* Report one completion; `lock` is held. The caller raises the event once it is through. */
+void zn_report_locked(zn_aio *aio, const zn_aio_completion *completion);
+void zn_raise_event_locked(zn_aio *aio);
+
+#endif /* ZN_AIO_H */

@@ -1,0 +1,123 @@
+/* One table row of kernels per instruction set; the best one this CPU has is picked at first use. */
+#include <errno.h>
+#include <stdatomic.h>
+
+#include "kernels.h"
+
+/* Elements per fixed-width loop (whole cache lines of every array) and how far ahead to prefetch. */
+enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256, ZN_LANES = 16 };
+
+#define ZN_NAN_F64 __builtin_nan("")
+#define ZN_JOIN_NAME(name, isa) name##_##isa
+#define ZN_EXPAND_NAME(name, isa) ZN_JOIN_NAME(name, isa)
+#define ZN_NAME(name) ZN_EXPAND_NAME(name, ZN_ISA)
+
+/* clang ignores these pragmas, so it gets the scalar row only. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define ZN_X86_ROWS 1
+#else
+#define ZN_X86_ROWS 0
+#endif
+
+#define ZN_ISA scalar
+#define ZN_VECTOR_BYTES 16
+#include "adamw_body.inc"
+#include "cast_body.inc"
+#include "reduce_body.inc"
+#undef ZN_VECTOR_BYTES
+#undef ZN_ISA
+
+#if ZN_X86_ROWS
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#define ZN_ISA avx2
+#define ZN_VECTOR_BYTES 32
+#include "adamw_body.inc"
+#include "cast_body.inc"
+#include "reduce_body.inc"
+#undef ZN_VECTOR_BYTES
+#undef ZN_ISA
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#define ZN_ISA avx512
+#define ZN_VECTOR_BYTES 64
+#include "adamw_body.inc"
+#include "cast_body.inc"
+#include "reduce_body.inc"
+#undef ZN_VECTOR_BYTES
+#undef ZN_ISA
+#pragma GCC pop_options
+#endif
+
+static int supported_scalar(void) { return 1; }
+
+#if ZN_X86_ROWS
+static int supported_avx2(void) { return __builtin_cpu_supports("avx2") != 0; }
+
+static int supported_avx512(void) {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+/* Columns in the order of the dtype constants: f32, bf16, f16. */
+#define ZN_COLUMNS(kernel, isa) {kernel##_f32_##isa, kernel##_bf16_##isa, kernel##_f16_##isa}
+#define ZN_ROW(isa)                                                                                       \
+  {.name = #isa,                                                                                          \
+   .supported = supported_##isa,                                                                          \
+   .adamw = {ZN_COLUMNS(adamw_in_weight, isa), ZN_COLUMNS(adamw_split, isa),                              \
+             ZN_COLUMNS(adamw_beside_bf16, isa), ZN_COLUMNS(adamw_beside_f16, isa)},                      \
+   .cast = {ZN_COLUMNS(cast_f32, isa), ZN_COLUMNS(cast_bf16, isa), ZN_COLUMNS(cast_f16, isa)},            \
+   .accumulate = {ZN_COLUMNS(accumulate_f32, isa), ZN_COLUMNS(accumulate_bf16, isa),                      \
+                  ZN_COLUMNS(accumulate_f16, isa)},                                                       \
+   .split = split_##isa,                                                                                  \
+   .join = join_##isa,                                                                                    \
+   .sumsq = ZN_COLUMNS(sumsq, isa)}
+
+/* Best first. */
+static const zn_cpu_kernels rows[] = {
+#if ZN_X86_ROWS
+    ZN_ROW(avx512),
+    ZN_ROW(avx2),
+#endif
+    ZN_ROW(scalar),
+};
+enum { ROW_COUNT = sizeof rows / sizeof rows[0] };
+
+/* Every thread that races to fill this in writes the same pointer. */
+static _Atomic(const zn_cpu_kernels *) active;
+
+static const zn_cpu_kernels *best_row(void) {
+  int row = 0;
+  while (!rows[row].supported()) row++; /* the scalar row always is */
+  return &rows[row];
+}
+
+const zn_cpu_kernels *zn_cpu_active(void) {
+  const zn_cpu_kernels *kernels = atomic_load_explicit(&active, memory_order_acquire);
+  if (kernels == NULL) {
+    kernels = best_row();
+    atomic_store_explicit(&active, kernels, memory_order_release);
+  }
+  return kernels;
+}
+
+const char *zn_cpu_isa(void) { return zn_cpu_active()->name; }
+
+int32_t zn_cpu_isa_select(const char *name) {
+  if (name == NULL) return -EINVAL;
+  if (strcmp(name, "best") == 0) {
+    atomic_store_explicit(&active, best_row(), memory_order_release);
+    return 0;
+  }
+  for (int row = 0; row < ROW_COUNT; row++) {
+    if (strcmp(rows[row].name, name) != 0) continue;
+    if (!rows[row].supported()) return -ENOTSUP;
+    atomic_store_explicit(&active, &rows[row], memory_order_release);
+    return 0;
+  }
+  /* Known elsewhere, but not compiled in here. */
+  return strcmp(name, "avx2") == 0 || strcmp(name, "avx512") == 0 ? -ENOTSUP : -EINVAL;
+}

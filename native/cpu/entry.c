@@ -1,0 +1,168 @@
+/* The exported kernels: check the arguments, find the row's function, split the range. */
+#include <errno.h>
+
+#include "kernels.h"
+
+/* ---- adamw -------------------------------------------------------------------------------- */
+
+typedef struct {
+  zn_adamw_kernel *kernel;
+  zn_adamw_arrays arrays;
+  const zn_adam_segment *segments;
+  int64_t segment_count;
+} zn_adamw_call;
+
+static void adamw_part(const void *context, int64_t begin, int64_t end) {
+  const zn_adamw_call *call = context;
+  for (int64_t k = 0; k < call->segment_count; k++) {
+    const zn_adam_segment *segment = &call->segments[k];
+    int64_t from = segment->begin > begin ? segment->begin : begin;
+    int64_t to = segment->end < end ? segment->end : end;
+    if (from < to && !segment->skip) call->kernel(&call->arrays, segment, from, to);
+  }
+}
+
+/* How the master is stored, or -1 when the arguments fit no scheme. */
+static int master_scheme(int32_t weight_dtype, const void *master, int32_t master_f32) {
+  if (weight_dtype == ZN_F32) return master == NULL ? ZN_MASTER_IN_WEIGHT : -1;
+  if (master == NULL) return -1;
+  if (weight_dtype == ZN_BF16) return master_f32 ? ZN_MASTER_BESIDE_BF16 : ZN_MASTER_SPLIT;
+  return weight_dtype == ZN_F16 && master_f32 ? ZN_MASTER_BESIDE_F16 : -1;
+}
+
+int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32, float *exp_avg,
+                               float *exp_avg_sq, const void *grad, int32_t grad_dtype,
+                               const zn_adam_segment *segments, int64_t segment_count, float grad_scale,
+                               int32_t threads) {
+  int scheme = master_scheme(weight_dtype, master, master_f32);
+  if (scheme < 0 || !zn_is_dtype(grad_dtype) || segment_count < 0 || threads < 1) return -EINVAL;
+  if (segment_count == 0) return 0;
+  if (!weight || !exp_avg || !exp_avg_sq || !grad || !segments) return -EINVAL;
+  int64_t begin = INT64_MAX, end = 0;
+  for (int64_t k = 0; k < segment_count; k++) {
+    if (segments[k].begin < 0 || segments[k].begin > segments[k].end) return -EINVAL;
+    if (segments[k].skip) continue;
+    if (segments[k].begin < begin) begin = segments[k].begin;
+    if (segments[k].end > end) end = segments[k].end;
+  }
+  zn_adamw_call call = {
+      .kernel = zn_cpu_active()->adamw[scheme][grad_dtype],
+      .arrays = {weight, master, exp_avg, exp_avg_sq, grad, grad_scale},
+      .segments = segments,
+      .segment_count = segment_count,
+  };
+  if (begin < end) zn_parallel(adamw_part, &call, begin, end, threads);
+  return 0;
+}
+
+/* ---- cast and accumulate ------------------------------------------------------------------ */
+
+typedef struct {
+  zn_cast_kernel *kernel;
+  void *out;
+  const void *in;
+  float scale;
+} zn_cast_call;
+
+static void cast_part(const void *context, int64_t begin, int64_t end) {
+  const zn_cast_call *call = context;
+  call->kernel(call->out, call->in, call->scale, begin, end);
+}
+
+int32_t zn_cpu_cast(void *out, int32_t out_dtype, const void *in, int32_t in_dtype, int64_t numel,
+                              float scale, int32_t threads) {
+  if (!zn_is_dtype(out_dtype) || !zn_is_dtype(in_dtype) || numel < 0 || threads < 1) return -EINVAL;
+  if (numel == 0) return 0;
+  if (!out || !in) return -EINVAL;
+  zn_cast_call call = {zn_cpu_active()->cast[out_dtype][in_dtype], out, in, scale};
+  zn_parallel(cast_part, &call, 0, numel, threads);
+  return 0;
+}
+
+typedef struct {
+  zn_accumulate_kernel *kernel;
+  float *sum;
+  const void *first, *in;
+} zn_accumulate_call;
+
+static void accumulate_part(const void *context, int64_t begin, int64_t end) {
+  const zn_accumulate_call *call = context;
+  call->kernel(call->sum, call->first, call->in, begin, end);
+}
+
+int32_t zn_cpu_accumulate(float *sum, const void *first, int32_t first_dtype, const void *in,
+                                    int32_t in_dtype, int64_t numel, int32_t threads) {
+  if (first == NULL) {
+    first = sum;
+    first_dtype = ZN_F32;
+  }
+  if (!zn_is_dtype(first_dtype) || !zn_is_dtype(in_dtype) || numel < 0 || threads < 1) return -EINVAL;
+  if (numel == 0) return 0;
+  if (!sum || !in) return -EINVAL;
+  zn_accumulate_call call = {zn_cpu_active()->accumulate[first_dtype][in_dtype], sum, first, in};
+  zn_parallel(accumulate_part, &call, 0, numel, threads);
+  return 0;
+}
+
+/* ---- split and join ----------------------------------------------------------------------- */
+
+typedef struct {
+  const zn_cpu_kernels *kernels;
+  float *full;
+  uint16_t *weight;
+  int16_t *remainder;
+} zn_split_call;
+
+static void split_part(const void *context, int64_t begin, int64_t end) {
+  const zn_split_call *call = context;
+  call->kernels->split(call->weight, call->remainder, call->full, begin, end);
+}
+
+static void join_part(const void *context, int64_t begin, int64_t end) {
+  const zn_split_call *call = context;
+  call->kernels->join(call->full, call->weight, call->remainder, begin, end);
+}
+
+int32_t zn_cpu_split(void *weight_bf16, int16_t *remainder, const float *in, int64_t numel,
+                               int32_t threads) {
+  if (numel < 0 || threads < 1) return -EINVAL;
+  if (numel == 0) return 0;
+  if (!weight_bf16 || !remainder || !in) return -EINVAL;
+  zn_split_call call = {zn_cpu_active(), (float *)in, weight_bf16, remainder};
+  zn_parallel(split_part, &call, 0, numel, threads);
+  return 0;
+}
+
+int32_t zn_cpu_join(float *out, const void *weight_bf16, const int16_t *remainder, int64_t numel,
+                              int32_t threads) {
+  if (numel < 0 || threads < 1) return -EINVAL;
+  if (numel == 0) return 0;
+  if (!out || !weight_bf16 || !remainder) return -EINVAL;
+  zn_split_call call = {zn_cpu_active(), out, (uint16_t *)weight_bf16, (int16_t *)remainder};
+  zn_parallel(join_part, &call, 0, numel, threads);
+  return 0;
+}
+
+/* ---- block sums --------------------------------------------------------------------------- */
+
+typedef struct {
+  zn_sumsq_kernel *kernel;
+  double *out;
+  int64_t *nonfinite;
+  const void *in;
+} zn_sumsq_call;
+
+static void sumsq_part(const void *context, int64_t begin, int64_t end) {
+  const zn_sumsq_call *call = context;
+  call->kernel(call->out, call->nonfinite, call->in, begin, end);
+}
+
+int32_t zn_cpu_block_sumsq(double *out, int64_t *nonfinite, const void *in, int32_t in_dtype,
+                                     int64_t numel, int32_t threads) {
+  if (!zn_is_dtype(in_dtype) || numel < 0 || threads < 1) return -EINVAL;
+  if (numel == 0) return 0;
+  if (!out || !nonfinite || !in) return -EINVAL;
+  zn_sumsq_call call = {zn_cpu_active()->sumsq[in_dtype], out, nonfinite, in};
+  zn_parallel(sumsq_part, &call, 0, numel, threads);
+  return 0;
+}

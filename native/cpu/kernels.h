@@ -1,0 +1,144 @@
+/* What the files of this folder share: the table of kernels, the work split, and float conversions
+ * that give the same bits on every instruction set. */
+#ifndef ZN_CPU_KERNELS_H
+#define ZN_CPU_KERNELS_H
+
+#include <stddef.h>
+#include <string.h>
+
+#include "../include/zn_abi.h"
+
+#define ZN_INLINE static inline __attribute__((always_inline))
+
+enum { ZN_DTYPES = 3 };
+
+/* How the fp32 master is stored: see zn_cpu_adamw. */
+enum { ZN_MASTER_IN_WEIGHT = 0, ZN_MASTER_SPLIT = 1, ZN_MASTER_BESIDE_BF16 = 2, ZN_MASTER_BESIDE_F16 = 3, ZN_MASTERS = 4 };
+
+typedef struct {
+  void *weight, *master;
+  float *exp_avg, *exp_avg_sq;
+  const void *grad;
+  float grad_scale;
+} zn_adamw_arrays;
+
+/* All kernels work on elements [begin, end) of arrays given by their start. */
+typedef void zn_adamw_kernel(const zn_adamw_arrays *arrays, const zn_adam_segment *segment, int64_t begin, int64_t end);
+typedef void zn_cast_kernel(void *out, const void *in, float scale, int64_t begin, int64_t end);
+typedef void zn_accumulate_kernel(float *sum, const void *first, const void *in, int64_t begin, int64_t end);
+typedef void zn_split_kernel(uint16_t *weight, int16_t *remainder, const float *in, int64_t begin, int64_t end);
+typedef void zn_join_kernel(float *out, const uint16_t *weight, const int16_t *remainder, int64_t begin, int64_t end);
+typedef void zn_sumsq_kernel(double *out, int64_t *nonfinite, const void *in, int64_t begin, int64_t end);
+
+typedef struct {
+  const char *name;
+  int (*supported)(void);
+  zn_adamw_kernel *adamw[ZN_MASTERS][ZN_DTYPES];               /* [master][grad] */
+  zn_cast_kernel *cast[ZN_DTYPES][ZN_DTYPES];                  /* [out][in] */
+  zn_accumulate_kernel *accumulate[ZN_DTYPES][ZN_DTYPES];      /* [first][in] */
+  zn_split_kernel *split;
+  zn_join_kernel *join;
+  zn_sumsq_kernel *sumsq[ZN_DTYPES];
+} zn_cpu_kernels;
+
+/* The row in use. */
+const zn_cpu_kernels *zn_cpu_active(void);
+
+/* Call `part(context, begin, end)` on parts of [begin, end) from up to `threads` threads. Parts
+ * meet on multiples of ZN_BLOCK_NUMEL. Returns when all are done. */
+typedef void zn_part(const void *context, int64_t begin, int64_t end);
+void zn_parallel(zn_part *part, const void *context, int64_t begin, int64_t end, int32_t threads);
+
+static inline int zn_is_dtype(int32_t dtype) { return dtype >= ZN_F32 && dtype < ZN_DTYPES; }
+
+/* ---- conversions -------------------------------------------------------------------------- */
+
+/* A NaN's payload depends on operand order, which compilers choose; so every NaN written is the
+ * canonical one. */
+#define ZN_NAN_F32 0x7FC00000u
+#define ZN_NAN_BF16 0x7FC0u
+#define ZN_NAN_F16 0x7E00u
+#define ZN_INF_F32 0x7F800000u
+#define ZN_MAGNITUDE_F32 0x7FFFFFFFu
+
+ZN_INLINE uint32_t zn_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+ZN_INLINE float zn_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/* Bits of `value` with NaN made canonical. */
+ZN_INLINE uint32_t zn_canonical_bits(float value) {
+  uint32_t bits = zn_bits(value);
+  return (bits & ZN_MAGNITUDE_F32) > ZN_INF_F32 ? ZN_NAN_F32 : bits;
+}
+
+ZN_INLINE float zn_canonical(float value) { return zn_float(zn_canonical_bits(value)); }
+
+ZN_INLINE float zn_from_bf16(uint16_t half) { return zn_float((uint32_t)half << 16); }
+
+ZN_INLINE uint16_t zn_to_bf16(float value) {
+  uint32_t bits = zn_bits(value);
+  uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return (uint16_t)((bits & ZN_MAGNITUDE_F32) > ZN_INF_F32 ? ZN_NAN_BF16 : rounded);
+}
+
+/* Integer and exact float steps only, so that it is the same on CPUs with and without F16C. */
+ZN_INLINE float zn_from_f16(uint16_t half) {
+  uint32_t magnitude = (uint32_t)(half & 0x7FFFu) << 13;
+  uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
+  uint32_t exponent = magnitude & (0x7C00u << 13);
+  uint32_t normal = magnitude + ((127u - 15u) << 23);
+  uint32_t special = normal + ((128u - 16u) << 23);
+  /* A subnormal gets an implicit one, which the exact subtraction takes away again. */
+  uint32_t subnormal = zn_bits(zn_float(normal + (1u << 23)) - zn_float(113u << 23));
+  uint32_t bits = exponent == 0 ? subnormal : normal;
+  bits = exponent == (0x7C00u << 13) ? special : bits;
+  return zn_float(bits | sign);
+}
+
+ZN_INLINE uint16_t zn_to_f16(float value) {
+  uint32_t bits = zn_bits(value);
+  uint32_t magnitude = bits & ZN_MAGNITUDE_F32;
+  uint32_t sign = (bits >> 16) & 0x8000u;
+  uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  /* Adding 0.5 puts the last place of a binary16 subnormal at the last place of the sum, so that
+   * the addition rounds it. */
+  uint32_t subnormal = zn_bits(zn_float(magnitude) + 0.5f) - zn_bits(0.5f);
+  uint32_t half = magnitude < (113u << 23) ? subnormal : normal;
+  half = (magnitude >= (143u << 23) ? 0x7C00u : half) | sign;
+  return (uint16_t)(magnitude > ZN_INF_F32 ? ZN_NAN_F16 : half);
+}
+
+/* `dtype` is a constant wherever these are used, so only one branch is compiled. */
+ZN_INLINE float zn_load(const void *in, int dtype, int64_t i) {
+  if (dtype == ZN_F32) return ((const float *)in)[i];
+  if (dtype == ZN_BF16) return zn_from_bf16(((const uint16_t *)in)[i]);
+  return zn_from_f16(((const uint16_t *)in)[i]);
+}
+
+ZN_INLINE void zn_store(void *out, int dtype, int64_t i, float value) {
+  if (dtype == ZN_F32) ((float *)out)[i] = zn_canonical(value);
+  else if (dtype == ZN_BF16) ((uint16_t *)out)[i] = zn_to_bf16(value);
+  else ((uint16_t *)out)[i] = zn_to_f16(value);
+}
+
+/* The exact split: rounding the magnitude half away from zero makes the remainder the low 16 bits
+ * read as a signed number, so every fp32 but the other NaNs comes back. */
+ZN_INLINE float zn_join_one(uint16_t weight, int16_t remainder) {
+  return zn_float(((uint32_t)weight << 16) + (uint32_t)(int32_t)remainder);
+}
+
+ZN_INLINE void zn_split_one(uint16_t *weight, int16_t *remainder, float value) {
+  uint32_t bits = zn_canonical_bits(value);
+  *weight = (uint16_t)((bits + 0x8000u) >> 16);
+  *remainder = (int16_t)(uint16_t)bits;
+}
+
+#endif /* ZN_CPU_KERNELS_H */

@@ -1,0 +1,103 @@
+/* What the CUDA files share: float conversions and the launch habit. The arithmetic is that of
+ * cpu/kernels.h, in the same order and with the same canonical NaN, so that both give the same bits;
+ * the __f*_rn intrinsics keep the compiler from contracting or reordering it. */
+#ifndef ZN_CUDA_KERNELS_CUH
+#define ZN_CUDA_KERNELS_CUH
+
+#include <cuda_runtime.h>
+#include <errno.h>
+
+#include "../include/zn_abi.h"
+
+constexpr int ZN_THREADS = 256;
+/* Grids stride over longer ranges, so that counts past 2^31 need no more blocks than this. */
+constexpr int64_t ZN_GRID_MAX = 1 << 16;
+
+constexpr uint32_t ZN_NAN_F32 = 0x7FC00000u;
+constexpr uint32_t ZN_INF_F32 = 0x7F800000u;
+constexpr uint32_t ZN_MAGNITUDE_F32 = 0x7FFFFFFFu;
+
+static inline unsigned zn_grid(int64_t items) {
+  int64_t blocks = (items + ZN_THREADS - 1) / ZN_THREADS;
+  return (unsigned)(blocks < ZN_GRID_MAX ? blocks : ZN_GRID_MAX);
+}
+
+static inline int32_t zn_launched() { return (int32_t)cudaGetLastError(); }
+
+static inline bool zn_is_dtype(int32_t dtype) { return dtype >= ZN_F32 && dtype <= ZN_F16; }
+
+__device__ inline uint32_t zn_canonical_bits(float value) {
+  uint32_t bits = __float_as_uint(value);
+  return (bits & ZN_MAGNITUDE_F32) > ZN_INF_F32 ? ZN_NAN_F32 : bits;
+}
+
+__device__ inline float zn_from_f16(uint16_t half) {
+  uint32_t magnitude = (uint32_t)(half & 0x7FFFu) << 13;
+  uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
+  uint32_t exponent = magnitude & (0x7C00u << 13);
+  uint32_t bits = magnitude + ((127u - 15u) << 23);
+  if (exponent == (0x7C00u << 13)) {
+    bits += (128u - 16u) << 23;
+  } else if (exponent == 0) {
+    bits = __float_as_uint(__fsub_rn(__uint_as_float(bits + (1u << 23)), __uint_as_float(113u << 23)));
+  }
+  return __uint_as_float(bits | sign);
+}
+
+__device__ inline uint16_t zn_to_bf16(float value) {
+  uint32_t bits = __float_as_uint(value);
+  if ((bits & ZN_MAGNITUDE_F32) > ZN_INF_F32) return 0x7FC0u;
+  return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+__device__ inline uint16_t zn_to_f16(float value) {
+  uint32_t bits = __float_as_uint(value);
+  uint32_t magnitude = bits & ZN_MAGNITUDE_F32;
+  uint32_t sign = (bits >> 16) & 0x8000u;
+  if (magnitude > ZN_INF_F32) return 0x7E00u;
+  if (magnitude >= (143u << 23)) return (uint16_t)(0x7C00u | sign);
+  if (magnitude < (113u << 23)) {
+    float shifted = __fadd_rn(__uint_as_float(magnitude), 0.5f);
+    return (uint16_t)((__float_as_uint(shifted) - __float_as_uint(0.5f)) | sign);
+  }
+  return (uint16_t)(((magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13) | sign);
+}
+
+template <int DTYPE>
+__device__ inline float zn_load(const void *in, int64_t i) {
+  if (DTYPE == ZN_F32) return ((const float *)in)[i];
+  if (DTYPE == ZN_BF16) return __uint_as_float((uint32_t)((const uint16_t *)in)[i] << 16);
+  return zn_from_f16(((const uint16_t *)in)[i]);
+}
+
+template <int DTYPE>
+__device__ inline void zn_store(void *out, int64_t i, float value) {
+  if (DTYPE == ZN_F32) ((float *)out)[i] = __uint_as_float(zn_canonical_bits(value));
+  else if (DTYPE == ZN_BF16) ((uint16_t *)out)[i] = zn_to_bf16(value);
+  else ((uint16_t *)out)[i] = zn_to_f16(value);
+}
+
+__device__ inline float zn_join_one(uint16_t weight, int16_t remainder) {
+  return __uint_as_float(((uint32_t)weight << 16) + (uint32_t)(int32_t)remainder);
+}
+
+__device__ inline void zn_split_one(uint16_t *weight, int16_t *remainder, float value) {
+  uint32_t bits = zn_canonical_bits(value);
+  *weight = (uint16_t)((bits + 0x8000u) >> 16);
+  *remainder = (int16_t)(uint16_t)bits;
+}
+
+/* Call `launch` with the dtype as a template argument: `zn_with_dtype(dtype, [&](auto constant) {...})`. */
+template <int VALUE>
+struct zn_constant {
+  static constexpr int value = VALUE;
+};
+
+template <typename Launch>
+static void zn_with_dtype(int32_t dtype, Launch launch) {
+  if (dtype == ZN_F32) launch(zn_constant<ZN_F32>{});
+  else if (dtype == ZN_BF16) launch(zn_constant<ZN_BF16>{});
+  else launch(zn_constant<ZN_F16>{});
+}
+
+#endif /* ZN_CUDA_KERNELS_CUH */

@@ -1,0 +1,248 @@
+/* The C ABI of zero-infinity's native libraries.
+ *
+ * One text for three readers: gcc, nvcc and cffi (`ffi.cdef` takes the part between the two CDEF
+ * lines as it is, so the compiler and Python cannot drift apart). Rules:
+ *
+ *  - names start with zn_; handles are opaque; struct members have fixed widths; counts are int64_t
+ *  - destinations first, then sources, count, options; threads or stream last
+ *  - status: 0, -errno, or a positive cudaError_t; nothing prints, exits or throws
+ *  - nothing here links torch or Python; every function may run with the GIL released
+ */
+#ifndef ZN_ABI_H
+#define ZN_ABI_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The libraries are built with -fvisibility=hidden; what is declared here is what they export. */
+#pragma GCC visibility push(default)
+
+/* CDEF BEGIN */
+
+/* ---- common ------------------------------------------------------------------------------- */
+
+/* Hash of the sources this library was built from (hex, static storage). Python compares it with
+ * the sources beside it and refuses a stale library. */
+const char *zn_source_hash(void);
+
+/* Text for a status: strerror for -errno, CUDA's text for a positive one (static storage). */
+const char *zn_strerror(int32_t status);
+
+/* ---- memory ------------------------------------------------------------------------------- */
+
+/* ZN_MEM_HUGE asks for transparent huge pages (a wish: it may not be granted), ZN_MEM_TOUCH faults
+ * every page in now, so that a steady step never does. */
+enum { ZN_MEM_HUGE = 1, ZN_MEM_TOUCH = 2 };
+
+/* Map exactly `nbytes` (rounded up to the page) of zeroed private memory, aligned to 2 MiB when
+ * ZN_MEM_HUGE is set. -ENOMEM, or -EINVAL when nbytes < 1. */
+int32_t zn_mem_alloc(void **out, int64_t nbytes, int32_t flags);
+
+/* Unmap what zn_mem_alloc mapped; the same `nbytes`. */
+int32_t zn_mem_free(void *ptr, int64_t nbytes);
+
+/* Map `nbytes` (rounded up to the page) of private, writable pages that all read as 0xFF bytes,
+ * which is NaN in every float type. All pages are backed by one small block, so the mapping costs
+ * no memory until somebody writes to it. Freed with zn_mem_free. */
+int32_t zn_mem_poison(void **out, int64_t nbytes);
+
+/* ---- asynchronous file I/O ---------------------------------------------------------------- */
+
+typedef struct zn_aio zn_aio;
+
+enum { ZN_AIO_READ = 0, ZN_AIO_WRITE = 1, ZN_AIO_SYNC = 2 };
+enum { ZN_AIO_IO_URING = 0, ZN_AIO_LIBAIO = 1, ZN_AIO_THREADS = 2 };
+
+typedef struct {
+  int32_t backend;      /* ZN_AIO_IO_URING, ZN_AIO_LIBAIO or ZN_AIO_THREADS */
+  int32_t queue_depth;  /* chunks in flight at most, 1..4096 */
+  int32_t threads;      /* workers of the threads backend, 1..64 (others ignore it) */
+  int32_t requests_max; /* requests accepted and not yet reported, 1..65536 */
+  int64_t chunk_bytes;  /* largest transfer handed to the kernel; a multiple of 4096 */
+} zn_aio_options;
+
+typedef struct {
+  uint64_t tag;    /* comes back in the completion */
+  int32_t op;      /* ZN_AIO_READ, ZN_AIO_WRITE or ZN_AIO_SYNC (fdatasync; offset, nbytes 0) */
+  int32_t fd;
+  int64_t offset;  /* bytes from the start of the file */
+  int64_t nbytes;
+  void *buffer;    /* stays valid and untouched until the completion has been taken */
+} zn_aio_request;
+
+typedef struct {
+  uint64_t tag;
+  int32_t status;      /* 0: every byte moved; else -errno (-ENODATA: end of file inside a read) */
+  int32_t reserved;
+  int64_t nbytes;      /* bytes moved: the request's on success, fewer on failure */
+  int64_t fail_offset; /* file offset of the transfer that failed, -1 on success */
+} zn_aio_completion;
+
+typedef struct {
+  int64_t read_bytes, write_bytes;       /* moved so far */
+  int64_t requests, chunks;              /* finished so far */
+  int64_t resumed, retried;              /* short transfers resumed; EINTR/EAGAIN retried */
+  int64_t busy_ns, read_ns, write_ns;    /* time with anything / a read / a write in flight */
+} zn_aio_stats;
+
+/* A fault to inject below the chunk logic, so that resuming, retrying and reporting are the code
+ * under test. Rates are per chunk, in 1/65536; drawn from a generator seeded with `seed`, so a run
+ * can be repeated. All zero: no faults. */
+typedef struct {
+  uint64_t seed;
+  int32_t status;        /* -errno that a failing transfer reports (-EIO, -ENOSPC, -EINTR, ...) */
+  int32_t fail_rate;     /* transfers that fail with `status` */
+  int32_t short_rate;    /* transfers cut short after a page or more (by less than a page when the
+                            file allows it) */
+  int32_t delay_rate;    /* transfers held back for delay_us */
+  int32_t delay_us;
+  int32_t op_mask;       /* bit ZN_AIO_READ / WRITE / SYNC: which operations are hit */
+  int64_t skip;          /* let this many matching transfers pass first */
+  int64_t count_max;     /* stop after this many faults; 0: no limit */
+} zn_aio_fault;
+
+/* 0 when `backend` works on this kernel, else -errno that says why (-ENOSYS: not compiled in,
+ * -EPERM: blocked by seccomp or sysctl). Opens and closes a small queue to find out. */
+int32_t zn_aio_probe(int32_t backend);
+
+/* Open an engine. It owns one I/O thread (the threads backend: its workers), which keeps
+ * `queue_depth` chunks in flight as long as requests wait, whatever the caller is doing.
+ * All memory is taken here. -EINVAL on a bad option, else what zn_aio_probe would say. */
+int32_t zn_aio_open(zn_aio **out, const zn_aio_options *options);
+
+/* Accept all `count` requests, or none: -EAGAIN when the table is full, -EINVAL when an fd is
+ * negative, nbytes < 0, or op is unknown. Starts in order; may finish in any order. A request of 0
+ * bytes completes at once. Any thread may call. */
+int32_t zn_aio_submit(zn_aio *aio, const zn_aio_request *requests, int32_t count);
+
+/* Take up to `max` completions; never blocks. Returns their number (>= 0). A request completes
+ * once: in full or with an errno, and never before its last chunk has stopped moving. */
+int32_t zn_aio_poll(zn_aio *aio, zn_aio_completion *out, int32_t max);
+
+/* Like poll, but waits for at least one: > 0, 0 when nothing is in flight, -ETIME after
+ * `timeout_ns`, -EINVAL when max < 1. */
+int32_t zn_aio_wait(zn_aio *aio, zn_aio_completion *out, int32_t max, int64_t timeout_ns);
+
+/* An eventfd that is readable while completions wait to be taken: for poll, epoll and asyncio. */
+int32_t zn_aio_event_fd(zn_aio *aio);
+
+/* Requests accepted whose completion has not been taken. */
+int64_t zn_aio_in_flight(zn_aio *aio);
+
+int32_t zn_aio_stats_get(zn_aio *aio, zn_aio_stats *out);
+
+/* Replace the fault plan (NULL: none). Takes effect with the next chunk. */
+int32_t zn_aio_inject(zn_aio *aio, const zn_aio_fault *fault);
+
+/* Free the engine. -EBUSY, and nothing freed, while requests are in flight. */
+int32_t zn_aio_close(zn_aio *aio);
+
+/* ---- kernels on the CPU ------------------------------------------------------------------- */
+
+enum { ZN_F32 = 0, ZN_BF16 = 1, ZN_F16 = 2 };
+
+/* Elements per norm block. Ranges that kernels get start on a multiple of it. */
+enum { ZN_BLOCK_NUMEL = 4096 };
+
+/* One run of elements that share hyper-parameters. Python derives the fp32 values below from
+ * doubles and from the parameter's own step count t = 1, 2, ...:
+ *   step_size = lr / (1 - beta1^t), bias2_sqrt = sqrt(1 - beta2^t),
+ *   decay = 1 - lr * weight_decay (decoupled), l2 = weight_decay (Adam's L2 term); the unused one
+ *   is 1 or 0. A skipped segment (no gradient) leaves weight and state untouched. */
+typedef struct {
+  int64_t begin, end; /* elements, relative to the pointers of the call; begin <= end */
+  int32_t skip;       /* 1: leave the range as it is */
+  int32_t reserved;
+  float step_size, bias2_sqrt, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
+  float reserved2;
+} zn_adam_segment;
+
+/* The name of the instruction set in use ("scalar", "avx2", "avx512"), picked at first use. */
+const char *zn_cpu_isa(void);
+
+/* Use `name` from now on, "best" for the widest one: 0, or -ENOTSUP when this CPU lacks it, -EINVAL
+ * when it is unknown. All of them give the same bits. */
+int32_t zn_cpu_isa_select(const char *name);
+
+/* One Adam / AdamW update over flat ranges, in one pass:
+ *
+ *   g = (float)grad * grad_scale         g += l2 * w (when l2 != 0)
+ *   w = w * decay (when decay != 1)
+ *   m = m + one_minus_beta1 * (g - m)
+ *   v = v * beta2 + one_minus_beta2 * (g * g)
+ *   w = w - step_size * (m / (sqrt(v) / bias2_sqrt + eps))
+ *
+ * each a separate fp32 operation, rounded to nearest even, never contracted. `w` is the fp32 master.
+ * How it is stored follows weight_dtype and master:
+ *   ZN_F32,  master NULL   weight (fp32) is the master
+ *   ZN_BF16, master_f32 0  master = bf16 weight + int16 remainder (`master` points to int16_t):
+ *                          bits = (weight << 16) + remainder; split by rounding half away from
+ *                          zero; NaN becomes 0x7FC00000
+ *   ZN_BF16/ZN_F16, master_f32 1  `master` points to fp32; weight gets its value rounded to nearest
+ *                          even
+ * Elements outside every segment are left alone. `threads` >= 1 splits on blocks of 4096; the
+ * result does not depend on it. -EINVAL on an unknown dtype or a NULL that may not be. */
+int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
+                     float *exp_avg, float *exp_avg_sq, const void *grad, int32_t grad_dtype,
+                     const zn_adam_segment *segments, int64_t segment_count, float grad_scale,
+                     int32_t threads);
+
+/* out = (out_dtype)(in * scale); scale 1 converts only. f32 -> bf16/f16 rounds to nearest even.
+ * `out` may be `in` when both have the same dtype. */
+int32_t zn_cpu_cast(void *out, int32_t out_dtype, const void *in, int32_t in_dtype, int64_t numel,
+                    float scale, int32_t threads);
+
+/* sum (fp32) = sum + in, or = (float)first + (float)in when `first` is not NULL: gradient
+ * accumulation from the second contribution on. */
+int32_t zn_cpu_accumulate(float *sum, const void *first, int32_t first_dtype, const void *in,
+                          int32_t in_dtype, int64_t numel, int32_t threads);
+
+/* fp32 -> bf16 weight + int16 remainder (exact, half away from zero, NaN canonical), and back. */
+int32_t zn_cpu_split(void *weight_bf16, int16_t *remainder, const float *in, int64_t numel,
+                     int32_t threads);
+int32_t zn_cpu_join(float *out, const void *weight_bf16, const int16_t *remainder, int64_t numel,
+                    int32_t threads);
+
+/* One fp64 sum of squares per block of 4096 elements (the last may be shorter) and one count of
+ * inf/NaN per block: `out` and `nonfinite` have ceil(numel / 4096) entries. Lanes are fixed: lane
+ * i of 16 adds elements i, i+16, ... in order; lanes are then folded 0..15 in order. */
+int32_t zn_cpu_block_sumsq(double *out, int64_t *nonfinite, const void *in, int32_t in_dtype,
+                           int64_t numel, int32_t threads);
+
+/* CRC-32C (Castagnoli) of `nbytes` at `in`, continued from `crc` (0 to begin). */
+uint32_t zn_cpu_crc32c(uint32_t crc, const void *in, int64_t nbytes);
+
+/* ---- kernels on CUDA (the second library; device pointers, one stream) --------------------- */
+
+/* Page-lock host memory that zn_mem_alloc mapped, for copies that do not stop the stream. */
+int32_t zn_cuda_host_register(void *ptr, int64_t nbytes);
+int32_t zn_cuda_host_unregister(void *ptr);
+
+/* As the CPU functions of the same name, bit for bit. `segments` is a device pointer. */
+int32_t zn_cuda_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
+                      float *exp_avg, float *exp_avg_sq, const void *grad, int32_t grad_dtype,
+                      const zn_adam_segment *segments, int64_t segment_count, float grad_scale,
+                      void *stream);
+int32_t zn_cuda_cast(void *out, int32_t out_dtype, const void *in, int32_t in_dtype, int64_t numel,
+                     float scale, void *stream);
+int32_t zn_cuda_accumulate(float *sum, const void *first, int32_t first_dtype, const void *in,
+                           int32_t in_dtype, int64_t numel, void *stream);
+int32_t zn_cuda_split(void *weight_bf16, int16_t *remainder, const float *in, int64_t numel,
+                      void *stream);
+int32_t zn_cuda_join(float *out, const void *weight_bf16, const int16_t *remainder, int64_t numel,
+                     void *stream);
+int32_t zn_cuda_block_sumsq(double *out, int64_t *nonfinite, const void *in, int32_t in_dtype,
+                            int64_t numel, void *stream);
+
+/* CDEF END */
+
+#pragma GCC visibility pop
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* ZN_ABI_H */
