@@ -1,0 +1,248 @@
+"""What every asynchronous I/O backend has in common: options, statistics, faults, and the interface."""
+
+from __future__ import annotations
+
+import asyncio
+import errno as errno_names
+import os
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import torch
+
+from offload.errors import ConfigError, StateError, StorageError
+from offload.sizes import PAGE_BYTES
+
+T = TypeVar("T")
+
+Op = Literal["read", "write", "sync"]
+OPS: tuple[Op, ...] = ("read", "write", "sync")
+NATIVE_BACKENDS = ("io_uring", "libaio", "threads")
+"""Best first; the position is the number of the backend in the C header."""
+BACKENDS = ("auto", *NATIVE_BACKENDS, "aiofiles")
+CHUNK_BYTES_MAX = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AioOptions:
+    """How files are read and written."""
+
+    backend: str = "auto"
+    """"auto" takes the best that works: io_uring, libaio, threads, aiofiles."""
+    queue_depth: int = 32
+    """Chunks in flight at most."""
+    chunk_bytes: int = 2 << 20
+    """Largest transfer handed to the kernel; a multiple of the page."""
+    threads: int = 4
+    """Workers of the threads and aiofiles backends; the others ignore it."""
+    requests_max: int = 4096
+    """Requests accepted at once; more wait their turn."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.backend not in BACKENDS:
+            problems.append(f"backend: expected one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        for name, low, high in (
+            ("queue_depth", 1, 4096),
+            ("threads", 1, 64),
+            ("requests_max", 1, 65536),
+            ("chunk_bytes", PAGE_BYTES, CHUNK_BYTES_MAX),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                problems.append(f"{name}: expected {low} to {high}, got {value}")
+        if self.chunk_bytes % PAGE_BYTES:
+            problems.append(f"chunk_bytes: must be a multiple of {PAGE_BYTES}, got {self.chunk_bytes}")
+        if problems:
+            raise ConfigError("aio: " + "; ".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AioStats:
+    """What a backend has moved since it was opened."""
+
+    read_bytes: int
+    write_bytes: int
+    requests: int
+    """Finished, well or not."""
+    chunks: int
+    resumed: int
+    """Transfers that moved less than asked and were continued."""
+    retried: int
+    """Transfers repeated after EINTR or EAGAIN."""
+    busy_seconds: float
+    """With anything in flight; `read_seconds` and `write_seconds`: with at least one of those."""
+    read_seconds: float
+    write_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AioFault:
+    """Faults to inject below the chunk logic, for tests. Rates are probabilities per transfer."""
+
+    errno: int = errno_names.EIO
+    """Positive errno that a failing transfer reports."""
+    fail_rate: float = 0.0
+    short_rate: float = 0.0
+    """Transfers that move less than asked."""
+    delay_rate: float = 0.0
+    delay_seconds: float = 0.0
+    ops: tuple[Op, ...] = OPS
+    skip: int = 0
+    """Matching transfers that pass before the first fault."""
+    count_max: int = 0
+    """Faults at most; 0: no limit."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rates = (self.fail_rate, self.short_rate, self.delay_rate)
+        if not all(0.0 <= rate <= 1.0 for rate in rates):
+            raise ConfigError(f"AioFault: rates must be within 0..1, got {rates}")
+        if self.errno <= 0 or min(self.skip, self.count_max, self.delay_seconds) < 0:
+            raise ConfigError(f"AioFault: errno must be positive, counts and delays not negative: {self}")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One transfer under way. Holds its buffer until the last byte has stopped moving."""
+
+    op: Op
+    fd: int
+    offset: int
+    path: str
+    buffer: torch.Tensor | None = None
+    begin: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        buffer = self.buffer
+        if buffer is not None and (buffer.device.type != "cpu" or not buffer.is_contiguous()):
+            raise TypeError(
+                f"{self.op} at {self.path}: expected a contiguous CPU tensor, "
+                f"got one on {buffer.device} with strides {buffer.stride()}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to move; 0 for a sync."""
+        return 0 if self.buffer is None else self.buffer.numel() * self.buffer.element_size()
+
+    def __str__(self) -> str:
+        what = "sync" if self.op == "sync" else f"{self.op} of {self.nbytes:,} bytes at offset {self.offset:,}"
+        return f"{what} of {self.path}" if self.op == "sync" else f"{what} in {self.path}"
+
+    def error(self, errno: int, offset: int) -> StorageError:
+        """The error of this request, `offset` being that of the transfer that failed."""
+        what = str(self)
+        if errno == errno_names.ENODATA:
+            what += " met the end of the file"
+        return StorageError(what, errno=errno, path=self.path, offset=offset, free_bytes=free_bytes(self.fd))
+
+
+def free_bytes(fd: int) -> int | None:
+    """Room left for ordinary users on the file system of `fd`; None if it cannot be told."""
+    try:
+        status = os.fstatvfs(fd)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+async def settle(future: asyncio.Future[T]) -> T:
+    """Await `future` to its end, also when this task is cancelled meanwhile; then raise CancelledError.
+
+    The kernel may still be writing into the buffer of a transfer that nobody waits for any more, so
+    its memory must not be given up before it has ended.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait((future,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return future.result()
+    if not future.cancelled():
+        future.exception()  # marks it as seen; the cancellation is what the caller asked for
+    raise cancelled
+
+
+class Aio(ABC):
+    """Reads and writes files without blocking the event loop it is used from.
+
+    A transfer moves all bytes of a contiguous CPU tensor of any dtype, or raises StorageError. Files
+    opened with O_DIRECT need offsets, sizes and addresses that are multiples of 4096.
+
+    Attributes:
+        backend: the name of what moves the bytes.
+        reason: one line: why this one.
+    """
+
+    backend: str
+    reason: str
+
+    def __init__(self) -> None:
+        self._pending: dict[int, Request] = {}
+        self._closed = False
+
+    async def read(self, fd: int, offset: int, buffer: torch.Tensor, path: str) -> None:
+        """Fill `buffer` from byte `offset` of the file; a file that ends before it is full is ENODATA.
+
+        Raises:
+            StorageError: names `path` and the offset of the part that failed.
+        """
+        await self._begin(Request("read", fd, offset, path, buffer))
+
+    async def write(self, fd: int, offset: int, buffer: torch.Tensor, path: str) -> None:
+        """Write `buffer` at byte `offset` of the file.
+
+        Raises:
+            StorageError: names `path` and the offset of the part that failed.
+        """
+        await self._begin(Request("write", fd, offset, path, buffer))
+
+    async def sync(self, fd: int, path: str) -> None:
+        """Put the data of finished writes on stable storage (fdatasync).
+
+        Raises:
+            StorageError: names `path`.
+        """
+        await self._begin(Request("sync", fd, 0, path))
+
+    def in_flight(self) -> list[str]:
+        """One line per transfer that has not ended: what, where, how many bytes, for how long."""
+        now = time.monotonic()
+        return [f"{request}, for {now - request.begin:.1f} s" for request in tuple(self._pending.values())]
+
+    def close(self) -> None:
+        """Give everything back. Call it from the thread of the event loop, or when that has ended. Idempotent.
+
+        Raises:
+            StateError: transfers are in flight; nothing was closed.
+        """
+        if self._closed:
+            return
+        if self._pending:
+            raise StateError(f"closing {self.backend}: still in flight: {'; '.join(self.in_flight())}")
+        self._release()
+        self._closed = True
+
+    async def _begin(self, request: Request) -> None:
+        if self._closed:
+            raise StateError(f"{request}: the I/O engine is closed")
+        await self._move(request)
+
+    @abstractmethod
+    def stats(self) -> AioStats:
+        """What has been moved so far."""
+
+    @abstractmethod
+    def inject(self, fault: AioFault | None) -> None:
+        """Replace the fault plan from the next transfer on; None: no faults."""
+
+    @abstractmethod
+    async def _move(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def _release(self) -> None: ...

@@ -1,0 +1,159 @@
+"""Memory that is allocated once: regions that hold planes, and arenas that lease blocks.
+
+On a CPU-only machine the device's memory is host memory under the same limits, so every policy runs
+and is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from offload.binding import exact_alias
+from offload.errors import BudgetError, StateError
+from offload.extents import Extents
+from offload.pinned import map_host, tensor_over
+from offload.sizes import PAGE_BYTES, align_up
+
+
+class MemoryRegion:
+    """One allocation of exactly `nbytes`, taken piece by piece and freed as a whole."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self._taken_bytes = 0
+        self._data: torch.Tensor | None = _allocate(nbytes, device)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """The next `nbytes` as a uint8 tensor with a storage of its own.
+
+        Raises:
+            BudgetError: the region is used up.
+        """
+        if self._data is None or self._taken_bytes + nbytes > self.nbytes:
+            raise BudgetError(
+                f"region of {self.nbytes:,} bytes: {nbytes:,} more do not fit after {self._taken_bytes:,}"
+            )
+        begin = self._taken_bytes
+        self._taken_bytes += nbytes
+        return exact_alias(self._data[begin : begin + nbytes])
+
+    def close(self) -> None:
+        """Give the allocation up; it returns when the last tensor over it is gone."""
+        self._data = None
+
+
+class Block:
+    """A leased piece of an arena; give it back with `release()` once nothing moves in it.
+
+    Attributes:
+        data: uint8, with a storage exactly as long as was asked for.
+    """
+
+    def __init__(self, arena: Arena, offset: int, data: torch.Tensor) -> None:
+        self._arena, self._offset, self.data = arena, offset, data
+
+    def view(self, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
+        """`numel` elements of `dtype` starting `offset_bytes` into the block."""
+        return self.data[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
+
+    def release(self) -> None:
+        """Return it. Idempotent."""
+        if self._offset >= 0:
+            self._arena.take_back(self._offset)
+            self._offset = -1
+
+
+class Arena:
+    """One exact-size allocation, made at first use, faulted once, sub-allocated by extent and reused. One owner thread.
+
+    Args:
+        name: what the bytes are for; appears in errors.
+        knob: the configuration key that makes it larger; appears in errors.
+    """
+
+    def __init__(self, name: str, nbytes: int, knob: str, device: torch.device) -> None:
+        self.name, self._knob, self._device = name, knob, device
+        self._extents = Extents(align_up(nbytes, PAGE_BYTES))
+        self._data: torch.Tensor | None = None
+        self._closed = False
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the allocation."""
+        return self._extents.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes leased now."""
+        return self._extents.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes ever leased at once."""
+        return self._extents.peak_bytes
+
+    def try_lease(self, nbytes: int) -> Block | None:
+        """A block of exactly `nbytes`, or None when no free run is long enough."""
+        if nbytes == 0:
+            return Block(self, -1, torch.empty(0, dtype=torch.uint8))
+        if self._closed:
+            raise StateError(f"the {self.name} arena is closed")
+        offset = self._extents.allocate(nbytes)
+        if offset is None:
+            return None
+        if self._data is None:  # first use: an arena that is planned for but never needed costs nothing
+            self._data = _allocate(self._extents.capacity_bytes, self._device)
+        return Block(self, offset, exact_alias(self._data[offset : offset + nbytes]))
+
+    def lease(self, nbytes: int, what: str) -> Block:
+        """As `try_lease`, but raises.
+
+        Raises:
+            BudgetError: it does not fit; the message says what is free, and the knob.
+        """
+        block = self.try_lease(nbytes)
+        if block is None:
+            raise BudgetError(
+                f"{what}: needs {nbytes:,} contiguous bytes of the {self.name} arena; the largest free run is "
+                f"{self._extents.largest_free_bytes:,} of {self._extents.free_bytes:,} free and "
+                f"{self.capacity_bytes:,} in all; raise {self._knob}"
+            )
+        return block
+
+    async def lease_when_free(self, nbytes: int, what: str) -> Block:
+        """A block as soon as others have given back enough. For coroutines of one event loop.
+
+        Lease everything a job needs at once: a job that holds one block and waits for another can
+        wait for itself.
+
+        Raises:
+            BudgetError: nothing is leased and it still does not fit.
+        """
+        while (block := self.try_lease(nbytes)) is None:
+            if self.used_bytes == 0:
+                return self.lease(nbytes, what)
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        return block
+
+    def take_back(self, offset: int) -> None:
+        """Called by `Block.release`."""
+        self._extents.free(offset)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def close(self) -> None:
+        """Give the allocation up; it returns when the last tensor over it is gone."""
+        self._closed, self._data = True, None
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return tensor_over(map_host(nbytes))[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)

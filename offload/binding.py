@@ -1,0 +1,117 @@
+"""Flat storages whose memory comes and goes while every view of them stays valid.
+
+`bind` swaps a block's memory in behind a storage, `unbind` swaps it out; tensors that look at the
+storage, also those autograd saved, follow. Between the two the storage points at poison: readable
+memory that is NaN everywhere, so that a missed fetch gives NaN and not a crash.
+
+Torch builds without `UntypedStorage._swap_data_ptr_` get the same two functions by resizing a
+storage that torch owns and copying; that costs a second copy of what is bound.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.errors import StateError
+from offload.pinned import map_poison, tensor_over
+
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+class _CudaArray:
+    """Lets torch build a storage of exactly some bytes over device memory that `owner` holds."""
+
+    def __init__(self, owner: torch.Tensor) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (owner.numel(),),
+            "typestr": "|u1",
+            "data": (owner.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def exact_alias(data: torch.Tensor) -> torch.Tensor:
+    """A uint8 tensor on the memory of `data` (uint8, flat) with a storage of its own, exactly as long."""
+    if data.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8, device=data.device)
+    if data.device.type == "cuda":
+        return torch.as_tensor(_CudaArray(data), device=data.device)
+    return torch.from_numpy(data.numpy())
+
+
+class Poison:
+    """Memory that reads as NaN, as long as the largest flat storage; shared by all of them."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        if device.type == "cpu":
+            self._data = tensor_over(map_poison(nbytes))
+        else:
+            self._data = torch.full((max(nbytes, 1),), 0xFF, dtype=torch.uint8, device=device)
+
+    def of(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor of exactly `nbytes` with its own storage over the poison."""
+        return exact_alias(self._data[:nbytes])
+
+
+class FlatStorage:
+    """A flat tensor of `numel` elements, bound to memory or poisoned.
+
+    Attributes:
+        flat: 1-D; parameters are views into it. The same object for life.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, poison: Poison, device: torch.device) -> None:
+        self._nbytes = numel * dtype.itemsize
+        self._bound: torch.Tensor | None = None
+        if CAN_SWAP:
+            self.flat = poison.of(self._nbytes).view(dtype)
+        else:
+            self.flat = torch.empty(numel, dtype=dtype, device=device)
+            self.flat.untyped_storage().resize_(0)
+
+    @property
+    def bound(self) -> bool:
+        """True between `bind` and `unbind`."""
+        return self._bound is not None
+
+    def bind(self, data: torch.Tensor) -> None:
+        """Let `flat` and its views see the memory of `data` (uint8, its storage exactly as long).
+
+        `data` itself must not be used until `unbind` returns it: it holds the poison meanwhile.
+
+        Raises:
+            StateError: already bound, or the sizes differ.
+        """
+        if self._bound is not None:
+            raise StateError("bind: the storage is bound already")
+        storage = data.untyped_storage()
+        if storage.nbytes() != self._nbytes or data.storage_offset() != 0:
+            raise StateError(f"bind: expected a storage of {self._nbytes:,} bytes, got {storage.nbytes():,}")
+        if self._nbytes == 0:
+            self._bound = data
+            return
+        if CAN_SWAP:
+            self.flat.untyped_storage()._swap_data_ptr_(storage)  # type: ignore[attr-defined]
+        else:
+            self.flat.untyped_storage().resize_(self._nbytes)
+            self.flat.view(torch.uint8).copy_(data)
+        self._bound = data
+
+    def unbind(self) -> torch.Tensor:
+        """Poison `flat` again and return the memory that was bound.
+
+        Raises:
+            StateError: not bound.
+        """
+        if self._bound is None:
+            raise StateError("unbind: the storage is not bound")
+        data, self._bound = self._bound, None
+        if self._nbytes == 0:
+            return data
+        if CAN_SWAP:
+            self.flat.untyped_storage()._swap_data_ptr_(data.untyped_storage())  # type: ignore[attr-defined]
+        else:
+            data.copy_(self.flat.view(torch.uint8))
+            self.flat.untyped_storage().resize_(0)
+        return data

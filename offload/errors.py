@@ -1,0 +1,56 @@
+"""Every error this project raises on purpose.
+
+A message says what was tried, where, what was expected, what was found and which knob turns it.
+"""
+
+from __future__ import annotations
+
+import errno as errno_names
+import os
+
+
+class ZeroInfinityError(Exception):
+    """Root of the project's errors."""
+
+
+class ConfigError(ZeroInfinityError, ValueError):
+    """A configuration that cannot work; the message lists every problem found, with its path."""
+
+
+class BudgetError(ZeroInfinityError, MemoryError):
+    """A plan or an allocation that does not fit its budget; names the knob to turn."""
+
+
+class StateError(ZeroInfinityError, RuntimeError):
+    """An operation that is illegal in the present state, such as using a closed engine."""
+
+
+class NativeError(ZeroInfinityError, RuntimeError):
+    """A native library is missing, stale, or returned a status nobody expected."""
+
+
+class StorageError(ZeroInfinityError, OSError):
+    """A transfer to or from a file failed.
+
+    Attributes:
+        errno: positive errno of the failed transfer.
+        path: the swap file or folder.
+        offset: byte offset of the failed chunk in that file.
+        free_bytes: room left on the file system when the error was made; None if unknown.
+    """
+
+    def __init__(self, what: str, *, errno: int, path: str, offset: int, free_bytes: int | None) -> None:
+        name = errno_names.errorcode.get(errno, str(errno))
+        free = "unknown" if free_bytes is None else f"{free_bytes:,} bytes"
+        super().__init__(
+            errno,
+            f"{what}: {os.strerror(errno)} ({name}) at {path}, offset {offset:,}; free space there: {free}",
+        )
+        self.path, self.offset, self.free_bytes = path, offset, free_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[1]) if len(self.args) > 1 else super().__str__()
+
+
+class WatchdogError(ZeroInfinityError, TimeoutError):
+    """Something that should have finished long ago has not; the message lists what is in flight."""

@@ -1,0 +1,194 @@
+"""The kernels in plain torch, for machines where no native library can be built.
+
+The same operations in the same order, each rounded to fp32 on its own, so the bits equal the native
+ones. Everything works in tiles: the scratch memory is a few MiB whatever the tensors' length.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from offload.kernels import Segment
+
+BLOCK_NUMEL = 4096
+LANES = 16
+TILE_NUMEL = 32 * BLOCK_NUMEL
+CRC_LANES = 4096
+CRC_POLYNOMIAL = 0x82F63B78
+
+
+def to_fp32(value: float) -> float:
+    """`value` rounded to the nearest fp32, which is what the C structs hold."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _tiles(begin: int, end: int) -> Iterator[slice]:
+    for start in range(begin, end, TILE_NUMEL):
+        yield slice(start, min(start + TILE_NUMEL, end))
+
+
+def _canonical(values: Tensor) -> Tensor:
+    """Replace every NaN by the canonical one: payloads depend on operand order."""
+    return values.masked_fill_(values.isnan(), float("nan"))
+
+
+def _store(out: Tensor, values: Tensor) -> None:
+    out.copy_(values)
+    _canonical(out)
+
+
+def _split(weight: Tensor, remainder: Tensor, values: Tensor) -> None:
+    bits = _canonical(values).view(torch.int32)
+    weight.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    remainder.copy_(bits)  # int32 -> int16 keeps the low bits, which is the signed remainder
+
+
+def _join(weight: Tensor, remainder: Tensor) -> Tensor:
+    bits = weight.view(torch.int16).to(torch.int32) << 16
+    return bits.add_(remainder.to(torch.int32)).view(torch.float32)
+
+
+def _load_master(weight: Tensor, master: Tensor | None, tile: slice) -> Tensor:
+    if master is None:
+        return weight[tile].clone()
+    if master.dtype == torch.int16:
+        return _join(weight[tile], master[tile])
+    return master[tile].clone()
+
+
+def _store_master(weight: Tensor, master: Tensor | None, tile: slice, values: Tensor) -> None:
+    if master is not None and master.dtype == torch.int16:
+        _split(weight[tile], master[tile], values)
+        return
+    if master is not None:
+        _store(master[tile], values)
+    _store(weight[tile], values)
+
+
+def _sqrt(values: Tensor) -> Tensor:
+    """Correctly rounded square root: torch's own for fp32 on the CPU (MKL's) is off by an ulp for every fifth value.
+
+    No root of an fp32 number lies so close to the middle of two fp32 that rounding to fp64 first could matter.
+    """
+    return values.to(torch.float64).sqrt_().to(torch.float32)
+
+
+def adamw(
+    weight: Tensor,
+    master: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    segment: Segment,
+    grad_scale: float,
+) -> None:
+    """Update one segment; see `offload.kernels.adamw`."""
+    # Tensors, not Python numbers: torch may turn a division by a number into a multiplication by its reciprocal.
+    bias2_sqrt = torch.tensor(segment.bias2_sqrt, dtype=torch.float32, device=weight.device)
+    step_size, eps, decay, l2 = (to_fp32(x) for x in (segment.step_size, segment.eps, segment.decay, segment.l2))
+    beta2, one_minus_beta1 = to_fp32(segment.beta2), to_fp32(segment.one_minus_beta1)
+    one_minus_beta2, scale = to_fp32(segment.one_minus_beta2), to_fp32(grad_scale)
+    for tile in _tiles(segment.begin, segment.end):
+        w, m, v = _load_master(weight, master, tile), exp_avg[tile], exp_avg_sq[tile]
+        g = grad[tile].to(torch.float32) * scale
+        if l2 != 0.0:
+            g.add_(w * l2)
+        if decay != 1.0:
+            w.mul_(decay)
+        m.add_((g - m).mul_(one_minus_beta1))
+        v.mul_(beta2).add_((g * g).mul_(one_minus_beta2))
+        update = m / _sqrt(v).div_(bias2_sqrt).add_(eps)
+        w.sub_(update.mul_(step_size))
+        _canonical(m)
+        _canonical(v)
+        _store_master(weight, master, tile, w)
+
+
+def cast(out: Tensor, src: Tensor, scale: float) -> None:
+    """See `offload.kernels.cast`."""
+    for tile in _tiles(0, src.numel()):
+        _store(out[tile], src[tile].to(torch.float32) * to_fp32(scale))
+
+
+def accumulate(total: Tensor, src: Tensor, first: Tensor) -> None:
+    """See `offload.kernels.accumulate`."""
+    for tile in _tiles(0, src.numel()):
+        _store(total[tile], first[tile].to(torch.float32) + src[tile].to(torch.float32))
+
+
+def split(weight: Tensor, remainder: Tensor, src: Tensor) -> None:
+    """See `offload.kernels.split`."""
+    for tile in _tiles(0, src.numel()):
+        _split(weight[tile], remainder[tile], src[tile].clone())
+
+
+def join(out: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """See `offload.kernels.join`."""
+    for tile in _tiles(0, out.numel()):
+        out.view(torch.int32)[tile].copy_(_join(weight[tile], remainder[tile]).view(torch.int32))
+
+
+def block_sumsq(sums: Tensor, nonfinite: Tensor, src: Tensor) -> None:
+    """See `offload.kernels.block_sumsq`; row after row, because the order of additions is part of the result."""
+    for tile in _tiles(0, src.numel()):
+        values = src[tile].to(torch.float64)
+        blocks = -(-values.numel() // BLOCK_NUMEL)
+        # Adding the zeros of the padding to a sum of squares changes no bit of it.
+        values = torch.nn.functional.pad(values, (0, blocks * BLOCK_NUMEL - values.numel()))
+        rows = values.square().view(blocks, BLOCK_NUMEL // LANES, LANES)
+        lanes = rows[:, 0].clone()
+        for row in range(1, BLOCK_NUMEL // LANES):
+            lanes.add_(rows[:, row])
+        folded = lanes[:, 0].clone()
+        for lane in range(1, LANES):
+            folded.add_(lanes[:, lane])
+        first = tile.start // BLOCK_NUMEL
+        sums[first : first + blocks] = _canonical(folded)
+        nonfinite[first : first + blocks] = values.isfinite().logical_not_().view(blocks, BLOCK_NUMEL).sum(1)
+
+
+@functools.cache
+def _crc_table() -> np.ndarray:
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = (table >> np.uint32(1)) ^ (np.uint32(CRC_POLYNOMIAL) * (table & np.uint32(1)))
+    return table
+
+
+def _crc_bytes(states: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Advance one CRC state per row of `columns` [rows, bytes] by the bytes of that row."""
+    table = _crc_table()
+    for column in columns.T:
+        states = (states >> np.uint32(8)) ^ table[(states ^ column) & np.uint32(0xFF)]
+    return states
+
+
+def crc32c(data: np.ndarray, crc: int) -> int:
+    """CRC-32C of a flat uint8 array, continued from `crc`.
+
+    The array is cut into rows whose checksums advance side by side. CRC is linear, so they are then
+    chained: advance the state over one row of zeros, add (xor) the row's own checksum.
+    """
+    state = crc ^ 0xFFFFFFFF
+    row_bytes = len(data) // CRC_LANES
+    whole = row_bytes * CRC_LANES
+    if row_bytes:
+        rows = _crc_bytes(np.zeros(CRC_LANES, np.uint32), data[:whole].reshape(CRC_LANES, row_bytes))
+        bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+        images = [int(x) for x in _crc_bytes(bits, np.zeros((32, row_bytes), np.uint8))]
+        for row in rows.tolist():
+            advanced = 0
+            for bit in range(32):
+                if state >> bit & 1:
+                    advanced ^= images[bit]
+            state = advanced ^ row
+    tail = _crc_bytes(np.array([state], np.uint32), data[whole:].reshape(1, -1))
+    return int(tail[0]) ^ 0xFFFFFFFF

@@ -1,0 +1,92 @@
+"""Host memory with an owner: exact-size mappings on huge pages.
+
+A mapping lives as long as the last tensor that looks at it, so closing an engine can never turn a
+tensor somebody kept into a dangling pointer; it only gives up the engine's own references.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+import torch
+
+import native
+from offload.errors import BudgetError, NativeError
+from offload.sizes import PAGE_BYTES, align_up
+
+
+def map_host(nbytes: int) -> memoryview:
+    """Zeroed private memory of exactly `nbytes` (rounded up to the page), on huge pages, faulted in.
+
+    Raises:
+        BudgetError: the kernel refused the mapping.
+    """
+    nbytes = align_up(max(nbytes, 1), PAGE_BYTES)
+    try:
+        lib = native.load()
+    except native.NativeUnavailable:
+        return _map_host_python(nbytes)
+    out = lib.ffi.new("void **")
+    status = lib.lib.zn_mem_alloc(out, nbytes, lib.lib.ZN_MEM_HUGE | lib.lib.ZN_MEM_TOUCH)
+    if status != 0:
+        raise BudgetError(f"mapping {nbytes:,} bytes of host memory: {_text(lib, status)}; lower memory_budget.host")
+    return _owned(lib, out[0], nbytes)
+
+
+def map_poison(nbytes: int) -> memoryview:
+    """`nbytes` of readable memory that holds NaN in every float type.
+
+    Released parameters point here: a missed fetch computes NaN instead of crashing the process.
+    With the native library the pages share one small block and cost nothing.
+    """
+    nbytes = align_up(max(nbytes, 1), PAGE_BYTES)
+    try:
+        lib = native.load()
+    except native.NativeUnavailable:
+        view = _map_host_python(nbytes)
+        torch.frombuffer(view, dtype=torch.uint8).fill_(0xFF)
+        return view
+    out = lib.ffi.new("void **")
+    status = lib.lib.zn_mem_poison(out, nbytes)
+    if status != 0:
+        raise NativeError(f"mapping {nbytes:,} bytes of poison pages: {_text(lib, status)}")
+    return _owned(lib, out[0], nbytes)
+
+
+def _map_host_python(nbytes: int) -> memoryview:
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(mapping)
+    torch.frombuffer(view, dtype=torch.uint8).zero_()
+    return view
+
+
+def _owned(lib: Any, pointer: Any, nbytes: int) -> memoryview:
+    """A view whose last holder unmaps the memory."""
+    owner = lib.ffi.gc(pointer, lambda p: lib.lib.zn_mem_free(p, nbytes), nbytes)
+    return memoryview(lib.ffi.buffer(owner, nbytes)).cast("B")
+
+
+def _text(lib: Any, status: int) -> str:
+    return str(lib.ffi.string(lib.lib.zn_strerror(status)).decode())
+
+
+def return_freed_memory() -> None:
+    """Hand freed heap memory back to the kernel, where the C library can.
+
+    glibc keeps freed blocks of up to 32 MB, which is just the size of a layer's weights: without
+    this a model that was built and spilled layer by layer would still be resident.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def tensor_over(view: memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """A flat tensor whose storage is exactly `view`, so that storages of one size can be swapped."""
+    if len(view) == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(view, dtype=dtype)

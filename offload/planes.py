@@ -1,0 +1,201 @@
+"""Planes: one array over a coordinate space, each run of coordinates with a home in some tier.
+
+A plane says where the bytes of a coordinate range are: in memory (of the host or of a device) or in
+the swap space. Callers give coordinates and buffers; they never see an offset or a file. That is
+what makes a tier data and not a code path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.aio import Aio
+from offload.errors import StateError
+from offload.swapfile import SwapSpace
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where coordinates [begin, end) of a plane live."""
+
+    begin: int
+    end: int
+    memory: torch.Tensor | None
+    """uint8, (end - begin) * bytes_per_element long; None when the home is the swap space."""
+    swap_offset: int = -1
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that crossed the swap space, by the thread that moves them."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Disk:
+    """The swap space and the engine that moves bytes to and from it."""
+
+    aio: Aio
+    swap: SwapSpace
+    traffic: Traffic = field(default_factory=Traffic)
+
+    async def read(self, offset: int, buffer: torch.Tensor) -> None:
+        """Fill `buffer` (uint8, host) from the swap space. Raises StorageError."""
+        await self._move(self.aio.read, offset, buffer)
+        self.traffic.read_bytes += buffer.numel()
+
+    async def write(self, offset: int, buffer: torch.Tensor) -> None:
+        """Write `buffer` (uint8, host) to the swap space. Raises StorageError."""
+        await self._move(self.aio.write, offset, buffer)
+        self.traffic.write_bytes += buffer.numel()
+
+    async def _move(self, move: object, offset: int, buffer: torch.Tensor) -> None:
+        await settle_all(
+            [
+                move(span.fd, span.file_offset, buffer[span.begin : span.begin + span.nbytes], span.path)  # type: ignore[operator]
+                for span in self.swap.spans(offset, buffer.numel())
+            ]
+        )
+
+
+async def settle_all(moves: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all moves; raise the first error only after every one has settled.
+
+    Until then bytes may still move, and nobody may reuse the buffer.
+    """
+    if len(moves) == 1:
+        await moves[0]
+        return
+    for result in await asyncio.gather(*moves, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+@dataclass(frozen=True, slots=True)
+class Stranded:
+    """The truth about coordinates [begin, end) that could not be written: it stays in memory."""
+
+    begin: int
+    end: int
+    data: torch.Tensor
+    written: Callable[[], None]
+    """Called once a later write has succeeded; gives the memory back."""
+
+
+class Plane:
+    """One array over [0, numel) coordinates.
+
+    Args:
+        name: appears in errors and in the plan.
+        bytes_per_element: of one coordinate; a record plane packs several arrays into it.
+        homes: disjoint, sorted, covering.
+        disk: needed when a home lies in the swap space.
+    """
+
+    def __init__(self, name: str, bytes_per_element: int, homes: list[Home], disk: Disk | None) -> None:
+        self.name, self.bytes_per_element = name, bytes_per_element
+        self._homes, self._disk = homes, disk
+        self._begins = [home.begin for home in homes]
+        self._stranded: list[Stranded] = []
+        if disk is None and any(home.memory is None for home in homes):
+            raise StateError(f"plane {name}: a home lies in the swap space, but there is none")
+
+    @property
+    def numel(self) -> int:
+        """Coordinates covered."""
+        return self._homes[-1].end if self._homes else 0
+
+    def close(self) -> None:
+        """Let go of the memory homes; the plane holds nothing any more."""
+        self._homes, self._begins, self._stranded, self._disk = [], [], [], None
+
+    def memory(self, begin: int, end: int) -> torch.Tensor | None:
+        """The bytes of [begin, end) where they are, if one memory home holds them all; else None."""
+        if begin == end:
+            return torch.empty(0, dtype=torch.uint8)
+        home = self._home_at(begin)
+        if home.memory is None or end > home.end:
+            return None
+        return self._slice(home, begin, end)
+
+    def swap_bytes(self, begin: int, end: int) -> int:
+        """How many bytes of [begin, end) live in the swap space."""
+        return sum(
+            (hi - lo) * self.bytes_per_element for home, lo, hi in self._pieces(begin, end) if home.memory is None
+        )
+
+    async def read(self, begin: int, end: int, into: torch.Tensor) -> None:
+        """Copy [begin, end) into `into` (uint8; host memory if any of it is in the swap space)."""
+        await self._transfer(begin, end, into, write=False)
+
+    async def write(self, begin: int, end: int, source: torch.Tensor) -> None:
+        """Copy `source` (uint8) to [begin, end)."""
+        await self._transfer(begin, end, source, write=True)
+
+    def strand(self, begin: int, end: int, data: torch.Tensor, written: Callable[[], None]) -> None:
+        """A write of [begin, end) failed: let `data` be what the plane holds there until one succeeds."""
+        for older in [s for s in self._stranded if begin <= s.begin and s.end <= end]:
+            self._stranded.remove(older)
+            older.written()
+        self._stranded.append(Stranded(begin, end, data, written))
+
+    async def _transfer(self, begin: int, end: int, buffer: torch.Tensor, *, write: bool) -> None:
+        width = self.bytes_per_element
+        moves = []
+        for home, lo, hi in self._pieces(begin, end):
+            part = buffer[(lo - begin) * width : (hi - begin) * width]
+            if home.memory is not None:
+                stored = self._slice(home, lo, hi)
+                (stored if write else part).copy_(part if write else stored)
+            else:
+                moves.append(self._transfer_swap(home, lo, hi, part, write=write))
+        if moves:
+            await settle_all(moves)
+
+    async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
+        if self._disk is None:
+            raise StateError(f"plane {self.name}: no swap space")
+        width = self.bytes_per_element
+        held = [s for s in self._stranded if s.begin < hi and lo < s.end]
+        if not (held and not write and any(s.begin <= lo and hi <= s.end for s in held)):
+            move = self._disk.write if write else self._disk.read
+            await move(home.swap_offset + (lo - home.begin) * width, part)
+        for s in held:
+            first, last = max(lo, s.begin), min(hi, s.end)
+            kept = s.data[(first - s.begin) * width : (last - s.begin) * width]
+            given = part[(first - lo) * width : (last - lo) * width]
+            if not write:
+                given.copy_(kept)
+            elif first == s.begin and last == s.end:
+                self._stranded.remove(s)
+                s.written()
+            else:
+                kept.copy_(given)
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[Home, int, int]]:
+        position = begin
+        while position < end:
+            home = self._home_at(position)
+            stop = min(end, home.end)
+            yield home, position, stop
+            position = stop
+
+    def _home_at(self, coordinate: int) -> Home:
+        index = bisect_right(self._begins, coordinate) - 1
+        if index < 0 or coordinate >= self._homes[index].end:
+            raise StateError(f"plane {self.name}: coordinate {coordinate:,} is outside its {self.numel:,} elements")
+        return self._homes[index]
+
+    def _slice(self, home: Home, begin: int, end: int) -> torch.Tensor:
+        if home.memory is None:
+            raise StateError(f"plane {self.name}: coordinates {begin:,} to {end:,} are not in memory")
+        width = self.bytes_per_element
+        return home.memory[(begin - home.begin) * width : (end - home.begin) * width]

@@ -1,0 +1,94 @@
+"""Values that wait on disk until it is known where they belong.
+
+While a model is being built nothing is known of its layout yet. Its parameters are spilled to one
+unlinked file as soon as their constructor returns, and read back by range when the planes exist.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import StorageError
+from offload.swapfile import check_folder, free_bytes
+
+
+class ProvisionalFile:
+    """An append-only file without a name; its space returns when it is closed or the process ends."""
+
+    def __init__(self, paths: Sequence[Path | str]) -> None:
+        self._folder = check_folder(paths[0])
+        self._fd = os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC) if _has_tmpfile(self._folder) else -1
+        if self._fd < 0:
+            fd, name = tempfile.mkstemp(prefix="zero-infinity-init-", dir=self._folder)
+            os.unlink(name)
+            self._fd = fd
+        self._end_bytes = 0
+
+    def append(self, values: torch.Tensor) -> int:
+        """Store a tensor's bytes; returns where.
+
+        Raises:
+            StorageError: the file system has no room.
+        """
+        offset = self._end_bytes
+        self._end_bytes += values.numel() * values.element_size()
+        self.write(offset, values)
+        return offset
+
+    def write(self, offset: int, values: torch.Tensor) -> None:
+        """Overwrite the bytes at `offset`. Raises StorageError."""
+        data = _bytes_of(values.detach().cpu().contiguous())
+        position = 0
+        while position < len(data):
+            try:
+                position += os.pwrite(self._fd, data[position : position + (64 << 20)], offset + position)
+            except OSError as error:
+                raise self._failure("spilling initial values", error, offset + position) from error
+        # The page cache has no further use for them: a cgroup would count it.
+        os.posix_fadvise(self._fd, offset, len(data), os.POSIX_FADV_DONTNEED)
+
+    def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of `dtype` stored at `offset`. Raises StorageError."""
+        out = torch.empty(numel, dtype=dtype)
+        data = _bytes_of(out)
+        position = 0
+        while position < len(data):
+            try:
+                got = os.preadv(self._fd, [data[position : position + (64 << 20)]], offset + position)
+            except OSError as error:
+                raise self._failure("reading initial values", error, offset + position) from error
+            if got == 0:
+                raise self._failure("reading initial values", OSError(61, "end of file"), offset + position)
+            position += got
+        os.posix_fadvise(self._fd, offset, len(data), os.POSIX_FADV_DONTNEED)
+        return out
+
+    def close(self) -> None:
+        """Free the space. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _failure(self, what: str, error: OSError, offset: int) -> StorageError:
+        return StorageError(
+            what, errno=error.errno or 0, path=str(self._folder), offset=offset, free_bytes=free_bytes(self._folder)
+        )
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    array: Any = values.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _has_tmpfile(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
