@@ -1,0 +1,16 @@
+"""zero-infinity: train models larger than memory by keeping their state on pinned CPU memory and NVMe.
+
+The names users know from DeepSpeed: `initialize`, `Init`, `GatheredParameters`.
+"""
+
+from __future__ import annotations
+
+from zero.engine import ZeroEngine
+from zero.initialize import initialize
+from zero.params.gathering import GatheredParameters
+from zero.params.initialisation import Init
+from zero.statistics import Statistics
+
+__version__ = "0.1.0"
+
+__all__ = ["GatheredParameters", "Init", "Statistics", "ZeroEngine", "__version__", "initialize"]

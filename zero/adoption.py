@@ -1,0 +1,140 @@
+"""Moves a model's initial values into the planes, streaming: sub-group by sub-group.
+
+A parameter's own memory is let go as soon as its last element has been stored, so a model that was
+built in memory shrinks while its shards grow, and one built under `Init` never was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from offload import kernels
+from offload.copies import CHUNK_BYTES
+from offload.planes import settle_all
+from zero.params.binding import BoundUnit
+from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
+from zero.staging import Record, Staged
+from zero.storage import Storage
+
+ReadSource = Callable[[nn.Parameter, int, int], torch.Tensor]
+"""(parameter, begin, end) -> its initial values [begin, end), 1-D, on the CPU or the device."""
+
+
+class Adoption:
+    """One model's way into the planes.
+
+    Args:
+        read: where initial values come from.
+        done: called with (unit, slot) once a parameter is stored completely.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        bound: list[BoundUnit],
+        storage: Storage,
+        compute: torch.device,
+        read: ReadSource,
+        done: Callable[[BoundUnit, Slot], None],
+    ) -> None:
+        self._layout, self._bound, self._storage, self._compute = layout, bound, storage, compute
+        self._read, self._done = read, done
+
+    def run(self) -> None:
+        """Store every unit."""
+        for group in self._storage.plan.sub_groups:
+            self._storage.mover.run("storing initial values", self._adopt_group(group))
+            self._finish(self._layout.spaces[group.space], group.begin, group.end)
+        for index, space in enumerate(self._layout.spaces):
+            if not space.trainable:
+                for unit in space.units:
+                    self._storage.mover.run(f"storing {unit.name}", self._adopt_frozen(index, unit))
+                    self._finish(space, unit.begin, unit.end)
+
+    async def _adopt_group(self, group: SubGroup) -> None:
+        space = self._layout.spaces[group.space]
+        records = self._storage.records[group.space]
+        weights = self._storage.weights[group.space]
+        if records is None:
+            return
+        record = Staged(records, group.begin, group.end, self._compute)
+        units = list(space.overlapping(group.begin, group.end))
+        runs = [
+            Staged(weights, max(unit.begin, group.begin), min(unit.end, group.end), self._compute) for unit in units
+        ]
+        parts = [record, *runs]
+        block = await self._storage.arena.lease_when_free(sum(part.nbytes for part in parts), "sub-group")
+        try:
+            offset = 0
+            for part in parts:
+                if not part.in_place:
+                    part.stage(block, offset)
+                    offset += part.nbytes
+                part.bytes.zero_()
+            state = Record.over(record.bytes, group.end - group.begin, space.split)
+            for unit, weight in zip(units, runs, strict=True):
+                remainder = None if state.remainder is None else state.remainder[weight.begin - group.begin :]
+                self._encode(unit, weight, remainder)
+            await settle_all([part.write() for part in parts])
+        finally:
+            block.release()
+
+    def _encode(self, unit: Unit, weight: Staged, remainder: torch.Tensor | None) -> None:
+        """Fill one unit's run of a sub-group: the weight, and for a split space the remainder."""
+        stored = weight.bytes.view(unit.dtype)
+        for slot, lo, hi, source in self._sources(unit, weight.begin - unit.begin, weight.end - unit.begin):
+            at = unit.begin + slot.offset_numel + lo - weight.begin
+            target = stored[at : at + hi - lo]
+            if remainder is not None and source.dtype != torch.bfloat16:
+                kernels.split(target, remainder[at : at + hi - lo], source.to(self._compute, torch.float32))
+            else:
+                target.copy_(source)
+
+    async def _adopt_frozen(self, index: int, unit: Unit) -> None:
+        plane = self._storage.weights[index]
+        step = max(CHUNK_BYTES // unit.dtype.itemsize // 4096, 1) * 4096
+        for lo in range(0, unit.shard_numel, step):
+            hi = min(lo + step, unit.shard_numel)
+            part = Staged(plane, unit.begin + lo, unit.begin + hi, torch.device("cpu"))
+            block = await self._storage.arena.lease_when_free(
+                part.nbytes if plane.swap_bytes(part.begin, part.end) else 0, "frozen weights"
+            )
+            try:
+                if block.data.numel():
+                    part.stage(block, 0)
+                elif not part.in_place:
+                    part.data = torch.empty(part.nbytes, dtype=torch.uint8)
+                part.bytes.zero_()
+                stored = part.bytes.view(unit.dtype)
+                for slot, first, last, source in self._sources(unit, lo, hi):
+                    at = slot.offset_numel + first - lo
+                    stored[at : at + last - first].copy_(source)
+                await part.write()
+            finally:
+                block.release()
+
+    def _sources(self, unit: Unit, lo: int, hi: int) -> list[tuple[Slot, int, int, torch.Tensor]]:
+        """(slot, first, last, values [first, last) of the parameter) for elements [lo, hi) of the unit."""
+        found = []
+        parameters = self._bound[unit.index].parameters
+        for slot, parameter in zip(unit.slots, parameters, strict=True):
+            first, last = max(lo - slot.offset_numel, 0), min(hi - slot.offset_numel, slot.numel)
+            if first < last:
+                found.append((slot, first, last, self._read(parameter, first, last)))
+        return found
+
+    def _finish(self, space: Space, begin: int, end: int) -> None:
+        """Release the parameters whose last element lies in [begin, end)."""
+        for unit in space.overlapping(begin, end):
+            for slot in unit.slots:
+                last = unit.begin + min(max(slot.end_numel, slot.offset_numel + 1), unit.numel)
+                if begin < last <= end:
+                    self._done(self._bound[unit.index], slot)
+
+
+def read_parameter(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+    """Initial values from the parameter's own memory."""
+    return parameter.detach().reshape(-1)[begin:end]

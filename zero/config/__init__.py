@@ -1,0 +1,8 @@
+"""The configuration: DeepSpeed's JSON, checked at every level, frozen, every default resolved."""
+
+from __future__ import annotations
+
+from zero.config.loading import load_config
+from zero.config.schema import Config
+
+__all__ = ["Config", "load_config"]

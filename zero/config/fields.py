@@ -1,0 +1,211 @@
+"""What a key of the configuration is: its type, and whether it acts, is inert, or is refused.
+
+The role of a key is written where the key is declared, as a marker in its annotation:
+
+- no marker: the key acts.
+- `INERT`: known and harmless, but nothing reads it; a user who sets it is told once.
+- `Only(...)`: any other value would change the numbers or break a promise, so it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from zero.config.sizes import parse_count, parse_number, parse_whole
+
+Role = Literal["acts", "inert", "refused"]
+
+
+class Block(BaseModel):
+    """One JSON object of the configuration: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other spellings of this block's keys."""
+
+
+def problem(
+    expected: str, *, fix: str = "", at: str = "", got: str | None = None, keys: tuple[str, ...] = ()
+) -> PydanticCustomError:
+    """Make an error that the loader can turn into one line.
+
+    Args:
+        expected: what would have been right.
+        fix: what to do about it, if that is not obvious.
+        at: key inside the block that reports the problem; empty for the block itself.
+        got: what was found, if it is not simply the value of the key.
+        keys: keys of the block that take part in a contradiction.
+    """
+    context = {"expected": expected, "fix": fix, "at": at, "keys": keys}
+    if got is not None:
+        context["got"] = got
+    return PydanticCustomError("zero_config", "expected {expected}", context)
+
+
+def shown(value: object) -> str:
+    """The value as it would look in JSON, cut to a line."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclass(frozen=True)
+class Inert:
+    """Known and harmless, but nothing reads it."""
+
+
+@dataclass(frozen=True)
+class Only:
+    """Refuse every value but these."""
+
+    allowed: tuple[object, ...]
+    fix: str
+
+    def check(self, value: object) -> object:
+        """Return the value if it is allowed.
+
+        Raises:
+            PydanticCustomError: it is not.
+        """
+        if value in self.allowed:
+            return value
+        values = " or ".join(map(shown, self.allowed))
+        raise problem(values or "this key to be absent", fix=self.fix)
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Check after the type of the key has been checked."""
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+@dataclass(frozen=True)
+class Deprecated:
+    """Still acts, but another key should be used."""
+
+    note: str
+
+
+@dataclass(frozen=True)
+class MeansAuto:
+    """A key to which "auto" says something; to every other key it says nothing, as if the key were absent."""
+
+
+AUTO = "auto"
+INERT = Inert()
+MEANS_AUTO = MeansAuto()
+
+
+def reads(parse: Callable[[object], object]) -> BeforeValidator:
+    """Turn a parser, whose ValueError says what was expected, into a validator."""
+
+    def read(value: object) -> object:
+        try:
+            return parse(value)
+        except PydanticCustomError:
+            raise
+        except ValueError as error:
+            raise problem(str(error)) from None
+
+    return BeforeValidator(read)
+
+
+def choice(*names: str) -> BeforeValidator:
+    """Accept one of these words, in any case."""
+
+    def parse(value: object) -> str:
+        if isinstance(value, str) and value.lower() in names:
+            return value.lower()
+        raise ValueError(" or ".join(map(shown, names)))
+
+    return reads(parse)
+
+
+def _parse_flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    words: dict[object, bool] = {"true": True, "false": False, 1: True, 0: False}
+    word = value.lower() if isinstance(value, str) else value
+    if isinstance(word, (str, int)) and word in words:
+        return words[word]
+    raise ValueError("true or false")
+
+
+def _parse_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a string")
+    return value
+
+
+def _parse_items(value: object) -> tuple[object, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("a list")
+    return tuple(value)
+
+
+def _parse_free(value: object) -> dict[object, object]:
+    if not isinstance(value, Mapping):
+        raise ValueError("an object {...}")
+    return dict(value)
+
+
+Flag = Annotated[bool, reads(_parse_flag)]
+Whole = Annotated[int, reads(parse_whole)]
+Count = Annotated[int, reads(parse_count)]
+Number = Annotated[float, reads(parse_number)]
+Text = Annotated[str, reads(_parse_text)]
+
+InertFlag = Annotated[Flag | None, INERT]
+InertWhole = Annotated[Whole | None, INERT]
+InertCount = Annotated[Count | None, INERT]
+InertNumber = Annotated[Number | None, INERT]
+InertText = Annotated[Text | None, INERT]
+InertItems = Annotated[tuple[Any, ...] | None, INERT, reads(_parse_items)]
+InertObject = Annotated[dict[Any, Any] | None, INERT, reads(_parse_free)]
+"""An object whose keys are the user's own names."""
+InertAny = Annotated[Any, INERT]
+
+
+def block_of(field: FieldInfo) -> type[Block] | None:
+    """The block a key holds, or None for a key that holds a value."""
+    candidates = (field.annotation, *get_args(field.annotation))
+    return next((part for part in candidates if isinstance(part, type) and issubclass(part, Block)), None)
+
+
+def role_of(field: FieldInfo) -> Role:
+    """Whether the key acts, is inert, or refuses values."""
+    if any(isinstance(mark, Inert) for mark in field.metadata):
+        return "inert"
+    return "refused" if any(isinstance(mark, Only) for mark in field.metadata) else "acts"
+
+
+def means_auto(field: FieldInfo) -> bool:
+    """True for a key to which "auto" says something."""
+    return any(isinstance(mark, MeansAuto) for mark in field.metadata)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One known key: its canonical dotted path and its declaration."""
+
+    path: str
+    field: FieldInfo
+    role: Role
+
+
+def known_keys(model: type[Block], prefix: str = "") -> Iterator[Key]:
+    """Every key of a block and of the blocks inside it, outer ones first, in the order of declaration."""
+    for name, field in model.model_fields.items():
+        yield Key(prefix + name, field, role_of(field))
+    for name, field in model.model_fields.items():
+        inner = block_of(field)
+        if inner is not None:
+            yield from known_keys(inner, f"{prefix}{name}.")

@@ -1,0 +1,69 @@
+"""What an unknown key was probably meant to be, and where it belongs."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+
+from zero.config.fields import Block, known_keys
+
+HOMES_SHOWN = 3
+KEYS_SHOWN = 8
+SIMILARITY_LEAST = 0.6
+
+
+def unknown_key(key: str, *, block: type[Block], root: type[Block]) -> str:
+    """Explain an unknown key.
+
+    Args:
+        key: the key as written.
+        block: the block it was found in.
+        root: the whole configuration, searched for blocks that do know the key.
+
+    Returns:
+        "unknown key", the nearest known keys of that block, and the block the key belongs in, if any.
+    """
+    parts = ["unknown key"]
+    names = [*block.model_fields, *block.aliases]
+    nearest = _nearest(key, names)
+    homes = _homes(root).get(key, ())
+    if nearest:
+        parts.append("the nearest known key is " + " or ".join(map(repr, nearest)))
+    if homes:
+        others = "" if len(homes) <= HOMES_SHOWN else f" or {len(homes) - HOMES_SHOWN} other blocks"
+        parts.append("it belongs " + ", ".join(homes[:HOMES_SHOWN]) + others)
+    if not nearest and not homes:
+        others = "" if len(names) <= KEYS_SHOWN else ", ..."
+        parts.append("known keys here: " + ", ".join(names[:KEYS_SHOWN]) + others)
+    return "; ".join(parts)
+
+
+def _nearest(key: str, names: list[str]) -> list[str]:
+    # difflib alone misses short keys: "rl" resembles "lr" by 0.5 only.
+    close = [name for name in names if _one_slip(key.lower(), name.lower())]
+    return close or difflib.get_close_matches(key.lower(), names, n=1, cutoff=SIMILARITY_LEAST)
+
+
+def _one_slip(left: str, right: str) -> bool:
+    """True if one letter was dropped, added or replaced, or two neighbours were swapped, or nothing but case."""
+    if abs(len(left) - len(right)) > 1:
+        return False
+    head = _agreement(left, right)
+    left, right = left[head:], right[head:]
+    tail = _agreement(left[::-1], right[::-1])
+    left, right = left[: len(left) - tail], right[: len(right) - tail]
+    return max(len(left), len(right)) <= 1 or (len(left) == 2 and left == right[::-1])
+
+
+def _agreement(left: str, right: str) -> int:
+    shorter = min(len(left), len(right))
+    return next((at for at in range(shorter) if left[at] != right[at]), shorter)
+
+
+@functools.cache
+def _homes(root: type[Block]) -> dict[str, tuple[str, ...]]:
+    homes: dict[str, tuple[str, ...]] = {}
+    for known in known_keys(root):
+        parent, _, name = known.path.rpartition(".")
+        homes[name] = (*homes.get(name, ()), f"in {parent}" if parent else "at the top level")
+    return homes

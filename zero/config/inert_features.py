@@ -1,0 +1,255 @@
+"""Blocks of DeepSpeed features that this engine does not have and that leave the numbers alone.
+
+Profilers, loggers, monitors, checkpoint services: they are checked, listed once as inactive, and not read.
+"""
+
+from __future__ import annotations
+
+from zero.config.fields import (
+    Block,
+    InertAny,
+    InertCount,
+    InertFlag,
+    InertItems,
+    InertNumber,
+    InertObject,
+    InertText,
+    InertWhole,
+)
+
+
+class ActivationCheckpointing(Block):
+    """Settings of deepspeed.checkpointing; torch.utils.checkpoint needs none of them."""
+
+    partition_activations: InertFlag = None
+    number_checkpoints: InertWhole = None
+    contiguous_memory_optimization: InertFlag = None
+    synchronize_checkpoint_boundary: InertFlag = None
+    profile: InertFlag = None
+    cpu_checkpointing: InertFlag = None
+
+
+class CommsLogger(Block):
+    """Log of collectives."""
+
+    enabled: InertFlag = None
+    prof_all: InertFlag = None
+    prof_ops: InertItems = None
+    verbose: InertFlag = None
+    debug: InertFlag = None
+
+
+class CommsConfig(Block):
+    """`comms_config`: the same block under DeepSpeed's internal name."""
+
+    comms_logger: CommsLogger | None = None
+
+
+class TensorBoard(Block):
+    """`tensorboard`."""
+
+    enabled: InertFlag = None
+    output_path: InertText = None
+    job_name: InertText = None
+
+
+class CsvMonitor(Block):
+    """`csv_monitor`."""
+
+    enabled: InertFlag = None
+    output_path: InertText = None
+    job_name: InertText = None
+
+
+class Wandb(Block):
+    """`wandb`."""
+
+    enabled: InertFlag = None
+    group: InertText = None
+    team: InertText = None
+    project: InertText = None
+
+
+class Comet(Block):
+    """`comet`."""
+
+    enabled: InertFlag = None
+    samples_log_interval: InertWhole = None
+    project: InertText = None
+    workspace: InertText = None
+    api_key: InertText = None
+    experiment_name: InertText = None
+    experiment_key: InertText = None
+    online: InertFlag = None
+    mode: InertText = None
+
+
+class MonitorConfig(Block):
+    """`monitor_config`: the monitors under DeepSpeed's internal name."""
+
+    tensorboard: TensorBoard | None = None
+    wandb: Wandb | None = None
+    csv_monitor: CsvMonitor | None = None
+    comet: Comet | None = None
+
+
+class FlopsProfiler(Block):
+    """`flops_profiler`."""
+
+    enabled: InertFlag = None
+    recompute_fwd_factor: InertNumber = None
+    profile_step: InertNumber = None
+    module_depth: InertNumber = None
+    top_modules: InertWhole = None
+    detailed: InertFlag = None
+    output_file: InertText = None
+
+
+class ModelInfo(Block):
+    """`autotuning.model_info`."""
+
+    profile: InertFlag = None
+    num_params: InertCount = None
+    hidden_size: InertWhole = None
+    num_layers: InertWhole = None
+
+
+class Autotuning(Block):
+    """`autotuning`: read by DeepSpeed's launcher, not by an engine."""
+
+    enabled: InertFlag = None
+    fast: InertFlag = None
+    results_dir: InertText = None
+    exps_dir: InertText = None
+    overwrite: InertFlag = None
+    start_profile_step: InertWhole = None
+    end_profile_step: InertWhole = None
+    metric: InertText = None
+    metric_path: InertText = None
+    tuner_type: InertText = None
+    tuner_early_stopping: InertWhole = None
+    tuner_num_trials: InertNumber = None
+    arg_mappings: InertObject = None
+    max_train_batch_size: InertWhole = None
+    min_train_batch_size: InertWhole = None
+    max_train_micro_batch_size_per_gpu: InertWhole = None
+    min_train_micro_batch_size_per_gpu: InertWhole = None
+    num_tuning_micro_batch_sizes: InertWhole = None
+    mp_size: InertWhole = None
+    model_info: ModelInfo | None = None
+    model_info_path: InertText = None
+
+
+class ParallelWrite(Block):
+    """`checkpoint.parallel_write`."""
+
+    pipeline_stage: InertFlag = None
+
+
+class CheckpointWriter(Block):
+    """`checkpoint.writer`."""
+
+    type: InertText = None
+    io_buffer_size: InertAny = None
+    io_buffer_double: InertFlag = None
+    io_multiplier: InertNumber = None
+    show_statistics: InertFlag = None
+    data_parallel: InertText = None
+    decoupled: InertFlag = None
+
+
+class Checkpoint(Block):
+    """`checkpoint`."""
+
+    tag_validation: InertText = None
+    load_universal: InertFlag = None
+    use_node_local_storage: InertFlag = None
+    parallel_write: ParallelWrite | None = None
+    checkpoint_serialization: InertFlag = None
+    writer: CheckpointWriter | None = None
+
+
+class Nebula(Block):
+    """`nebula`: Azure's checkpoint service."""
+
+    enabled: InertFlag = None
+    persistent_storage_path: InertText = None
+    persistent_time_interval: InertNumber = None
+    num_of_version_in_retention: InertWhole = None
+    enable_nebula_load: InertFlag = None
+    load_path: InertText = None
+
+
+class Pipeline(Block):
+    """`pipeline`: read by a PipelineModule only."""
+
+    stages: InertAny = None
+    partition: InertText = None
+    seed_layers: InertFlag = None
+    activation_checkpoint_interval: InertWhole = None
+    pipe_partitioned: InertFlag = None
+    grad_partitioned: InertFlag = None
+
+
+class HybridEngine(Block):
+    """`hybrid_engine`: faster generation during training."""
+
+    enabled: InertFlag = None
+    max_out_tokens: InertWhole = None
+    inference_tp_size: InertWhole = None
+    release_inference_cache: InertFlag = None
+    pin_parameters: InertFlag = None
+    tp_gather_partition_size: InertWhole = None
+    enable_cuda_graph: InertFlag = None
+
+
+class Eigenvalue(Block):
+    """`eigenvalue`: steers quantization, which is not here."""
+
+    enabled: InertFlag = None
+    verbose: InertFlag = None
+    max_iter: InertWhole = None
+    tol: InertNumber = None
+    stability: InertNumber = None
+    gas_boundary_resolution: InertWhole = None
+    layer_name: InertText = None
+    layer_num: InertWhole = None
+
+
+class ThroughputTimer(Block):
+    """`timers.throughput`."""
+
+    enabled: InertFlag = None
+    synchronized: InertFlag = None
+
+
+class Timers(Block):
+    """`timers`."""
+
+    throughput: ThroughputTimer | None = None
+
+
+class Compile(Block):
+    """`compile`: DeepCompile passes."""
+
+    enabled: InertFlag = None
+    backend: InertText = None
+    kwargs: InertObject = None
+    deepcompile: InertFlag = None
+    autoep_non_moe: InertFlag = None
+    free_activation: InertFlag = None
+    free_activation_threshold: InertCount = None
+    offload_activation: InertFlag = None
+    offload_activation_pin_memory: InertFlag = None
+    offload_opt_states: InertFlag = None
+    double_buffer: InertFlag = None
+    symmetric_memory: InertFlag = None
+    debug_log: InertFlag = None
+    offload_parameters: InertFlag = None
+    sync_before_reduce: InertFlag = None
+    sync_after_reduce: InertFlag = None
+    sync_before_allgather: InertFlag = None
+    sync_after_allgather: InertFlag = None
+    keep_int_input_tensors: InertFlag = None
+    keep_all_input_tensors: InertFlag = None
+    passes: InertItems = None

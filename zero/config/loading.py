@@ -1,0 +1,225 @@
+"""From a JSON file or a dict to a `Config`, or to one error that lists every problem."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from offload.errors import ConfigError
+from zero.config.fields import AUTO, Block, Deprecated, block_of, means_auto, role_of, shown
+from zero.config.hints import unknown_key
+from zero.config.schema import Config, Origin, Report
+from zero.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
+
+COMMENT_PREFIXES = ("_comment", "comment", "//")
+
+
+def load_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config, *, world_size: int = 1) -> Config:
+    """Read, check and complete a configuration.
+
+    Args:
+        config: path of a JSON file, or its content as a dict (left untouched), or a `Config`.
+        world_size: number of ranks; the batch sizes are completed for it.
+
+    Returns:
+        The frozen configuration.
+
+    Raises:
+        ConfigError: lists every problem found: dotted path, what was expected, what was got, what to do.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError(f"world_size: expected an integer of at least 1, got {world_size!r}")
+    if isinstance(config, Config):
+        return config if config.world_size == world_size else load_config(config._report.source, world_size=world_size)
+    reader = _Reader()
+    if isinstance(config, Mapping):
+        where, content = "config", config
+    elif isinstance(config, (str, os.PathLike)):
+        where = os.fspath(config)
+        content = _read_file(where, reader.problems)
+    else:
+        raise ConfigError(f"config: expected a path of a JSON file or a dict, got {type(config).__name__}")
+    source = _copied(content)
+    data = reader.read(Config, source)
+    checked = _validated(data, reader, world_size)
+    if checked is None or reader.problems:
+        many = "1 problem" if len(reader.problems) == 1 else f"{len(reader.problems)} problems"
+        raise ConfigError("\n  ".join([f"{where}: {many}", *reader.problems]))
+    inactive = (*reader.inactive, *_overruled(checked, reader.origins))
+    report = Report(world_size, source, reader.origins, inactive, tuple(reader.deprecated))
+    return checked._settled(report)
+
+
+def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
+    def closed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        keys = [key for key, _ in pairs]
+        problems.extend(
+            f"{key}: expected once in its block, got {keys.count(key)} times" for key in content if keys.count(key) > 1
+        )
+        return content
+
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=closed)
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a readable JSON file, got: {error.strerror or error}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected an object {{...}} at the top level, got {shown(content)}")
+    return content
+
+
+def _copied(value: Any) -> Any:
+    # Not deepcopy: a live config may hold process groups, which are handed on as they are.
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass
+class _Reader:
+    """Sorts the user's keys: known, absent, commented, unknown; and notes where each value came from."""
+
+    problems: list[str] = field(default_factory=list)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    inactive: list[str] = field(default_factory=list)
+    deprecated: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
+    """Canonical path to the path the user wrote."""
+
+    def read(self, block: type[Block], raw: Mapping[Any, Any], prefix: str = "", wrote: str = "") -> dict[str, Any]:
+        """Return the known and present keys of a block under their canonical names.
+
+        Args:
+            block: what the keys should be.
+            raw: the user's object.
+            prefix: canonical path of the block, ending in a dot; empty at the top level.
+            wrote: the same as the user spelt it.
+        """
+        kept: dict[str, Any] = {}
+        for key, value in raw.items():
+            if not isinstance(key, str):
+                self.problems.append(f"{wrote}{key}: expected a string as key, got {shown(key)}")
+            elif key.startswith(COMMENT_PREFIXES):
+                continue
+            elif not prefix and "." in key:
+                # trl and transformers put such keys beside the block they mean; DeepSpeed never reads them.
+                self.inactive.append(key)
+            elif (name := block.aliases.get(key, key)) not in block.model_fields:
+                self.problems.append(f"{wrote}{key}: {unknown_key(key, block=block, root=Config)}")
+            else:
+                self._keep(kept, block.model_fields[name], (prefix + name, wrote + key), value)
+        return kept
+
+    def _keep(self, kept: dict[str, Any], known: FieldInfo, paths: tuple[str, str], value: Any) -> None:
+        path, wrote = paths
+        if value is None:
+            return
+        origin: Origin = "user"
+        if isinstance(value, str) and value == AUTO:
+            origin, value = "auto", _meaning_of_auto(known)
+            self.origins.setdefault(path, origin)
+            if value is None:
+                return
+        inner = block_of(known)
+        if inner is not None and isinstance(value, Mapping):
+            value = self.read(inner, value, f"{path}.", f"{wrote}.")
+        name = path.rpartition(".")[2]
+        if name in kept and kept[name] != value:
+            self.problems.append(
+                f"{wrote}: expected the same value as {self.written[path]}, of which it is another spelling, "
+                f"got {shown(value)} and {shown(kept[name])}"
+            )
+        if inner is None and role_of(known) == "inert":
+            self.inactive.append(wrote)
+        notes = [mark.note for mark in known.metadata if isinstance(mark, Deprecated)]
+        self.deprecated.extend(f"{wrote}: deprecated, {note}" for note in notes)
+        kept.setdefault(name, value)
+        self.written.setdefault(path, wrote)
+        self.origins[path] = origin
+
+
+def _meaning_of_auto(known: FieldInfo) -> Any:
+    """What "auto" stands for as the value of this key; None if it says nothing, as if the key were absent."""
+    inner = block_of(known)
+    if inner is None:
+        return AUTO if means_auto(known) else None
+    return {key: AUTO for key, below in inner.model_fields.items() if means_auto(below)} or None
+
+
+def _validated(data: dict[str, Any], reader: _Reader, world_size: int) -> Config | None:
+    """Check all values; faulty ones are reported, taken out, and the rest is checked again.
+
+    Checks across keys run only in blocks whose keys are right, so one pass would not find every problem.
+    """
+    removed: set[str] = set()
+    while True:
+        try:
+            return Config.model_validate(data, context={"world_size": world_size})
+        except ValidationError as error:
+            before = len(removed)
+            for detail in error.errors(include_url=False):
+                involved = _involved(detail)
+                # A contradiction with a value that was itself faulty is no news.
+                if not any(".".join(path) in removed for path in involved):
+                    reader.problems.append(_line(detail, reader.written))
+                removed.update(".".join(path) for path in involved if _remove(data, path))
+            if len(removed) == before:
+                return None
+
+
+def _involved(detail: ErrorDetails) -> list[tuple[str, ...]]:
+    location = tuple(map(str, detail["loc"]))
+    return [(*location, key) for key in detail.get("ctx", {}).get("keys", ())] or [location]
+
+
+def _remove(data: MutableMapping[str, Any], path: tuple[str, ...]) -> bool:
+    for part in path[:-1]:
+        inner = data.get(part)
+        if not isinstance(inner, MutableMapping):
+            break
+        data = inner
+    else:
+        part = path[-1] if path else ""
+    return data.pop(part, data) is not data
+
+
+def _line(detail: ErrorDetails, written: Mapping[str, str]) -> str:
+    context = detail.get("ctx", {})
+    path = ".".join([*map(str, detail["loc"]), *([context["at"]] if context.get("at") else [])])
+    # A key the user did not write, such as a missing one, is shown below the block as the user wrote it.
+    parent, _, name = path.rpartition(".")
+    path = written.get(path) or ".".join(filter(None, [written.get(parent, parent), name]))
+    expected = "expected an object {...}" if detail["type"].startswith("model_") else detail["msg"]
+    expected = expected.replace("Input should be", "expected", 1)
+    fix = f"; {context['fix']}" if context.get("fix") else ""
+    return f"{path}: {expected}, got {context.get('got') or shown(detail['input'])}{fix}"
+
+
+def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
+    """Keys of an offload block that its device leaves without effect."""
+    paths: list[str] = []
+    zero = config.zero_optimization
+    blocks: dict[str, OffloadParamConfig | OffloadOptimizerConfig] = {
+        "zero_optimization.offload_param.": zero.offload_param,
+        "zero_optimization.offload_optimizer.": zero.offload_optimizer,
+    }
+    for prefix, block in blocks.items():
+        if block.device == "none":
+            idle = [path for path in origins if path.startswith(prefix) and path != f"{prefix}device"]
+        else:
+            idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
+        acting = {prefix + name for name, known in type(block).model_fields.items() if role_of(known) == "acts"}
+        paths += [path for path in idle if origins.get(path) == "user" and path in acting]
+    return paths

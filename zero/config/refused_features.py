@@ -1,0 +1,360 @@
+"""Blocks of DeepSpeed features that would change the numbers: refused when switched on, harmless otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import model_validator
+from typing_extensions import Self
+
+from zero.config.fields import (
+    Block,
+    Flag,
+    InertAny,
+    InertCount,
+    InertFlag,
+    InertItems,
+    InertNumber,
+    InertObject,
+    InertText,
+    InertWhole,
+    Number,
+    Only,
+    problem,
+)
+
+
+def _off(feature: str) -> Only:
+    return Only((False,), f"{feature} is not available; set it to false")
+
+
+class Elasticity(Block):
+    """`elasticity`: would choose the batch size itself."""
+
+    enabled: Annotated[Flag, _off("elastic batch size")] = False
+    max_train_batch_size: InertWhole = None
+    micro_batch_sizes: InertItems = None
+    min_gpus: InertWhole = None
+    max_gpus: InertWhole = None
+    min_time: InertWhole = None
+    version: InertNumber = None
+    prefer_larger_batch: InertFlag = None
+    ignore_non_elastic_batch_info: InertFlag = None
+    model_parallel_size: InertWhole = None
+    num_gpus_per_node: InertWhole = None
+
+
+class ScheduleConfig(Block):
+    """How a curriculum's difficulty grows."""
+
+    total_curriculum_step: InertWhole = None
+    difficulty_step: InertWhole = None
+    root_degree: InertNumber = None
+    difficulty: InertItems = None
+    max_step: InertItems = None
+
+
+class CurriculumLearning(Block):
+    """`curriculum_learning`: would cut the sequences."""
+
+    enabled: Annotated[Flag, _off("curriculum learning")] = False
+    curriculum_type: InertText = None
+    min_difficulty: InertWhole = None
+    max_difficulty: InertWhole = None
+    schedule_type: InertText = None
+    schedule_config: ScheduleConfig | None = None
+
+
+class CurriculumSampling(Block):
+    """`data_efficiency.data_sampling.curriculum_learning`."""
+
+    enabled: InertFlag = None
+    data_cluster_path: InertText = None
+    curriculum_metrics: InertObject = None
+
+
+class DynamicBatching(Block):
+    """`data_efficiency.data_sampling.dynamic_batching`."""
+
+    enabled: InertFlag = None
+    metrics_path: InertText = None
+    lr_scaling_method: InertText = None
+    min_batch_size: InertWhole = None
+    max_batch_size: InertWhole = None
+    sequence_picking_order: InertText = None
+    max_tokens: InertWhole = None
+    verbose: InertFlag = None
+
+
+class DataSampling(Block):
+    """`data_efficiency.data_sampling`."""
+
+    enabled: InertFlag = None
+    num_epochs: InertWhole = None
+    num_workers: InertWhole = None
+    pin_memory: InertFlag = None
+    curriculum_learning: CurriculumSampling | None = None
+    dynamic_batching: DynamicBatching | None = None
+
+
+class LayerTokenLrSchedule(Block):
+    """`random_ltd.layer_token_lr_schedule`."""
+
+    enabled: InertFlag = None
+    total_layer_tokens: InertCount = None
+    warmup_type: InertText = None
+    warmup_layer_tokens: InertCount = None
+
+
+class RandomLtdScheduleConfig(Block):
+    """`random_ltd.random_ltd_schedule.schedule_config`."""
+
+    seq_per_step: InertWhole = None
+    require_steps: InertWhole = None
+
+
+class RandomLtdSchedule(Block):
+    """`random_ltd.random_ltd_schedule`."""
+
+    min_value: InertWhole = None
+    max_value: InertWhole = None
+    schedule_type: InertText = None
+    schedule_config: RandomLtdScheduleConfig | None = None
+
+
+class RandomLtd(Block):
+    """`data_efficiency.data_routing.random_ltd`."""
+
+    enabled: InertFlag = None
+    total_layer_num: InertWhole = None
+    random_ltd_layer_num: InertWhole = None
+    random_ltd_layer_id: InertItems = None
+    model_mask_name: InertText = None
+    model_type: InertText = None
+    hidden_state_order: InertText = None
+    micro_batch_size: InertWhole = None
+    global_batch_size: InertWhole = None
+    random_ltd_schedule: RandomLtdSchedule | None = None
+    layer_token_lr_schedule: LayerTokenLrSchedule | None = None
+
+
+class DataRouting(Block):
+    """`data_efficiency.data_routing`."""
+
+    enabled: InertFlag = None
+    random_ltd: RandomLtd | None = None
+
+
+class DataEfficiency(Block):
+    """`data_efficiency`: would choose and cut the samples. Its parts act only if it is enabled itself."""
+
+    enabled: Annotated[Flag, _off("data efficiency")] = False
+    seed: InertWhole = None
+    data_sampling: DataSampling | None = None
+    data_routing: DataRouting | None = None
+
+
+class MixedQuantize(Block):
+    """`fp16_mixed_quantize`."""
+
+    enabled: InertFlag = None
+    quantize_change_ratio: InertNumber = None
+
+
+class TechniqueShared(Block):
+    """`shared_parameters` of a compression technique."""
+
+    enabled: Annotated[Flag, _off("compression")] = False
+    quantizer_kernel: InertFlag = None
+    schedule_offset: InertWhole = None
+    schedule_offset_end: InertWhole = None
+    schedule_offset_stride: InertWhole = None
+    quantize_groups: InertWhole = None
+    quantize_verbose: InertFlag = None
+    quantization_type: InertText = None
+    quantize_weight_in_forward: InertFlag = None
+    rounding: InertText = None
+    fp16_mixed_quantize: MixedQuantize | None = None
+    range_calibration: InertText = None
+    method: InertText = None
+    block_pattern: InertText = None
+    dense_ratio: InertNumber = None
+    excluded_modules: InertItems = None
+    num_heads: InertWhole = None
+
+
+class Technique(Block):
+    """One compression technique; the groups carry the user's own names."""
+
+    shared_parameters: TechniqueShared | None = None
+    different_groups: InertObject = None
+
+
+class LayerReduction(Block):
+    """`compression_training.layer_reduction`."""
+
+    enabled: Annotated[Flag, _off("compression")] = False
+    keep_number_layer: InertWhole = None
+    module_name_prefix: InertText = None
+    teacher_layer: InertItems = None
+    other_module_name: InertItems = None
+
+
+class CompressionTraining(Block):
+    """`compression_training`: would change the weights."""
+
+    layer_reduction: LayerReduction | None = None
+    weight_quantization: Technique | None = None
+    activation_quantization: Technique | None = None
+    sparse_pruning: Technique | None = None
+    row_pruning: Technique | None = None
+    head_pruning: Technique | None = None
+    channel_pruning: Technique | None = None
+
+
+class WeightQuantization(Block):
+    """`weight_quantization`: on in DeepSpeed as soon as the block exists."""
+
+    enabled: InertFlag = None
+    quantized_initialization: InertObject = None
+    post_init_quant: InertObject = None
+
+    @model_validator(mode="after")
+    def _refused(self) -> Self:
+        if self.model_fields_set and self.enabled is not False:
+            raise problem("no such block, or enabled: false", fix="quantized weights are not available; remove it")
+        return self
+
+
+class SparseAttention(Block):
+    """`sparse_attention`: there is no such kernel here."""
+
+    mode: InertText = None
+    block: InertWhole = None
+    different_layout_per_head: InertFlag = None
+    num_local_blocks: InertWhole = None
+    num_global_blocks: InertWhole = None
+    attention: InertText = None
+    horizontal_global_attention: InertFlag = None
+    num_different_global_patterns: InertWhole = None
+    num_random_blocks: InertWhole = None
+    local_window_blocks: InertItems = None
+    global_block_indices: InertItems = None
+    global_block_end_indices: InertItems = None
+    num_sliding_window_blocks: InertWhole = None
+
+    @model_validator(mode="after")
+    def _refused(self) -> Self:
+        if self.model_fields_set and self.mode != "dense":
+            raise problem('no such block, or mode: "dense"', fix="sparse attention is not available; remove it")
+        return self
+
+
+class Amp(Block):
+    """`amp`: NVIDIA Apex."""
+
+    enabled: Annotated[Flag, Only((False,), "Apex AMP is not available; use bf16.enabled")] = False
+    opt_level: InertText = None
+    cast_model_type: InertText = None
+    patch_torch_functions: InertFlag = None
+    keep_batchnorm_fp32: InertAny = None
+    master_weights: InertFlag = None
+    loss_scale: InertAny = None
+    cast_model_outputs: InertText = None
+    num_losses: InertWhole = None
+    verbosity: InertWhole = None
+    min_loss_scale: InertNumber = None
+    max_loss_scale: InertNumber = None
+
+
+class TorchAutocast(Block):
+    """`torch_autocast`."""
+
+    enabled: Annotated[Flag, Only((False,), "use torch.autocast in the model, or bf16.enabled")] = False
+    dtype: InertText = None
+    lower_precision_safe_modules: InertItems = None
+
+
+class TensorParallelGroup(Block):
+    """`tensor_parallel.tp`."""
+
+    tp_size: Annotated[Number, Only((1, 0), "tensor parallelism is not available; set it to 1")] = 1
+    tp_grain_size: InertWhole = None
+    mpu: InertAny = None
+    tp_group: InertAny = None
+
+
+class TensorParallel(Block):
+    """`tensor_parallel`."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"tensor_parallel": "tp", "kernel_inject": "replace_with_kernel_inject"}
+
+    autotp_size: Annotated[Number, Only((0, 1), "tensor parallelism is not available; set it to 0")] = 0
+    tp_size: Annotated[Number, Only((1, 0), "tensor parallelism is not available; set it to 1")] = 1
+    tp: TensorParallelGroup | None = None
+    dtype: InertText = None
+    tp_overlap_comm: InertFlag = None
+    vocab_parallel_lm_head: InertFlag = None
+    vocab_parallel_ce_backend: InertText = None
+    injection_policy_tuple: InertItems = None
+    partition_config: InertObject = None
+    preset_model: InertText = None
+    keep_module_on_host: InertFlag = None
+    replace_with_kernel_inject: InertFlag = None
+
+
+class Inference(Block):
+    """`inference`: clients read its tensor_parallel.tp_size."""
+
+    dtype: InertText = None
+    tensor_parallel: TensorParallelGroup | None = None
+
+
+class ProgressiveLayerDrop(Block):
+    """`progressive_layer_drop`: would skip layers."""
+
+    enabled: Annotated[Flag, _off("progressive layer drop")] = False
+    theta: InertNumber = None
+    gamma: InertNumber = None
+
+
+class ExpertParallel(Block):
+    """`expert_parallel`: automatic expert parallelism."""
+
+    enabled: Annotated[Flag, _off("expert parallelism")] = False
+    autoep_size: InertWhole = None
+    expert_tensor_parallel_size: InertWhole = None
+    validate_folding_routing: InertFlag = None
+    async_split_plan: InertFlag = None
+    preset_model: InertText = None
+    moe_layer_pattern: InertText = None
+    expert_pattern: InertText = None
+    router_pattern: InertText = None
+    use_grouped_mm: InertFlag = None
+    disable_triton_grouped_mm: InertFlag = None
+    route_norm: InertFlag = None
+    route_scale: InertNumber = None
+    score_apply: InertText = None
+    combine_impl: InertText = None
+    row_weighting_impl: InertText = None
+    gate_up_impl: InertText = None
+    comm_backend: InertText = None
+    comm_num_sm: InertWhole = None
+    comm_qp_margin: InertWhole = None
+    comm_max_tokens_per_rank: InertWhole = None
+    num_expert_groups: InertWhole = None
+    num_limited_groups: InertWhole = None
+    score_func: InertText = None
+    top_k: InertAny = None
+    load_balance_coeff: InertNumber = None
+    routed_scaling_factor: InertNumber = None
+    expert_w1: InertText = None
+    expert_w2: InertText = None
+    expert_w3: InertText = None
+    num_experts_attr: InertText = None
+    top_k_attr: InertText = None
+    has_shared_experts: InertFlag = None
+    shared_experts_pattern: InertText = None
+    shared_experts_gate_pattern: InertText = None
+    expert_activation: InertText = None

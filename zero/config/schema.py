@@ -1,0 +1,316 @@
+"""The whole configuration, as typed and frozen blocks; the role of a key is written where it is declared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
+from typing_extensions import Self
+
+from offload.errors import ConfigError
+from zero.config import inert_features as inert
+from zero.config import refused_features as refused
+from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
+from zero.config.fields import (
+    AUTO,
+    MEANS_AUTO,
+    Block,
+    Flag,
+    InertAny,
+    InertFlag,
+    InertNumber,
+    InertObject,
+    InertText,
+    InertWhole,
+    Number,
+    Only,
+    Whole,
+    block_of,
+    choice,
+    problem,
+    reads,
+    shown,
+)
+from zero.config.hints import unknown_key
+from zero.config.optimizer_block import OptimizerConfig, SchedulerConfig
+from zero.config.sizes import parse_bytes, parse_whole
+from zero.config.zero_block import ZeroConfig
+
+Origin = Literal["user", "default", "auto"]
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was learnt while a configuration was read; paths are dotted."""
+
+    world_size: int = 1
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """A copy of the configuration as the user gave it."""
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    """Canonical path to "user" or "auto"; a path that is missing was not given."""
+    inactive: tuple[str, ...] = ()
+    deprecated: tuple[str, ...] = ()
+
+
+class Bf16Config(Block):
+    """`bf16`: 16-bit weights with fp32 master; off means fp32 throughout."""
+
+    enabled: Flag = False
+    immediate_grad_update: InertFlag = None
+    check_grad_overflow: InertFlag = None
+    check_overflow: InertFlag = None
+    bf16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
+    bf16_optimizer_states: Annotated[Flag, Only((False,), "moments are fp32; set it to false")] = False
+
+
+class Fp16Config(Block):
+    """`fp16`: not available; the block is accepted while it is off."""
+
+    enabled: Annotated[Flag, Only((False,), 'fp16 is not available yet; use "bf16": {"enabled": true}')] = False
+    auto_cast: InertFlag = None
+    loss_scale: InertNumber = None
+    initial_scale_power: InertNumber = None
+    loss_scale_window: InertNumber = None
+    hysteresis: InertNumber = None
+    consecutive_hysteresis: InertFlag = None
+    min_loss_scale: InertNumber = None
+    fused_mode: InertFlag = None
+    fp16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
+
+
+def _parse_block_size(value: object) -> int:
+    nbytes = parse_bytes(value)
+    if nbytes < PAGE_BYTES:
+        raise ValueError(f"at least {PAGE_BYTES} bytes")
+    return nbytes // PAGE_BYTES * PAGE_BYTES
+
+
+class AioConfig(Block):
+    """`aio`: how files are read and written; defaults as in DeepSpeed."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"intra_op_parallelism": "thread_count"}
+
+    block_size: Annotated[int, reads(_parse_block_size)] = 1 << 20
+    """[bytes] largest transfer handed to the kernel, rounded down to whole pages."""
+    queue_depth: Annotated[Whole, Field(ge=1, le=4096)] = 8
+    thread_count: Annotated[Whole, Field(ge=1)] = 1
+    single_submit: Flag = False
+    overlap_events: Flag = True
+    use_gds: Annotated[Flag, Only((False,), "GPUDirect Storage is not available; set it to false")] = False
+
+
+def _parse_budget(value: object) -> int | str:
+    if value == AUTO:
+        return AUTO
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f'"auto", or {error}') from None
+
+
+Budget = Annotated[int | Literal["auto"] | None, reads(_parse_budget), MEANS_AUTO]
+
+
+class MemoryBudget(Block):
+    """`memory_budget`, ours: bytes this rank may use. "auto": what is free; None: the working set, no cache."""
+
+    device: Budget = None
+    host: Budget = None
+
+
+class DataTypes(Block):
+    """`data_types`."""
+
+    grad_accum_dtype: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None,
+        Only(("fp32", None), "gradients are accumulated in fp32"),
+        choice("fp32", "fp16", "bf16"),
+    ] = None
+    param_dtype: Annotated[Any, Only((), "use bf16.enabled")] = None
+    buffer_dtype: Annotated[Any, Only((), "buffers keep the dtype they have in the model")] = None
+    keep_in_fp32_modules: Annotated[Any, Only((), "buffers keep the dtype they have in the model")] = None
+
+
+def _parse_print_interval(value: object) -> int | None:
+    if value == math.inf or (isinstance(value, str) and value.lower() in ("inf", "infinity")):
+        return None
+    interval = parse_whole(value)
+    if interval < 1:
+        raise ValueError("at least 1, or Infinity for never")
+    return interval
+
+
+_COMM_DTYPE = choice("fp32", "fp16", "bf16")
+
+
+class Config(Block):
+    """A checked and resolved configuration. Made by `load_config`; every key below may appear in the JSON."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "bfloat16": "bf16",
+        "pld": "progressive_layer_drop",
+        "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
+        "seq_parallel_comm_data_type": "seq_parallel_communication_data_type",
+    }
+
+    train_batch_size: Annotated[Whole, Field(ge=1)] = 1
+    train_micro_batch_size_per_gpu: Annotated[Whole, Field(ge=1)] = 1
+    gradient_accumulation_steps: Annotated[Whole, Field(ge=1)] = 1
+    gradient_clipping: Annotated[Number, Field(ge=0)] = 0.0
+    """Largest global gradient norm; 0.0 is off."""
+    steps_per_print: Annotated[int | None, reads(_parse_print_interval)] = None
+    """None (and Infinity in the JSON): never."""
+    dataloader_drop_last: Flag = False
+    bf16: Bf16Config = Bf16Config()
+    fp16: Fp16Config = Fp16Config()
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    zero_optimization: ZeroConfig = ZeroConfig()
+    aio: AioConfig = AioConfig()
+    memory_budget: MemoryBudget = MemoryBudget()
+
+    prescale_gradients: Annotated[Flag, Only((False,), "gradients are averaged after the sum")] = False
+    gradient_predivide_factor: Annotated[Number, Only((1.0,), "gradients are averaged after the sum")] = 1.0
+    gradient_allreduce_op: Annotated[
+        Literal["mean", "sum"], Only(("mean",), "gradients are averaged; scale the loss instead"), choice("mean", "sum")
+    ] = "mean"
+    managed_gradient_accumulation: Annotated[
+        Flag, Only((True,), "the engine counts micro-batches; set gradient_accumulation_steps to 1 instead")
+    ] = True
+    sequence_parallel_size: Annotated[Whole, Only((1, 0), "sequence parallelism is not available; set it to 1")] = 1
+    amp: refused.Amp | None = None
+    torch_autocast: refused.TorchAutocast | None = None
+    data_types: DataTypes = DataTypes()
+    elasticity: refused.Elasticity | None = None
+    curriculum_learning: refused.CurriculumLearning | None = None
+    data_efficiency: refused.DataEfficiency | None = None
+    compression_training: refused.CompressionTraining | None = None
+    weight_quantization: refused.WeightQuantization | None = None
+    sparse_attention: refused.SparseAttention | None = None
+    progressive_layer_drop: refused.ProgressiveLayerDrop | None = None
+    tensor_parallel: refused.TensorParallel | None = None
+    expert_parallel: refused.ExpertParallel | None = None
+    inference: refused.Inference | None = None
+
+    zero_allow_untested_optimizer: InertFlag = None
+    zero_force_ds_cpu_optimizer: InertFlag = None
+    communication_data_type: Annotated[InertText, _COMM_DTYPE] = None
+    seq_parallel_communication_data_type: Annotated[InertText, _COMM_DTYPE] = None
+    sparse_gradients: InertFlag = None
+    disable_allgather: InertFlag = None
+    graph_harvesting: InertFlag = None
+    wall_clock_breakdown: InertFlag = None
+    memory_breakdown: InertFlag = None
+    dump_state: InertFlag = None
+    disable_python_gc: InertFlag = None
+    log_level: InertAny = None
+    vocabulary_size: InertWhole = None
+    use_data_before_expert_parallelism: InertFlag = None
+    datastates_ckpt: InertObject = None
+    activation_checkpointing: inert.ActivationCheckpointing | None = None
+    comms_logger: inert.CommsLogger | None = None
+    comms_config: inert.CommsConfig | None = None
+    monitor_config: inert.MonitorConfig | None = None
+    tensorboard: inert.TensorBoard | None = None
+    wandb: inert.Wandb | None = None
+    csv_monitor: inert.CsvMonitor | None = None
+    comet: inert.Comet | None = None
+    flops_profiler: inert.FlopsProfiler | None = None
+    autotuning: inert.Autotuning | None = None
+    checkpoint: inert.Checkpoint | None = None
+    nebula: inert.Nebula | None = None
+    pipeline: inert.Pipeline | None = None
+    hybrid_engine: inert.HybridEngine | None = None
+    eigenvalue: inert.Eigenvalue | None = None
+    timers: inert.Timers | None = None
+    compile: inert.Compile | None = None
+
+    _report: Report = PrivateAttr(default_factory=Report)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks the batch sizes were resolved for."""
+        return self._report.world_size
+
+    @property
+    def inactive(self) -> tuple[str, ...]:
+        """Dotted paths, as the user wrote them, that are known but do nothing here. The engine lists them once."""
+        return self._report.inactive
+
+    @property
+    def deprecated(self) -> tuple[str, ...]:
+        """One line "path: what to use instead" for every deprecated key in use."""
+        return self._report.deprecated
+
+    def origin(self, path: str) -> Origin:
+        """Where the value of a key comes from.
+
+        Args:
+            path: dotted path, such as "zero_optimization.sub_group_size"; DeepSpeed's other spellings work too.
+
+        Returns:
+            "user"; "auto" if the key or a block around it was "auto"; "default" otherwise, also for derived values.
+
+        Raises:
+            ConfigError: there is no such key.
+        """
+        canonical = self._canonical(path)
+        if canonical in self._report.origins:
+            return self._report.origins[canonical]
+        while "." in canonical:
+            canonical = canonical.rpartition(".")[0]
+            if self._report.origins.get(canonical) == "auto":
+                return "auto"
+        return "default"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The effective configuration with every default, as plain dicts and lists; a new one each time."""
+        plain = _plain(self.model_dump())
+        return dict(plain) if isinstance(plain, dict) else {}
+
+    @classmethod
+    def _canonical(cls, path: str) -> str:
+        model: type[Block] | None = cls
+        names: list[str] = []
+        for part in path.split("."):
+            name = part if model is None else model.aliases.get(part, part)
+            if model is None or name not in model.model_fields:
+                hint = "nothing below it" if model is None else unknown_key(part, block=model, root=cls)
+                raise ConfigError(f"{path}: {'.'.join([*names, part])}: {hint}")
+            names.append(name)
+            model = block_of(model.model_fields[name])
+        return ".".join(names)
+
+    @model_validator(mode="after")
+    def _across_ranks(self, info: ValidationInfo) -> Self:
+        world_size: int = (info.context or {}).get("world_size", 1)
+        resolve_batch(self._given_batch(), world_size)
+        if world_size > 1 and self.communication_data_type in ("fp16", "bf16"):
+            raise problem(
+                '"fp32"',
+                fix="gradients are reduced in fp32; remove it",
+                at="communication_data_type",
+                got=shown(self.communication_data_type),
+                keys=("communication_data_type",),
+            )
+        return self
+
+    def _given_batch(self) -> dict[str, int]:
+        return {key: getattr(self, key) for key in (TRAIN, MICRO, STEPS) if key in self.model_fields_set}
+
+    def _settled(self, report: Report) -> Self:
+        """This configuration with its batch sizes completed and its report attached."""
+        settled = self.model_copy(update=resolve_batch(self._given_batch(), report.world_size))
+        settled._report = report
+        return settled
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,133 @@
+"""Reading and editing whole units outside forward and backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+
+import torch
+
+from offload.copies import read_plane, write_plane
+from zero.params.binding import BoundUnit
+from zero.params.layout import Layout, Unit
+from zero.schedule.coordinator import Coordinator
+from zero.staging import Record, Staged
+from zero.storage import Storage
+
+Visit = Callable[[Record, int, int], Awaitable[bool]]
+"""(record of a sub-group, first, last element of it that belong to the unit) -> was it changed?"""
+
+
+class UnitEditor:
+    """Opens units of one engine for reading and editing, in memory of their own."""
+
+    def __init__(
+        self, layout: Layout, bound: list[BoundUnit], storage: Storage, coordinator: Coordinator, compute: torch.device
+    ) -> None:
+        self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
+        self._compute = compute
+        self._opened: Counter[int] = Counter()
+        self._before: dict[int, torch.Tensor] = {}
+
+    def open(self, indices: Iterable[int]) -> None:
+        """Bind each unit to a private copy, unless it is bound already."""
+        for index in indices:
+            self._opened[index] += 1
+            unit = self._layout.units[index]
+            if self._opened[index] > 1:
+                continue
+            self._coordinator.let_go(index)
+            if self._bound[index].bound:
+                # In use by a forward around us, or persistent: edits happen in place.
+                self._before[index] = self._bound[index].flat.detach().clone().view(torch.uint8)
+                continue
+            copy = torch.empty(unit.nbytes, dtype=torch.uint8, device=self._bound[index].flat.device)
+            self._before[index] = self.read(unit).to(copy.device)
+            copy.copy_(self._before[index])
+            self._bound[index].bind(copy)
+            self._coordinator.hold(index)
+
+    def close(self, indices: Iterable[int]) -> None:
+        """Store what changed since `open` and release what it bound."""
+        for index in indices:
+            self._opened[index] -= 1
+            if self._opened[index]:
+                continue
+            bound = self._bound[index]
+            before = self._before.pop(index)
+            after = bound.flat.detach().view(torch.uint8)
+            changed = not torch.equal(before, after)
+            after = after.clone() if changed else before
+            if self._coordinator.held(index):
+                self._coordinator.unhold(index)
+                bound.unbind()
+            if changed:
+                job = self._store(self._layout.units[index], before.cpu(), after.cpu())
+                self._storage.mover.run(f"storing edits of {self._layout.units[index].name}", job)
+
+    def read(self, unit: Unit) -> torch.Tensor:
+        """A copy of the unit's weights as uint8 in host memory."""
+        out = torch.empty(unit.nbytes, dtype=torch.uint8)
+        plane = self._storage.weights[self._layout.space_of(unit)]
+        job = read_plane(plane, unit.begin, unit.end, out, self._storage.arena, direct=False)
+        self._storage.mover.run(f"reading {unit.name}", job)
+        return out
+
+    def read_records(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """Copies of the unit's state, unit.numel long each: remainder (split spaces), exp_avg, exp_avg_sq."""
+        parts: dict[str, list[torch.Tensor]] = {}
+
+        async def visit(record: Record, lo: int, hi: int) -> bool:
+            for name in ("remainder", "exp_avg", "exp_avg_sq"):
+                values = getattr(record, name)
+                if values is not None:
+                    parts.setdefault(name, []).append(values[lo:hi].detach().cpu().clone())
+            return False
+
+        self._storage.mover.run(f"reading the state of {unit.name}", self._visit_records(unit, visit))
+        return {name: torch.cat(pieces) for name, pieces in parts.items()}
+
+    async def _store(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
+        """New weights; where one changed, its remainder no longer means anything and becomes 0."""
+        space = self._layout.space_of(unit)
+        plane = self._storage.weights[space]
+        memory = plane.memory(unit.begin, unit.end)
+        if memory is None or memory.data_ptr() != after.data_ptr():
+            await write_plane(plane, unit.begin, unit.end, after, self._storage.arena, direct=False)
+        if not (unit.trainable and self._layout.spaces[space].split):
+            return
+        edited = before.view(torch.int16) != after.view(torch.int16)
+        position = 0
+
+        async def visit(record: Record, lo: int, hi: int) -> bool:
+            nonlocal position
+            mask = edited[position : position + hi - lo]
+            position += hi - lo
+            if record.remainder is None or not bool(mask.any()):
+                return False
+            record.remainder[lo:hi].masked_fill_(mask.to(record.remainder.device), 0)
+            return True
+
+        await self._visit_records(unit, visit)
+
+    async def _visit_records(self, unit: Unit, visit: Visit) -> None:
+        """Call `visit(record, lo, hi)` for each sub-group's part of the unit; True means it was changed."""
+        index = self._layout.space_of(unit)
+        records = self._storage.records[index]
+        if records is None:
+            return
+        for group in self._storage.plan.sub_groups:
+            if group.space != index or group.end <= unit.begin or unit.end <= group.begin:
+                continue
+            staged = Staged(records, group.begin, group.end, self._compute)
+            block = await self._storage.arena.lease_when_free(staged.nbytes, "state record")
+            try:
+                if not staged.in_place:
+                    staged.stage(block, 0)
+                await staged.read()
+                record = Record.over(staged.bytes, group.end - group.begin, self._layout.spaces[index].split)
+                lo, hi = max(unit.begin, group.begin) - group.begin, min(unit.end, group.end) - group.begin
+                if await visit(record, lo, hi):
+                    await staged.write()
+            finally:
+                block.release()

@@ -1,0 +1,398 @@
+"""The engine: a model, its optimizer and the loop users know, over whatever tiers the plan chose."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.binding import Poison
+from offload.errors import ConfigError, StateError
+from offload.pinned import return_freed_memory
+from offload.stats import Stopwatch
+from zero.adoption import Adoption, read_parameter
+from zero.config import Config
+from zero.editing import UnitEditor
+from zero.keeping import EngineKeeper
+from zero.machine import read_machine
+from zero.optim.clipping import clip_coefficient
+from zero.optim.gradients import Gradients
+from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.pipeline import StepArguments, SubGroupPipeline
+from zero.params.binding import BoundUnit
+from zero.params.buffers import move_buffers
+from zero.params.initialisation import forget, provisional_source
+from zero.params.layout import Slot, SubGroup, Unit, build_layout
+from zero.params.released import is_kept, keeper_of
+from zero.params.units import CoveredUnit, CoverRules, Leaf, collect_leaves, cover, nested_numel
+from zero.plan import Planner
+from zero.schedule.coordinator import Coordinator
+from zero.schedule.hooks import ModuleHooks
+from zero.statistics import LoopCounters, Statistics, collect
+from zero.storage import Storage
+
+logger = logging.getLogger("zero")
+
+LIVE_UNITS = 4
+"""An explicit live limit is cut into this many units at least."""
+
+
+class ZeroEngine(nn.Module):
+    """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
+
+    Args:
+        model: the module to train; it becomes `engine.module`.
+        groups: torch-style param groups; None trains nothing (evaluation only).
+        config: validated configuration.
+        device: where units are computed on.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: list[dict[str, Any]] | None, config: Config, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._closed = False
+        self.generation = 0
+        self._config, self.device = config, device
+        self._in_place = os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
+        self._threads = max(torch.get_num_threads(), 1)
+        self._leaves = collect_leaves(model)
+        self._index_of = {id(leaf.parameter): leaf.index for leaf in self._leaves}
+        self.optimizer = ZeroOptimizer(groups, self._take_step, self.zero_grad) if groups else None
+        if self.optimizer is not None and groups is not None:
+            self.optimizer.param_groups = groups
+        self.lr_scheduler: Any = None
+        trainable = {id(p) for group in groups or () for p in group["params"]}
+        covered = self._cover(model, trainable)
+        self._layout = build_layout([unit.content for unit in covered], world_size=1)
+        _take_back(self._leaves)
+        self.plan = Planner(
+            self._layout, config, read_machine(device), device, self._in_place, nested_numel(covered, self._layout)
+        ).make()
+        logger.info("%s", self.plan.table())
+        self._storage = Storage(self._layout, self.plan, config, device)
+        try:
+            self._build(model, covered)
+        except BaseException:
+            self._storage.close()
+            raise
+        self.module = model
+        self.train(model.training)
+
+    # ---- construction -------------------------------------------------------------------------
+
+    def _cover(self, model: nn.Module, trainable: set[int]) -> list[CoveredUnit]:
+        zero = self._config.zero_optimization
+        explicit = zero.stage3_max_live_parameters
+        rules = CoverRules(
+            numel_max=None if explicit is None else explicit // LIVE_UNITS,
+            persistence_numel=zero.stage3_param_persistence_threshold,
+            compute_dtype=torch.bfloat16 if self._config.bf16.enabled else None,
+        )
+        for leaf in self._leaves:
+            p = leaf.parameter
+            if id(p) in trainable and rules.compute_dtype is None and p.dtype not in (torch.float32, torch.bfloat16):
+                raise ConfigError(
+                    f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32 or bfloat16, "
+                    'or set "bf16": {"enabled": true}'
+                )
+        return cover(model, self._leaves, trainable, rules)
+
+    def _build(self, model: nn.Module, covered: list[CoveredUnit]) -> None:
+        layout, storage, device = self._layout, self._storage, self.device
+        poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
+        self._bound = [
+            BoundUnit(unit, [self._leaves[slot.index].parameter for slot in unit.slots], poison, device)
+            for unit in layout.units
+        ]
+        compute = device if self._config.zero_optimization.offload_optimizer.device == "none" else torch.device("cpu")
+        self._coordinator = Coordinator(layout, self._bound, storage, self.plan.limits, self._in_place)
+        self._gradients = Gradients(layout, storage, device, self._in_place, self._threads)
+        self._pipeline = SubGroupPipeline(layout, storage, self._gradients, compute, self._threads)
+        scopes: dict[nn.Module, list[int]] = {}
+        for index, unit in enumerate(covered):
+            for module in unit.scopes:
+                scopes.setdefault(module, []).append(index)
+        self._hooks = ModuleHooks(model, scopes, self._coordinator, self)
+        editor = UnitEditor(layout, self._bound, storage, self._coordinator, compute)
+        self._keeper = EngineKeeper(self, self._bound, self._coordinator, self._hooks, editor)
+        self._adopt(compute)
+        move_buffers(model, device, torch.bfloat16 if self._config.bf16.enabled else None)
+        self._coordinator.bind_persistent()
+        self._handles = [handle for bound in self._bound for handle in self._watch_gradients(bound)]
+        self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
+        self.global_steps = self.micro_steps = 0
+        self._boundary: bool | None = None
+        self._grad_norm: float | None = None
+        self._due: list[SubGroup] = []
+        self._arguments: StepArguments | None = None
+        self._outermost_backward = False
+
+    def _adopt(self, compute: torch.device) -> None:
+        def read(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+            keeper = provisional_source(parameter)
+            return keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end)
+
+        def done(bound: BoundUnit, slot: Slot) -> None:
+            forget(self._leaves[slot.index].parameter)
+            bound.adopt(slot, self._keeper)
+
+        Adoption(self._layout, self._bound, self._storage, compute, read, done).run()
+        return_freed_memory()
+
+    def _watch_gradients(self, bound: BoundUnit) -> Iterator[Any]:
+        for position, parameter in enumerate(bound.parameters):
+            if parameter.requires_grad:
+                receiver = self._receiver(bound.unit, position)
+                yield parameter.register_post_accumulate_grad_hook(receiver)  # type: ignore[no-untyped-call]
+
+    def _receiver(self, unit: Unit, position: int) -> Callable[[nn.Parameter], None]:
+        def receive(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None or not unit.trainable:
+                return
+            self._announce_backward()
+            if self._gradients.arrive(unit.index, position, gradient):
+                self._gradients.flush(unit.index)
+                if unit.index in self._hooks.closes_on_arrival:
+                    self._hooks.closes_on_arrival.discard(unit.index)
+                    self._coordinator.end_backward_use(unit.index)
+
+        return receive
+
+    # ---- the training loop --------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; arguments are passed on untouched."""
+        self.ready("forward")
+        with self._forward.running():
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward of one micro-batch; divides the loss by the accumulation steps unless told not to.
+
+        Raises:
+            StateError: the graph was made before the last step, or the engine is closed.
+            StorageError: a transfer failed.
+        """
+        self.ready("backward")
+        accumulation = self._config.gradient_accumulation_steps
+        if scale_wrt_gas and accumulation > 1:
+            loss = loss / accumulation
+        with self._backward.running():
+            self._coordinator.accumulating = not self.is_gradient_accumulation_boundary()
+            self._outermost_backward = True
+            try:
+                loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                self._end_backward()
+            finally:
+                self._outermost_backward = False
+                self._coordinator.end_backward()
+        return loss
+
+    def step(self) -> None:
+        """On an accumulation boundary: norm, clipping, update of every sub-group. Else only counts.
+
+        Raises:
+            StorageError: a transfer failed. What is left to do is kept: the next call goes on with it.
+        """
+        self.ready("step")
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
+            self._take_step()
+        self.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True when the next `step()` updates the parameters."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self._config.gradient_accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say so from outside; from then on the micro-step counter decides nothing."""
+        self._boundary = is_boundary
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients accumulated since the last step."""
+        if not self._closed and hasattr(self, "_gradients"):
+            self._gradients.clear()
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the gradients of the last step, before clipping; None before the first."""
+        return self._grad_norm
+
+    def _take_step(self) -> None:
+        if self.optimizer is None:
+            raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
+        with self._step.running():
+            self._gradients.flush_all()
+            self._gradients.settle()
+            self._grad_norm = self._gradients.norm()
+            scale = clip_coefficient(self._grad_norm, self._config.gradient_clipping)
+            contributed = {
+                slot.index
+                for unit in self._layout.units
+                if unit.trainable
+                for slot, has in zip(unit.slots, self._gradients.contributed(unit.index), strict=True)
+                if has
+            }
+            self._coordinator.release_all()
+            self._arguments = StepArguments(self.optimizer.values_for_step(self._index_of, contributed), scale)
+            self._due = list(self.plan.sub_groups)
+            self.generation += 1
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        if self._arguments is None:
+            return
+        self._pipeline.run(self._due, self._arguments)
+        self._arguments = None
+        self._gradients.clear()
+        self.global_steps += 1
+        if self.lr_scheduler is not None and self.optimizer is not None:
+            self.optimizer._opt_called = True  # what torch's schedulers look at before they warn of a wrong order
+            self.lr_scheduler.step()
+
+    def ready(self, what: str) -> None:
+        """Raise if the engine is closed; complete a step that failed half-way, or fail again.
+
+        Raises:
+            StateError: closed.
+            StorageError: the step still cannot be completed.
+        """
+        if self._closed:
+            raise StateError(f"{what}: the engine is closed")
+        self._finish_step()
+
+    # ---- events of backward -------------------------------------------------------------------
+
+    def before_backward(self, generation: int) -> None:
+        """Called by the hooks when gradients reach a graph that was made in step `generation`."""
+        if generation != self.generation:
+            raise StateError(
+                "backward: this graph was made before the last step(); its weights have changed since. "
+                "Run the forward again"
+            )
+        self._announce_backward()
+
+    def unit_passed(self, index: int) -> None:
+        """Called by the hooks when gradients have passed a call's inputs: the unit is no longer needed."""
+        self._gradients.flush(index)
+        self._coordinator.end_backward_use(index)
+
+    def _announce_backward(self) -> None:
+        """A backward that was not started by `backward()`: still be told when it ends."""
+        if self._outermost_backward:
+            return
+        self._outermost_backward = True
+
+        def finished() -> None:
+            self._outermost_backward = False
+            self._end_backward()
+
+        torch.autograd.Variable._execution_engine.queue_callback(finished)
+
+    def _end_backward(self) -> None:
+        self._gradients.flush_all()
+        self._hooks.closes_on_arrival.clear()
+        self._coordinator.end_backward()
+
+    # ---- looking at values --------------------------------------------------------------------
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units of the model, in model order."""
+        return self._layout.units
+
+    def full_parameter(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's weights, in compute dtype, on the host."""
+        self.ready(f"reading {name}")
+        return self._keeper.weights(name)
+
+    def full_master(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's fp32 master, on the host."""
+        self.ready(f"reading {name}")
+        return self._keeper.master(name)
+
+    def full_state(self, name: str) -> dict[str, Any]:
+        """Copies of one parameter's `exp_avg` and `exp_avg_sq` (fp32, host), and its `step` count."""
+        self.ready(f"reading {name}")
+        counts = self.optimizer.step_counts if self.optimizer is not None else {}
+        return {**self._keeper.moments(name), "step": counts.get(id(self._keeper.parameter(name)), 0)}
+
+    def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, copy of the weights) of every parameter; tied ones under each of their names."""
+        self.ready("reading parameters")
+        return self._keeper.named_weights()
+
+    def inject(self, fault: Any) -> None:
+        """Inject I/O faults (an `offload.aio.AioFault`, None to stop): for tests of what happens then."""
+        if self._storage.disk is not None:
+            self._storage.disk.aio.inject(fault)
+
+    def statistics(self) -> Statistics:
+        """What was done so far."""
+        return collect(
+            self._coordinator.counters,
+            self._storage,
+            [unit.name for unit in self._layout.units],
+            LoopCounters(
+                self.global_steps, self.micro_steps, self._forward.seconds, self._backward.seconds, self._step.seconds
+            ),
+        )
+
+    # ---- end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give everything back: hooks, memory, threads, files. The parameters' values are gone. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hooks.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._gradients.clear()
+        self._coordinator.abandon_backward()
+        self._coordinator.end_forward()
+        self._coordinator.take_all_bound()
+        self._storage.close()
+        return_freed_memory()
+        logger.debug("engine closed after %d steps", self.global_steps)
+
+    def destroy(self) -> None:
+        """DeepSpeed's name for `close`."""
+        self.close()
+
+    def __enter__(self) -> ZeroEngine:
+        """The engine itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Unknown names are the model's: `engine.generate`, `engine.config`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "module" in modules and name != "module":
+                return getattr(modules["module"], name)
+            raise
+
+
+def _take_back(leaves: list[Leaf]) -> None:
+    """The same model may be wrapped again: the engine that kept it gives its values back and closes."""
+    for leaf in leaves:
+        if is_kept(leaf.parameter):
+            keeper = keeper_of(leaf.parameter)
+            if isinstance(keeper, EngineKeeper):
+                keeper.give_back()

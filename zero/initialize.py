@@ -1,0 +1,99 @@
+"""`zero.initialize`: DeepSpeed's entry point and its signature."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from offload.errors import ConfigError
+from zero.config import Config, load_config
+from zero.engine import ZeroEngine
+from zero.optim.optimizer import ZeroOptimizer, groups_from
+
+logger = logging.getLogger("zero")
+
+
+def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., Any] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | os.PathLike[str] | dict[str, Any] | Config | None = None,
+    mesh_param: Any = None,
+    config_params: str | os.PathLike[str] | dict[str, Any] | None = None,
+) -> tuple[ZeroEngine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
+    """Wrap a model for training with its weights and states on the configured tiers.
+
+    Args:
+        args: accepted; `args.deepspeed_config` names the config file when `config` is None.
+        model: the module to train, built anywhere: under `zero.Init` or in memory.
+        optimizer: a fresh torch.optim.Adam or AdamW; None takes `optimizer` from the config.
+        model_parameters: parameters or param groups to train; None: all that require gradients.
+        training_data: a dataset; a loader of micro-batches is made from it.
+        lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one.
+        distributed_port: unused with one rank.
+        mpu: not available: must be None.
+        dist_init_required: unused with one rank.
+        collate_fn: for the loader.
+        config: path or dict.
+        mesh_param: not available: must be None.
+        config_params: DeepSpeed's older name of `config`.
+
+    Returns:
+        (engine, optimizer, loader, lr_scheduler); what was not asked for is None.
+
+    Raises:
+        ConfigError: every problem of the configuration at once.
+        BudgetError: the plan does not fit; nothing was allocated.
+    """
+    if model is None:
+        raise ConfigError("initialize: model is missing")
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError("initialize: mpu and mesh_param are not available; leave them out")
+    _show_log()
+    source = config if config is not None else config_params
+    if source is None:
+        source = getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ConfigError("initialize: give config=, a path or a dict")
+    loaded = load_config(source)
+    if loaded.inactive:
+        logger.info("keys that are accepted and have no effect yet: %s", ", ".join(loaded.inactive))
+    groups = groups_from(optimizer, model_parameters, model, loaded)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    engine = ZeroEngine(model, groups, loaded, device)
+    if lr_scheduler is not None:
+        is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
+        engine.lr_scheduler = lr_scheduler(engine.optimizer) if is_factory else lr_scheduler
+    loader = None
+    if training_data is not None:
+        loader = DataLoader(
+            training_data,
+            batch_size=loaded.train_micro_batch_size_per_gpu,
+            collate_fn=collate_fn,
+            shuffle=True,
+            drop_last=loaded.dataloader_drop_last,
+        )
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _show_log() -> None:
+    """Let the plan and notes be seen unless the application has set up logging itself."""
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)

@@ -1,0 +1,149 @@
+"""The engine's keeper of parameters: what happens when somebody looks at a value that is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload import kernels
+from offload.errors import StateError
+from zero.editing import UnitEditor
+from zero.params.binding import BoundUnit
+from zero.params.layout import Slot
+from zero.params.released import name_of, unmark
+from zero.schedule.coordinator import Coordinator
+from zero.schedule.hooks import ModuleHooks, in_backward
+
+
+class Owner(Protocol):
+    """What the keeper needs of its engine."""
+
+    def ready(self, what: str) -> None:
+        """Raise if the engine is closed."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+class EngineKeeper:
+    """Knows every parameter's unit and how to bring its values in."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        bound: list[BoundUnit],
+        coordinator: Coordinator,
+        hooks: ModuleHooks,
+        editor: UnitEditor,
+    ) -> None:
+        self._owner, self._bound, self._coordinator, self._hooks, self._editor = (
+            owner,
+            bound,
+            coordinator,
+            hooks,
+            editor,
+        )
+        self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
+        self._place_of = {
+            name: (b, slot, parameter)
+            for b in bound
+            for slot, parameter in zip(b.unit.slots, b.parameters, strict=True)
+            for name in slot.names
+        }
+
+    # ---- the face of released parameters ------------------------------------------------------
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        """Fetch inside forward or backward; elsewhere say what to do.
+
+        Raises:
+            StateError: neither a forward nor a backward is running, or the engine is closed.
+        """
+        index = self._unit_of[id(parameter)]
+        self._owner.ready(f"parameter {name_of(parameter)}")
+        if self._coordinator.bound(index):
+            return
+        if in_backward():
+            self._coordinator.begin_recompute(index)
+        elif self._hooks.in_forward:
+            self._coordinator.begin_forward_use(index, backward_follows=torch.is_grad_enabled())
+        else:
+            raise StateError(
+                f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) is released: its values are not on "
+                "the device outside forward and backward; wrap the access in zero.GatheredParameters([parameter])"
+            )
+
+    def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
+        """The backward of what was computed from fetched parameters needs them again."""
+        if torch.is_grad_enabled() and not in_backward():
+            self._hooks.register_output([self._unit_of[id(p)] for p in parameters], result, gated=False)
+
+    def open(self, parameters: list[nn.Parameter]) -> None:
+        """`GatheredParameters` begins."""
+        self._owner.ready("GatheredParameters")
+        self._editor.open(self._units_of(parameters))
+
+    def close(self, parameters: list[nn.Parameter]) -> None:
+        """`GatheredParameters` ends."""
+        self._owner.ready("GatheredParameters")
+        self._editor.close(self._units_of(parameters))
+
+    def give_back(self) -> None:
+        """Make every parameter an ordinary one that holds its weights, and close the engine."""
+        values = {slot.name: self.weights(slot.name) for bound in self._bound for slot in bound.unit.slots}
+        self._owner.close()
+        for name, value in values.items():
+            parameter = self.parameter(name)
+            unmark(parameter)
+            with torch.no_grad():
+                parameter.data = value
+
+    # ---- whole values -------------------------------------------------------------------------
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The model's parameter object."""
+        return self._place(name)[2]
+
+    def weights(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's weights, in compute dtype, on the host."""
+        bound, slot, _ = self._place(name)
+        return self._cut(self._editor.read(bound.unit).view(bound.unit.dtype), slot)
+
+    def master(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's fp32 master, on the host."""
+        bound, slot, _ = self._place(name)
+        weight = self.weights(name)
+        remainder = self._editor.read_records(bound.unit).get("remainder") if bound.unit.trainable else None
+        if remainder is None:
+            return weight.float()
+        out = torch.empty(slot.numel)
+        kernels.join(out, weight.reshape(-1), remainder[slot.offset_numel : slot.end_numel].clone())
+        return out.view(slot.shape)
+
+    def moments(self, name: str) -> dict[str, torch.Tensor]:
+        """Copies of one parameter's `exp_avg` and `exp_avg_sq`, fp32 on the host."""
+        bound, slot, _ = self._place(name)
+        records = self._editor.read_records(bound.unit)
+        return {key: self._cut(records[key], slot) for key in ("exp_avg", "exp_avg_sq")}
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, copy of the weights), one unit in memory at a time; tied ones under each name."""
+        for bound in self._bound:
+            flat = self._editor.read(bound.unit).view(bound.unit.dtype)
+            for slot in bound.unit.slots:
+                for name in slot.names:
+                    yield name, self._cut(flat, slot)
+
+    def _cut(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+        return flat[slot.offset_numel : slot.end_numel].clone().view(slot.shape)
+
+    def _place(self, name: str) -> tuple[BoundUnit, Slot, nn.Parameter]:
+        if name not in self._place_of:
+            raise KeyError(f"no parameter is named {name!r}")
+        return self._place_of[name]
+
+    def _units_of(self, parameters: list[nn.Parameter]) -> list[int]:
+        return sorted({self._unit_of[id(p)] for p in parameters})

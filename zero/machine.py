@@ -1,0 +1,80 @@
+"""What this machine can give: memory, lockable memory, disk."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Limits read once, before anything is allocated."""
+
+    available_bytes: int
+    """Host memory that can be had without swapping: the smaller of MemAvailable and the cgroup's rest."""
+    available_source: str
+    """Which of the two it is."""
+    memlock_bytes: int | None
+    """RLIMIT_MEMLOCK; None: unlimited."""
+    device_bytes: int
+    """Free memory of the compute device; on a CPU-only machine the host's."""
+    rss_bytes: int
+    """Resident memory of this process now: the baseline the plan comes on top of."""
+
+
+def read_machine(device: torch.device) -> Machine:
+    """Measure the machine this process runs on."""
+    available, source = psutil.virtual_memory().available, "MemAvailable"
+    rest = _cgroup_rest_bytes()
+    if rest is not None and rest < available:
+        available, source = rest, "the memory cgroup's limit"
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    device_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available
+    return Machine(
+        available,
+        source,
+        None if soft == resource.RLIM_INFINITY else soft,
+        device_bytes,
+        psutil.Process().memory_info().rss,
+    )
+
+
+def peak_rss_bytes() -> int:
+    """High-water mark of this process's resident memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _cgroup_rest_bytes() -> int | None:
+    """Limit minus anonymous use of this process's memory cgroup (v2 or v1); None without a limit."""
+    for folder, limit_name, stat_name, key in (
+        (_cgroup_folder("", Path("/sys/fs/cgroup")), "memory.max", "memory.stat", "anon"),
+        (_cgroup_folder("memory", Path("/sys/fs/cgroup/memory")), "memory.limit_in_bytes", "memory.stat", "total_rss"),
+    ):
+        if folder is None:
+            continue
+        try:
+            text = (folder / limit_name).read_text().strip()
+            if text == "max" or int(text) >= 1 << 60:
+                continue
+            stat = dict(line.split() for line in (folder / stat_name).read_text().splitlines())
+            return max(int(text) - int(stat.get(key, 0)), 0)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _cgroup_folder(controller: str, mount: Path) -> Path | None:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == controller or controller in controllers.split(","):
+            folder = mount / path.lstrip("/")
+            return folder if folder.is_dir() else mount
+    return None

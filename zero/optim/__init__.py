@@ -1,0 +1,1 @@
+"""Gradients, clipping and the optimizer's sub-group pipeline."""

@@ -1,0 +1,288 @@
+"""Gradients from autograd into the gradient plane.
+
+One contribution is kept as produced; from the second on it is accumulated in fp32. A parameter that
+contributed nothing since the last step is remembered as such: the optimizer skips it, as torch does.
+Block sums of squares are rewritten whenever a unit's gradient is, so the step never reads it again
+for the norm.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from offload import kernels
+from offload.arena import Block
+from offload.errors import StateError
+from offload.mover import Transfer
+from offload.planes import Plane
+from zero.params.layout import Layout, Slot, Unit
+from zero.storage import Storage
+
+CHUNK_NUMEL = 256 * 1024
+
+
+@dataclass(slots=True)
+class UnitGradient:
+    """What is known of one unit's gradient since the last step."""
+
+    unit: Unit
+    plane: Plane
+    dtype: torch.dtype
+    """What the plane holds for this unit."""
+    narrow_plane: Plane
+    contributions: list[int]
+    """Per slot, how many contributions the plane holds."""
+    arrived: list[int] = field(default_factory=list)
+    """Slots whose latest contribution waits in `buffer`."""
+    buffer: torch.Tensor | None = None
+    """Flat gradient, unit.numel elements of unit.dtype."""
+    block: Block | None = None
+    """The lease behind `buffer`; None when it is the plane's own memory."""
+    transfer: Transfer[None] | None = None
+    sums: np.ndarray | None = None
+    """fp64 sum of squares per block of 4096."""
+    nonfinite: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """True when the plane holds nothing for this step."""
+        return not any(self.contributions)
+
+
+class Gradients:
+    """All trainable units' gradients.
+
+    Args:
+        in_place: a first contribution may be collected where it is stored.
+    """
+
+    def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
+        self._storage, self._device, self._in_place, self._threads = storage, device, in_place, threads
+        self._units: dict[int, UnitGradient] = {}
+        self._wide: dict[int, Plane] = {}
+        for unit in layout.units:
+            plane = storage.gradients[layout.space_of(unit)] if unit.trainable else None
+            if plane is not None:
+                dtype = storage.gradient_dtype(unit)
+                self._units[unit.index] = UnitGradient(unit, plane, dtype, plane, [0] * len(unit.slots))
+
+    # ---- arrival ------------------------------------------------------------------------------
+
+    def arrive(self, index: int, position: int, gradient: torch.Tensor) -> bool:
+        """Take one parameter's gradient. True when every slot of the unit has arrived.
+
+        Args:
+            index: the unit.
+            position: the slot inside the unit.
+            gradient: in the parameter's shape; may be let go afterwards.
+        """
+        state = self._units[index]
+        if position in state.arrived:
+            self.flush(index)  # a second contribution before the unit was complete
+        if state.buffer is None:
+            self._open(state)
+        slot = state.unit.slots[position]
+        if state.buffer is None:
+            raise StateError(f"gradient of {slot.name}: no buffer")
+        state.buffer[slot.offset_numel : slot.end_numel].copy_(gradient.reshape(-1))
+        state.arrived.append(position)
+        return len(state.arrived) == len(state.unit.slots)
+
+    def flush(self, index: int) -> None:
+        """Move what has arrived into the plane; a later contribution opens the unit again."""
+        state = self._units.get(index)
+        if state is None or state.buffer is None:
+            return
+        if not state.empty and state.dtype != torch.float32 and any(state.contributions[p] for p in state.arrived):
+            self._widen(state)
+        buffer, block = state.buffer, state.block
+        arrived = [state.unit.slots[position] for position in state.arrived]
+        first = state.empty
+        home = state.plane.memory(state.unit.begin, state.unit.end)
+        state.buffer = state.block = None
+        if block is None or home is not None:
+            self._flush_to_memory(state, buffer, block, home, first)
+            if block is not None:
+                block.release()
+        else:
+            known = list(state.contributions)
+            job = self._flush_to_disk(state, buffer, block, arrived, known)
+            state.transfer = self._storage.mover.post(f"storing the gradient of {state.unit.name}", job)
+        for position in state.arrived:
+            state.contributions[position] += 1
+        state.arrived = []
+
+    def flush_all(self) -> None:
+        """End of a backward: nothing waits in a buffer any more."""
+        for index in self._units:
+            self.flush(index)
+
+    def settle(self) -> None:
+        """Wait until every gradient is where it belongs. Raises StorageError."""
+        for state in self._units.values():
+            self._settle(state)
+
+    def clear(self) -> None:
+        """Forget all contributions: after a step, or zero_grad."""
+        for state in self._units.values():
+            if state.transfer is not None:
+                state.transfer.settle()
+            if state.block is not None:
+                state.block.release()
+            state.transfer = state.buffer = state.block = state.sums = None
+            state.arrived, state.contributions, state.nonfinite = [], [0] * len(state.unit.slots), 0
+            state.plane = state.narrow_plane
+            state.dtype = self._storage.gradient_dtype(state.unit)
+
+    # ---- what the step wants to know ----------------------------------------------------------
+
+    def contributed(self, index: int) -> list[bool]:
+        """Per slot of the unit: has it had a gradient since the last step?"""
+        return [count > 0 for count in self._units[index].contributions]
+
+    def stored(self, index: int) -> tuple[Plane, torch.dtype]:
+        """The plane that holds the unit's gradient, and in what dtype."""
+        state = self._units[index]
+        return state.plane, state.dtype
+
+    def norm(self) -> float:
+        """2-norm of all gradients: fp64 block sums, summed exactly, so independent of order and tier."""
+        sums = [state.sums for state in self._units.values() if state.sums is not None]
+        return math.sqrt(math.fsum(value for part in sums for value in part.tolist()))
+
+    def nonfinite(self) -> int:
+        """How many gradient elements are inf or NaN."""
+        return sum(state.nonfinite for state in self._units.values())
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _open(self, state: UnitGradient) -> None:
+        self._settle(state)
+        unit = state.unit
+        if self._in_place and state.empty and state.dtype == unit.dtype:
+            home = state.plane.memory(unit.begin, unit.end)
+            if home is not None and home.device == self._device:
+                state.buffer = home.view(unit.dtype)
+                return
+        pool = self._storage.gradient_pool
+        block = pool.try_lease(unit.nbytes)
+        for other in self._units.values():
+            if block is not None:
+                break
+            # The pool is small on purpose: units still open give way, and open again if need be.
+            if other is not state and other.block is not None:
+                self.flush(other.unit.index)
+            self._settle(other)
+            block = pool.try_lease(unit.nbytes)
+        state.block = block or pool.lease(unit.nbytes, f"gradient of {unit.name}")
+        state.buffer = state.block.data.view(unit.dtype)
+
+    def _settle(self, state: UnitGradient) -> None:
+        if state.transfer is not None:
+            transfer, state.transfer = state.transfer, None
+            transfer.result()
+
+    def _widen(self, state: UnitGradient) -> None:
+        """Move a 16-bit gradient to an fp32 home: a second contribution is about to be added."""
+        self._settle(state)
+        unit = state.unit
+        if unit.index not in self._wide:
+            self._wide[unit.index] = self._storage.wide_gradient(unit)
+        wide = self._wide[unit.index]
+        self._storage.mover.run(f"widening the gradient of {unit.name}", self._copy_wide(state, wide))
+        state.plane, state.dtype = wide, torch.float32
+
+    async def _copy_wide(self, state: UnitGradient, wide: Plane) -> None:
+        width = state.dtype.itemsize
+        for lo in range(state.unit.begin, state.unit.end, CHUNK_NUMEL):
+            hi = min(lo + CHUNK_NUMEL, state.unit.end)
+            source, target = state.plane.memory(lo, hi), wide.memory(lo, hi)
+            if source is not None and target is not None:
+                kernels.cast(target.view(torch.float32), source.view(state.dtype), threads=self._threads)
+                continue
+            block = await self._storage.arena.lease_when_free((hi - lo) * (4 + width), "gradient chunk")
+            try:
+                narrow = block.data[(hi - lo) * 4 :]
+                await state.plane.read(lo, hi, narrow)
+                kernels.cast(block.view(torch.float32, hi - lo), narrow.view(state.dtype), threads=self._threads)
+                await wide.write(lo, hi, block.data[: (hi - lo) * 4])
+            finally:
+                block.release()
+
+    def _flush_to_memory(
+        self, state: UnitGradient, buffer: torch.Tensor, block: Block | None, home: torch.Tensor | None, first: bool
+    ) -> None:
+        if home is None:
+            raise StateError(f"gradient of {state.unit.name}: no home in memory")
+        stored = home.view(state.dtype)
+        if block is not None:
+            if buffer.device != stored.device:
+                buffer = buffer.to(stored.device)
+            for position in state.arrived:
+                slot = state.unit.slots[position]
+                self._add(stored, buffer, slot, 0, state.unit.numel, again=bool(state.contributions[position]))
+        if first:
+            _zero_gaps(stored, state.unit, [state.unit.slots[p] for p in state.arrived], 0)
+        sums, nonfinite = kernels.block_sumsq(stored, threads=self._threads)
+        state.sums, state.nonfinite = sums.cpu().numpy(), int(nonfinite.sum())
+
+    async def _flush_to_disk(
+        self, state: UnitGradient, buffer: torch.Tensor, block: Block, arrived: list[Slot], known: list[int]
+    ) -> None:
+        unit, width = state.unit, state.dtype.itemsize
+        first = not any(known)
+        sums: list[np.ndarray] = []
+        nonfinite = 0
+        try:
+            for lo in range(0, unit.numel, CHUNK_NUMEL):
+                hi = min(lo + CHUNK_NUMEL, unit.numel)
+                chunk = await self._storage.arena.lease_when_free((hi - lo) * width, "gradient chunk")
+                try:
+                    stored = chunk.data.view(state.dtype)
+                    if not first:
+                        await state.plane.read(unit.begin + lo, unit.begin + hi, chunk.data)
+                    source = buffer[lo:hi].to(stored.device)
+                    for slot in arrived:
+                        again = known[unit.slots.index(slot)] > 0
+                        self._add(stored, source, slot, lo, hi, again=again)
+                    if first:
+                        _zero_gaps(stored, unit, arrived, lo)
+                    part, bad = kernels.block_sumsq(stored, threads=self._threads)
+                    sums.append(part.numpy())
+                    nonfinite += int(bad.sum())
+                    await state.plane.write(unit.begin + lo, unit.begin + hi, chunk.data)
+                finally:
+                    chunk.release()
+        finally:
+            block.release()
+        state.sums, state.nonfinite = np.concatenate(sums), nonfinite
+
+    def _add(self, stored: torch.Tensor, source: torch.Tensor, slot: Slot, lo: int, hi: int, *, again: bool) -> None:
+        """Put or add the slot's part of [lo, hi); `stored` and `source` begin at element lo of the unit."""
+        begin = max(slot.offset_numel, lo) - lo
+        end = min(slot.end_numel, hi) - lo
+        if begin >= end:
+            return
+        if again:
+            kernels.accumulate(stored[begin:end], source[begin:end], threads=self._threads)
+        elif stored.dtype == source.dtype:
+            stored[begin:end].copy_(source[begin:end])
+        else:
+            kernels.cast(stored[begin:end], source[begin:end], threads=self._threads)
+
+
+def _zero_gaps(stored: torch.Tensor, unit: Unit, arrived: list[Slot], lo: int) -> None:
+    """Zero what no slot in `arrived` covers; `stored` begins at element `lo` of the unit."""
+    hi = lo + stored.numel()
+    position = lo
+    for slot in sorted(arrived, key=lambda s: s.offset_numel):
+        if slot.offset_numel > position:
+            stored[position - lo : min(slot.offset_numel, hi) - lo].zero_()
+        position = max(position, slot.end_numel)
+        if position >= hi:
+            return
+    stored[position - lo :].zero_()

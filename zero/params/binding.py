@@ -1,0 +1,62 @@
+"""Parameters as views into flat units, bound to memory while in use."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from offload.binding import FlatStorage, Poison
+from zero.params.layout import Slot, Unit
+from zero.params.released import Keeper, mark, set_present, set_released, unmark
+
+
+class BoundUnit:
+    """One unit's parameters and the flat storage they look into.
+
+    Args:
+        parameters: the model's parameter objects, in the order of `unit.slots`.
+    """
+
+    def __init__(self, unit: Unit, parameters: list[nn.Parameter], poison: Poison, device: torch.device) -> None:
+        self.unit, self.parameters = unit, parameters
+        self._storage = FlatStorage(unit.numel, unit.dtype, poison, device)
+
+    @property
+    def bound(self) -> bool:
+        """True while the values are present."""
+        return self._storage.bound
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The flat unit, 1-D, `unit.numel` elements; poison unless bound."""
+        return self._storage.flat
+
+    def adopt(self, slot: Slot, keeper: Keeper) -> None:
+        """Turn one parameter into a released view of this unit; its old memory is let go."""
+        parameter = self.parameters[self.unit.slots.index(slot)]
+        set_present(parameter)
+        with torch.no_grad():
+            parameter.data = self.view(slot)
+        mark(parameter, keeper, slot.name)
+        set_released(parameter)
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """The slot's values inside the flat unit, in the parameter's shape."""
+        return self.flat[slot.offset_numel : slot.end_numel].view(slot.shape)
+
+    def bind(self, data: torch.Tensor) -> None:
+        """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values."""
+        self._storage.bind(data)
+        for parameter in self.parameters:
+            set_present(parameter)
+
+    def unbind(self) -> torch.Tensor:
+        """Release the parameters; returns the memory that was bound."""
+        for parameter in self.parameters:
+            set_released(parameter)
+        return self._storage.unbind()
+
+    def disown(self) -> None:
+        """End of the engine: parameters keep no tie to it. They stay as they are, bound or poison."""
+        for parameter in self.parameters:
+            unmark(parameter)

@@ -1,0 +1,20 @@
+"""The model's buffers: on the device, in the dtype the computation expects."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move buffers to the device; as in DeepSpeed floating ones take the compute dtype.
+
+    Those that are no part of the state dict keep theirs: they are derived tables (rotary
+    frequencies, say) that need their precision.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                persistent = name not in module._non_persistent_buffers_set
+                cast = dtype if dtype is not None and persistent and buffer.is_floating_point() else buffer.dtype
+                module._buffers[name] = buffer.to(device=device, dtype=cast)

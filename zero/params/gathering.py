@@ -1,0 +1,51 @@
+"""Whole values outside forward and backward: `GatheredParameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+from torch import nn
+
+from zero.params.released import Keeper, is_kept, keeper_of
+
+
+class GatheredParameters:
+    """Inside the context the given parameters hold their whole values; edits are kept.
+
+    Args:
+        params: a parameter, or any iterable of them (lists, generators; duplicates are fine).
+            Parameters that no engine or `Init` keeps are left alone.
+        modifier_rank: accepted for DeepSpeed's sake; with one rank every edit is that rank's.
+        fwd_module: accepted and ignored.
+        enabled: False makes the context do nothing.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, nn.Parameter) else list(params)
+        unique = {id(p): p for p in given if enabled and is_kept(p)}
+        self._by_keeper: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
+        for parameter in unique.values():
+            keeper = keeper_of(parameter)
+            self._by_keeper.setdefault(id(keeper), (keeper, []))[1].append(parameter)
+        self._open: list[tuple[Keeper, list[nn.Parameter]]] = []
+
+    def __enter__(self) -> None:
+        """Bring the values in."""
+        for keeper, parameters in self._by_keeper.values():
+            keeper.open(parameters)
+            self._open.append((keeper, parameters))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Keep what was edited, then release."""
+        while self._open:
+            keeper, parameters = self._open.pop()
+            keeper.close(parameters)

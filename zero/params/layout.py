@@ -1,0 +1,186 @@
+"""The layout: which parameter lies where in the flat space.
+
+[Note: spaces and coordinates] A *unit* is one contiguous buffer of parameters that are fetched and
+released together, padded so that every rank's slice is a multiple of 4096 elements. The slices of
+all units of one dtype and one trainability, end to end, form a *space* with coordinates [0, numel).
+Every plane (weight, state record, gradient) is an array over a space, so "where is this value" has
+one answer on every tier. The layout depends on the model, the world size and explicit layout keys
+only, never on a tier, a budget or the machine: that is what makes tiers bit-equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.sizes import ALIGN_BYTES, BLOCK_NUMEL, align_up
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter inside its unit. Tied parameters are one slot with many names."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    numel: int
+    offset_numel: int
+    """First element inside the flat unit; 64-byte aligned."""
+    index: int
+    """Position of the parameter in the engine's list of parameters."""
+
+    @property
+    def name(self) -> str:
+        """The first name the model gives it."""
+        return self.names[0]
+
+    @property
+    def end_numel(self) -> int:
+        """One past its last element inside the flat unit."""
+        return self.offset_numel + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are fetched and released together."""
+
+    index: int
+    name: str
+    slots: tuple[Slot, ...]
+    numel: int
+    """Length of the flat unit, padding included."""
+    shard_numel: int
+    """Length of one rank's slice."""
+    dtype: torch.dtype
+    trainable: bool
+    persistent: bool
+    begin: int
+    """First coordinate of this rank's slice in its space."""
+
+    @property
+    def end(self) -> int:
+        """One past the last coordinate of this rank's slice."""
+        return self.begin + self.shard_numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat unit."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """All units of one dtype and one trainability, end to end."""
+
+    dtype: torch.dtype
+    trainable: bool
+    units: tuple[Unit, ...]
+
+    @property
+    def numel(self) -> int:
+        """Coordinates of this rank."""
+        return self.units[-1].end if self.units else 0
+
+    @property
+    def split(self) -> bool:
+        """True when the fp32 master is the bf16 weight plus a 16-bit remainder."""
+        return self.dtype == torch.bfloat16
+
+    @property
+    def record_bytes(self) -> int:
+        """State bytes per coordinate: remainder (split only), exp_avg and exp_avg_sq."""
+        return (2 if self.split else 0) + 8
+
+    def overlapping(self, begin: int, end: int) -> Iterator[Unit]:
+        """Units with coordinates in [begin, end), in order."""
+        return (unit for unit in self.units if unit.begin < end and begin < unit.end)
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """A run of a space that one optimizer step and one state transfer handle."""
+
+    space: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All spaces, and the units in the order of the cover."""
+
+    spaces: tuple[Space, ...]
+    units: tuple[Unit, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all units, padding included."""
+        return sum(unit.numel for unit in self.units)
+
+    def space_of(self, unit: Unit) -> int:
+        """Index of the unit's space."""
+        return next(i for i, s in enumerate(self.spaces) if s.dtype == unit.dtype and s.trainable == unit.trainable)
+
+    def sub_groups(self, numel_max: int) -> tuple[SubGroup, ...]:
+        """Every trainable space cut into runs of at most `numel_max` (rounded to 4096) elements."""
+        step = max(numel_max // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+        return tuple(
+            SubGroup(index, begin, min(begin + step, space.numel))
+            for index, space in enumerate(self.spaces)
+            if space.trainable
+            for begin in range(0, space.numel, step)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitContent:
+    """What the cover decided for one unit, before offsets are known."""
+
+    name: str
+    parameters: tuple[tuple[int, tuple[str, ...], torch.Size], ...]
+    """(index, names, shape) of each parameter, in order."""
+    dtype: torch.dtype
+    trainable: bool
+    persistent: bool
+
+
+def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
+    """Give every parameter an offset and every unit its coordinates.
+
+    Args:
+        contents: the cover's units, in model order.
+        world_size: ranks that share each unit; every slice is a multiple of 4096 elements.
+    """
+    ends: dict[tuple[torch.dtype, bool], int] = {}
+    units: list[Unit] = []
+    for index, content in enumerate(contents):
+        align_numel = ALIGN_BYTES // content.dtype.itemsize
+        slots, position = [], 0
+        for parameter, names, shape in content.parameters:
+            position = align_up(position, align_numel)
+            slots.append(Slot(names, shape, shape.numel(), position, parameter))
+            position += shape.numel()
+        numel = align_up(max(position, 1), BLOCK_NUMEL * world_size)
+        key = (content.dtype, content.trainable)
+        begin = ends.get(key, 0)
+        shard_numel = numel // world_size
+        ends[key] = begin + shard_numel
+        units.append(
+            Unit(
+                index,
+                content.name,
+                tuple(slots),
+                numel,
+                shard_numel,
+                content.dtype,
+                content.trainable,
+                content.persistent,
+                begin,
+            )
+        )
+    spaces = tuple(
+        Space(dtype, trainable, tuple(u for u in units if (u.dtype, u.trainable) == (dtype, trainable)))
+        for dtype, trainable in ends
+    )
+    return Layout(spaces, tuple(units))

@@ -1,0 +1,179 @@
+"""The cover: which parameters form a unit, and which modules' calls use it.
+
+Walk from the root. A module whose subtree fits `numel_max` becomes a unit; otherwise its direct
+parameters form one and the walk goes on into its children. A ModuleList of like-typed modules
+(transformer blocks, experts) is a boundary: each of its children is covered on its own, so a block
+is one unit and one expert is one unit. Only a module whose own forward is called can root a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zero.params.layout import Layout, UnitContent
+
+
+@dataclass(slots=True)
+class Leaf:
+    """One parameter object with all its names and all modules that own it."""
+
+    index: int
+    parameter: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    owners: list[nn.Module] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class CoveredUnit:
+    """A unit's content and the modules whose calls are uses of it."""
+
+    content: UnitContent
+    scopes: list[nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class CoverRules:
+    """What decides the cover besides the model."""
+
+    numel_max: int | None
+    """Explicit: a quarter of `stage3_max_live_parameters`. None: from the model alone."""
+    persistence_numel: int
+    """Parameters of at most this many elements never leave the device; 0: none."""
+    compute_dtype: torch.dtype | None
+    """Floating parameters are kept in this dtype; None: as they are."""
+
+
+def collect_leaves(model: nn.Module) -> list[Leaf]:
+    """Every parameter once, in model order, with its tied names and owners."""
+    leaves: dict[int, Leaf] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            leaf = leaves.setdefault(id(parameter), Leaf(len(leaves), parameter))
+            full_name = f"{module_name}.{name}" if module_name else name
+            if full_name not in leaf.names:
+                leaf.names.append(full_name)
+            if all(owner is not module for owner in leaf.owners):
+                leaf.owners.append(module)
+    return list(leaves.values())
+
+
+def can_root(module: nn.Module) -> bool:
+    """True when the module has a forward of its own; ModuleList and the like are only containers."""
+    return getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def derived_numel_max(model: nn.Module) -> int:
+    """Unit size when no key gives one: the largest repeated block, and at least an eighth of the model."""
+    total = _subtree_numel(model)
+    blocks = [
+        _subtree_numel(child) for parent in model.modules() if _is_boundary(parent) for child in parent.children()
+    ]
+    return max([total // 8, *blocks])
+
+
+def cover(model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: CoverRules) -> list[CoveredUnit]:
+    """Cut the model into units.
+
+    Args:
+        model: the module tree.
+        leaves: from `collect_leaves(model)`.
+        trainable: ids of the parameters that the optimizer updates.
+        rules: sizes and dtypes that decide where the cuts are.
+    """
+    numel_max = derived_numel_max(model)
+    if rules.numel_max is not None:
+        numel_max = min(numel_max, rules.numel_max)
+    by_id = {id(leaf.parameter): leaf for leaf in leaves}
+    taken: set[int] = set()
+    units: list[CoveredUnit] = []
+    for root, group_name, parameters in _groups(model, "", model, numel_max):
+        group = [by_id[id(p)] for p in parameters if id(p) not in taken]
+        taken.update(id(leaf.parameter) for leaf in group)
+        units.extend(_uniform_units(root, group_name, group, trainable, rules))
+    return units
+
+
+def _groups(
+    module: nn.Module, name: str, scope: nn.Module, numel_max: int
+) -> Iterator[tuple[nn.Module, str, list[nn.Parameter]]]:
+    """(root module, name, parameters) of each group; `scope` is the nearest ancestor that can root."""
+    if can_root(module):
+        scope = module
+        if _subtree_numel(module) <= numel_max and not any(_is_boundary(child) for child in module.modules()):
+            parameters = list(module.parameters())
+            if parameters:
+                yield module, name, parameters
+            return
+    direct = [p for p in module._parameters.values() if p is not None]
+    if direct:
+        yield scope, name or "root", direct
+    for child_name, child in module.named_children():
+        yield from _groups(child, f"{name}.{child_name}" if name else child_name, scope, numel_max)
+
+
+def _is_boundary(module: nn.Module) -> bool:
+    children = list(module.children())
+    return (
+        isinstance(module, nn.ModuleList)
+        and len(children) > 1
+        and all(type(child) is type(children[0]) for child in children)
+        and _subtree_numel(children[0]) > 0
+        and can_root(children[0])
+    )
+
+
+def _subtree_numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _uniform_units(
+    root: nn.Module, name: str, group: list[Leaf], trainable: set[int], rules: CoverRules
+) -> Iterator[CoveredUnit]:
+    """Split a group so that a unit holds one dtype, one trainability and one persistence."""
+    kinds: dict[tuple[torch.dtype, bool, bool], list[Leaf]] = {}
+    for leaf in group:
+        p = leaf.parameter
+        dtype = rules.compute_dtype if rules.compute_dtype is not None and p.is_floating_point() else p.dtype
+        persistent = 0 < rules.persistence_numel >= p.numel()
+        kinds.setdefault((dtype, id(p) in trainable, persistent), []).append(leaf)
+    for (dtype, is_trainable, persistent), members in kinds.items():
+        suffix = "" if len(kinds) == 1 else f"[{'+'.join(_kind_words(dtype, is_trainable, persistent))}]"
+        content = UnitContent(
+            name + suffix,
+            tuple((leaf.index, tuple(leaf.names), leaf.parameter.shape) for leaf in members),
+            dtype,
+            is_trainable,
+            persistent,
+        )
+        yield CoveredUnit(content, _scopes(root, members))
+
+
+def _kind_words(dtype: torch.dtype, trainable: bool, persistent: bool) -> list[str]:
+    words = [str(dtype).removeprefix("torch."), "trained" if trainable else "frozen"]
+    return [*words, "persistent"] if persistent else words
+
+
+def _scopes(root: nn.Module, members: list[Leaf]) -> list[nn.Module]:
+    """The root and every module that owns a parameter of the unit; a tied one may lie elsewhere."""
+    scopes = [root]
+    for leaf in members:
+        for owner in leaf.owners:
+            if can_root(owner) and all(owner is not scope for scope in scopes):
+                scopes.append(owner)
+    return scopes
+
+
+def nested_numel(covered: list[CoveredUnit], layout: Layout) -> int:
+    """Elements of units whose use encloses other units' uses: direct parameters of containers."""
+    total = 0
+    for unit, placed in zip(covered, layout.units, strict=True):
+        inside = {id(p) for p in unit.scopes[0].parameters()}
+        own = {index for index, _, _ in unit.content.parameters}
+        total += placed.numel if len(inside) > len(own) and not placed.persistent else 0
+    return total

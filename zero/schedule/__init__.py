@@ -1,0 +1,1 @@
+"""When units are fetched and released: trace, policy, coordinator, hooks."""

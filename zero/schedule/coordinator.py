@@ -1,0 +1,363 @@
+"""Brings units in before they are used and lets them go after: one writer of every unit's state.
+
+A unit is away, arriving (a read is under way), arrived (its values wait in a block) or bound (its
+parameters see them). Hooks say when uses begin and end; the policy says what to load and to evict.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.arena import Block
+from offload.binding import exact_alias
+from offload.copies import read_plane
+from offload.errors import BudgetError, StateError
+from offload.mover import Transfer
+from zero.params.binding import BoundUnit
+from zero.params.layout import Layout, Unit
+from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance
+from zero.schedule.trace import Trace
+from zero.storage import Storage
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A unit's values on their way, or waiting to be bound."""
+
+    data: torch.Tensor
+    """uint8, the unit's bytes, its storage exactly as long."""
+    block: Block | None
+    """What to give back on release; None when the values are used where they live."""
+    transfer: Transfer[None] | None
+
+
+@dataclass(slots=True)
+class FetchCounters:
+    """What the schedule did."""
+
+    gathers: int = 0
+    gathered_bytes: int = 0
+    hits: int = 0
+    """Resident at touch."""
+    late: int = 0
+    """On its way at touch."""
+    misses: int = 0
+    """Not foreseen at touch."""
+    releases: Counter[int] = field(default_factory=Counter)
+    live_numel_peak: int = 0
+
+
+class Coordinator:
+    """Owner of residency on the device.
+
+    Args:
+        in_place: values in memory that the device can address are bound where they live.
+    """
+
+    def __init__(
+        self, layout: Layout, bound: list[BoundUnit], storage: Storage, limits: Limits, in_place: bool
+    ) -> None:
+        self.trace = Trace()
+        self.counters = FetchCounters()
+        self.accumulating = False
+        """True while the weights will stay as they are after this backward: its prefetch may cross the boundary."""
+        self._layout, self._bound, self._storage, self._limits, self._in_place = (
+            layout,
+            bound,
+            storage,
+            limits,
+            in_place,
+        )
+        self._numel = {unit.index: unit.numel for unit in layout.units}
+        self._arrivals: dict[int, Arrival] = {}
+        self._live: dict[int, Arrival] = {}
+        self._forward_uses: Counter[int] = Counter()
+        self._backward_uses: Counter[int] = Counter()
+        self._in_backward = False
+        self._held: set[int] = set()
+
+    # ---- uses ---------------------------------------------------------------------------------
+
+    def begin_forward_use(self, index: int, *, backward_follows: bool) -> bool:
+        """A module that uses the unit is called. True if this is the outermost such call."""
+        self._forward_uses[index] += 1
+        if self._forward_uses[index] > 1:
+            return False
+        if not self._persistent(index):
+            self._in_backward = False
+            self.trace.use_forward(index, backward_follows=backward_follows)
+            try:
+                self._bring(index)
+            except BaseException:
+                self._forward_uses[index] -= 1
+                raise
+            self._prefetch(with_backward=backward_follows)
+        return True
+
+    def end_forward_use(self, index: int, *, backward_follows: bool) -> bool:
+        """Such a call returned. True if it was the outermost."""
+        self._forward_uses[index] = max(self._forward_uses[index] - 1, 0)
+        if self._forward_uses[index]:
+            return False
+        if not self._persistent(index) and not self._backward_uses[index]:
+            self._keep_or_release(index, self.trace.upcoming_in_forward(with_backward=backward_follows))
+        return True
+
+    def begin_backward_use(self, index: int) -> None:
+        """Gradients have reached an output of a module that uses the unit, or it is being recomputed."""
+        if not self._persistent(index) and not self._backward_uses[index]:
+            self._in_backward = True
+            self.trace.use_backward(index)
+            self._bring(index)
+            self._backward_uses[index] += 1
+            self._prefetch(with_backward=True)
+            return
+        self._backward_uses[index] += 1
+
+    def begin_recompute(self, index: int) -> None:
+        """A forward inside backward uses the unit: it stays until a backward use of it ends."""
+        if not self._backward_uses[index]:
+            self.begin_backward_use(index)
+
+    def end_backward_use(self, index: int) -> None:
+        """Gradients have passed through such a module's inputs. Ignored if no use is open."""
+        if not self._backward_uses[index]:
+            return
+        self._backward_uses[index] -= 1
+        if not self._backward_uses[index] and not self._forward_uses[index] and not self._persistent(index):
+            self._keep_or_release(index, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
+
+    def end_backward(self) -> None:
+        """The outermost backward is over: whatever hooks did or did not see, no use is open."""
+        open_uses = [index for index, count in self._backward_uses.items() if count]
+        self._backward_uses.clear()
+        for index in open_uses:
+            if not self._forward_uses[index] and not self._persistent(index):
+                self._keep_or_release(index, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
+        self.trace.end_backward()
+
+    def end_forward(self) -> None:
+        """The root's forward is over, well or not: no forward use is open."""
+        self.trace.end_forward()
+        open_uses = [index for index, count in self._forward_uses.items() if count]
+        self._forward_uses.clear()
+        for index in open_uses:
+            if not self._persistent(index) and not self._backward_uses[index]:
+                self._release(index)
+
+    def abandon_backward(self) -> None:
+        """A backward raised half-way: its uses end, nothing of it is expected any more."""
+        self.end_backward()
+
+    def let_go(self, index: int) -> None:
+        """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
+        if index in self._arrivals:
+            self._discard(index)
+        if index in self._live and not self._forward_uses[index] and not self._backward_uses[index]:
+            self._release(index)
+
+    def hold(self, index: int) -> None:
+        """The unit is bound by an editor: uses find it present and leave it alone."""
+        self._held.add(index)
+
+    def held(self, index: int) -> bool:
+        """True between `hold` and `unhold`."""
+        return index in self._held
+
+    def unhold(self, index: int) -> None:
+        """The editor is about to unbind the unit."""
+        self._held.discard(index)
+
+    def bound(self, index: int) -> bool:
+        """True while the unit's parameters see their values."""
+        return self._bound[index].bound
+
+    def bind_persistent(self) -> None:
+        """Bind the units that never leave the device to their home."""
+        for unit in self._layout.units:
+            if unit.persistent:
+                memory = self._storage.weights[self._layout.space_of(unit)].memory(unit.begin, unit.end)
+                if memory is None:
+                    raise StateError(f"persistent unit {unit.name} has no home on the device")
+                self._bound[unit.index].bind(exact_alias(memory))
+
+    def release_all(self) -> None:
+        """Let every unit go that is not persistent: its values are about to change, or the engine closes.
+
+        Raises:
+            StateError: a unit is in use.
+        """
+        busy = [self._layout.units[i].name for i in self._live if self._forward_uses[i] or self._backward_uses[i]]
+        if busy:
+            raise StateError(f"units {', '.join(busy)} are in use: step() was called inside forward or backward")
+        self.trace.forget_forwards()
+        for index in list(self._arrivals):
+            self._discard(index)
+        for index in list(self._live):
+            self._release(index)
+
+    def take_all_bound(self) -> None:
+        """Unbind persistent units too: the engine closes."""
+        self.release_all()
+        for unit in self._layout.units:
+            if unit.persistent and self._bound[unit.index].bound:
+                self._bound[unit.index].unbind()
+
+    # ---- movement -----------------------------------------------------------------------------
+
+    def _persistent(self, index: int) -> bool:
+        return self._layout.units[index].persistent
+
+    def _bring(self, index: int) -> None:
+        """Bind the unit now, waiting for its values if they are not here."""
+        counters = self.counters
+        if index in self._live or index in self._held:
+            counters.hits += 1
+            return
+        arrival = self._arrivals.get(index)
+        if arrival is None:
+            counters.misses += 1
+            self._load(index)
+            arrival = self._arrivals[index]
+        elif arrival.transfer is None or arrival.transfer.settled():
+            counters.hits += 1
+        else:
+            counters.late += 1
+        try:
+            if arrival.transfer is not None:
+                arrival.transfer.result()
+        except BaseException:
+            self._discard(index)
+            raise
+        del self._arrivals[index]
+        self._bound[index].bind(arrival.data)
+        self._live[index] = arrival
+
+    def _load(self, index: int) -> None:
+        """Start the unit's way in, evicting what must go.
+
+        Raises:
+            BudgetError: what is in use now leaves no room.
+        """
+        unit = self._layout.units[index]
+        evict = make_room(
+            index,
+            self._resident(),
+            self._in_use(),
+            self._horizon(with_backward=True),
+            self._numel,
+            self._limits.live_numel_max,
+        )
+        if evict is None:
+            in_use = sorted((self._layout.units[i] for i in self._in_use()), key=lambda u: u.index)
+            names = ", ".join(f"{u.name} ({u.numel:,})" for u in in_use)
+            raise BudgetError(
+                f"unit {unit.name} ({unit.numel:,} elements) is needed while {names or 'nothing'} is in use: together "
+                f"more than {self._limits.live_numel_max:,} live elements; raise "
+                "zero_optimization.stage3_max_live_parameters or memory_budget.device"
+            )
+        for other in evict:
+            self._evict(other)
+        self._start(unit, must=True)
+
+    def _start(self, unit: Unit, *, must: bool) -> bool:
+        """Lease the unit's block and post its read. False if no block is free and it is no must."""
+        plane = self._storage.weights[self._layout.space_of(unit)]
+        memory = plane.memory(unit.begin, unit.end) if self._in_place else None
+        if memory is not None and memory.device == self._bound[unit.index].flat.device:
+            self._arrivals[unit.index] = Arrival(exact_alias(memory), None, None)
+        else:
+            block = self._lease(unit, must=must)
+            if block is None:
+                return False
+            direct = block.data.device.type == "cpu"
+            job = read_plane(plane, unit.begin, unit.end, block.data, self._storage.arena, direct)
+            transfer = self._storage.mover.post(f"fetching unit {unit.name}", job)
+            self._arrivals[unit.index] = Arrival(block.data, block, transfer)
+        self.counters.gathers += 1
+        self.counters.gathered_bytes += unit.nbytes
+        live = sum(self._numel[i] for i in self._resident())
+        self.counters.live_numel_peak = max(self.counters.live_numel_peak, live)
+        return True
+
+    def _lease(self, unit: Unit, *, must: bool) -> Block | None:
+        pool = self._storage.unit_pool
+        block = pool.try_lease(unit.nbytes)
+        while block is None and must:
+            # Enough is free, but in holes: the unit needed last makes room for a contiguous run.
+            candidates = [i for i in self._resident() if i not in self._in_use()]
+            if not candidates:
+                return pool.lease(unit.nbytes, f"unit {unit.name}")
+            upcoming = list(self._horizon(with_backward=True))
+            self._evict(max(candidates, key=lambda i: upcoming.index(i) if i in upcoming else len(upcoming)))
+            block = pool.try_lease(unit.nbytes)
+        return block
+
+    def _prefetch(self, *, with_backward: bool) -> None:
+        moves = plan_prefetch(
+            self._resident(), self._pinned(), self._horizon(with_backward=with_backward), self._numel, self._limits
+        )
+        for index in moves.evict:
+            self._evict(index)
+        for index in moves.load:
+            if index not in self._held and not self._start(self._layout.units[index], must=False):
+                break
+
+    def _resident(self) -> list[int]:
+        return [*self._live, *self._arrivals]
+
+    def _in_use(self) -> set[int]:
+        return {i for i in self._live if self._forward_uses[i] or self._backward_uses[i]}
+
+    def _pinned(self) -> set[int]:
+        """What a prefetch must not touch: units in use, and those on their way."""
+        return self._in_use() | {i for i, a in self._arrivals.items() if a.transfer is not None and not a.transfer.settled()}
+
+    def _horizon(self, *, with_backward: bool) -> list[int]:
+        """Predicted uses as far ahead as the policy can act on."""
+        if self._in_backward:
+            uses = self.trace.upcoming_in_backward(forward_follows=self.accumulating)
+        else:
+            uses = self.trace.upcoming_in_forward(with_backward=with_backward)
+        return list(self._until(uses, 2 * self._limits.live_numel_max + self._limits.prefetch_numel))
+
+    def _until(self, uses: Iterator[int], numel_max: int) -> Iterator[int]:
+        total = 0
+        for index in uses:
+            yield index
+            total += self._numel[index]
+            if total > numel_max:
+                return
+
+    def _keep_or_release(self, index: int, upcoming: Iterator[int]) -> None:
+        reach = min(self._limits.reuse_numel_max, self._limits.live_numel_max)
+        distance = reuse_distance(index, self._until(upcoming, reach), self._numel)
+        if distance is None or distance > reach:
+            self._release(index)
+
+    def _evict(self, index: int) -> None:
+        if index in self._live:
+            self._release(index)
+        else:
+            self._discard(index)
+
+    def _release(self, index: int) -> None:
+        arrival = self._live.pop(index, None)
+        if arrival is None:
+            return
+        self._bound[index].unbind()
+        if arrival.block is not None:
+            arrival.block.release()
+        self.counters.releases[index] += 1
+
+    def _discard(self, index: int) -> None:
+        """Drop values that were loaded and never bound; waits until no byte moves any more."""
+        arrival = self._arrivals.pop(index)
+        if arrival.transfer is not None:
+            arrival.transfer.settle()
+        if arrival.block is not None:
+            arrival.block.release()

@@ -1,0 +1,93 @@
+"""What an engine has done so far, as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from offload import kernels
+from zero.schedule.coordinator import FetchCounters
+from zero.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Cumulative since `zero.initialize`; subtract two snapshots for a span."""
+
+    steps: int
+    micro_steps: int
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    exposed_wait_seconds: float
+    """Time the training thread waited for bytes to move or sub-groups to be updated."""
+    nvme_read_bytes: int
+    nvme_write_bytes: int
+    nvme_read_seconds: float
+    """Time with at least one read in flight."""
+    nvme_write_seconds: float
+    gathers: int
+    """Units brought in."""
+    gathered_bytes: int
+    prefetch_hits: int
+    """Uses that found their unit resident."""
+    prefetch_late: int
+    """Uses that found it on its way."""
+    prefetch_misses: int
+    """Uses nobody had foreseen."""
+    releases: int
+    releases_by_unit: Mapping[str, int]
+    live_numel_peak: int
+    """Most elements gathered or on their way at once; persistent units apart."""
+    arena_peak_bytes: int
+    """Most bytes leased from the host arena at once."""
+    aio_backend: str
+    aio_reason: str
+    isa: str
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of uses that found their unit resident."""
+        uses = self.prefetch_hits + self.prefetch_late + self.prefetch_misses
+        return self.prefetch_hits / uses if uses else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoopCounters:
+    """What the training loop counted."""
+
+    steps: int
+    micro_steps: int
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+
+
+def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], loop: LoopCounters) -> Statistics:
+    """One snapshot."""
+    disk = storage.disk
+    aio = disk.aio.stats() if disk else None
+    return Statistics(
+        steps=loop.steps,
+        micro_steps=loop.micro_steps,
+        forward_seconds=loop.forward_seconds,
+        backward_seconds=loop.backward_seconds,
+        optimizer_seconds=loop.optimizer_seconds,
+        exposed_wait_seconds=storage.mover.exposed.seconds,
+        nvme_read_bytes=disk.traffic.read_bytes if disk else 0,
+        nvme_write_bytes=disk.traffic.write_bytes if disk else 0,
+        nvme_read_seconds=aio.read_seconds if aio else 0.0,
+        nvme_write_seconds=aio.write_seconds if aio else 0.0,
+        gathers=counters.gathers,
+        gathered_bytes=counters.gathered_bytes,
+        prefetch_hits=counters.hits,
+        prefetch_late=counters.late,
+        prefetch_misses=counters.misses,
+        releases=counters.releases.total(),
+        releases_by_unit={unit_names[i]: n for i, n in sorted(counters.releases.items())},
+        live_numel_peak=counters.live_numel_peak,
+        arena_peak_bytes=storage.arena.peak_bytes,
+        aio_backend=disk.aio.backend if disk else "none",
+        aio_reason=disk.aio.reason if disk else "no plane lives on NVMe",
+        isa=kernels.isa(),
+    )

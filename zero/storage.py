@@ -1,0 +1,170 @@
+"""Everything the plan allocates: planes over the tiers, the arena, the pools, the disk, the mover."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from offload.aio import AioOptions, open_aio
+from offload.arena import Arena, MemoryRegion
+from offload.errors import BudgetError, ConfigError
+from offload.mover import Mover
+from offload.planes import Disk, Home, Plane
+from offload.swapfile import SwapSpace
+from zero.config import Config
+from zero.params.layout import Layout, Space, Unit
+from zero.plan import DEVICE, HOST, NVME, Plan
+
+
+class Storage:
+    """The engine's memory and files, made from a plan and freed as a whole.
+
+    Attributes:
+        weights: one plane per space.
+        records: one plane per space (None for frozen ones): remainder, exp_avg, exp_avg_sq, adjacent per sub-group.
+        gradients: one plane per space (None for frozen ones).
+    """
+
+    def __init__(self, layout: Layout, plan: Plan, config: Config, device: torch.device) -> None:
+        self.layout, self.plan, self.device = layout, plan, device
+        self._budgeted = config.memory_budget.host is not None
+        self._regions: list[MemoryRegion] = []
+        self._planes: list[Plane] = []
+        self.disk = self._open_disk(config)
+        self.mover = Mover(self.disk.aio.in_flight if self.disk else None)
+        try:
+            self.arena = Arena("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu"))
+            self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
+            self.gradient_pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device)
+            self._swap_used_bytes = 0
+            self.weights = [self._weight_plane(space) for space in layout.spaces]
+            self.records = [self._record_plane(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
+            self.gradients = [self._gradient_plane(space) if space.trainable else None for space in layout.spaces]
+        except BaseException:
+            self.close()
+            raise
+
+    def gradient_dtype(self, unit: Unit) -> torch.dtype:
+        """What the unit's gradient is kept in while it fits its place in the gradient plane."""
+        return torch.float32 if self.plan.gradient_wide else unit.dtype
+
+    def wide_gradient(self, unit: Unit) -> Plane:
+        """A new fp32 home for one unit's gradient: an unannounced second contribution has arrived.
+
+        Raises:
+            BudgetError: the host budget is fixed and there is no swap space to put it in.
+        """
+        nbytes = unit.shard_numel * 4
+        in_memory = self.plan.gradient_tiers[unit.index] != NVME
+        if in_memory and not self._budgeted:
+            memory = self._region(self.plan.gradient_tiers[unit.index], nbytes).take(nbytes)
+            home = Home(unit.begin, unit.end, memory)
+        elif self.disk is not None:
+            home = Home(unit.begin, unit.end, None, self.disk.swap.extend(nbytes))
+        else:
+            raise BudgetError(
+                f"gradient of {unit.name}: a second backward before step() needs {nbytes:,} more bytes for fp32 "
+                "accumulation; raise memory_budget.host, or announce it with gradient_accumulation_steps"
+            )
+        return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk))
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        if self.disk is not None:
+            disk, self.disk = self.disk, None
+            self.mover.run("closing the I/O engine", _close_disk(disk))
+        self.mover.close()
+        for plane in self._planes:
+            plane.close()
+        for region in self._regions:
+            region.close()
+        for name in ("arena", "unit_pool", "gradient_pool"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+        self.weights, self.records, self.gradients = [], [], []
+        self._regions, self._planes = [], []
+
+    # ---- construction -------------------------------------------------------------------------
+
+    def _open_disk(self, config: Config) -> Disk | None:
+        if not self.plan.swap_bytes:
+            return None
+        aio = config.aio
+        options = AioOptions(
+            backend=os.environ.get("ZERO_AIO_BACKEND", "auto"),
+            queue_depth=aio.queue_depth,
+            chunk_bytes=aio.block_size,
+            threads=aio.thread_count,
+        )
+        swap = SwapSpace(_swap_paths(config), self.plan.swap_bytes)
+        try:
+            return Disk(open_aio(options), swap)
+        except BaseException:
+            swap.close()
+            raise
+
+    def _region(self, tier: str, nbytes: int) -> MemoryRegion:
+        region = MemoryRegion(nbytes, self.device if tier == DEVICE else torch.device("cpu"))
+        self._regions.append(region)
+        return region
+
+    def _weight_plane(self, space: Space) -> Plane:
+        width = space.dtype.itemsize
+        runs = [(unit.begin, unit.end, self.plan.weight_tiers[unit.index]) for unit in space.units]
+        return self._plane(f"weights ({space.dtype})", width, runs)
+
+    def _record_plane(self, index: int, space: Space) -> Plane:
+        runs = [
+            (group.begin, group.end, tier)
+            for group, tier in zip(self.plan.sub_groups, self.plan.record_tiers, strict=True)
+            if group.space == index
+        ]
+        return self._plane(f"optimizer states ({space.dtype})", space.record_bytes, runs)
+
+    def _gradient_plane(self, space: Space) -> Plane:
+        width = 4 if self.plan.gradient_wide else space.dtype.itemsize
+        runs = [(unit.begin, unit.end, self.plan.gradient_tiers[unit.index]) for unit in space.units]
+        return self._plane(f"gradients ({space.dtype})", width, runs)
+
+    def _plane(self, name: str, width: int, runs: Sequence[tuple[int, int, str]]) -> Plane:
+        """Homes for each run: one region per memory tier, one extent of the swap space for the rest."""
+        regions = {
+            tier: self._region(tier, sum((end - begin) * width for begin, end, t in runs if t == tier))
+            for tier in (DEVICE, HOST)
+            if any(t == tier for _, _, t in runs)
+        }
+        homes = []
+        for begin, end, tier in runs:
+            nbytes = (end - begin) * width
+            if tier == NVME:
+                homes.append(Home(begin, end, None, self._swap_used_bytes))
+                self._swap_used_bytes += nbytes
+            else:
+                homes.append(Home(begin, end, regions[tier].take(nbytes)))
+        return self._kept(Plane(name, width, homes, self.disk))
+
+    def _kept(self, plane: Plane) -> Plane:
+        self._planes.append(plane)
+        return plane
+
+
+async def _close_disk(disk: Disk) -> None:
+    disk.aio.close()
+    disk.swap.close()
+
+
+def _swap_paths(config: Config) -> list[str]:
+    """The folders of both offload blocks, without repetition."""
+    paths: list[str] = []
+    for block in (config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer):
+        given = block.nvme_path
+        if str(getattr(block.device, "value", block.device)) != "nvme" or given is None:
+            continue
+        for path in [given] if isinstance(given, (str, os.PathLike)) else given:
+            if str(path) not in paths:
+                paths.append(str(path))
+    if not paths:
+        raise ConfigError("nvme_path: the plan needs a swap space, but no offload block names a folder")
+    return paths
