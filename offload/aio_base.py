@@ -39,6 +39,10 @@ class AioOptions:
     """Workers of the threads and aiofiles backends; the others ignore it."""
     requests_max: int = 4096
     """Requests accepted at once; more wait their turn."""
+    single_submit: bool = False
+    """Hand chunks to the kernel one system call each (native backends); costs throughput."""
+    overlap_events: bool = True
+    """Start chunks as soon as slots are free; False waits for all earlier ones (native backends)."""
 
     def __post_init__(self) -> None:
         problems = []

@@ -43,6 +43,8 @@ def open_native(library: native.Native, backend: str, options: AioOptions) -> Na
         "queue_depth": options.queue_depth,
         "threads": options.threads,
         "requests_max": options.requests_max,
+        "flags": (library.lib.ZN_AIO_SINGLE_SUBMIT if options.single_submit else 0)
+        | (0 if options.overlap_events else library.lib.ZN_AIO_IN_WAVES),
         "chunk_bytes": options.chunk_bytes,
     }
     out = library.ffi.new("zn_aio **")

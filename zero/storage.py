@@ -97,6 +97,8 @@ class Storage:
             queue_depth=aio.queue_depth,
             chunk_bytes=aio.block_size,
             threads=aio.thread_count,
+            single_submit=aio.single_submit,
+            overlap_events=aio.overlap_events,
         )
         swap = SwapSpace(_swap_paths(config), self.plan.swap_bytes)
         try:

@@ -28,6 +28,7 @@ static bool is_valid_options(const zn_aio_options *options) {
   if (options->queue_depth < 1 || options->queue_depth > DEPTH_MAX) return false;
   if (options->backend == ZN_AIO_THREADS && (options->threads < 1 || options->threads > THREADS_MAX)) return false;
   if (options->requests_max < 1 || options->requests_max > REQUESTS_MAX) return false;
+  if ((options->flags & ~(ZN_AIO_SINGLE_SUBMIT | ZN_AIO_IN_WAVES)) != 0) return false;
   return options->chunk_bytes >= ZN_DIRECT_BYTES && options->chunk_bytes <= CHUNK_BYTES_MAX &&
          options->chunk_bytes % ZN_DIRECT_BYTES == 0;
 }

@@ -2,7 +2,8 @@
  *
  * Each round: exchange requests and completions with the callers, start chunks while slots are free,
  * hand them to the kernel in one batch, sleep until something arrives, settle what arrived. Requests
- * take turns chunk by chunk; within a request chunks start in order. */
+ * are served in the order they came, chunk after chunk: the first record of several is there first,
+ * and its update can begin while the others are still being read. */
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -160,19 +161,14 @@ static zn_chunk *cut_chunk(zn_aio *aio) {
   };
   request->cut_bytes += chunk->nbytes;
   request->chunks_in_flight++;
-  TAILQ_REMOVE(&aio->active, request, link);
-  if (request->cut_bytes < request->spec.nbytes) {
-    TAILQ_INSERT_TAIL(&aio->active, request, link);
-  } else {
-    request->is_cut = true;
-  }
+  if (request->cut_bytes == request->spec.nbytes) stop_cutting(aio, request);
   account_begin(&aio->live, request->spec.op);
   return chunk;
 }
 
-static zn_chunk *next_chunk(zn_aio *aio) {
+static zn_chunk *next_chunk(zn_aio *aio, bool may_cut) {
   zn_chunk *chunk = TAILQ_FIRST(&aio->ready);
-  if (chunk == NULL) return cut_chunk(aio);
+  if (chunk == NULL) return may_cut ? cut_chunk(aio) : NULL;
   TAILQ_REMOVE(&aio->ready, chunk, link);
   return chunk;
 }
@@ -310,13 +306,24 @@ static void settle_ended(zn_aio *aio) {
   }
 }
 
+/* Hand chunks to the kernel while slots are free. Returns how many it refused. */
+static int32_t start_chunks(zn_aio *aio) {
+  const bool one_by_one = (aio->options.flags & ZN_AIO_SINGLE_SUBMIT) != 0;
+  const bool may_cut = (aio->options.flags & ZN_AIO_IN_WAVES) == 0 || aio->live.any.active == 0;
+  int32_t refused = 0;
+  zn_chunk *chunk;
+  while ((chunk = next_chunk(aio, may_cut)) != NULL) {
+    start(aio, chunk);
+    if (one_by_one) refused += aio->backend->flush(aio->queue);
+  }
+  return refused + aio->backend->flush(aio->queue);
+}
+
 void *zn_pump_run(void *argument) {
   zn_aio *aio = argument;
   while (exchange(aio)) {
     release_held(aio);
-    zn_chunk *chunk;
-    while ((chunk = next_chunk(aio)) != NULL) start(aio, chunk);
-    const int32_t refused = aio->backend->flush(aio->queue);
+    const int32_t refused = start_chunks(aio);
     const bool must_hurry = refused > 0 || !TAILQ_EMPTY(&aio->ended) || !TAILQ_EMPTY(&aio->finished);
     if (must_hurry || sleep_for_events(aio)) settle_events(aio);
     settle_ended(aio);

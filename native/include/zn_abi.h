@@ -54,6 +54,9 @@ int32_t zn_mem_poison(void **out, int64_t nbytes);
 typedef struct zn_aio zn_aio;
 
 enum { ZN_AIO_READ = 0, ZN_AIO_WRITE = 1, ZN_AIO_SYNC = 2 };
+/* Options: hand each chunk to the kernel by a system call of its own; start the next queue_depth
+ * chunks only when all earlier ones are over. Both are for comparing: they cost throughput. */
+enum { ZN_AIO_SINGLE_SUBMIT = 1, ZN_AIO_IN_WAVES = 2 };
 enum { ZN_AIO_IO_URING = 0, ZN_AIO_LIBAIO = 1, ZN_AIO_THREADS = 2 };
 
 typedef struct {
@@ -61,6 +64,8 @@ typedef struct {
   int32_t queue_depth;  /* chunks in flight at most, 1..4096 */
   int32_t threads;      /* workers of the threads backend, 1..64 (others ignore it) */
   int32_t requests_max; /* requests accepted and not yet reported, 1..65536 */
+  int32_t flags;        /* ZN_AIO_SINGLE_SUBMIT | ZN_AIO_IN_WAVES, or 0 */
+  int32_t reserved;
   int64_t chunk_bytes;  /* largest transfer handed to the kernel; a multiple of 4096 */
 } zn_aio_options;
 

@@ -186,6 +186,30 @@ def test_every_byte_arrives_whatever_the_sizes_and_the_absorbed_faults(
     holds()
 
 
+@pytest.mark.parametrize("fault", ABSORBED)
+@pytest.mark.parametrize("flags", ["ZN_AIO_SINGLE_SUBMIT", "ZN_AIO_IN_WAVES"])
+def test_ways_of_submitting_move_the_same_bytes(
+    start_engine: Callable[..., Engine], zn: Any, file: int, flags: str, fault: str
+) -> None:
+    engine = start_engine(flags=getattr(zn.lib, flags))
+    engine.inject(seed=7, **ABSORBED[fault])
+    wanted = noise(37 * CHUNK + 5)
+    assert engine.run((0, WRITE, file, 0, wanted)) == {0: (0, wanted.nbytes, -1)}
+    got = np.zeros_like(wanted)
+    halves = [(1, READ, file, 0, got[: 20 * CHUNK]), (2, READ, file, 20 * CHUNK, got[20 * CHUNK :])]
+    assert engine.run(*halves) == {1: (0, 20 * CHUNK, -1), 2: (0, 17 * CHUNK + 5, -1)}
+    assert np.array_equal(got, wanted)
+
+
+def test_a_queue_of_one_serves_requests_in_the_order_they_came(
+    start_engine: Callable[..., Engine], file: int
+) -> None:
+    os.pwrite(file, noise(64 * CHUNK).tobytes(), 0)
+    engine = start_engine(queue_depth=1, threads=1)
+    order = list(engine.run(*((tag, READ, file, 0, np.zeros((9 - tag) * CHUNK, np.uint8)) for tag in range(8))))
+    assert order == list(range(8))
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("op", [READ, WRITE])
 @pytest.mark.parametrize("chunk", [0, 1, 6, 9])
@@ -406,15 +430,6 @@ def test_the_engine_goes_on_while_nobody_asks(start_engine: Callable[..., Engine
     assert len(engine.drain()) == 100
 
 
-def test_a_short_request_passes_a_long_one(start_engine: Callable[..., Engine], file: int) -> None:
-    engine = start_engine(queue_depth=1)
-    long, short = noise(200 * CHUNK), noise(CHUNK)
-    assert engine.submit((0, WRITE, file, 0, long), (1, WRITE, file, 200 * CHUNK, short)) == 0
-    assert engine.take(1, timeout_ns=20 * SECOND_NS)[0].tag == 1
-    assert np.array_equal(contents(file)[200 * CHUNK :], short)
-    assert engine.drain() == {0: (0, 200 * CHUNK, -1)}
-
-
 def test_statistics_count_what_moved(start_engine: Callable[..., Engine], file: int) -> None:
     engine = start_engine()
     engine.run((0, WRITE, file, 0, noise(10 * CHUNK + 1)), (1, SYNC, file, 0, None))
@@ -442,6 +457,7 @@ def test_statistics_count_what_moved(start_engine: Callable[..., Engine], file: 
         {"threads": 0},
         {"threads": 65},
         {"requests_max": 0},
+        {"flags": 4},
         {"requests_max": 65537},
         {"chunk_bytes": 0},
         {"chunk_bytes": 4095},

@@ -91,14 +91,17 @@ def _parse_block_size(value: object) -> int:
 
 
 class AioConfig(Block):
-    """`aio`: how files are read and written; defaults as in DeepSpeed."""
+    """`aio`: how files are read and written.
+
+    The defaults are what measured fastest; DeepSpeed's (1 MiB, depth 8, one thread) leave part of the disk idle.
+    """
 
     aliases: ClassVar[Mapping[str, str]] = {"intra_op_parallelism": "thread_count"}
 
-    block_size: Annotated[int, reads(_parse_block_size)] = 1 << 20
+    block_size: Annotated[int, reads(_parse_block_size)] = 2 << 20
     """[bytes] largest transfer handed to the kernel, rounded down to whole pages."""
-    queue_depth: Annotated[Whole, Field(ge=1, le=4096)] = 8
-    thread_count: Annotated[Whole, Field(ge=1)] = 1
+    queue_depth: Annotated[Whole, Field(ge=1, le=4096)] = 32
+    thread_count: Annotated[Whole, Field(ge=1, le=64)] = 4
     single_submit: Flag = False
     overlap_events: Flag = True
     use_gds: Annotated[Flag, Only((False,), "GPUDirect Storage is not available; set it to false")] = False
