@@ -7,23 +7,25 @@ and is tested without a GPU.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import torch
 
 from offload.binding import exact_alias
 from offload.errors import BudgetError, StateError
 from offload.extents import Extents
-from offload.pinned import map_host, tensor_over
+from offload.pinned import map_host, pin, tensor_over
 from offload.sizes import PAGE_BYTES, align_up
 
 
 class MemoryRegion:
     """One allocation of exactly `nbytes`, taken piece by piece and freed as a whole."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
         self.nbytes = nbytes
         self._taken_bytes = 0
         self._data: torch.Tensor | None = _allocate(nbytes, device)
+        self._unpin = pin(self._data) if pinned and device.type == "cpu" else None
 
     def take(self, nbytes: int) -> torch.Tensor:
         """The next `nbytes` as a uint8 tensor with a storage of its own.
@@ -40,8 +42,10 @@ class MemoryRegion:
         return exact_alias(self._data[begin : begin + nbytes])
 
     def close(self) -> None:
-        """Give the allocation up; it returns when the last tensor over it is gone."""
-        self._data = None
+        """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
+        unpin, self._unpin, self._data = self._unpin, None, None
+        if unpin is not None:
+            unpin()
 
 
 class Block:
@@ -71,10 +75,12 @@ class Arena:
     Args:
         name: what the bytes are for; appears in errors.
         knob: the configuration key that makes it larger; appears in errors.
+        pinned: page-lock host memory for copies to a GPU.
     """
 
-    def __init__(self, name: str, nbytes: int, knob: str, device: torch.device) -> None:
-        self.name, self._knob, self._device = name, knob, device
+    def __init__(self, name: str, nbytes: int, knob: str, device: torch.device, *, pinned: bool = False) -> None:
+        self.name, self._knob, self._device, self._pinned = name, knob, device, pinned
+        self._unpin: Callable[[], None] | None = None
         self._extents = Extents(align_up(nbytes, PAGE_BYTES))
         self._data: torch.Tensor | None = None
         self._closed = False
@@ -104,9 +110,11 @@ class Arena:
         offset = self._extents.allocate(nbytes)
         if offset is None:
             return None
-        if self._data is None:  # first use: an arena that is planned for but never needed costs nothing
-            self._data = _allocate(self._extents.capacity_bytes, self._device)
-        return Block(self, offset, exact_alias(self._data[offset : offset + nbytes]))
+        try:
+            return Block(self, offset, exact_alias(self._memory()[offset : offset + nbytes]))
+        except BaseException:
+            self._extents.free(offset)
+            raise
 
     def lease(self, nbytes: int, what: str) -> Block:
         """As `try_lease`, but raises.
@@ -140,6 +148,13 @@ class Arena:
             await waiter
         return block
 
+    def _memory(self) -> torch.Tensor:
+        """The allocation, made at first use: an arena that is planned for but never needed costs nothing."""
+        if self._data is None:
+            self._data = _allocate(self._extents.capacity_bytes, self._device)
+            self._unpin = pin(self._data) if self._pinned and self._device.type == "cpu" else None
+        return self._data
+
     def take_back(self, offset: int) -> None:
         """Called by `Block.release`."""
         self._extents.free(offset)
@@ -149,8 +164,10 @@ class Arena:
                 waiter.set_result(None)
 
     def close(self) -> None:
-        """Give the allocation up; it returns when the last tensor over it is gone."""
-        self._closed, self._data = True, None
+        """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
+        unpin, self._unpin, self._data, self._closed = self._unpin, None, None, True
+        if unpin is not None:
+            unpin()
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,8 @@ storage that torch owns and copying; that costs a second copy of what is bound.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from offload.errors import StateError
@@ -58,16 +60,30 @@ class FlatStorage:
     """A flat tensor of `numel` elements, bound to memory or poisoned.
 
     Attributes:
-        flat: 1-D; parameters are views into it. The same object for life.
+        flat: 1-D. The same object for life.
+        views: one tensor per entry of `cuts`, looking into `flat`.
+
+    Args:
+        cuts: (first element, shape) of each view. They are made here and not later, because torch
+            refuses new views of a storage that is empty for the time being.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, poison: Poison, device: torch.device) -> None:
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        cuts: Sequence[tuple[int, torch.Size]],
+        poison: Poison,
+        device: torch.device,
+    ) -> None:
         self._nbytes = numel * dtype.itemsize
         self._bound: torch.Tensor | None = None
         if CAN_SWAP:
             self.flat = poison.of(self._nbytes).view(dtype)
         else:
             self.flat = torch.empty(numel, dtype=dtype, device=device)
+        self.views = [self.flat[begin : begin + shape.numel()].view(shape) for begin, shape in cuts]
+        if not CAN_SWAP:
             self.flat.untyped_storage().resize_(0)
 
     @property

@@ -2,26 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from offload.arena import Arena
 from offload.planes import Plane
+from offload.sizes import BLOCK_NUMEL
 
 CHUNK_BYTES = 2 << 20
 
 
-async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, arena: Arena, direct: bool) -> None:
-    """Fill `into` (uint8) with [begin, end) of `plane`.
+class CopyLane:
+    """Orders copies to a device after the work that last used their target.
 
-    With `direct` the disk may write into `into` itself: it is host memory, page-aligned. Otherwise
-    (device memory, memory of a user) the bytes pass through leased chunks of the arena.
+    On a CPU-only machine a copy is done when it returns, and nothing here does anything.
     """
-    if direct or plane.swap_bytes(begin, end) == 0:
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def fence(self) -> torch.cuda.Event | None:
+        """A mark behind everything the calling thread has enqueued: a block it released is free after it."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, fence: torch.cuda.Event | None) -> None:
+        """Copy on the lane's own stream, beside the computation, and wait for it."""
+        if self._stream is None:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            if fence is not None:
+                self._stream.wait_event(fence)
+            target.copy_(source, non_blocking=True)
+            self._stream.synchronize()
+
+
+async def fetch_plane(
+    plane: Plane,
+    begin: int,
+    end: int,
+    into: torch.Tensor,
+    arena: Arena,
+    lane: CopyLane,
+    fence: torch.cuda.Event | None,
+) -> None:
+    """Fill `into` (uint8, on the compute device) with [begin, end) of `plane`.
+
+    On the CPU the disk writes into `into` itself; to a GPU the bytes go through chunks of the arena,
+    so a unit may be larger than the arena.
+    """
+    if into.device.type == "cpu":
         await plane.read(begin, end, into)
         return
-    step = max(CHUNK_BYTES // plane.bytes_per_element // 4096, 1) * 4096
-    for lo in range(begin, end, step):
-        hi = min(lo + step, end)
+    memory = plane.memory(begin, end)
+    if memory is not None:
+        lane.copy(into, memory, fence)
+        return
+    width = plane.bytes_per_element
+    for lo, hi in _chunks(plane, begin, end):
+        block = await arena.lease_when_free((hi - lo) * width, f"chunk of {plane.name}")
+        try:
+            await plane.read(lo, hi, block.data)
+            lane.copy(into[(lo - begin) * width : (hi - begin) * width], block.data, fence)
+        finally:
+            block.release()
+
+
+async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, arena: Arena) -> None:
+    """Fill `into` (uint8, any memory, aligned or not) with [begin, end) of `plane`, through the arena."""
+    if plane.swap_bytes(begin, end) == 0:
+        await plane.read(begin, end, into)
+        return
+    for lo, hi in _chunks(plane, begin, end):
         nbytes = (hi - lo) * plane.bytes_per_element
         block = await arena.lease_when_free(nbytes, f"chunk of {plane.name}")
         try:
@@ -32,14 +91,12 @@ async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, are
             block.release()
 
 
-async def write_plane(plane: Plane, begin: int, end: int, source: torch.Tensor, arena: Arena, direct: bool) -> None:
-    """Store `source` (uint8) as [begin, end) of `plane`; the mirror of `read_plane`."""
-    if direct or plane.swap_bytes(begin, end) == 0:
+async def write_plane(plane: Plane, begin: int, end: int, source: torch.Tensor, arena: Arena) -> None:
+    """Store `source` (uint8, any memory) as [begin, end) of `plane`; the mirror of `read_plane`."""
+    if plane.swap_bytes(begin, end) == 0:
         await plane.write(begin, end, source)
         return
-    step = max(CHUNK_BYTES // plane.bytes_per_element // 4096, 1) * 4096
-    for lo in range(begin, end, step):
-        hi = min(lo + step, end)
+    for lo, hi in _chunks(plane, begin, end):
         nbytes = (hi - lo) * plane.bytes_per_element
         block = await arena.lease_when_free(nbytes, f"chunk of {plane.name}")
         try:
@@ -47,3 +104,8 @@ async def write_plane(plane: Plane, begin: int, end: int, source: torch.Tensor, 
             await plane.write(lo, hi, block.data)
         finally:
             block.release()
+
+
+def _chunks(plane: Plane, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    step = max(CHUNK_BYTES // plane.bytes_per_element // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+    return ((lo, min(lo + step, end)) for lo in range(begin, end, step))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import native
 from offload.errors import BudgetError, NativeError
-from offload.sizes import PAGE_BYTES, align_up
+from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, align_up
 
 
 def map_host(nbytes: int) -> memoryview:
@@ -56,10 +58,17 @@ def map_poison(nbytes: int) -> memoryview:
 
 
 def _map_host_python(nbytes: int) -> memoryview:
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        # The kernel aligns to the page only; what is cut off is never touched and costs no memory.
+        mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise BudgetError(
+            f"mapping {nbytes:,} bytes of host memory: {error.strerror}; lower memory_budget.host"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(mapping)
+    begin = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
+    view = memoryview(mapping)[begin : begin + nbytes]
     torch.frombuffer(view, dtype=torch.uint8).zero_()
     return view
 
@@ -72,6 +81,29 @@ def _owned(lib: Any, pointer: Any, nbytes: int) -> memoryview:
 
 def _text(lib: Any, status: int) -> str:
     return str(lib.ffi.string(lib.lib.zn_strerror(status)).decode())
+
+
+def pin(data: torch.Tensor) -> Callable[[], None] | None:
+    """Page-lock host memory for CUDA, so that copies do not stop the stream.
+
+    Returns:
+        What undoes it; None when there is nothing to undo: no GPU, or the driver refused (one warning).
+    """
+    if not torch.cuda.is_available() or data.numel() == 0:
+        return None
+    try:
+        lib = native.require_cuda()
+        pointer = lib.ffi.cast("void *", data.data_ptr())
+        status = lib.lib.zn_cuda_host_register(pointer, data.numel())
+        why = "" if status == 0 else _text(lib, status)
+    except native.NativeUnavailable as error:
+        status, why = -1, str(error)
+    if status != 0:
+        warnings.warn(
+            f"pinning {data.numel():,} bytes of host memory: {why}; copies to the GPU are slower", stacklevel=2
+        )
+        return None
+    return lambda: lib.lib.zn_cuda_host_unregister(pointer)
 
 
 def return_freed_memory() -> None:

@@ -79,7 +79,7 @@ async def settle_all(moves: Sequence[Coroutine[Any, Any, None]]) -> None:
             raise result
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stranded:
     """The truth about coordinates [begin, end) that could not be written: it stays in memory."""
 
@@ -142,15 +142,19 @@ class Plane:
 
     def strand(self, begin: int, end: int, data: torch.Tensor, written: Callable[[], None]) -> None:
         """A write of [begin, end) failed: let `data` be what the plane holds there until one succeeds."""
-        for older in [s for s in self._stranded if begin <= s.begin and s.end <= end]:
-            self._stranded.remove(older)
-            older.written()
+        self._drop_stranded(begin, end)
         self._stranded.append(Stranded(begin, end, data, written))
 
     async def _transfer(self, begin: int, end: int, buffer: torch.Tensor, *, write: bool) -> None:
         width = self.bytes_per_element
+        pieces = list(self._pieces(begin, end))  # a range that is outside must fail before a byte moves
+        if buffer.numel() != (end - begin) * width:
+            raise StateError(
+                f"plane {self.name}: [{begin:,}, {end:,}) is {(end - begin) * width:,} bytes, "
+                f"got a buffer of {buffer.numel():,}"
+            )
         moves = []
-        for home, lo, hi in self._pieces(begin, end):
+        for home, lo, hi in pieces:
             part = buffer[(lo - begin) * width : (hi - begin) * width]
             if home.memory is not None:
                 stored = self._slice(home, lo, hi)
@@ -159,26 +163,42 @@ class Plane:
                 moves.append(self._transfer_swap(home, lo, hi, part, write=write))
         if moves:
             await settle_all(moves)
+        if write:
+            self._supersede(begin, end, buffer)
 
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
         if self._disk is None:
             raise StateError(f"plane {self.name}: no swap space")
+        offset = home.swap_offset + (lo - home.begin) * self.bytes_per_element
+        if write:
+            await self._disk.write(offset, part)
+            return
+        if not any(s.begin <= lo and hi <= s.end for s in self._stranded):
+            await self._disk.read(offset, part)
+        for kept, given in self._overlaps(lo, hi, part):
+            given.copy_(kept)
+
+    def _supersede(self, begin: int, end: int, written: torch.Tensor) -> None:
+        """[begin, end) is stored now: what was stranded inside is done with; what reaches further follows suit."""
+        self._drop_stranded(begin, end)
+        for kept, given in self._overlaps(begin, end, written):
+            kept.copy_(given)
+
+    def _drop_stranded(self, begin: int, end: int) -> None:
+        for s in [s for s in self._stranded if begin <= s.begin and s.end <= end]:
+            self._stranded.remove(s)
+            s.written()
+
+    def _overlaps(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(stranded bytes, bytes of `buffer`) wherever both hold a part of [begin, end); the newest comes last."""
         width = self.bytes_per_element
-        held = [s for s in self._stranded if s.begin < hi and lo < s.end]
-        if not (held and not write and any(s.begin <= lo and hi <= s.end for s in held)):
-            move = self._disk.write if write else self._disk.read
-            await move(home.swap_offset + (lo - home.begin) * width, part)
-        for s in held:
-            first, last = max(lo, s.begin), min(hi, s.end)
-            kept = s.data[(first - s.begin) * width : (last - s.begin) * width]
-            given = part[(first - lo) * width : (last - lo) * width]
-            if not write:
-                given.copy_(kept)
-            elif first == s.begin and last == s.end:
-                self._stranded.remove(s)
-                s.written()
-            else:
-                kept.copy_(given)
+        for s in self._stranded:
+            first, last = max(begin, s.begin), min(end, s.end)
+            if first < last:
+                yield (
+                    s.data[(first - s.begin) * width : (last - s.begin) * width],
+                    buffer[(first - begin) * width : (last - begin) * width],
+                )
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[Home, int, int]]:
         position = begin

@@ -17,12 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.errors import ConfigError, StorageError
+from offload.errors import ConfigError, StateError, StorageError
 from offload.sizes import PAGE_BYTES, align_up
 
 RUN_FOLDER_PREFIX = "zero-infinity-"
 STRIPE_BYTES = 4 << 20
 PROBE_BYTES = 16 << 20
+STARTING_SECONDS = 60.0
+"""A run folder that is younger may belong to a job between creating and unlinking its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,27 +99,20 @@ class SwapSpace:
         Raises:
             StorageError: the file system has no room; nothing was written.
         """
+        self._check_open()
         begin = self._capacity_bytes
         end = align_up(begin + nbytes, PAGE_BYTES)
         round_stripes = sum(file.stripes for file in self._files)
         rounds = -(-end // (round_stripes * STRIPE_BYTES))
         for file in self._files:
             length = end if len(self._files) == 1 else rounds * file.stripes * STRIPE_BYTES
-            try:
-                os.posix_fallocate(file.fd, 0, max(length, PAGE_BYTES))
-            except OSError as error:
-                raise StorageError(
-                    f"reserving swap space: need {length:,} bytes",
-                    errno=error.errno or 0,
-                    path=file.path,
-                    offset=begin,
-                    free_bytes=free_bytes(file.path),
-                ) from error
+            _reserve(file, max(length, PAGE_BYTES), begin)
         self._capacity_bytes = end
         return begin
 
     def spans(self, offset: int, nbytes: int) -> Iterator[Span]:
         """The file ranges behind [offset, offset + nbytes), in order, neighbours in one file merged."""
+        self._check_open()
         if len(self._files) == 1:
             yield Span(self._files[0].fd, self._files[0].path, offset, 0, nbytes)
             return
@@ -141,9 +136,16 @@ class SwapSpace:
         for file in files:
             os.close(file.fd)
 
+    def _check_open(self) -> None:
+        if not self._files:
+            raise StateError("the swap space is closed")
+
     def _create(self, folder: Path) -> _File:
         remove_stale_runs(folder)
-        run = Path(tempfile.mkdtemp(prefix=f"{RUN_FOLDER_PREFIX}{os.getpid()}-", dir=folder))
+        try:
+            run = Path(tempfile.mkdtemp(prefix=f"{RUN_FOLDER_PREFIX}{os.getpid()}-", dir=folder))
+        except OSError as error:
+            raise ConfigError(f"nvme_path: cannot create a folder in {folder}: {error.strerror}") from error
         path = run / "swap"
         try:
             fd = self._open_direct(path)
@@ -197,6 +199,8 @@ def check_room(folders: Sequence[Path], nbytes: int) -> None:
         ConfigError: "need X, have Y at PATH".
     """
     share = -(-nbytes // len(folders))
+    if len(folders) > 1:
+        share = max(share, PROBE_BYTES)
     for folder in folders:
         devices = sum(1 for other in folders if other.stat().st_dev == folder.stat().st_dev)
         have, need = free_bytes(folder), share * devices
@@ -212,27 +216,42 @@ def remove_stale_runs(folder: Path) -> None:
     for run in folder.glob(f"{RUN_FOLDER_PREFIX}*"):
         swap = run / "swap"
         try:
-            old_enough = time.time() - run.stat().st_mtime > 60
+            if time.time() - run.stat().st_mtime < STARTING_SECONDS:
+                continue  # another job may be creating its file: to try the lock could make it fail to get it
             if swap.exists():
                 with swap.open("rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            elif not old_enough:
-                continue  # another job may be about to create its file
-            if old_enough:
-                shutil.rmtree(run, ignore_errors=True)
+            shutil.rmtree(run, ignore_errors=True)
         except OSError:
             continue  # locked by its owner, or gone meanwhile
+
+
+def _reserve(file: _File, nbytes: int, offset: int) -> None:
+    """Make the first `nbytes` of the file exist; `offset` is where the new part of the swap space begins."""
+    try:
+        os.posix_fallocate(file.fd, 0, nbytes)
+    except OSError as error:
+        raise _failure(f"reserving swap space: need {nbytes:,} bytes", error, file, offset) from error
 
 
 def _probe_seconds(file: _File) -> float:
     """Seconds to write PROBE_BYTES, page-aligned."""
     from offload.pinned import map_host
 
-    os.posix_fallocate(file.fd, 0, PROBE_BYTES)
+    _reserve(file, PROBE_BYTES, 0)
     data = map_host(PROBE_BYTES)
     begin = time.perf_counter()
     written = 0
-    while written < PROBE_BYTES:
-        written += os.pwrite(file.fd, data[written : written + STRIPE_BYTES], written)
-    os.fdatasync(file.fd)
+    try:
+        while written < PROBE_BYTES:
+            written += os.pwrite(file.fd, data[written : written + STRIPE_BYTES], written)
+        os.fdatasync(file.fd)
+    except OSError as error:
+        raise _failure("measuring the speed of swap space", error, file, written) from error
     return max(time.perf_counter() - begin, 1e-6)
+
+
+def _failure(what: str, error: OSError, file: _File, offset: int) -> StorageError:
+    return StorageError(
+        what, errno=error.errno or 0, path=file.path, offset=offset, free_bytes=free_bytes(file.path)
+    )

@@ -69,7 +69,7 @@ class UnitEditor:
         """A copy of the unit's weights as uint8 in host memory."""
         out = torch.empty(unit.nbytes, dtype=torch.uint8)
         plane = self._storage.weights[self._layout.space_of(unit)]
-        job = read_plane(plane, unit.begin, unit.end, out, self._storage.arena, direct=False)
+        job = read_plane(plane, unit.begin, unit.end, out, self._storage.arena)
         self._storage.mover.run(f"reading {unit.name}", job)
         return out
 
@@ -91,9 +91,7 @@ class UnitEditor:
         """New weights; where one changed, its remainder no longer means anything and becomes 0."""
         space = self._layout.space_of(unit)
         plane = self._storage.weights[space]
-        memory = plane.memory(unit.begin, unit.end)
-        if memory is None or memory.data_ptr() != after.data_ptr():
-            await write_plane(plane, unit.begin, unit.end, after, self._storage.arena, direct=False)
+        await write_plane(plane, unit.begin, unit.end, after, self._storage.arena)
         if not (unit.trainable and self._layout.spaces[space].split):
             return
         edited = before.view(torch.int16) != after.view(torch.int16)

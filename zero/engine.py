@@ -30,7 +30,7 @@ from zero.params.initialisation import forget, provisional_source
 from zero.params.layout import Slot, SubGroup, Unit, build_layout
 from zero.params.released import is_kept, keeper_of
 from zero.params.units import CoveredUnit, CoverRules, Leaf, collect_leaves, cover, nested_numel
-from zero.plan import Planner
+from zero.planner import Planner
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.statistics import LoopCounters, Statistics, collect
@@ -255,7 +255,7 @@ class ZeroEngine(nn.Module):
         self._gradients.clear()
         self.global_steps += 1
         if self.lr_scheduler is not None and self.optimizer is not None:
-            self.optimizer._opt_called = True  # what torch's schedulers look at before they warn of a wrong order
+            self.optimizer.mark_stepped()
             self.lr_scheduler.step()
 
     def ready(self, what: str) -> None:

@@ -64,30 +64,54 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if mpu is not None or mesh_param is not None:
         raise ConfigError("initialize: mpu and mesh_param are not available; leave them out")
     _show_log()
-    source = config if config is not None else config_params
+    loaded = _read_config(args, config if config is not None else config_params)
+    groups = groups_from(optimizer, model_parameters, model, loaded)
+    engine = ZeroEngine(model, groups, loaded, compute_device())
+    if lr_scheduler is not None:
+        is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
+        engine.lr_scheduler = lr_scheduler(engine.optimizer) if is_factory else lr_scheduler
+    loader = None if training_data is None else _make_loader(training_data, collate_fn, loaded)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def compute_device() -> torch.device:
+    """The current GPU if there is one, else the CPU; ZERO_DEVICE=cpu asks for the CPU on a GPU machine.
+
+    Raises:
+        ConfigError: ZERO_DEVICE names something that is not there.
+    """
+    wish = os.environ.get("ZERO_DEVICE", "auto")
+    if wish not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"ZERO_DEVICE: expected auto, cpu or cuda, got {wish!r}")
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("ZERO_DEVICE=cuda: torch sees no GPU here")
+    if wish != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None) -> Config:
     if source is None:
         source = getattr(args, "deepspeed_config", None)
     if source is None:
         raise ConfigError("initialize: give config=, a path or a dict")
     loaded = load_config(source)
     if loaded.inactive:
-        logger.info("keys that are accepted and have no effect yet: %s", ", ".join(loaded.inactive))
-    groups = groups_from(optimizer, model_parameters, model, loaded)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    engine = ZeroEngine(model, groups, loaded, device)
-    if lr_scheduler is not None:
-        is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
-        engine.lr_scheduler = lr_scheduler(engine.optimizer) if is_factory else lr_scheduler
-    loader = None
-    if training_data is not None:
-        loader = DataLoader(
-            training_data,
-            batch_size=loaded.train_micro_batch_size_per_gpu,
-            collate_fn=collate_fn,
-            shuffle=True,
-            drop_last=loaded.dataloader_drop_last,
-        )
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+        logger.info("keys that are accepted and have no effect here: %s", ", ".join(loaded.inactive))
+    for line in loaded.deprecated:
+        logger.info("deprecated: %s", line)
+    return loaded
+
+
+def _make_loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, config: Config) -> DataLoader[Any]:
+    """Micro-batches in random order, as DeepSpeed makes them."""
+    return DataLoader(
+        data,
+        batch_size=config.train_micro_batch_size_per_gpu,
+        collate_fn=collate_fn,
+        shuffle=True,
+        drop_last=config.dataloader_drop_last,
+    )
 
 
 def _show_log() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from offload.aio import AioOptions, open_aio
 from offload.arena import Arena, MemoryRegion
+from offload.copies import CopyLane
 from offload.errors import BudgetError, ConfigError
 from offload.mover import Mover
 from offload.planes import Disk, Home, Plane
@@ -30,14 +31,16 @@ class Storage:
     def __init__(self, layout: Layout, plan: Plan, config: Config, device: torch.device) -> None:
         self.layout, self.plan, self.device = layout, plan, device
         self._budgeted = config.memory_budget.host is not None
+        self._pinned = device.type == "cuda" and _wants_pinning(config)
         self._regions: list[MemoryRegion] = []
         self._planes: list[Plane] = []
         self.disk = self._open_disk(config)
         self.mover = Mover(self.disk.aio.in_flight if self.disk else None)
         try:
-            self.arena = Arena("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu"))
+            self.arena = Arena("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu"), pinned=self._pinned)
             self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
             self.gradient_pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device)
+            self.lane = CopyLane(device)
             self._swap_used_bytes = 0
             self.weights = [self._weight_plane(space) for space in layout.spaces]
             self.records = [self._record_plane(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
@@ -108,7 +111,7 @@ class Storage:
             raise
 
     def _region(self, tier: str, nbytes: int) -> MemoryRegion:
-        region = MemoryRegion(nbytes, self.device if tier == DEVICE else torch.device("cpu"))
+        region = MemoryRegion(nbytes, self.device if tier == DEVICE else torch.device("cpu"), pinned=self._pinned)
         self._regions.append(region)
         return region
 
@@ -170,3 +173,14 @@ def _swap_paths(config: Config) -> list[str]:
     if not paths:
         raise ConfigError("nvme_path: the plan needs a swap space, but no offload block names a folder")
     return paths
+
+
+def _wants_pinning(config: Config) -> bool:
+    """Pinned unless the user said no: copies from pageable memory stop the stream."""
+    return not any(
+        config.origin(f"zero_optimization.{block}.pin_memory") == "user" and not given.pin_memory
+        for block, given in (
+            ("offload_param", config.zero_optimization.offload_param),
+            ("offload_optimizer", config.zero_optimization.offload_optimizer),
+        )
+    )

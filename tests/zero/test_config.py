@@ -390,7 +390,7 @@ def test_what_the_engine_derives_is_none_and_the_rest_has_a_default() -> None:
     assert set(derived) == {None}
     assert (zero.offload_param.device, zero.offload_optimizer.device) == ("none", "none")
     assert config.optimizer is None and config.gradient_clipping == 0.0 and not config.bf16.enabled
-    assert (config.aio.block_size, config.aio.queue_depth, config.aio.thread_count) == (1 << 20, 8, 1)
+    assert (config.aio.block_size, config.aio.queue_depth, config.aio.thread_count) == (2 << 20, 32, 4)
 
 
 def test_the_effective_config_loads_to_itself_and_is_plain_json() -> None:

@@ -50,6 +50,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         self._take_step()
 
+    def mark_stepped(self) -> None:
+        """Tell torch's schedulers that a step was taken before theirs, or they warn of a wrong order."""
+        self._opt_called = True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that have been accumulated."""
         self._clear()

@@ -19,7 +19,8 @@ class BoundUnit:
 
     def __init__(self, unit: Unit, parameters: list[nn.Parameter], poison: Poison, device: torch.device) -> None:
         self.unit, self.parameters = unit, parameters
-        self._storage = FlatStorage(unit.numel, unit.dtype, poison, device)
+        cuts = [(slot.offset_numel, slot.shape) for slot in unit.slots]
+        self._storage = FlatStorage(unit.numel, unit.dtype, cuts, poison, device)
 
     @property
     def bound(self) -> bool:
@@ -33,16 +34,13 @@ class BoundUnit:
 
     def adopt(self, slot: Slot, keeper: Keeper) -> None:
         """Turn one parameter into a released view of this unit; its old memory is let go."""
-        parameter = self.parameters[self.unit.slots.index(slot)]
+        position = self.unit.slots.index(slot)
+        parameter = self.parameters[position]
         set_present(parameter)
         with torch.no_grad():
-            parameter.data = self.view(slot)
+            parameter.data = self._storage.views[position]
         mark(parameter, keeper, slot.name)
         set_released(parameter)
-
-    def view(self, slot: Slot) -> torch.Tensor:
-        """The slot's values inside the flat unit, in the parameter's shape."""
-        return self.flat[slot.offset_numel : slot.end_numel].view(slot.shape)
 
     def bind(self, data: torch.Tensor) -> None:
         """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values."""

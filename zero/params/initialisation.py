@@ -23,7 +23,6 @@ from offload.provisional import ProvisionalFile
 from zero.config import Config, load_config
 from zero.params.released import ReleasedParameter, is_kept, keeper_of, mark, set_present, set_released, unmark
 
-
 LARGE_BYTES = 1 << 20
 """From this size on a spilled parameter's memory is handed back to the kernel at once."""
 
@@ -88,9 +87,10 @@ class ProvisionalKeeper:
         nbytes = parameter.numel() * parameter.element_size()
         if nbytes > self._poison_bytes:
             self._poison, self._poison_bytes = Poison(nbytes, torch.device("cpu")), nbytes
-        storage = FlatStorage(parameter.numel(), parameter.dtype, self._poison, torch.device("cpu"))
+        whole = [(0, parameter.shape)]
+        storage = FlatStorage(parameter.numel(), parameter.dtype, whole, self._poison, torch.device("cpu"))
         with torch.no_grad():
-            parameter.data = storage.flat.view(parameter.shape)
+            parameter.data = storage.views[0]
         set_released(parameter)
 
 

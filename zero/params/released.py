@@ -17,15 +17,14 @@ from torch import nn
 KEEPER = "_zero_keeper"
 NAME = "_zero_name"
 
-_METADATA_METHODS = frozenset(
-    (
-        "size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point "
-        "is_complex is_signed is_set_to get_device detach view view_as reshape t transpose permute unsqueeze squeeze "
-        "flatten narrow expand expand_as swapaxes requires_grad_ register_hook register_post_accumulate_grad_hook "
-        "untyped_storage data_ptr is_pinned is_shared is_inference dim_order type_as __hash__ __len__ _is_view "
-        "is_same_size _has_compatible_shallow_copy_type has_names _typed_storage is_sparse"
-    ).split()  # noqa: SIM905 - one word a method
-)
+_METADATA_WORDS = """
+    size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex
+    is_signed is_set_to get_device detach view view_as reshape t transpose permute unsqueeze squeeze flatten narrow
+    expand expand_as swapaxes requires_grad_ register_hook register_post_accumulate_grad_hook untyped_storage data_ptr
+    is_pinned is_shared is_inference dim_order type_as __hash__ __len__ _is_view is_same_size
+    _has_compatible_shallow_copy_type has_names _typed_storage is_sparse
+"""
+_METADATA_METHODS = frozenset(_METADATA_WORDS.split())
 
 
 class Keeper(Protocol):

@@ -14,7 +14,7 @@ import torch
 
 from offload.arena import Block
 from offload.binding import exact_alias
-from offload.copies import read_plane
+from offload.copies import fetch_plane
 from offload.errors import BudgetError, StateError
 from offload.mover import Transfer
 from zero.params.binding import BoundUnit
@@ -78,7 +78,10 @@ class Coordinator:
         self._forward_uses: Counter[int] = Counter()
         self._backward_uses: Counter[int] = Counter()
         self._in_backward = False
+        self._recomputed: set[int] = set()
+        """Units that a backward has brought in; they stay until a backward use of them ends, or the backward."""
         self._held: set[int] = set()
+        """Units bound by an editor."""
 
     # ---- uses ---------------------------------------------------------------------------------
 
@@ -109,32 +112,36 @@ class Coordinator:
 
     def begin_backward_use(self, index: int) -> None:
         """Gradients have reached an output of a module that uses the unit, or it is being recomputed."""
-        if not self._persistent(index) and not self._backward_uses[index]:
-            self._in_backward = True
-            self.trace.use_backward(index)
-            self._bring(index)
-            self._backward_uses[index] += 1
-            self._prefetch(with_backward=True)
-            return
+        if not self._backward_uses[index]:
+            self.begin_recompute(index)
         self._backward_uses[index] += 1
 
     def begin_recompute(self, index: int) -> None:
         """A forward inside backward uses the unit: it stays until a backward use of it ends."""
-        if not self._backward_uses[index]:
-            self.begin_backward_use(index)
+        if self._persistent(index) or self._backward_uses[index] or index in self._recomputed:
+            return
+        self._in_backward = True
+        self.trace.use_backward(index)
+        self._bring(index)
+        self._recomputed.add(index)
+        self._prefetch(with_backward=True)
 
     def end_backward_use(self, index: int) -> None:
         """Gradients have passed through such a module's inputs. Ignored if no use is open."""
         if not self._backward_uses[index]:
             return
         self._backward_uses[index] -= 1
-        if not self._backward_uses[index] and not self._forward_uses[index] and not self._persistent(index):
+        if self._backward_uses[index]:
+            return
+        self._recomputed.discard(index)
+        if not self._forward_uses[index] and not self._persistent(index):
             self._keep_or_release(index, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
 
     def end_backward(self) -> None:
         """The outermost backward is over: whatever hooks did or did not see, no use is open."""
-        open_uses = [index for index, count in self._backward_uses.items() if count]
+        open_uses = {index for index, count in self._backward_uses.items() if count} | self._recomputed
         self._backward_uses.clear()
+        self._recomputed.clear()
         for index in open_uses:
             if not self._forward_uses[index] and not self._persistent(index):
                 self._keep_or_release(index, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
@@ -146,7 +153,7 @@ class Coordinator:
         open_uses = [index for index, count in self._forward_uses.items() if count]
         self._forward_uses.clear()
         for index in open_uses:
-            if not self._persistent(index) and not self._backward_uses[index]:
+            if not self._persistent(index) and not self._used(index):
                 self._release(index)
 
     def abandon_backward(self) -> None:
@@ -157,7 +164,7 @@ class Coordinator:
         """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
         if index in self._arrivals:
             self._discard(index)
-        if index in self._live and not self._forward_uses[index] and not self._backward_uses[index]:
+        if index in self._live and not self._used(index):
             self._release(index)
 
     def hold(self, index: int) -> None:
@@ -191,7 +198,7 @@ class Coordinator:
         Raises:
             StateError: a unit is in use.
         """
-        busy = [self._layout.units[i].name for i in self._live if self._forward_uses[i] or self._backward_uses[i]]
+        busy = [self._layout.units[i].name for i in self._live if self._used(i)]
         if busy:
             raise StateError(f"units {', '.join(busy)} are in use: step() was called inside forward or backward")
         self.trace.forget_forwards()
@@ -274,8 +281,9 @@ class Coordinator:
             block = self._lease(unit, must=must)
             if block is None:
                 return False
-            direct = block.data.device.type == "cpu"
-            job = read_plane(plane, unit.begin, unit.end, block.data, self._storage.arena, direct)
+            storage = self._storage
+            fence = storage.lane.fence()
+            job = fetch_plane(plane, unit.begin, unit.end, block.data, storage.arena, storage.lane, fence)
             transfer = self._storage.mover.post(f"fetching unit {unit.name}", job)
             self._arrivals[unit.index] = Arrival(block.data, block, transfer)
         self.counters.gathers += 1
@@ -311,11 +319,16 @@ class Coordinator:
         return [*self._live, *self._arrivals]
 
     def _in_use(self) -> set[int]:
-        return {i for i in self._live if self._forward_uses[i] or self._backward_uses[i]}
+        return {i for i in self._live if self._used(i)}
+
+    def _used(self, index: int) -> bool:
+        return bool(self._forward_uses[index] or self._backward_uses[index] or index in self._recomputed)
 
     def _pinned(self) -> set[int]:
         """What a prefetch must not touch: units in use, and those on their way."""
-        return self._in_use() | {i for i, a in self._arrivals.items() if a.transfer is not None and not a.transfer.settled()}
+        return self._in_use() | {
+            i for i, a in self._arrivals.items() if a.transfer is not None and not a.transfer.settled()
+        }
 
     def _horizon(self, *, with_backward: bool) -> list[int]:
         """Predicted uses as far ahead as the policy can act on."""

@@ -1,0 +1,65 @@
+"""What every test may use: a folder on a real disk, engines that are closed at the end, the long forms on request."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS))  # importlib mode leaves it out; tests import `models` and `reference` by name
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the long forms (marked slow) too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked_for = config.getoption("--full") or "slow" in config.getoption("-m") or any("::" in a for a in config.args)
+    if asked_for:
+        return
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            item.add_marker(pytest.mark.skip(reason="a long form: run with --full, -m slow, or by its name"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Tiny models are fastest so, and neighbours cannot change how a reduction is split."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def nvme_path(tmp_path: Path) -> Path:
+    """An empty folder for swap files."""
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def open_engine() -> Iterator[Callable[..., Any]]:
+    """`open_engine(model, config, **initialize)` -> engine; closed when the test ends, however it ends."""
+    zero = pytest.importorskip("zero")
+    if not hasattr(zero, "initialize"):
+        pytest.skip("zero.initialize does not exist yet")
+    engines: list[Any] = []
+
+    def opened(model: Any, config: Any, **more: Any) -> Any:
+        engine = zero.initialize(model=model, config=config, **more)[0]
+        engines.append(engine)
+        return engine
+
+    yield opened
+    for engine in reversed(engines):
+        engine.close()
+    engines.clear()
+    gc.collect()

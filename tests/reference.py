@@ -1,0 +1,244 @@
+"""A plain-torch trainer that says what the engine's numbers must be, bit for bit.
+
+Slow, whole and obvious: every tensor in memory, one operation a line, nothing of the product imported. It has the
+engine's verbs, so one training loop drives both:
+
+    loss = trainer(batch); trainer.backward(loss); trainer.step()
+
+bf16 mode: parameters are bf16 leaves, the master is fp32 and the weight is the master rounded half away from zero.
+fp32 mode: the weight is the master. In both, a gradient of one contribution is kept as autograd made it; from the
+second on it is summed in fp32, in order. A parameter without a gradient is left alone: no decay, no step count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+BLOCK_NUMEL = 4096
+LANES = 16
+
+Layout = tuple[tuple[tuple[str, int], ...], ...]
+"""Units; of each unit its parameters as (name, first element in the flat unit)."""
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What one parameter's Adam update depends on besides its state; as torch.optim names them."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = True
+
+
+@dataclass
+class State:
+    """fp32 master and moments of one parameter, flat, with its own step count."""
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: int = 0
+
+
+def round_half_away(master: Tensor) -> Tensor:
+    """fp32 -> bf16 by integers: half an ulp added to the magnitude, the low 16 bits cut off."""
+    bits = master.contiguous().view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def adam(state: State, grad: Tensor, grad_scale: float, hyper: Hyper) -> None:
+    """One update in place: each line is one fp32 operation per element, rounded to nearest even."""
+    state.step += 1
+    beta1, beta2 = hyper.betas
+    step_size = fp32(hyper.lr / (1 - beta1**state.step))
+    bias2_sqrt = fp32(math.sqrt(1 - beta2**state.step))
+    g = grad.float() * fp32(grad_scale)
+    w, m, v = state.master, state.exp_avg, state.exp_avg_sq
+    if hyper.weight_decay and not hyper.decoupled:
+        g = g + w * fp32(hyper.weight_decay)
+    if hyper.weight_decay and hyper.decoupled:
+        w = w * fp32(1 - hyper.lr * hyper.weight_decay)
+    m = m + (g - m) * fp32(1 - beta1)
+    v_new = (g * g) * fp32(1 - beta2)
+    v = v * fp32(beta2) + v_new
+    denominator = correctly_rounded_sqrt(v) / bias2_sqrt + fp32(hyper.eps)
+    w = w - (m / denominator) * step_size
+    state.master, state.exp_avg, state.exp_avg_sq = w, m, v
+
+
+def correctly_rounded_sqrt(x: Tensor) -> Tensor:
+    """IEEE sqrt. torch.sqrt on the CPU may go through MKL's vector library, which is off by an ulp now and then."""
+    return torch.from_numpy(np.sqrt(x.reshape(-1).numpy())).reshape(x.shape)
+
+
+def fp32(value: float) -> Tensor:
+    """A double rounded to fp32 once, as it is handed to a kernel."""
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def block_sums(flat: np.ndarray[Any, np.dtype[np.float64]]) -> list[float]:
+    """Sum of squares of each 4096 elements: lane i of 16 adds i, i+16, ... in order, then lanes 0..15 in order."""
+    padded = np.zeros(-(-flat.size // BLOCK_NUMEL) * BLOCK_NUMEL)
+    padded[: flat.size] = flat * flat
+    rows = padded.reshape(-1, BLOCK_NUMEL // LANES, LANES)
+    # cumsum adds strictly in order; np.sum would add in pairs.
+    lanes = np.cumsum(rows, axis=1)[:, -1, :] if rows.size else np.zeros((0, LANES))
+    return [float(total) for total in np.cumsum(lanes, axis=1)[:, -1]]
+
+
+def norm_in_blocks(grads: Mapping[str, Tensor], layout: Layout) -> float:
+    """The global gradient norm with the engine's rounding: blocks in unit coordinates, folded exactly."""
+    sums: list[float] = []
+    for unit in layout:
+        held = [(grads[name].detach().double().flatten().numpy(), offset) for name, offset in unit if name in grads]
+        flat = np.zeros(max((offset + grad.size for grad, offset in held), default=0))
+        for grad, offset in held:
+            flat[offset : offset + grad.size] = grad
+        sums += block_sums(flat)
+    return math.sqrt(math.fsum(sums))
+
+
+def norm_exact(grads: Mapping[str, Tensor]) -> float:
+    """The global gradient norm without any layout: the correctly rounded sum of all squares."""
+    return math.sqrt(math.fsum(x * x for grad in grads.values() for x in grad.detach().double().flatten().tolist()))
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What gradients are multiplied by; 1 when clipping is off."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+
+
+@dataclass
+class Reference:
+    """Trains `model` the slow way.
+
+    Attributes:
+        hyper_of: hyper-parameters of a parameter name, asked anew at every step (a scheduler may change them).
+        layout: blocks of the norm; None takes the exact norm instead.
+        on_step: called after each optimizer step, as a learning-rate scheduler is.
+    """
+
+    model: nn.Module
+    hyper_of: Callable[[str], Hyper]
+    bf16: bool = True
+    clipping: float = 0.0
+    accumulation: int = 1
+    layout: Layout | None = None
+    on_step: Callable[[], None] | None = None
+    states: dict[str, State] = field(default_factory=dict)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+    coefficients: list[float] = field(default_factory=list)
+    micro_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            master = parameter.detach().clone().float()
+            if self.bf16:
+                parameter.data = round_half_away(master)
+            if parameter.requires_grad:
+                self.states[name] = State(master, torch.zeros_like(master), torch.zeros_like(master))
+                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._contribute(name, p))
+
+    def _contribute(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            raise RuntimeError(f"{name}: the hook ran without a gradient")
+        new, parameter.grad = parameter.grad.detach().clone(), None
+        held = self.grads.get(name)
+        self.grads[name] = new if held is None else held.float() + new.float()
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.model(*inputs, **named)
+
+    def train(self, mode: bool = True) -> None:
+        self.model.train(mode)
+
+    def eval(self) -> None:
+        self.model.eval()
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        (loss / self.accumulation).backward(retain_graph=retain_graph)
+
+    def step(self) -> None:
+        self.micro_steps += 1
+        if self.micro_steps % self.accumulation:
+            return
+        norm = norm_exact(self.grads) if self.layout is None else norm_in_blocks(self.grads, self.layout)
+        coefficient = clip_coefficient(norm, self.clipping)
+        self.norms.append(norm)
+        self.coefficients.append(coefficient)
+        parameters = dict(self.model.named_parameters())
+        for name, grad in self.grads.items():
+            state = self.states[name]
+            adam(state, grad, coefficient, self.hyper_of(name))
+            parameters[name].data = round_half_away(state.master) if self.bf16 else state.master.clone()
+        self.grads.clear()
+        if self.on_step is not None:
+            self.on_step()
+
+    def edit(self, name: str, value: Tensor) -> None:
+        """Set a parameter by hand, as inside GatheredParameters: the master follows where the weight changed."""
+        parameter = self.model.get_parameter(name)
+        edited = value.to(parameter.dtype)
+        if name in self.states:
+            state = self.states[name]
+            state.master = torch.where(edited == parameter.detach(), state.master, edited.float())
+        parameter.data = edited.clone()
+
+    def get_global_grad_norm(self) -> float:
+        return self.norms[-1]
+
+    def full_parameter(self, name: str) -> Tensor:
+        return self.model.get_parameter(name).detach().clone()
+
+    def full_master(self, name: str) -> Tensor:
+        return self.states[name].master.clone()
+
+    def full_state(self, name: str) -> dict[str, Any]:
+        state = self.states[name]
+        return {"exp_avg": state.exp_avg.clone(), "exp_avg_sq": state.exp_avg_sq.clone(), "step": state.step}
+
+
+def layout_of(engine: Any) -> Layout:
+    """The engine's trainable units as `Layout`, from `engine.units[i].slots`."""
+    return tuple(
+        tuple((slot.names[0], slot.offset_numel) for slot in unit.slots) for unit in engine.units if unit.trainable
+    )
+
+
+def snapshot(trainer: Any, model_names: Iterable[tuple[str, bool]]) -> dict[str, Tensor]:
+    """Everything a trainer holds, by "name/plane": weights of all, master, moments and step count of trainable ones."""
+    held: dict[str, Tensor] = {}
+    for name, trainable in model_names:
+        held[f"{name}/weight"] = trainer.full_parameter(name)
+        if not trainable:
+            continue
+        state = trainer.full_state(name)
+        held[f"{name}/master"] = trainer.full_master(name)
+        held[f"{name}/exp_avg"] = state["exp_avg"]
+        held[f"{name}/exp_avg_sq"] = state["exp_avg_sq"]
+        held[f"{name}/step"] = torch.tensor(int(state["step"]))
+    return held
+
+
+def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
+    """What is not bit-equal, in words; empty when everything is."""
+    found = [f"only on one side: {key}" for key in sorted(set(ours) ^ set(theirs))]
+    for key in sorted(set(ours) & set(theirs)):
+        a, b = ours[key].detach().cpu(), theirs[key].detach().cpu()
+        if a.dtype != b.dtype or a.shape != b.shape:
+            found.append(f"{key}: {a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}")
+        elif not torch.equal(a, b):
+            unequal = (a != b).sum().item()
+            gap = (a.double() - b.double()).abs().max().item()
+            found.append(f"{key}: {unequal} of {a.numel()} differ, by up to {gap:.3g}")
+    return found

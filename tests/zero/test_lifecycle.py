@@ -1,0 +1,324 @@
+"""Engines live, end and die without harm: to each other, to the disk, to the process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ADAMW, build, make_config, tokens, trainability
+from reference import Hyper, Reference, differences, layout_of, snapshot
+
+import zero
+from offload.errors import StateError, ZeroInfinityError
+
+Open = Callable[..., Any]
+NVME = ("nvme", "nvme")
+TESTS = Path(__file__).parent.parent
+
+
+def one_step(trainer: Any, index: int) -> None:
+    trainer.backward(trainer(tokens(index)))
+    trainer.step()
+
+
+def expected(model: str, seed: int, engine: Any, steps: int) -> dict[str, torch.Tensor]:
+    hyper = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
+    plain = build(model, seed)
+    names = trainability(plain)
+    reference = Reference(plain, lambda name: hyper, layout=layout_of(engine))
+    for index in range(steps):
+        one_step(reference, index)
+    return snapshot(reference, names)
+
+
+# ---- several engines ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pairs", [(NVME, NVME), (NVME, ("cpu", "cpu"))], ids=["both nvme", "nvme and cpu"])
+def test_two_engines_live_at_once_and_train_as_if_alone(
+    open_engine: Open, nvme_path: Path, pairs: tuple[tuple[str, str], ...]
+) -> None:
+    engines = [open_engine(build("gpt", seed), make_config(pair, nvme_path)) for seed, pair in enumerate(pairs)]
+    for index in range(4):
+        losses = [engine(tokens(index)) for engine in engines]  # both graphs alive at once
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+        for engine in engines:
+            engine.step()
+    for seed, engine in enumerate(engines):
+        names = trainability(build("gpt"))
+        assert differences(snapshot(engine, names), expected("gpt", seed, engine, 4)) == []
+
+
+def test_closing_one_engine_leaves_the_other_working(open_engine: Open, nvme_path: Path) -> None:
+    first = open_engine(build("gpt", 0), make_config(NVME, nvme_path))
+    second = open_engine(build("gpt", 1), make_config(NVME, nvme_path))
+    one_step(first, 0)
+    one_step(second, 0)
+    first.close()
+    one_step(second, 1)
+    names = trainability(build("gpt"))
+    assert differences(snapshot(second, names), expected("gpt", 1, second, 2)) == []
+
+
+# ---- close ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", [NVME, ("cpu", "cpu"), ("none", "none")], ids="-".join)
+def test_close_may_be_called_twice(open_engine: Open, nvme_path: Path, pair: tuple[str, str]) -> None:
+    engine = open_engine(build("gpt"), make_config(pair, nvme_path))
+    one_step(engine, 0)
+    engine.close()
+    engine.close()
+
+
+def test_the_engine_is_a_context_manager_and_closes_on_an_exception(nvme_path: Path) -> None:
+    with (
+        pytest.raises(KeyError),
+        zero.initialize(model=build("gpt"), config=make_config(NVME, nvme_path))[0] as engine,
+    ):
+        one_step(engine, 0)
+        raise KeyError("user code")
+    with pytest.raises(StateError):
+        engine(tokens(0))
+    assert os.listdir(nvme_path) == []
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda engine: engine(tokens(0)),
+        lambda engine: engine.step(),
+        lambda engine: engine.backward(torch.zeros((), requires_grad=True)),
+        lambda engine: engine.full_parameter("head.weight"),
+        lambda engine: engine.full_master("head.weight"),
+        lambda engine: next(iter(engine.named_full_parameters())),
+    ],
+    ids=["forward", "step", "backward", "full_parameter", "full_master", "named_full_parameters"],
+)
+def test_use_after_close_raises_a_state_error(open_engine: Open, nvme_path: Path, use: Callable[[Any], Any]) -> None:
+    engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
+    one_step(engine, 0)
+    engine.close()
+    with pytest.raises(StateError):
+        use(engine)
+
+
+def test_close_in_the_middle_of_a_step_returns_everything(open_engine: Open, nvme_path: Path) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for stop in ("forward", "backward", "accumulating"):
+        engine = open_engine(build("gpt"), make_config(NVME, nvme_path, accumulation=2))
+        loss = engine(tokens(0))
+        if stop != "forward":
+            engine.backward(loss)
+        if stop == "accumulating":
+            engine.step()
+        engine.close()
+        assert os.listdir(nvme_path) == []
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_initialize_that_fails_leaves_no_files_and_no_descriptors(nvme_path: Path) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    config = make_config(NVME, nvme_path, memory_budget={"host": 8192})
+    with pytest.raises(ZeroInfinityError):
+        zero.initialize(model=build("gpt"), config=config)
+    assert os.listdir(nvme_path) == []
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+# ---- other processes ------------------------------------------------------------------------------------------------
+
+JOB = """
+import hashlib, sys, time
+import torch
+torch.set_num_threads(1)
+import zero
+from models import build, make_config, tokens, trainability
+
+path, seed, steps, linger = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "linger"
+model = build("gpt", seed)
+names = [name for name, _ in trainability(model)]
+engine = zero.initialize(model=model, config=make_config(("nvme", "nvme"), path))[0]
+step = 0
+while step < steps or linger:
+    engine.backward(engine(tokens(step)))
+    engine.step()
+    step += 1
+    if step == steps:
+        digest = hashlib.sha256()
+        for name in names:
+            digest.update(engine.full_parameter(name).view(torch.int16).numpy().tobytes())
+        print(digest.hexdigest(), flush=True)
+engine.close()
+"""
+
+
+def start_job(path: Path, seed: int, steps: int, *, linger: bool = False) -> subprocess.Popen[str]:
+    python_path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(JOB), str(path), str(seed), str(steps), "linger" if linger else ""],
+        env={**os.environ, "PYTHONPATH": python_path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def digest_line(job: subprocess.Popen[str]) -> str:
+    """The job's digest; what it printed before (the plan) is skipped."""
+    if job.stdout is None:
+        raise RuntimeError("the job was started without a pipe")
+    for line in job.stdout:
+        if re.fullmatch(r"[0-9a-f]{64}\n", line):
+            return line.strip()
+    raise RuntimeError(f"the job ended early: {job.stderr.read() if job.stderr else ''}")
+
+
+def digest_of_reference(seed: int, steps: int) -> str:
+    hyper = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
+    model = build("gpt", seed)
+    names = [name for name, _ in trainability(model)]
+    reference = Reference(model, lambda name: hyper)
+    for index in range(steps):
+        one_step(reference, index)
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(reference.full_parameter(name).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_two_jobs_share_one_nvme_path_unharmed(nvme_path: Path) -> None:
+    jobs = [start_job(nvme_path, seed, 12) for seed in (3, 4)]
+    digests = [digest_line(job) for job in jobs]
+    for job in jobs:
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 0, errors[-2000:]
+    assert digests == [digest_of_reference(seed, 12) for seed in (3, 4)]
+    assert os.listdir(nvme_path) == []
+
+
+@contextmanager
+def killed_while_training(path: Path) -> Iterator[int]:
+    """A job that has trained two steps and goes on; killed with SIGKILL on exit. Yields used bytes while it ran."""
+    job = start_job(path, 0, 2, linger=True)
+    try:
+        digest_line(job)
+        yield used_bytes(path)
+    finally:
+        job.send_signal(signal.SIGKILL)
+        job.communicate(timeout=60)
+
+
+def used_bytes(path: Path) -> int:
+    state = os.statvfs(path)
+    return (state.f_blocks - state.f_bfree) * state.f_frsize
+
+
+def bytes_below(path: Path) -> int:
+    """What du counts: blocks of every file and folder below `path`, without the folder itself."""
+    return sum(
+        os.lstat(os.path.join(where, name)).st_blocks * 512 for where, _, files in os.walk(path) for name in files
+    )
+
+
+def test_a_killed_job_leaves_no_bytes_and_the_next_one_starts_clean(nvme_path: Path, open_engine: Open) -> None:
+    with killed_while_training(nvme_path):
+        pass
+    assert bytes_below(nvme_path) == 0
+    one_step(open_engine(build("gpt"), make_config(NVME, nvme_path)), 0)
+    assert os.listdir(nvme_path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A mounted ext4 of 48 MiB, where root may mount."""
+    image, folder = tmp_path / "disk.img", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(48 << 20)
+    made = subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip("mkfs.ext4 is not available")
+    mounted = subprocess.run(["mount", "-o", "loop", str(image), str(folder)], capture_output=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"this user may not mount: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        for _ in range(50):
+            if subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode == 0:
+                break
+            time.sleep(0.1)
+
+
+def test_a_killed_job_gives_its_disk_space_back(small_disk: Path) -> None:
+    before = used_bytes(small_disk)
+    with killed_while_training(small_disk) as during:
+        assert during - before >= 12 * 42_000, "the job must have held its swap space"
+    assert used_bytes(small_disk) == before
+    assert bytes_below(small_disk) == 0
+
+
+NEED_HAVE = r"need [\d,.]+ ?\w*.*have [\d,.]+ ?\w*.* at {path}"
+
+
+def test_a_full_file_system_is_refused_before_the_first_byte(small_disk: Path) -> None:
+    before = used_bytes(small_disk)
+    model = build("gpt", vocab=60_000)  # 3.9 M parameters, 46 MB of swap on a disk of 40
+    with pytest.raises(ZeroInfinityError, match=NEED_HAVE.format(path=re.escape(str(small_disk)))):
+        zero.initialize(model=model, config=make_config(NVME, small_disk, zero={"stage3_max_live_parameters": 10**8}))
+    assert used_bytes(small_disk) == before
+    assert [name for name in os.listdir(small_disk) if name != "lost+found"] == []
+
+
+def test_a_file_system_filled_by_others_before_the_start_is_refused_too(small_disk: Path) -> None:
+    filler = small_disk / "filler"
+    room = os.statvfs(small_disk)
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize - (256 << 10))
+    with pytest.raises(ZeroInfinityError, match=NEED_HAVE.format(path=re.escape(str(small_disk)))):
+        zero.initialize(model=build("gpt"), config=make_config(NVME, small_disk))
+    filler.unlink()
+    with zero.initialize(model=build("gpt"), config=make_config(NVME, small_disk))[0] as engine:
+        one_step(engine, 0)
+
+
+def test_a_file_system_that_reports_no_room_is_refused(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs
+
+    def full(path: Any) -> os.statvfs_result:
+        values = list(real(path))
+        values[3] = values[4] = 8  # f_bfree, f_bavail
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", full)
+    with pytest.raises(ZeroInfinityError, match=NEED_HAVE.format(path=re.escape(str(nvme_path)))):
+        zero.initialize(model=build("gpt"), config=make_config(NVME, nvme_path))
+    assert os.listdir(nvme_path) == []
+
+
+def test_swap_files_may_be_striped_over_a_list_of_paths(open_engine: Open, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    config = make_config(NVME, "unused")
+    for section in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][section]["nvme_path"] = [str(folder) for folder in folders]
+    engine = open_engine(build("gpt"), config)
+    for index in range(3):
+        one_step(engine, index)
+    names = trainability(build("gpt"))
+    assert differences(snapshot(engine, names), expected("gpt", 0, engine, 3)) == []
