@@ -1,0 +1,1 @@
+"""One question a file. Run with `python -m benchmarks.<name>`; each prints one JSON line per measurement."""
