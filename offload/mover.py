@@ -84,8 +84,7 @@ class Mover:
 
     def block(self, what: str, future: concurrent.futures.Future[Any]) -> None:
         """Wait for `future`; the time counts as exposed. Warns, then raises, when nothing happens."""
-        if threading.current_thread() is self._thread:
-            raise StateError(f"{what}: the mover thread cannot wait for itself")
+        self._check_not_mine(what)
         begin, warned = time.perf_counter(), False
         with self.exposed.running():
             while True:
@@ -109,12 +108,17 @@ class Mover:
         """Let what runs finish, then end the thread. Idempotent."""
         if self._closed:
             return
+        self._check_not_mine("closing the mover")
         self._closed = True
         drained = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
         self.block("closing the mover", drained)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _check_not_mine(self, what: str) -> None:
+        if threading.current_thread() is self._thread:
+            raise StateError(f"{what}: the mover thread cannot wait for itself")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import StorageError
+from offload.errors import ConfigError, StorageError
 from offload.swapfile import check_folder, free_bytes
 
 
@@ -22,6 +22,8 @@ class ProvisionalFile:
     """An append-only file without a name; its space returns when it is closed or the process ends."""
 
     def __init__(self, paths: Sequence[Path | str]) -> None:
+        if not paths:
+            raise ConfigError("initial values: nvme_path is empty; give at least one folder")
         self._folder = check_folder(paths[0])
         self._fd = os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC) if _has_tmpfile(self._folder) else -1
         if self._fd < 0:

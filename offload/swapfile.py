@@ -252,6 +252,4 @@ def _probe_seconds(file: _File) -> float:
 
 
 def _failure(what: str, error: OSError, file: _File, offset: int) -> StorageError:
-    return StorageError(
-        what, errno=error.errno or 0, path=file.path, offset=offset, free_bytes=free_bytes(file.path)
-    )
+    return StorageError(what, errno=error.errno or 0, path=file.path, offset=offset, free_bytes=free_bytes(file.path))

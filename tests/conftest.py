@@ -37,6 +37,12 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite compares with references computed on the CPU; tests of a GPU ask for it themselves."""
+    monkeypatch.setenv("ZERO_DEVICE", "cpu")
+
+
 @pytest.fixture
 def nvme_path(tmp_path: Path) -> Path:
     """An empty folder for swap files."""

@@ -70,9 +70,7 @@ class Adoption:
         try:
             offset = 0
             for part in parts:
-                if not part.in_place:
-                    part.stage(block, offset)
-                    offset += part.nbytes
+                offset = part.stage(block, offset)
                 part.bytes.zero_()
             state = Record.over(record.bytes, group.end - group.begin, space.split)
             for unit, weight in zip(units, runs, strict=True):
@@ -98,15 +96,10 @@ class Adoption:
         step = max(CHUNK_BYTES // unit.dtype.itemsize // 4096, 1) * 4096
         for lo in range(0, unit.shard_numel, step):
             hi = min(lo + step, unit.shard_numel)
-            part = Staged(plane, unit.begin + lo, unit.begin + hi, torch.device("cpu"))
-            block = await self._storage.arena.lease_when_free(
-                part.nbytes if plane.swap_bytes(part.begin, part.end) else 0, "frozen weights"
-            )
+            part = Staged(plane, unit.begin + lo, unit.begin + hi, self._storage.device)
+            block = await self._storage.arena.lease_when_free(part.nbytes, "frozen weights")
             try:
-                if block.data.numel():
-                    part.stage(block, 0)
-                elif not part.in_place:
-                    part.data = torch.empty(part.nbytes, dtype=torch.uint8)
+                part.stage(block, 0)
                 part.bytes.zero_()
                 stored = part.bytes.view(unit.dtype)
                 for slot, first, last, source in self._sources(unit, lo, hi):

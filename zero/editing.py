@@ -120,8 +120,7 @@ class UnitEditor:
             staged = Staged(records, group.begin, group.end, self._compute)
             block = await self._storage.arena.lease_when_free(staged.nbytes, "state record")
             try:
-                if not staged.in_place:
-                    staged.stage(block, 0)
+                staged.stage(block, 0)
                 await staged.read()
                 record = Record.over(staged.bytes, group.end - group.begin, self._layout.spaces[index].split)
                 lo, hi = max(unit.begin, group.begin) - group.begin, min(unit.end, group.end) - group.begin

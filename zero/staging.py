@@ -32,32 +32,66 @@ class Record:
 
 
 class Staged:
-    """One range of a plane for the time of an update: in place, or in a part of a leased block."""
+    """One range of a plane for the time of an update.
+
+    Where the range lies in memory of the compute device, it is used in place. Otherwise it passes
+    through a leased host block, and if the computation runs on a GPU through a buffer there too.
+    """
 
     def __init__(self, plane: Plane, begin: int, end: int, compute: torch.device) -> None:
         self.plane, self.begin, self.end = plane, begin, end
-        memory = plane.memory(begin, end)
-        self.in_place = memory is not None and memory.device == compute
-        self.data = memory if self.in_place else None
-        self.nbytes = 0 if self.in_place else (end - begin) * plane.bytes_per_element
+        self._compute = compute
+        self._memory = plane.memory(begin, end)
+        self.in_place = self._memory is not None and self._memory.device == compute
+        self._data = self._memory if self.in_place else None
+        self._host: torch.Tensor | None = None
+        needs_block = not self.in_place and (self._memory is None or compute.type == "cpu")
+        self.nbytes = (end - begin) * plane.bytes_per_element if needs_block else 0
+        """Bytes of a host block that `stage` needs."""
 
-    def stage(self, block: Block, offset_bytes: int) -> None:
-        """Use `block` from `offset_bytes` on."""
-        self.data = block.data[offset_bytes : offset_bytes + self.nbytes]
+    def stage(self, block: Block, offset_bytes: int) -> int:
+        """Use `block` from `offset_bytes` on, as far as it is needed; returns the first byte after."""
+        if self.nbytes:
+            self._host = block.data[offset_bytes : offset_bytes + self.nbytes]
+        if not self.in_place:
+            numel = (self.end - self.begin) * self.plane.bytes_per_element
+            on_host = self._compute.type == "cpu"
+            self._data = self._host if on_host else torch.empty(numel, dtype=torch.uint8, device=self._compute)
+        return offset_bytes + self.nbytes
 
     @property
     def bytes(self) -> torch.Tensor:
-        """uint8, the range's bytes."""
-        if self.data is None:
+        """uint8 on the compute device: the range's bytes.
+
+        Raises:
+            StateError: neither in place nor staged.
+        """
+        if self._data is None:
             raise StateError(f"{self.plane.name}: range [{self.begin}, {self.end}) is not staged")
-        return self.data
+        return self._data
 
     async def read(self) -> None:
         """Bring the range in, unless it is in place."""
-        if not self.in_place:
-            await self.plane.read(self.begin, self.end, self.bytes)
+        if self.in_place:
+            return
+        if self._host is not None:
+            await self.plane.read(self.begin, self.end, self._host)
+        source = self._host if self._host is not None else self._memory
+        if source is not None and source is not self._data:
+            self.bytes.copy_(source)
 
     async def write(self) -> None:
         """Bring it back, unless it is in place."""
-        if not self.in_place:
+        if self.in_place:
+            return
+        if self._host is None:
             await self.plane.write(self.begin, self.end, self.bytes)
+            return
+        if self._host is not self._data:
+            self._host.copy_(self.bytes)
+        await self.plane.write(self.begin, self.end, self._host)
+
+    @property
+    def host_bytes(self) -> torch.Tensor:
+        """What `write` hands to the plane: of host memory when it goes to the swap space."""
+        return self._host if self._host is not None else self.bytes

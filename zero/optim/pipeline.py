@@ -104,9 +104,7 @@ class SubGroupPipeline:
         try:
             offset = 0
             for part in parts:
-                if not part.in_place:
-                    part.stage(block, offset)
-                    offset += part.nbytes
+                offset = part.stage(block, offset)
             await settle_all([part.read() for part in parts])
             for unit, (weight, gradient) in zip(units, runs, strict=True):
                 self._apply(space, unit, record, weight, gradient, arguments)
@@ -134,7 +132,7 @@ class SubGroupPipeline:
                 block.release()
 
         for part, _ in failed:
-            part.plane.strand(part.begin, part.end, part.bytes, written)
+            part.plane.strand(part.begin, part.end, part.host_bytes, written)
         return bool(failed), failed[0][1] if failed else None
 
     def _run_of(self, unit: Unit, group: SubGroup) -> tuple[Staged, Staged]:

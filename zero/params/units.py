@@ -93,8 +93,11 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: Cove
     taken: set[int] = set()
     units: list[CoveredUnit] = []
     for root, group_name, parameters in _groups(model, "", model, numel_max):
-        group = [by_id[id(p)] for p in parameters if id(p) not in taken]
-        taken.update(id(leaf.parameter) for leaf in group)
+        group = []
+        for parameter in parameters:
+            if id(parameter) not in taken:
+                taken.add(id(parameter))
+                group.append(by_id[id(parameter)])
         units.extend(_uniform_units(root, group_name, group, trainable, rules))
     return units
 

@@ -1,0 +1,99 @@
+"""The CUDA kernels give the bits of the CPU kernels. Skipped where there is no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload import kernels
+from offload.kernels import Segment
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU here", allow_module_level=True)
+
+NUMELS = [0, 1, 17, 4095, 4096, 4097, 100_003]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+CUDA = torch.device("cuda")
+
+
+def values(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """All magnitudes, with inf, NaN, zeros and denormals among them."""
+    generator = torch.Generator().manual_seed(seed)
+    out = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-20, 20, (numel,), generator=generator)
+    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45])
+    out[: min(numel, len(special))] = special[:numel]
+    return out.to(dtype)
+
+
+def same(cpu: list[Tensor], cuda: list[Tensor]) -> bool:
+    pairs = zip(cpu, cuda, strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8)) for a, b in pairs)
+
+
+def on(device: torch.device, tensors: list[Tensor | None]) -> list[Any]:
+    return [None if tensor is None else tensor.clone().to(device) for tensor in tensors]
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("grad_dtype", FLOATS)
+@pytest.mark.parametrize("mode", ["split", "fp32", "fp16 with fp32 master"])
+def test_adamw_gives_the_bits_of_the_cpu(numel: int, grad_dtype: torch.dtype, mode: str) -> None:
+    weight = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    master = {"split": torch.zeros(numel, dtype=torch.int16), "fp32": None}.get(mode, weight.clone())
+    weight = weight.to({"split": torch.bfloat16, "fp32": torch.float32}.get(mode, torch.float16))
+    moments = [torch.randn(numel).mul_(1e-2), torch.rand(numel).mul_(1e-3)]
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(2)).to(grad_dtype)
+    cut = numel // 3
+    common = {"bias2_sqrt": 0.3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    segments = [
+        Segment(begin=0, end=cut, step_size=1e-2, decay=0.99, l2=0.0, **common),
+        Segment(begin=cut, end=2 * cut, skip=True, step_size=1e-2, decay=1.0, l2=0.0, **common),
+        Segment(begin=2 * cut, end=numel, step_size=3e-3, decay=1.0, l2=0.1, **common),
+    ]
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        w, m, a, s, g = on(device, [weight, master, *moments, grad])
+        kernels.adamw(w, m, a, s, g, segments, grad_scale=0.7)
+        results.append([t for t in (w, m, a, s) if t is not None])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_cast_gives_the_bits_of_the_cpu(numel: int, source: torch.dtype, target: torch.dtype) -> None:
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        (given,) = on(device, [values(numel, 3, source)])
+        out = torch.empty(numel, dtype=target, device=device)
+        kernels.cast(out, given, scale=0.3)
+        results.append([out])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_split_and_join_give_the_bits_of_the_cpu(numel: int) -> None:
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        (given,) = on(device, [values(numel, 4)])
+        weight = torch.empty(numel, dtype=torch.bfloat16, device=device)
+        remainder = torch.empty(numel, dtype=torch.int16, device=device)
+        joined = torch.empty(numel, device=device)
+        kernels.split(weight, remainder, given)
+        kernels.join(joined, weight, remainder)
+        results.append([weight, remainder, joined])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_accumulation_and_block_sums_give_the_bits_of_the_cpu(numel: int, dtype: torch.dtype) -> None:
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        total, given = on(device, [values(numel, 5), values(numel, 6, dtype)])
+        kernels.accumulate(total, given)
+        results.append([total, *kernels.block_sumsq(given)])
+    assert same(*results)
