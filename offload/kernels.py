@@ -20,53 +20,13 @@ from torch import Tensor
 from native import Native, NativeUnavailable, load, load_cuda
 from offload import kernels_fallback as fallback
 from offload.errors import NativeError
+from offload.segment import Segment
+from offload.sizes import BLOCK_NUMEL
 
 __all__ = ["BLOCK_NUMEL", "Segment", "accumulate", "adamw", "block_sumsq", "cast", "crc32c", "isa", "join", "split"]
 
-BLOCK_NUMEL = fallback.BLOCK_NUMEL
-"""Elements per norm block, and what ranges start on."""
-
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOATS = tuple(_DTYPES)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One run of elements [begin, end) that share hyper-parameters.
-
-    Attributes:
-        begin: first element, relative to the tensors of the call.
-        end: one past the last element.
-        skip: leave the range as it is (a parameter without a gradient).
-        step_size: lr / (1 - beta1^t), with the parameter's own step count t = 1, 2, ...
-        bias2_sqrt: sqrt(1 - beta2^t).
-        decay: 1 - lr * weight_decay for decoupled decay (AdamW), else 1.
-        l2: weight_decay for Adam's L2 term, else 0.
-        beta1: decay rate of the first moment.
-        beta2: decay rate of the second moment.
-        eps: added to the denominator.
-    """
-
-    begin: int
-    end: int
-    skip: bool = False
-    step_size: float = 0.0
-    bias2_sqrt: float = 1.0
-    decay: float = 1.0
-    l2: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-
-    @property
-    def one_minus_beta1(self) -> float:
-        """1 - beta1 in double precision; rounded to fp32 only afterwards."""
-        return 1.0 - self.beta1
-
-    @property
-    def one_minus_beta2(self) -> float:
-        """1 - beta2 in double precision; rounded to fp32 only afterwards."""
-        return 1.0 - self.beta2
 
 
 def adamw(

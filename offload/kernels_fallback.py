@@ -9,16 +9,14 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from offload.kernels import Segment
+from offload.segment import Segment
+from offload.sizes import BLOCK_NUMEL
 
-BLOCK_NUMEL = 4096
 LANES = 16
 TILE_NUMEL = 32 * BLOCK_NUMEL
 CRC_LANES = 4096
