@@ -91,6 +91,10 @@ class FlatStorage:
         """True between `bind` and `unbind`."""
         return self._bound is not None
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if `tensor` looks into this storage."""
+        return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
+
     def bind(self, data: torch.Tensor) -> None:
         """Let `flat` and its views see the memory of `data` (uint8, its storage exactly as long).
 
@@ -111,7 +115,8 @@ class FlatStorage:
             self.flat.untyped_storage()._swap_data_ptr_(storage)  # type: ignore[attr-defined]
         else:
             self.flat.untyped_storage().resize_(self._nbytes)
-            self.flat.view(torch.uint8).copy_(data)
+            # Through .data: what autograd saved is bound, not modified.
+            self.flat.data.view(torch.uint8).copy_(data)
         self._bound = data
 
     def unbind(self) -> torch.Tensor:

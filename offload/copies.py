@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 
@@ -11,6 +12,10 @@ from offload.planes import Plane
 from offload.sizes import BLOCK_NUMEL
 
 CHUNK_BYTES = 2 << 20
+
+
+Fence: TypeAlias = "torch.cuda.Event | None"
+"""A mark in the order of work on a device; None on a CPU-only machine."""
 
 
 class CopyLane:
@@ -24,7 +29,7 @@ class CopyLane:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def fence(self) -> torch.cuda.Event | None:
+    def fence(self) -> Fence:
         """A mark behind everything the calling thread has enqueued: a block it released is free after it."""
         if self._stream is None:
             return None
@@ -32,7 +37,7 @@ class CopyLane:
         event.record()
         return event
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, fence: torch.cuda.Event | None) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
         """Copy on the lane's own stream, beside the computation, and wait for it."""
         if self._stream is None:
             target.copy_(source)
@@ -51,7 +56,7 @@ async def fetch_plane(
     into: torch.Tensor,
     arena: Arena,
     lane: CopyLane,
-    fence: torch.cuda.Event | None,
+    fence: Fence,
 ) -> None:
     """Fill `into` (uint8, on the compute device) with [begin, end) of `plane`.
 

@@ -44,12 +44,13 @@ class Transfer(Generic[T]):
         return self._future.result()
 
     def settle(self) -> BaseException | None:
-        """Block until settled; return the error instead of raising it."""
-        try:
-            self.result()
-        except Exception as error:
-            return error
-        return None
+        """Block until settled, however long; return the error instead of raising it."""
+        while not self._future.done():
+            try:
+                self._mover.block(self.what, self._future)
+            except WatchdogError as stalled:
+                warnings.warn(str(stalled), RuntimeWarning, stacklevel=2)
+        return None if self._future.cancelled() else self._future.exception()
 
 
 class Mover:
@@ -57,10 +58,14 @@ class Mover:
 
     Args:
         describe: called for the watchdog; returns one line per transfer in flight.
+        progress: called for the watchdog; a number that changes whenever bytes move.
     """
 
-    def __init__(self, describe: Callable[[], list[str]] | None = None) -> None:
+    def __init__(
+        self, describe: Callable[[], list[str]] | None = None, progress: Callable[[], int] | None = None
+    ) -> None:
         self._describe = describe or (lambda: [])
+        self._progress = progress or (lambda: 0)
         self.exposed = Stopwatch()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zero-mover", daemon=True)
@@ -83,41 +88,61 @@ class Mover:
         return self.post(what, job).result()
 
     def block(self, what: str, future: concurrent.futures.Future[Any]) -> None:
-        """Wait for `future`; the time counts as exposed. Warns, then raises, when nothing happens."""
+        """Wait for `future`; the time counts as exposed.
+
+        Warns after WARN_SECONDS in which no byte moved, and raises after RAISE_SECONDS of it: a long
+        job that gets on is none of the watchdog's business.
+
+        Raises:
+            WatchdogError: lists what is in flight.
+            StateError: called on the mover thread.
+        """
         self._check_not_mine(what)
-        begin, warned = time.perf_counter(), False
         with self.exposed.running():
-            while True:
-                waited = time.perf_counter() - begin
-                limit = RAISE_SECONDS if warned else WARN_SECONDS
-                try:
-                    future.exception(timeout=max(limit - waited, 0.001))
-                    return
-                except concurrent.futures.CancelledError:
-                    return
-                except (TimeoutError, concurrent.futures.TimeoutError):
-                    message = (
-                        f"{what}: no end after {limit:.0f} s; in flight: {'; '.join(self._describe()) or 'nothing'}"
-                    )
-                    if warned:
-                        raise WatchdogError(message) from None
-                    warnings.warn(message, RuntimeWarning, stacklevel=3)
+            since, known, warned = time.perf_counter(), self._progress(), False
+            while not _ended(future, min(WARN_SECONDS, RAISE_SECONDS) / 30):
+                reached = self._progress()
+                if reached != known:
+                    since, known, warned = time.perf_counter(), reached, False
+                stalled = time.perf_counter() - since
+                if stalled >= RAISE_SECONDS:
+                    raise WatchdogError(self._stall(what, stalled))
+                if stalled >= WARN_SECONDS and not warned:
+                    warnings.warn(self._stall(what, stalled), RuntimeWarning, stacklevel=3)
                     warned = True
 
+    def _stall(self, what: str, seconds: float) -> str:
+        in_flight = "; ".join(self._describe()) or "nothing"
+        return f"{what}: no byte moved and no end after {seconds:.0f} s; in flight: {in_flight}"
+
+    def is_current_thread(self) -> bool:
+        """True on the mover thread itself."""
+        return threading.current_thread() is self._thread
+
+    def end_soon(self, then: Callable[[], None]) -> None:
+        """`close` for the mover thread itself, which cannot wait for itself: `then` runs once all is done."""
+
+        async def end() -> None:
+            await self._drain()
+            then()
+            self._loop.stop()
+
+        self._closed = True
+        self._ending = self._loop.create_task(end())
+
     def close(self) -> None:
-        """Let what runs finish, then end the thread. Idempotent."""
-        if self._closed:
+        """Let what runs finish, then end the thread. Idempotent; after an interrupt it can be called again."""
+        if not self._thread.is_alive():
             return
         self._check_not_mine("closing the mover")
         self._closed = True
-        drained = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
-        self.block("closing the mover", drained)
+        self.block("closing the mover", asyncio.run_coroutine_threadsafe(self._drain(), self._loop))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def _check_not_mine(self, what: str) -> None:
-        if threading.current_thread() is self._thread:
+        if self.is_current_thread():
             raise StateError(f"{what}: the mover thread cannot wait for itself")
 
     def _run(self) -> None:
@@ -128,3 +153,9 @@ class Mover:
         me = asyncio.current_task()
         while tasks := [task for task in asyncio.all_tasks() if task is not me]:
             await asyncio.wait(tasks)
+
+
+def _ended(future: concurrent.futures.Future[Any], seconds: float) -> bool:
+    """Wait up to `seconds` for `future`; True once it has ended, well or not."""
+    done, _ = concurrent.futures.wait([future], timeout=seconds)
+    return bool(done)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from offload.aio import Aio
-from offload.errors import StateError
+from offload.errors import StateError, StorageError
 from offload.swapfile import SwapSpace
 
 
@@ -56,6 +56,13 @@ class Disk:
         """Write `buffer` (uint8, host) to the swap space. Raises StorageError."""
         await self._move(self.aio.write, offset, buffer)
         self.traffic.write_bytes += buffer.numel()
+
+    def close(self) -> None:
+        """Free the files, whatever the engine says: nothing may move any more."""
+        try:
+            self.aio.close()
+        finally:
+            self.swap.close()
 
     async def _move(self, move: object, offset: int, buffer: torch.Tensor) -> None:
         await settle_all(
@@ -142,8 +149,21 @@ class Plane:
 
     def strand(self, begin: int, end: int, data: torch.Tensor, written: Callable[[], None]) -> None:
         """A write of [begin, end) failed: let `data` be what the plane holds there until one succeeds."""
-        self._drop_stranded(begin, end)
+        self._supersede(begin, end, data)
         self._stranded.append(Stranded(begin, end, data, written))
+
+    async def rewrite_stranded(self) -> None:
+        """Try again to write what could not be written. Raises the first StorageError."""
+        failure: StorageError | None = None
+        for s in list(self._stranded):  # one by one: what one write supersedes gives its memory back
+            if s not in self._stranded:
+                continue
+            try:
+                await self.write(s.begin, s.end, s.data)
+            except StorageError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     async def _transfer(self, begin: int, end: int, buffer: torch.Tensor, *, write: bool) -> None:
         width = self.bytes_per_element
@@ -178,16 +198,13 @@ class Plane:
         for kept, given in self._overlaps(lo, hi, part):
             given.copy_(kept)
 
-    def _supersede(self, begin: int, end: int, written: torch.Tensor) -> None:
-        """[begin, end) is stored now: what was stranded inside is done with; what reaches further follows suit."""
-        self._drop_stranded(begin, end)
-        for kept, given in self._overlaps(begin, end, written):
-            kept.copy_(given)
-
-    def _drop_stranded(self, begin: int, end: int) -> None:
+    def _supersede(self, begin: int, end: int, newer: torch.Tensor) -> None:
+        """`newer` is the truth now: what was stranded inside is done with; what reaches further follows suit."""
         for s in [s for s in self._stranded if begin <= s.begin and s.end <= end]:
             self._stranded.remove(s)
             s.written()
+        for kept, given in self._overlaps(begin, end, newer):
+            kept.copy_(given)
 
     def _overlaps(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(stranded bytes, bytes of `buffer`) wherever both hold a part of [begin, end); the newest comes last."""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import torch
 
 from offload.copies import read_plane, write_plane
+from offload.errors import StorageError
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
 from zero.schedule.coordinator import Coordinator
@@ -29,26 +30,51 @@ class UnitEditor:
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
 
+    @property
+    def busy(self) -> bool:
+        """True while any unit is open."""
+        return any(self._opened.values())
+
     def open(self, indices: Iterable[int]) -> None:
-        """Bind each unit to a private copy, unless it is bound already."""
-        for index in indices:
-            self._opened[index] += 1
-            unit = self._layout.units[index]
-            if self._opened[index] > 1:
-                continue
-            self._coordinator.let_go(index)
-            if self._bound[index].bound:
-                # In use by a forward around us, or persistent: edits happen in place.
-                self._before[index] = self._bound[index].flat.detach().clone().view(torch.uint8)
-                continue
-            copy = torch.empty(unit.nbytes, dtype=torch.uint8, device=self._bound[index].flat.device)
-            self._before[index] = self.read(unit).to(copy.device)
-            copy.copy_(self._before[index])
-            self._bound[index].bind(copy)
-            self._coordinator.hold(index)
+        """Bind each unit to a private copy, unless it is bound already. All of them, or none.
+
+        Raises:
+            StorageError: a unit could not be read; nothing is open that was not before.
+        """
+        opened: list[int] = []
+        try:
+            for index in indices:
+                if not self._opened[index]:
+                    self._open_one(index)
+                self._opened[index] += 1
+                opened.append(index)
+        except BaseException:
+            self.close(opened)
+            raise
+
+    def _open_one(self, index: int) -> None:
+        bound = self._bound[index]
+        self._coordinator.let_go(index)
+        if bound.bound:
+            # In use by a forward around us, or persistent: edits happen in place.
+            self._before[index] = bound.flat.detach().clone().view(torch.uint8)
+            return
+        before = self.read(self._layout.units[index]).to(bound.flat.device)
+        copy = torch.empty_like(before)
+        copy.copy_(before)
+        self._before[index] = before
+        bound.bind(copy)
+        self._coordinator.hold(index)
 
     def close(self, indices: Iterable[int]) -> None:
-        """Store what changed since `open` and release what it bound."""
+        """Store what changed since `open` and release what it bound.
+
+        Every unit is released whatever happens; an edit that cannot be written stays in memory.
+
+        Raises:
+            StorageError: the first failure.
+        """
+        changes: list[tuple[Unit, torch.Tensor, torch.Tensor]] = []
         for index in indices:
             self._opened[index] -= 1
             if self._opened[index]:
@@ -56,14 +82,17 @@ class UnitEditor:
             bound = self._bound[index]
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
-            changed = not torch.equal(before, after)
-            after = after.clone() if changed else before
+            if not torch.equal(before, after):
+                changes.append((self._layout.units[index], before.cpu(), after.cpu().clone()))
             if self._coordinator.held(index):
                 self._coordinator.unhold(index)
                 bound.unbind()
-            if changed:
-                job = self._store(self._layout.units[index], before.cpu(), after.cpu())
-                self._storage.mover.run(f"storing edits of {self._layout.units[index].name}", job)
+        error: BaseException | None = None
+        for unit, before, after in changes:
+            transfer = self._storage.mover.post(f"storing edits of {unit.name}", self._store(unit, before, after))
+            error = error or transfer.settle()
+        if error is not None:
+            raise error
 
     def read(self, unit: Unit) -> torch.Tensor:
         """A copy of the unit's weights as uint8 in host memory."""
@@ -91,7 +120,18 @@ class UnitEditor:
         """New weights; where one changed, its remainder no longer means anything and becomes 0."""
         space = self._layout.space_of(unit)
         plane = self._storage.weights[space]
-        await write_plane(plane, unit.begin, unit.end, after, self._storage.arena)
+        error: StorageError | None = None
+        try:
+            await write_plane(plane, unit.begin, unit.end, after, self._storage.arena)
+        except StorageError as failure:
+            plane.strand(unit.begin, unit.end, after, _nothing)
+            error = failure
+        await self._clear_remainders(unit, before, after)
+        if error is not None:
+            raise error
+
+    async def _clear_remainders(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
+        space = self._layout.space_of(unit)
         if not (unit.trainable and self._layout.spaces[space].split):
             return
         edited = before.view(torch.int16) != after.view(torch.int16)
@@ -125,6 +165,17 @@ class UnitEditor:
                 record = Record.over(staged.bytes, group.end - group.begin, self._layout.spaces[index].split)
                 lo, hi = max(unit.begin, group.begin) - group.begin, min(unit.end, group.end) - group.begin
                 if await visit(record, lo, hi):
-                    await staged.write()
+                    await self._write_back(staged)
             finally:
                 block.release()
+
+    async def _write_back(self, staged: Staged) -> None:
+        try:
+            await staged.write()
+        except StorageError:
+            staged.plane.strand(staged.begin, staged.end, staged.host_bytes.clone(), _nothing)
+            raise
+
+
+def _nothing() -> None:
+    """A stranded copy of its own needs nobody to be told."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -15,19 +16,21 @@ from offload.binding import Poison
 from offload.errors import ConfigError, StateError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
+from zero.accessors import ConfigAccessors
 from zero.adoption import Adoption, read_parameter
+from zero.backward import BackwardWatch
 from zero.config import Config
 from zero.editing import UnitEditor
 from zero.keeping import EngineKeeper
 from zero.machine import read_machine
-from zero.optim.clipping import clip_coefficient
 from zero.optim.gradients import Gradients
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pipeline import StepArguments, SubGroupPipeline
+from zero.optim.pipeline import SubGroupPipeline
+from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
 from zero.params.initialisation import forget, provisional_source
-from zero.params.layout import Slot, SubGroup, Unit, build_layout
+from zero.params.layout import Slot, Unit, build_layout
 from zero.params.released import is_kept, keeper_of
 from zero.params.units import CoveredUnit, CoverRules, Leaf, collect_leaves, cover, nested_numel
 from zero.planner import Planner
@@ -42,7 +45,7 @@ LIVE_UNITS = 4
 """An explicit live limit is cut into this many units at least."""
 
 
-class ZeroEngine(nn.Module):
+class ZeroEngine(ConfigAccessors, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -57,13 +60,12 @@ class ZeroEngine(nn.Module):
     ) -> None:
         super().__init__()
         self._closed = False
-        self.generation = 0
         self._config, self.device = config, device
         self._in_place = os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
         self._threads = max(torch.get_num_threads(), 1)
         self._leaves = collect_leaves(model)
         self._index_of = {id(leaf.parameter): leaf.index for leaf in self._leaves}
-        self.optimizer = ZeroOptimizer(groups, self._take_step, self.zero_grad) if groups else None
+        self.optimizer = ZeroOptimizer(groups, self._optimizer_step, self.zero_grad) if groups else None
         if self.optimizer is not None and groups is not None:
             self.optimizer.param_groups = groups
         self.lr_scheduler: Any = None
@@ -76,10 +78,12 @@ class ZeroEngine(nn.Module):
         ).make()
         logger.info("%s", self.plan.table())
         self._storage = Storage(self._layout, self.plan, config, device)
+        # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
+        self._finalizer = weakref.finalize(self, Storage.abandon, self._storage)
         try:
             self._build(model, covered)
         except BaseException:
-            self._storage.close()
+            self._undo_build()
             raise
         self.module = model
         self.train(model.training)
@@ -113,25 +117,35 @@ class ZeroEngine(nn.Module):
         compute = device if self._config.zero_optimization.offload_optimizer.device == "none" else torch.device("cpu")
         self._coordinator = Coordinator(layout, self._bound, storage, self.plan.limits, self._in_place)
         self._gradients = Gradients(layout, storage, device, self._in_place, self._threads)
-        self._pipeline = SubGroupPipeline(layout, storage, self._gradients, compute, self._threads)
+        pipeline = SubGroupPipeline(layout, storage, self._gradients, compute, self._threads)
+        self._stepper = Stepper(layout, self.plan.sub_groups, self._gradients, pipeline, self._step_done)
         scopes: dict[nn.Module, list[int]] = {}
         for index, unit in enumerate(covered):
             for module in unit.scopes:
                 scopes.setdefault(module, []).append(index)
-        self._hooks = ModuleHooks(model, scopes, self._coordinator, self)
+        self._watch = BackwardWatch(self._coordinator, self._gradients, self._check_open)
+        self._hooks = ModuleHooks(model, scopes, self._bound, self._coordinator, self._watch)
         editor = UnitEditor(layout, self._bound, storage, self._coordinator, compute)
         self._keeper = EngineKeeper(self, self._bound, self._coordinator, self._hooks, editor)
         self._adopt(compute)
+        self._hooks.install()
         move_buffers(model, device, torch.bfloat16 if self._config.bf16.enabled else None)
         self._coordinator.bind_persistent()
-        self._handles = [handle for bound in self._bound for handle in self._watch_gradients(bound)]
+        self._watch.install(self._bound)
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
-        self._grad_norm: float | None = None
-        self._due: list[SubGroup] = []
-        self._arguments: StepArguments | None = None
-        self._outermost_backward = False
+
+    def _undo_build(self) -> None:
+        """Initialisation failed: the model gets back what the planes have taken, and no hook stays."""
+        self._closed = True
+        try:
+            if hasattr(self, "_keeper"):
+                self._hooks.remove()
+                self._keeper.return_values()
+        finally:
+            self._finalizer.detach()
+            self._storage.close()
 
     def _adopt(self, compute: torch.device) -> None:
         def read(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
@@ -145,33 +159,18 @@ class ZeroEngine(nn.Module):
         Adoption(self._layout, self._bound, self._storage, compute, read, done).run()
         return_freed_memory()
 
-    def _watch_gradients(self, bound: BoundUnit) -> Iterator[Any]:
-        for position, parameter in enumerate(bound.parameters):
-            if parameter.requires_grad:
-                receiver = self._receiver(bound.unit, position)
-                yield parameter.register_post_accumulate_grad_hook(receiver)  # type: ignore[no-untyped-call]
-
-    def _receiver(self, unit: Unit, position: int) -> Callable[[nn.Parameter], None]:
-        def receive(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None or not unit.trainable:
-                return
-            self._announce_backward()
-            if self._gradients.arrive(unit.index, position, gradient):
-                self._gradients.flush(unit.index)
-                if unit.index in self._hooks.closes_on_arrival:
-                    self._hooks.closes_on_arrival.discard(unit.index)
-                    self._coordinator.end_backward_use(unit.index)
-
-        return receive
-
     # ---- the training loop --------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched."""
         self.ready("forward")
-        with self._forward.running():
-            return self.module(*args, **kwargs)
+        try:
+            with self._forward.running():
+                return self.module(*args, **kwargs)
+        except BaseException:
+            # torch calls no hooks for an interrupt: uses would stay open for ever.
+            self._hooks.reset()
+            raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of one micro-batch; divides the loss by the accumulation steps unless told not to.
@@ -186,26 +185,25 @@ class ZeroEngine(nn.Module):
             loss = loss / accumulation
         with self._backward.running():
             self._coordinator.accumulating = not self.is_gradient_accumulation_boundary()
-            self._outermost_backward = True
-            try:
+            with self._watch.outermost():
                 loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-                self._end_backward()
-            finally:
-                self._outermost_backward = False
-                self._coordinator.end_backward()
         return loss
 
     def step(self) -> None:
         """On an accumulation boundary: norm, clipping, update of every sub-group. Else only counts.
 
         Raises:
-            StorageError: a transfer failed. What is left to do is kept: the next call goes on with it.
+            StorageError: a transfer failed. The step is kept and finished by the next call of the engine;
+                calling `step()` again is such a call, and no second step.
         """
-        self.ready("step")
-        boundary = self.is_gradient_accumulation_boundary()
-        if boundary:
-            self._take_step()
+        self._check_open("step")
+        if self._stepper.pending:
+            self._finish_step()
+            return
+        if self.is_gradient_accumulation_boundary():
+            self._fix_step()
         self.micro_steps += 1
+        self._finish_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when the next `step()` updates the parameters."""
@@ -219,43 +217,43 @@ class ZeroEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated since the last step."""
-        if not self._closed and hasattr(self, "_gradients"):
+        if not self._closed:
+            self._finish_step()
             self._gradients.clear()
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the gradients of the last step, before clipping; None before the first."""
-        return self._grad_norm
+        return self._stepper.norm
 
-    def _take_step(self) -> None:
+    def _optimizer_step(self) -> None:
+        """`optimizer.step()`: a step now, whatever the micro-step counter says."""
+        self._check_open("optimizer.step")
+        if not self._stepper.pending:
+            self._fix_step()
+        self._finish_step()
+
+    def _fix_step(self) -> None:
         if self.optimizer is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
+        if self._keeper.editing:
+            raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
         with self._step.running():
-            self._gradients.flush_all()
-            self._gradients.settle()
-            self._grad_norm = self._gradients.norm()
-            scale = clip_coefficient(self._grad_norm, self._config.gradient_clipping)
-            contributed = {
-                slot.index
-                for unit in self._layout.units
-                if unit.trainable
-                for slot, has in zip(unit.slots, self._gradients.contributed(unit.index), strict=True)
-                if has
-            }
+            self._watch.end_stray()
+            self._coordinator.check_idle()
+            self._stepper.fix(self.optimizer, self._index_of, self._config.gradient_clipping)
             self._coordinator.release_all()
-            self._arguments = StepArguments(self.optimizer.values_for_step(self._index_of, contributed), scale)
-            self._due = list(self.plan.sub_groups)
-            self.generation += 1
-            self._finish_step()
+            self._watch.generation += 1
 
     def _finish_step(self) -> None:
-        if self._arguments is None:
-            return
-        self._pipeline.run(self._due, self._arguments)
-        self._arguments = None
-        self._gradients.clear()
+        with self._step.running():
+            self._stepper.finish()
+
+    def _step_done(self) -> None:
+        self._coordinator.bind_persistent()
         self.global_steps += 1
-        if self.lr_scheduler is not None and self.optimizer is not None:
+        if self.optimizer is not None:
             self.optimizer.mark_stepped()
+        if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
     def ready(self, what: str) -> None:
@@ -265,42 +263,12 @@ class ZeroEngine(nn.Module):
             StateError: closed.
             StorageError: the step still cannot be completed.
         """
-        if self._closed:
-            raise StateError(f"{what}: the engine is closed")
+        self._check_open(what)
         self._finish_step()
 
-    # ---- events of backward -------------------------------------------------------------------
-
-    def before_backward(self, generation: int) -> None:
-        """Called by the hooks when gradients reach a graph that was made in step `generation`."""
-        if generation != self.generation:
-            raise StateError(
-                "backward: this graph was made before the last step(); its weights have changed since. "
-                "Run the forward again"
-            )
-        self._announce_backward()
-
-    def unit_passed(self, index: int) -> None:
-        """Called by the hooks when gradients have passed a call's inputs: the unit is no longer needed."""
-        self._gradients.flush(index)
-        self._coordinator.end_backward_use(index)
-
-    def _announce_backward(self) -> None:
-        """A backward that was not started by `backward()`: still be told when it ends."""
-        if self._outermost_backward:
-            return
-        self._outermost_backward = True
-
-        def finished() -> None:
-            self._outermost_backward = False
-            self._end_backward()
-
-        torch.autograd.Variable._execution_engine.queue_callback(finished)
-
-    def _end_backward(self) -> None:
-        self._gradients.flush_all()
-        self._hooks.closes_on_arrival.clear()
-        self._coordinator.end_backward()
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise StateError(f"{what}: the engine is closed")
 
     # ---- looking at values --------------------------------------------------------------------
 
@@ -351,17 +319,20 @@ class ZeroEngine(nn.Module):
     def close(self) -> None:
         """Give everything back: hooks, memory, threads, files. The parameters' values are gone. Idempotent."""
         if self._closed:
+            self._storage.close()  # an interrupt may have stopped the first attempt
             return
         self._closed = True
-        self._hooks.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._gradients.clear()
-        self._coordinator.abandon_backward()
-        self._coordinator.end_forward()
-        self._coordinator.take_all_bound()
-        self._storage.close()
-        return_freed_memory()
+        self._finalizer.detach()
+        try:
+            self._hooks.remove()
+            self._watch.remove()
+            self._gradients.clear()
+            self._hooks.reset()
+            self._coordinator.end_backward()
+            self._coordinator.release_all()
+        finally:
+            self._storage.close()
+            return_freed_memory()
         logger.debug("engine closed after %d steps", self.global_steps)
 
     def destroy(self) -> None:

@@ -63,6 +63,11 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         raise ConfigError("initialize: model is missing")
     if mpu is not None or mesh_param is not None:
         raise ConfigError("initialize: mpu and mesh_param are not available; leave them out")
+    if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "lr_scheduler: ReduceLROnPlateau needs a metric at each step; call its step(metric) yourself "
+            "on the optimizer that initialize returns"
+        )
     _show_log()
     loaded = _read_config(args, config if config is not None else config_params)
     groups = groups_from(optimizer, model_parameters, model, loaded)

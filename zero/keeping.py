@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from offload.errors import StateError
 from zero.editing import UnitEditor
 from zero.params.binding import BoundUnit
 from zero.params.layout import Slot
-from zero.params.released import name_of, unmark
+from zero.params.released import is_kept, keeper_of, name_of, unmark
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks, in_backward
 
@@ -47,6 +47,7 @@ class EngineKeeper:
             editor,
         )
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
+        self._dtype_of = {id(p): p.dtype for b in bound for p in b.parameters}
         self._place_of = {
             name: (b, slot, parameter)
             for b in bound
@@ -66,20 +67,15 @@ class EngineKeeper:
         self._owner.ready(f"parameter {name_of(parameter)}")
         if self._coordinator.bound(index):
             return
-        if in_backward():
-            self._coordinator.begin_recompute(index)
-        elif self._hooks.in_forward:
-            self._coordinator.begin_forward_use(index, backward_follows=torch.is_grad_enabled())
-        else:
+        if not (in_backward() or self._hooks.in_forward):
             raise StateError(
                 f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) is released: its values are not on "
                 "the device outside forward and backward; wrap the access in zero.GatheredParameters([parameter])"
             )
+        self._hooks.borrow(index)
 
     def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
-        """The backward of what was computed from fetched parameters needs them again."""
-        if torch.is_grad_enabled() and not in_backward():
-            self._hooks.register_output([self._unit_of[id(p)] for p in parameters], result, gated=False)
+        """Nothing to do: the call that borrowed them answers for their backward."""
 
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins."""
@@ -88,15 +84,36 @@ class EngineKeeper:
 
     def close(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` ends."""
-        self._owner.ready("GatheredParameters")
         self._editor.close(self._units_of(parameters))
 
+    @property
+    def editing(self) -> bool:
+        """True inside `GatheredParameters`."""
+        return self._editor.busy
+
     def give_back(self) -> None:
-        """Make every parameter an ordinary one that holds its weights, and close the engine."""
-        values = {slot.name: self.weights(slot.name) for bound in self._bound for slot in bound.unit.slots}
-        self._owner.close()
-        for name, value in values.items():
-            parameter = self.parameter(name)
+        """Make every parameter an ordinary one that holds its values, and close the engine.
+
+        Raises:
+            StateError: the engine is closed already; the values are gone.
+        """
+        self._owner.ready("taking the model back from the engine that keeps its values")
+        self.return_values(self._owner.close)
+
+    def return_values(self, close: Callable[[], None] | None = None) -> None:
+        """Read back what the planes hold, then call `close`, then make the parameters ordinary ones.
+
+        A parameter that was fp32 in the model comes back as its fp32 master, so nothing is rounded.
+        """
+        values: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for bound in self._bound:
+            for slot, parameter in zip(bound.unit.slots, bound.parameters, strict=True):
+                if is_kept(parameter) and keeper_of(parameter) is self:
+                    exact = self._dtype_of[id(parameter)] == torch.float32
+                    values.append((parameter, self.master(slot.name) if exact else self.weights(slot.name)))
+        if close is not None:
+            close()
+        for parameter, value in values:
             unmark(parameter)
             with torch.no_grad():
                 parameter.data = value
@@ -126,6 +143,8 @@ class EngineKeeper:
     def moments(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of one parameter's `exp_avg` and `exp_avg_sq`, fp32 on the host."""
         bound, slot, _ = self._place(name)
+        if not bound.unit.trainable:
+            raise StateError(f"parameter {name} is not trained by this engine: it has no moments")
         records = self._editor.read_records(bound.unit)
         return {key: self._cut(records[key], slot) for key in ("exp_avg", "exp_avg_sq")}
 

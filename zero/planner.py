@@ -178,7 +178,7 @@ class Planner:
         """Spend the host budget: what must be there, the working set, then caches in a fixed order."""
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
         plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
-        can_spill = gradient_home == HOST and NVME in (self.param_tier, self.state_tier)
+        can_spill = gradient_home == HOST and self._uses_disk()
         fixed = 0
         if self.param_tier == HOST:
             fixed += sum(self._weight_bytes(unit) for unit in self.movable)
@@ -191,7 +191,7 @@ class Planner:
         else:
             spill = can_spill
             rest = budget - fixed - (0 if spill else gradients)
-        numel = self._sub_group_numel(plan, rest, spill)
+        numel, full = self._sub_group_numel(plan, rest, spill)
         plan.sub_groups = self.layout.sub_groups(numel)
         plan.arena_bytes = self._arena_bytes(plan, numel, spill)
         if rest is not None and budget is not None:
@@ -201,32 +201,46 @@ class Planner:
                     f"memory_budget.host: {budget:,} bytes are too few; this model takes at least "
                     f"{budget - rest:,} with offload_param {self.param_tier} and offload_optimizer {self.state_tier}"
                 )
+        if rest is not None and not full:
+            rest = 0
         rest = self._cache_weights(plan, rest)
         if spill:
             rest = self._cache_gradients(plan, rest or 0)
         self._cache_records(plan, rest)
 
-    def _sub_group_numel(self, plan: Plan, rest: int | None, spill: bool) -> int:
+    def _sub_group_numel(self, plan: Plan, rest: int | None, spill: bool) -> tuple[int, bool]:
+        """(elements of a sub-group, is that the full size).
+
+        With little memory the size goes down by powers of two, and what is left over is not spent on
+        caches: a cache that shrinks when the sub-groups grow would make traffic rise with the budget.
+        """
         largest_space = max((space.numel for space in self.layout.spaces if space.trainable), default=BLOCK_NUMEL)
-        limit = min(SUB_GROUP_NUMEL_MAX, align_up(-(-largest_space // RECORDS_IN_FLIGHT), BLOCK_NUMEL))
+        full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-largest_space // RECORDS_IN_FLIGHT), BLOCK_NUMEL))
         explicit = self.config.zero_optimization.sub_group_size
         if explicit is not None:
-            limit = min(limit, explicit)
-        per_element = self._staged_bytes_per_element(spill) * plan.records_in_flight
-        if rest is not None and per_element:
-            limit = min(limit, max(rest - self._staging_bytes(), 0) // per_element)
-        return max(limit // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+            full = min(full, explicit)
+        full = max(full // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+        if rest is None or self._arena_bytes(plan, full, spill) <= rest:
+            return full, True
+        numel = BLOCK_NUMEL
+        while 2 * numel < full and self._arena_bytes(plan, 2 * numel, spill) <= rest:
+            numel *= 2
+        return numel, numel == full
 
     def _staged_bytes_per_element(self, spill: bool) -> int:
-        """Arena bytes per element of a sub-group in flight: whatever of it is not in memory."""
+        """Arena bytes per element of a sub-group in flight: whatever of it may not be in memory."""
         widths = [0]
         for space in self.layout.spaces:
             if space.trainable:
                 width = space.record_bytes if self.state_tier == NVME else 0
                 width += space.dtype.itemsize if self._weights_staged() else 0
-                width += (4 if self.wide else space.dtype.itemsize) if spill else 0
+                # An unannounced second backward widens a gradient, on disk when memory is budgeted.
+                width += 4 if spill or (self.host_budget is not None and self._uses_disk()) else 0
                 widths.append(width)
         return max(widths)
+
+    def _uses_disk(self) -> bool:
+        return NVME in (self.param_tier, self.state_tier)
 
     def _weights_staged(self) -> bool:
         """True when an update works on a copy of the weights: they are on NVMe, or on a GPU while states are not."""
@@ -241,8 +255,7 @@ class Planner:
         if offload.buffer_count and offload.buffer_size:
             width = max((unit.dtype.itemsize for unit in self.layout.units), default=2)
             wanted = min(wanted, max(offload.buffer_count * offload.buffer_size * width // chunk, 2) * chunk)
-        uses_disk = NVME in (self.param_tier, self.state_tier)
-        return wanted if uses_disk else 0
+        return wanted if self._uses_disk() else 0
 
     def _arena_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
         # One page per leased part: a record, its weights and its gradients are leased apart.

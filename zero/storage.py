@@ -35,7 +35,8 @@ class Storage:
         self._regions: list[MemoryRegion] = []
         self._planes: list[Plane] = []
         self.disk = self._open_disk(config)
-        self.mover = Mover(self.disk.aio.in_flight if self.disk else None)
+        aio = self.disk.aio if self.disk else None
+        self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks) if aio else Mover()
         try:
             self.arena = Arena("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu"), pinned=self._pinned)
             self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
@@ -73,12 +74,30 @@ class Storage:
             )
         return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk))
 
+    async def rewrite_stranded(self) -> None:
+        """Try again to write what could not be written. Raises StorageError if it still cannot be."""
+        for plane in self._planes:
+            await plane.rewrite_stranded()
+
     def close(self) -> None:
-        """Free everything. Idempotent."""
-        if self.disk is not None:
-            disk, self.disk = self.disk, None
-            self.mover.run("closing the I/O engine", _close_disk(disk))
+        """Let what moves finish, then free everything. Idempotent."""
         self.mover.close()
+        self._end_disk()
+        self._free()
+
+    def abandon(self) -> None:
+        """`close` for an engine that nobody holds any more; safe on any thread, and when Python exits."""
+        if self.mover.is_current_thread():
+            self.mover.end_soon(self._end_disk)
+        else:
+            self.close()
+
+    def _end_disk(self) -> None:
+        disk, self.disk = self.disk, None
+        if disk is not None:
+            disk.close()
+
+    def _free(self) -> None:
         for plane in self._planes:
             plane.close()
         for region in self._regions:
@@ -153,11 +172,6 @@ class Storage:
     def _kept(self, plane: Plane) -> Plane:
         self._planes.append(plane)
         return plane
-
-
-async def _close_disk(disk: Disk) -> None:
-    disk.aio.close()
-    disk.swap.close()
 
 
 def _swap_paths(config: Config) -> list[str]:

@@ -201,9 +201,7 @@ def test_ways_of_submitting_move_the_same_bytes(
     assert np.array_equal(got, wanted)
 
 
-def test_a_queue_of_one_serves_requests_in_the_order_they_came(
-    start_engine: Callable[..., Engine], file: int
-) -> None:
+def test_a_queue_of_one_serves_requests_in_the_order_they_came(start_engine: Callable[..., Engine], file: int) -> None:
     os.pwrite(file, noise(64 * CHUNK).tobytes(), 0)
     engine = start_engine(queue_depth=1, threads=1)
     order = list(engine.run(*((tag, READ, file, 0, np.zeros((9 - tag) * CHUNK, np.uint8)) for tag in range(8))))

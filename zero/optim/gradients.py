@@ -16,13 +16,34 @@ import torch
 
 from offload import kernels
 from offload.arena import Block
-from offload.errors import StateError
+from offload.copies import Fence
+from offload.errors import StateError, StorageError
 from offload.mover import Transfer
 from offload.planes import Plane
 from zero.params.layout import Layout, Slot, Unit
 from zero.storage import Storage
 
 CHUNK_NUMEL = 256 * 1024
+
+
+@dataclass(slots=True)
+class Flush:
+    """One contribution on its way to the disk, chunk by chunk. It goes on where a failure stopped it."""
+
+    buffer: torch.Tensor
+    block: Block
+    arrived: list[Slot]
+    again: list[bool]
+    """Per slot in `arrived`: is it added to an earlier contribution?"""
+    first: bool
+    """The plane holds nothing for this step yet."""
+    fence: Fence
+    position: int = 0
+    """Elements that have been dealt with."""
+    sums: list[np.ndarray] = field(default_factory=list)
+    nonfinite: int = 0
+    transfer: Transfer[None] | None = None
+    """The attempt under way; None after a failure."""
 
 
 @dataclass(slots=True)
@@ -42,7 +63,8 @@ class UnitGradient:
     """Flat gradient, unit.numel elements of unit.dtype."""
     block: Block | None = None
     """The lease behind `buffer`; None when it is the plane's own memory."""
-    transfer: Transfer[None] | None = None
+    flush: Flush | None = None
+    """What is being stored; its block is leased until that has succeeded."""
     sums: np.ndarray | None = None
     """fp64 sum of squares per block of 4096."""
     nonfinite: int = 0
@@ -99,22 +121,30 @@ class Gradients:
             return
         if not state.empty and state.dtype != torch.float32 and any(state.contributions[p] for p in state.arrived):
             self._widen(state)
-        buffer, block = state.buffer, state.block
         arrived = [state.unit.slots[position] for position in state.arrived]
-        first = state.empty
+        again = [state.contributions[position] > 0 for position in state.arrived]
+        buffer, block, first = state.buffer, state.block, state.empty
         home = state.plane.memory(state.unit.begin, state.unit.end)
         state.buffer = state.block = None
-        if block is None or home is not None:
-            self._flush_to_memory(state, buffer, block, home, first)
-            if block is not None:
-                block.release()
-        else:
-            known = list(state.contributions)
-            job = self._flush_to_disk(state, buffer, block, arrived, known)
-            state.transfer = self._storage.mover.post(f"storing the gradient of {state.unit.name}", job)
         for position in state.arrived:
             state.contributions[position] += 1
         state.arrived = []
+        if block is not None and home is None:
+            state.flush = Flush(buffer, block, arrived, again, first, self._storage.lane.fence())
+            self._start_flush(state, state.flush)
+            return
+        if home is None:
+            raise StateError(f"gradient of {state.unit.name}: no home in memory")
+        stored = home.view(state.dtype)
+        if block is not None:
+            source = buffer.to(stored.device)
+            for slot, is_again in zip(arrived, again, strict=True):
+                self._add(stored, source, slot, 0, state.unit.numel, again=is_again)
+            block.release()
+        if first:
+            _zero_gaps(stored, state.unit, arrived, 0)
+        sums, nonfinite = kernels.block_sumsq(stored, threads=self._threads)
+        state.sums, state.nonfinite = sums.cpu().numpy(), int(nonfinite.sum())
 
     def flush_all(self) -> None:
         """End of a backward: nothing waits in a buffer any more."""
@@ -129,11 +159,13 @@ class Gradients:
     def clear(self) -> None:
         """Forget all contributions: after a step, or zero_grad."""
         for state in self._units.values():
-            if state.transfer is not None:
-                state.transfer.settle()
+            if state.flush is not None:
+                if state.flush.transfer is not None:
+                    state.flush.transfer.settle()
+                state.flush.block.release()
             if state.block is not None:
                 state.block.release()
-            state.transfer = state.buffer = state.block = state.sums = None
+            state.flush = state.buffer = state.block = state.sums = None
             state.arrived, state.contributions, state.nonfinite = [], [0] * len(state.unit.slots), 0
             state.plane = state.narrow_plane
             state.dtype = self._storage.gradient_dtype(state.unit)
@@ -181,10 +213,32 @@ class Gradients:
         state.block = block or pool.lease(unit.nbytes, f"gradient of {unit.name}")
         state.buffer = state.block.data.view(unit.dtype)
 
+    def _start_flush(self, state: UnitGradient, flush: Flush) -> None:
+        job = self._flush_to_disk(state, flush)
+        flush.transfer = self._storage.mover.post(f"storing the gradient of {state.unit.name}", job)
+
     def _settle(self, state: UnitGradient) -> None:
-        if state.transfer is not None:
-            transfer, state.transfer = state.transfer, None
+        """Wait until nothing of the unit is on its way. After a failure the next call tries again.
+
+        Blocks are given back here and not by the mover: one thread owns the pool.
+        """
+        flush = state.flush
+        if flush is None:
+            return
+        if flush.transfer is None:
+            self._start_flush(state, flush)
+        transfer = flush.transfer
+        if transfer is None:
+            raise StateError(f"gradient of {state.unit.name}: nothing is on its way")
+        try:
             transfer.result()
+        finally:
+            if transfer.settled():
+                flush.transfer = None
+            if transfer.settled() and flush.position == state.unit.numel:
+                state.sums, state.nonfinite = np.concatenate(flush.sums), flush.nonfinite
+                state.flush = None
+                flush.block.release()
 
     def _widen(self, state: UnitGradient) -> None:
         """Move a 16-bit gradient to an fp32 home: a second contribution is about to be added."""
@@ -213,53 +267,48 @@ class Gradients:
             finally:
                 block.release()
 
-    def _flush_to_memory(
-        self, state: UnitGradient, buffer: torch.Tensor, block: Block | None, home: torch.Tensor | None, first: bool
-    ) -> None:
-        if home is None:
-            raise StateError(f"gradient of {state.unit.name}: no home in memory")
-        stored = home.view(state.dtype)
-        if block is not None:
-            if buffer.device != stored.device:
-                buffer = buffer.to(stored.device)
-            for position in state.arrived:
-                slot = state.unit.slots[position]
-                self._add(stored, buffer, slot, 0, state.unit.numel, again=bool(state.contributions[position]))
-        if first:
-            _zero_gaps(stored, state.unit, [state.unit.slots[p] for p in state.arrived], 0)
-        sums, nonfinite = kernels.block_sumsq(stored, threads=self._threads)
-        state.sums, state.nonfinite = sums.cpu().numpy(), int(nonfinite.sum())
+    async def _flush_to_disk(self, state: UnitGradient, flush: Flush) -> None:
+        """Store or add the contribution, from `flush.position` on.
 
-    async def _flush_to_disk(
-        self, state: UnitGradient, buffer: torch.Tensor, block: Block, arrived: list[Slot], known: list[int]
-    ) -> None:
-        unit, width = state.unit, state.dtype.itemsize
-        first = not any(known)
-        sums: list[np.ndarray] = []
-        nonfinite = 0
-        try:
-            for lo in range(0, unit.numel, CHUNK_NUMEL):
-                hi = min(lo + CHUNK_NUMEL, unit.numel)
-                chunk = await self._storage.arena.lease_when_free((hi - lo) * width, "gradient chunk")
+        A chunk whose old values cannot be read is untouched, and the flush goes on there next time. A
+        chunk that cannot be written is complete in memory: the plane keeps a copy until it can be.
+        """
+        unit, width, arena = state.unit, state.dtype.itemsize, self._storage.arena
+        error: BaseException | None = None
+        while flush.position < unit.numel:
+            lo, hi = flush.position, min(flush.position + CHUNK_NUMEL, unit.numel)
+            chunk = await arena.lease_when_free((hi - lo) * (width + flush.buffer.element_size()), "gradient chunk")
+            try:
+                raw = chunk.data[: (hi - lo) * width]
+                if not flush.first:
+                    await state.plane.read(unit.begin + lo, unit.begin + hi, raw)
+                source = flush.buffer[lo:hi]
+                if source.device != raw.device:
+                    copied = chunk.data[(hi - lo) * width :].view(source.dtype)
+                    self._storage.lane.copy(copied, source, flush.fence)
+                    source = copied
+                self._store_chunk(state, flush, raw.view(state.dtype), source, lo)
+                flush.position = hi
                 try:
-                    stored = chunk.data.view(state.dtype)
-                    if not first:
-                        await state.plane.read(unit.begin + lo, unit.begin + hi, chunk.data)
-                    source = buffer[lo:hi].to(stored.device)
-                    for slot in arrived:
-                        again = known[unit.slots.index(slot)] > 0
-                        self._add(stored, source, slot, lo, hi, again=again)
-                    if first:
-                        _zero_gaps(stored, unit, arrived, lo)
-                    part, bad = kernels.block_sumsq(stored, threads=self._threads)
-                    sums.append(part.numpy())
-                    nonfinite += int(bad.sum())
-                    await state.plane.write(unit.begin + lo, unit.begin + hi, chunk.data)
-                finally:
-                    chunk.release()
-        finally:
-            block.release()
-        state.sums, state.nonfinite = np.concatenate(sums), nonfinite
+                    await state.plane.write(unit.begin + lo, unit.begin + hi, raw)
+                except StorageError as failure:
+                    state.plane.strand(unit.begin + lo, unit.begin + hi, raw.clone(), _nothing)
+                    error = error or failure
+            finally:
+                chunk.release()
+        if error is not None:
+            raise error
+
+    def _store_chunk(
+        self, state: UnitGradient, flush: Flush, stored: torch.Tensor, source: torch.Tensor, lo: int
+    ) -> None:
+        for slot, again in zip(flush.arrived, flush.again, strict=True):
+            self._add(stored, source, slot, lo, lo + stored.numel(), again=again)
+        if flush.first:
+            _zero_gaps(stored, state.unit, flush.arrived, lo)
+        sums, nonfinite = kernels.block_sumsq(stored, threads=self._threads)
+        flush.sums.append(sums.numpy())
+        flush.nonfinite += int(nonfinite.sum())
 
     def _add(self, stored: torch.Tensor, source: torch.Tensor, slot: Slot, lo: int, hi: int, *, again: bool) -> None:
         """Put or add the slot's part of [lo, hi); `stored` and `source` begin at element lo of the unit."""
@@ -286,3 +335,7 @@ def _zero_gaps(stored: torch.Tensor, unit: Unit, arrived: list[Slot], lo: int) -
         if position >= hi:
             return
     stored[position - lo :].zero_()
+
+
+def _nothing() -> None:
+    """A stranded copy of its own needs nobody to be told."""

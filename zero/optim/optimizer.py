@@ -100,12 +100,14 @@ def groups_from(
         ConfigError: both are missing what is needed, or ask for something that is not available.
     """
     if optimizer is not None:
+        if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(
                 f"optimizer: expected a torch.optim.Adam or AdamW, got {type(optimizer).__name__}; "
                 "or leave it out and set optimizer.type in the config"
             )
-        return _groups_of_torch(optimizer)
+        return _owned(_groups_of_torch(optimizer), model)
     if config.optimizer is None:
         return None
     params = config.optimizer.params
@@ -120,9 +122,23 @@ def groups_from(
     given: list[Any] = (
         list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
     )
+    if any(isinstance(entry, tuple) for entry in given):
+        raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
     if given and isinstance(given[0], dict):
-        return [{**common, **group, "params": _trainable(group["params"])} for group in given]
-    return [{**common, "params": _trainable(given)}]
+        return _owned([{**common, **group, "params": _trainable(group["params"])} for group in given], model)
+    return _owned([{**common, "params": _trainable(given)}], model)
+
+
+def _owned(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """The groups, if every parameter in them is the model's."""
+    known = {id(p) for p in model.parameters()}
+    foreign = [tuple(p.shape) for group in groups for p in group["params"] if id(p) not in known]
+    if foreign:
+        raise ConfigError(
+            f"optimizer: {len(foreign)} parameters are not the model's (shapes {foreign[:4]}); build the optimizer "
+            "from the parameters of the model that is passed"
+        )
+    return groups
 
 
 def _groups_of_torch(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

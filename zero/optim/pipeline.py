@@ -20,6 +20,7 @@ import torch
 
 from offload import kernels
 from offload.arena import Block
+from offload.mover import Transfer
 from offload.planes import settle_all
 from zero.optim.gradients import Gradients
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
@@ -64,25 +65,31 @@ class SubGroupPipeline:
         self._compute, self._threads = compute, threads
         self._in_flight = storage.plan.records_in_flight
 
-    def run(self, due: list[SubGroup], arguments: StepArguments) -> None:
-        """Update every sub-group in `due`, removing it once its new state is safe or held in memory.
+    def start(self, due: list[SubGroup], arguments: StepArguments) -> Transfer[None]:
+        """Begin to update every sub-group in `due`; each leaves the list once its new state is held safely.
 
-        Raises:
-            StorageError: the first failure; `due` then holds what still has to be done.
+        The transfer fails with the first StorageError; `due` then holds what still has to be done.
         """
-        self._storage.mover.run("optimizer step", self._run(due, arguments))
+        return self._storage.mover.post("optimizer step", self._run(due, arguments))
 
     async def _run(self, due: list[SubGroup], arguments: StepArguments) -> None:
+        # What could not be written last time occupies blocks that the sub-groups below need.
+        await self._storage.rewrite_stranded()
         slots = asyncio.Semaphore(self._in_flight)
+        failed = False
 
         async def guarded(group: SubGroup) -> None:
+            nonlocal failed
             async with slots:
-                await self._update(group, arguments, due)
+                if failed:
+                    return  # stays due: on a disk that fails, every further update would strand a block
+                try:
+                    await self._update(group, arguments, due)
+                except BaseException:
+                    failed = True
+                    raise
 
-        results = await asyncio.gather(*(guarded(group) for group in list(due)), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        await settle_all([guarded(group) for group in list(due)])
 
     async def _update(self, group: SubGroup, arguments: StepArguments, due: list[SubGroup]) -> None:
         space = self._layout.spaces[group.space]

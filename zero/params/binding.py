@@ -19,6 +19,7 @@ class BoundUnit:
 
     def __init__(self, unit: Unit, parameters: list[nn.Parameter], poison: Poison, device: torch.device) -> None:
         self.unit, self.parameters = unit, parameters
+        self._versions = 0
         cuts = [(slot.offset_numel, slot.shape) for slot in unit.slots]
         self._storage = FlatStorage(unit.numel, unit.dtype, cuts, poison, device)
 
@@ -31,6 +32,10 @@ class BoundUnit:
     def flat(self) -> torch.Tensor:
         """The flat unit, 1-D, `unit.numel` elements; poison unless bound."""
         return self._storage.flat
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if `tensor` is a view of this unit."""
+        return self._storage.holds(tensor)
 
     def adopt(self, slot: Slot, keeper: Keeper) -> None:
         """Turn one parameter into a released view of this unit; its old memory is let go."""
@@ -47,6 +52,15 @@ class BoundUnit:
         self._storage.bind(data)
         for parameter in self.parameters:
             set_present(parameter)
+        self._versions = self._count_versions()
+
+    @property
+    def modified(self) -> bool:
+        """True if somebody has modified a parameter in place since `bind`."""
+        return self._count_versions() != self._versions
+
+    def _count_versions(self) -> int:
+        return sum(parameter._version for parameter in self.parameters)
 
     def unbind(self) -> torch.Tensor:
         """Release the parameters; returns the memory that was bound."""

@@ -37,15 +37,29 @@ class GatheredParameters:
         self._open: list[tuple[Keeper, list[nn.Parameter]]] = []
 
     def __enter__(self) -> None:
-        """Bring the values in."""
-        for keeper, parameters in self._by_keeper.values():
-            keeper.open(parameters)
-            self._open.append((keeper, parameters))
+        """Bring the values in; all of them, or an error and none."""
+        try:
+            for keeper, parameters in self._by_keeper.values():
+                keeper.open(parameters)
+                self._open.append((keeper, parameters))
+        except BaseException:
+            self._close_all()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Keep what was edited, then release."""
+        self._close_all()
+
+    def _close_all(self) -> None:
+        """Close every keeper, whatever one of them raises; the first error is raised at the end."""
+        first: BaseException | None = None
         while self._open:
             keeper, parameters = self._open.pop()
-            keeper.close(parameters)
+            try:
+                keeper.close(parameters)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first

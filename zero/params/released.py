@@ -9,22 +9,38 @@ forward or backward) or raises an error that names the parameter and the call to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+
+from offload.errors import StateError
 
 KEEPER = "_zero_keeper"
 NAME = "_zero_name"
 
 _METADATA_WORDS = """
     size dim ndimension numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex
-    is_signed is_set_to get_device detach view view_as reshape t transpose permute unsqueeze squeeze flatten narrow
-    expand expand_as swapaxes requires_grad_ register_hook register_post_accumulate_grad_hook untyped_storage data_ptr
-    is_pinned is_shared is_inference dim_order type_as __hash__ __len__ _is_view is_same_size
+    is_signed is_set_to get_device requires_grad_ register_hook register_post_accumulate_grad_hook untyped_storage
+    data_ptr is_pinned is_shared is_inference dim_order __hash__ __len__ _is_view is_same_size
     _has_compatible_shallow_copy_type has_names _typed_storage is_sparse
 """
 _METADATA_METHODS = frozenset(_METADATA_WORDS.split())
+_ALIASING_WORDS = """
+    detach view view_as reshape t transpose permute unsqueeze squeeze flatten narrow expand expand_as swapaxes
+"""
+_ALIASING_METHODS = frozenset(_ALIASING_WORDS.split())
+_ALIASING_ATTRIBUTES = frozenset(("data", "T", "mT", "H", "mH", "real"))
+_CONVERSIONS: dict[str, torch.dtype | None] = {
+    "to": None,
+    "cpu": None,
+    "cuda": None,
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+"""Name -> the dtype it converts to; None: an argument says, or it stays."""
 
 
 class Keeper(Protocol):
@@ -43,6 +59,14 @@ class Keeper(Protocol):
         """End `open`: keep what was edited and release."""
 
 
+@runtime_checkable
+class Unplaced(Protocol):
+    """A keeper whose parameters have no fixed place yet: they may be copied, and their data replaced."""
+
+    def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
+        """An independent parameter with the same values."""
+
+
 class ReleasedParameter(nn.Parameter):
     """Mixed into the class of every released parameter."""
 
@@ -52,23 +76,67 @@ class ReleasedParameter(nn.Parameter):
     ) -> Any:
         """Let metadata through; for anything else bring the values in first."""
         kwargs = kwargs or {}
-        if _is_metadata(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        released = [p for p in _tensors((args, kwargs)) if isinstance(p, ReleasedParameter)]
-        keepers: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
-        for parameter in released:
-            keeper = keeper_of(parameter)
-            keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
-            keeper.touch(parameter)
-        result = func(*args, **kwargs)
-        for keeper, parameters in keepers.values():
-            keeper.touched(parameters, result)
-        return result
+        name, attribute = _names(func)
+        if name == "__set__" and attribute == "data" and isinstance(args[0], ReleasedParameter):
+            return _set_data(args[0], args[1])
+        if name in _METADATA_METHODS or (name in _ACCESSORS and attribute not in _ALIASING_ATTRIBUTES):
+            return _untouched(func, args, kwargs)
+        if name in _CONVERSIONS and _keeps_dtype(name, args, kwargs):
+            return args[0]  # the engine decides on which device the values are
+        return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in _ALIASING_ATTRIBUTES)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy of its own, if the keeper can make one."""
+        keeper = keeper_of(self)
+        if id(self) not in memo:
+            if not isinstance(keeper, Unplaced):
+                raise _cannot(self, "copied")
+            memo[id(self)] = keeper.duplicate(self)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: what would be written is not the value."""
+        raise _cannot(self, "pickled or saved")
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say that the values are elsewhere, without fetching them."""
         return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, name={name_of(self)!r})"
+
+    def __format__(self, spec: str) -> str:
+        """As repr."""
+        return repr(self)
+
+
+class ReleasedAlias(torch.Tensor):
+    """What `detach`, `data` and views of a released parameter give: metadata, and values only while it has them."""
+
+    source: nn.Parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """As for the parameter it comes from."""
+        kwargs = kwargs or {}
+        name, attribute = _names(func)
+        if name in _METADATA_METHODS or (name in _ACCESSORS and attribute not in _ALIASING_ATTRIBUTES):
+            return _untouched(func, args, kwargs)
+        return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in _ALIASING_ATTRIBUTES)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse, unless the values are here."""
+        if isinstance(self.source, ReleasedParameter):
+            raise _cannot(self.source, "pickled or saved")
+        return _untouched(torch.Tensor.detach, (self,), {}).as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say that the values are elsewhere, without fetching them."""
+        return f"Tensor(released, shape={tuple(self.shape)}, dtype={self.dtype}, of={name_of(self.source)!r})"
+
+    def __format__(self, spec: str) -> str:
+        """As repr."""
+        return repr(self)
 
 
 def keeper_of(parameter: nn.Parameter) -> Keeper:
@@ -122,13 +190,76 @@ def set_present(parameter: nn.Parameter) -> None:
         parameter.__class__ = present
 
 
-def _is_metadata(func: Callable[..., Any]) -> bool:
+_ACCESSORS = ("__get__", "__set__", "__delete__")
+
+
+def _names(func: Callable[..., Any]) -> tuple[str, str]:
+    """(function, attribute it gets or sets or "")."""
     name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        # Replacing `.data` would cut the parameter out of its unit without anybody noticing.
-        return not (name == "__set__" and attribute == "data")
-    return name in _METADATA_METHODS
+    owner = getattr(func, "__self__", None) if name in _ACCESSORS else None
+    return name, getattr(owner, "__name__", "")
+
+
+def _untouched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool) -> Any:
+    """Run `func` after the keepers have brought in what it needs; where they cannot, aliases stay released."""
+    sources = [t.source if isinstance(t, ReleasedAlias) else t for t in _tensors((args, kwargs))]
+    keepers: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
+    for parameter in sources:
+        if isinstance(parameter, ReleasedParameter):
+            keeper = keeper_of(parameter)
+            try:
+                keeper.touch(parameter)
+            except StateError:
+                if aliasing:
+                    return _alias(_untouched(func, args, kwargs), parameter)
+                raise
+            keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
+    result = _untouched(func, args, kwargs)
+    for keeper, parameters in keepers.values():
+        keeper.touched(parameters, result)
+    return result
+
+
+def _alias(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:
+    alias = tensor.as_subclass(ReleasedAlias)
+    alias.source = source
+    return alias
+
+
+def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Replacing `.data` would cut the parameter out of its unit without anybody noticing; itself is no change."""
+    keeper = keeper_of(parameter)
+    if data is parameter:
+        return
+    if not isinstance(keeper, Unplaced):
+        raise StateError(
+            f"parameter {name_of(parameter)} is released: its .data cannot be replaced; edit its values inside "
+            "zero.GatheredParameters([parameter])"
+        )
+    keeper.touch(parameter)
+    parameter.data = data
+
+
+def _keeps_dtype(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if not isinstance(args[0], ReleasedParameter) or kwargs.get("copy"):
+        return False
+    wanted = _CONVERSIONS[name]
+    for argument in (*args[1:], *kwargs.values()):
+        if isinstance(argument, (torch.Tensor, torch.dtype)):
+            wanted = argument.dtype if isinstance(argument, torch.Tensor) else argument
+    return wanted is None or wanted == args[0].dtype
+
+
+def _cannot(parameter: nn.Parameter, what: str) -> StateError:
+    return StateError(
+        f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) is released and cannot be {what}: its values "
+        "are elsewhere; do it inside zero.GatheredParameters([parameter])"
+    )
 
 
 def _tensors(tree: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 
 from offload.arena import Block
 from offload.binding import exact_alias
-from offload.copies import fetch_plane
+from offload.copies import fetch_plane, write_plane
 from offload.errors import BudgetError, StateError
 from offload.mover import Transfer
 from zero.params.binding import BoundUnit
@@ -85,6 +85,15 @@ class Coordinator:
 
     # ---- uses ---------------------------------------------------------------------------------
 
+    @property
+    def device(self) -> torch.device:
+        """Where units are computed on."""
+        return self._storage.device
+
+    def in_forward_use(self, index: int) -> bool:
+        """True while a forward use of the unit is open, and for a unit that is always there."""
+        return bool(self._forward_uses[index]) or self._persistent(index)
+
     def begin_forward_use(self, index: int, *, backward_follows: bool) -> bool:
         """A module that uses the unit is called. True if this is the outermost such call."""
         self._forward_uses[index] += 1
@@ -126,16 +135,17 @@ class Coordinator:
         self._recomputed.add(index)
         self._prefetch(with_backward=True)
 
-    def end_backward_use(self, index: int) -> None:
-        """Gradients have passed through such a module's inputs. Ignored if no use is open."""
+    def end_backward_use(self, index: int) -> bool:
+        """Gradients have passed such a call. True if that was the last open use; ignored if none was open."""
         if not self._backward_uses[index]:
-            return
+            return False
         self._backward_uses[index] -= 1
         if self._backward_uses[index]:
-            return
+            return False
         self._recomputed.discard(index)
         if not self._forward_uses[index] and not self._persistent(index):
             self._keep_or_release(index, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
+        return True
 
     def end_backward(self) -> None:
         """The outermost backward is over: whatever hooks did or did not see, no use is open."""
@@ -155,10 +165,6 @@ class Coordinator:
         for index in open_uses:
             if not self._persistent(index) and not self._used(index):
                 self._release(index)
-
-    def abandon_backward(self) -> None:
-        """A backward raised half-way: its uses end, nothing of it is expected any more."""
-        self.end_backward()
 
     def let_go(self, index: int) -> None:
         """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
@@ -184,32 +190,35 @@ class Coordinator:
         return self._bound[index].bound
 
     def bind_persistent(self) -> None:
-        """Bind the units that never leave the device to their home."""
+        """Bind the units that never leave the device to their home, where they are not."""
         for unit in self._layout.units:
-            if unit.persistent:
+            if unit.persistent and not self._bound[unit.index].bound:
                 memory = self._storage.weights[self._layout.space_of(unit)].memory(unit.begin, unit.end)
                 if memory is None:
                     raise StateError(f"persistent unit {unit.name} has no home on the device")
                 self._bound[unit.index].bind(exact_alias(memory))
 
+    def check_idle(self) -> None:
+        """Raise StateError if a unit is in use: a step or a close was asked for inside forward or backward."""
+        busy = [self._layout.units[i].name for i in self._live if self._used(i)]
+        if busy:
+            raise StateError(f"units {', '.join(busy)} are in use: step() was called inside forward or backward")
+
     def release_all(self) -> None:
-        """Let every unit go that is not persistent: its values are about to change, or the engine closes.
+        """Let every unit go: its values are about to change, or the engine closes.
+
+        Persistent units stay on the device, but their parameters look away until `bind_persistent`:
+        where torch cannot swap storages they look at a copy.
 
         Raises:
             StateError: a unit is in use.
         """
-        busy = [self._layout.units[i].name for i in self._live if self._used(i)]
-        if busy:
-            raise StateError(f"units {', '.join(busy)} are in use: step() was called inside forward or backward")
+        self.check_idle()
         self.trace.forget_forwards()
         for index in list(self._arrivals):
             self._discard(index)
         for index in list(self._live):
             self._release(index)
-
-    def take_all_bound(self) -> None:
-        """Unbind persistent units too: the engine closes."""
-        self.release_all()
         for unit in self._layout.units:
             if unit.persistent and self._bound[unit.index].bound:
                 self._bound[unit.index].unbind()
@@ -362,10 +371,21 @@ class Coordinator:
         arrival = self._live.pop(index, None)
         if arrival is None:
             return
-        self._bound[index].unbind()
+        bound = self._bound[index]
+        modified = bound.modified
+        data = bound.unbind()
         if arrival.block is not None:
+            if modified:
+                self._store_modified(index, data)
             arrival.block.release()
         self.counters.releases[index] += 1
+
+    def _store_modified(self, index: int, data: torch.Tensor) -> None:
+        """The model has modified a weight inside its forward (a clamped temperature, a codebook): keep it."""
+        unit = self._layout.units[index]
+        plane = self._storage.weights[self._layout.space_of(unit)]
+        job = write_plane(plane, unit.begin, unit.end, data, self._storage.arena)
+        self._storage.mover.run(f"storing what forward has modified in {unit.name}", job)
 
     def _discard(self, index: int) -> None:
         """Drop values that were loaded and never bound; waits until no byte moves any more."""

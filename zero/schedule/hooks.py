@@ -1,35 +1,40 @@
 """Hooks that turn module calls and autograd events into uses of units.
 
 [Note: what a use is] In forward, a use of a unit lasts from the outermost call of a module that owns
-one of its parameters to that call's return. In backward it lasts from the first gradient that
-reaches an output of that call to the moment the gradients of its inputs are ready; a call whose
-inputs need no gradient ends when the unit's own gradients have all arrived, and at the latest with
-the backward itself. A forward inside a backward (recomputation) never ends a use.
+one of its parameters to that call's return. In backward it lasts from the moment gradients reach such
+a call to the moment they have passed it (see frame.py). Weights that a module borrows, reading
+another module's parameter directly, are used by the innermost call that is open. A forward inside a backward
+(recomputation) ends no use.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zero.params.binding import BoundUnit
 from zero.schedule.coordinator import Coordinator
+from zero.schedule.frame import close_frame, exchange, open_frame, tensors_in
 
 
 class BackwardEvents(Protocol):
-    """What the engine wants to know about backward."""
+    """What somebody else wants to know about backward."""
+
+    generation: int
 
     def before_backward(self, generation: int) -> None:
         """Gradients reach a graph made in step `generation`; raises if it is stale."""
 
     def unit_passed(self, index: int) -> None:
-        """Gradients have passed through every input of a call that uses the unit."""
+        """Gradients have passed a whole call that uses the unit."""
 
-    generation: int
+    def forward_begins(self) -> None:
+        """The root's forward is called, outside any backward."""
 
 
 def in_backward() -> bool:
@@ -37,20 +42,36 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-class _InputGate(torch.autograd.Function):
-    """Identity on a call's inputs whose backward says that the call's own backward is done."""
+@dataclass(slots=True)
+class OpenCall:
+    """A module call between its pre-forward and its post-forward."""
 
-    @staticmethod
-    def forward(ctx: Any, passed: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Pass the inputs on; detached ones share memory and may be modified in place."""
-        ctx.passed = passed
-        return tuple(tensor.detach() for tensor in tensors)
+    recompute: bool
+    units: list[int] = field(default_factory=list)
+    """Units that the call uses, borrowed ones included."""
+    begun: list[int] = field(default_factory=list)
+    """Forward uses that end with the call."""
+    sentinel: torch.Tensor | None = None
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Inputs and their version counters, to see which the call modifies in place."""
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of all inputs are known."""
-        ctx.passed()
-        return (None, *gradients)
+
+class _WatchedParameters(dict[str, nn.Parameter | None]):
+    """A module's `_parameters` that tells when one is read during a forward."""
+
+    def __init__(self, given: dict[str, nn.Parameter | None], read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(given)
+        self._read = read
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._read(parameter)
+        return parameter
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles are plain dicts."""
+        return dict, (dict(self),)
 
 
 class ModuleHooks:
@@ -59,59 +80,82 @@ class ModuleHooks:
     Args:
         root: the model; its forward bounds the trace.
         scopes: module -> indices of the units its calls use.
+        bound: all units.
     """
 
     def __init__(
-        self, root: nn.Module, scopes: dict[nn.Module, list[int]], coordinator: Coordinator, events: BackwardEvents
+        self,
+        root: nn.Module,
+        scopes: dict[nn.Module, list[int]],
+        bound: list[BoundUnit],
+        coordinator: Coordinator,
+        events: BackwardEvents,
     ) -> None:
+        self._root, self._scopes, self._bound = root, {root: [], **scopes}, bound
         self._coordinator, self._events = coordinator, events
-        self._open_calls: dict[int, list[list[int]]] = {}
+        self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
+        self._calls: list[OpenCall] = []
         self._handles: list[RemovableHandle] = []
-        self.closes_on_arrival: set[int] = set()
-        """Units whose backward use ends when their gradients have arrived: no input needs a gradient."""
         self._root_depth = 0
-        self._handles.append(root.register_forward_pre_hook(self._begin_root, prepend=True))
-        for module, units in scopes.items():
-            self._handles.append(
-                module.register_forward_pre_hook(self._pre_forward(units), with_kwargs=True, prepend=module is not root)
-            )
-            self._handles.append(
-                module.register_forward_hook(self._post_forward(units), with_kwargs=True, always_call=True)
-            )
-        self._handles.append(root.register_forward_hook(self._end_root, always_call=True))
 
     @property
     def in_forward(self) -> bool:
         """True while the root's forward runs."""
         return self._root_depth > 0
 
+    def install(self) -> None:
+        """Put the hooks on. Until then the model is as it was."""
+        self._handles.append(self._root.register_forward_pre_hook(self._begin_root, prepend=True))
+        for module, units in self._scopes.items():
+            pre, post = self._pre_forward(units), self._post_forward(units)
+            first = module is not self._root  # the root's own hook above comes before
+            self._handles.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=first))
+            # First in line: what users' hooks capture has then been joined, and a loss on it finds the weights.
+            self._handles.append(module.register_forward_hook(post, with_kwargs=True, prepend=True, always_call=True))
+        self._handles.append(self._root.register_forward_hook(self._end_root, always_call=True))
+        for module in self._root.modules():
+            if module._parameters:
+                module._parameters = _WatchedParameters(module._parameters, self._read)
+
     def remove(self) -> None:
         """Take every hook off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for module in self._root.modules():
+            if isinstance(module._parameters, _WatchedParameters):
+                module._parameters = dict(module._parameters)
 
-    def register_output(self, indices: list[int], output: Any, *, gated: bool) -> None:
-        """Open a backward use of the units when a gradient reaches any tensor in `output`."""
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if not tensors:
-            return
-        events, coordinator, generation = self._events, self._coordinator, self._events.generation
+    def reset(self) -> None:
+        """No forward is running, whatever calls were seen to begin: one was interrupted."""
+        self._root_depth = 0
+        self._calls.clear()
+        self._coordinator.end_forward()
 
-        def reached(gradient: torch.Tensor) -> None:
-            events.before_backward(generation)
-            for index in indices:
-                if not gated:
-                    self.closes_on_arrival.add(index)
-                coordinator.begin_backward_use(index)
+    def borrow(self, index: int) -> None:
+        """The innermost open call uses the unit although its module does not own it."""
+        if in_backward():
+            self._coordinator.begin_recompute(index)
+        elif self._calls and not self._coordinator.in_forward_use(index):
+            call = self._calls[-1]
+            self._coordinator.begin_forward_use(index, backward_follows=torch.is_grad_enabled())
+            call.begun.append(index)
+            call.units.append(index)
+            if torch.is_grad_enabled() and call.sentinel is None:
+                self._open_frame(call)
 
-        torch.autograd.graph.register_multi_grad_hook(tensors, reached, mode="any")
+    def _read(self, parameter: nn.Parameter) -> None:
+        """`module.weight` was read; outside a forward that is nobody's business."""
+        index = self._unit_of.get(id(parameter))
+        if index is not None and self._calls:
+            self.borrow(index)
 
     def _begin_root(self, module: nn.Module, args: Any) -> None:
         if in_backward():
             return
         self._root_depth += 1
         if self._root_depth == 1:
+            self._events.forward_begins()
             self._coordinator.trace.begin_forward("train" if module.training else "eval")
 
     def _end_root(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -119,92 +163,70 @@ class ModuleHooks:
             return
         self._root_depth = max(self._root_depth - 1, 0)
         if self._root_depth == 0:
+            self._calls.clear()
             self._coordinator.end_forward()
 
-    def _pre_forward(self, units: list[int]) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _pre_forward(self, units: list[int]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             grad = torch.is_grad_enabled()
-            recompute = in_backward()
-            outermost: list[int] = []
+            call = OpenCall(in_backward())
+            self._calls.append(call)
             for index in units:
-                if recompute:
+                if call.recompute:
                     self._coordinator.begin_recompute(index)
-                elif self._coordinator.begin_forward_use(index, backward_follows=grad):
-                    outermost.append(index)
-            self._open_calls.setdefault(id(module), []).append(outermost)
-            indices = units if recompute else outermost
-            if not grad or not indices:
-                return None
-            return self._gate(indices, args, kwargs)
+                else:
+                    self._coordinator.begin_forward_use(index, backward_follows=grad)
+                    call.begun.append(index)
+                call.units.append(index)
+            if grad and units:
+                call.versions = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs), 2)]
+                self._open_frame(call)
 
         return hook
 
-    def _gate(self, indices: list[int], args: Any, kwargs: Any) -> Any:
-        """Route the inputs that need gradients through the gate."""
-        tensors = [t for t in tensors_in((args, kwargs)) if t.requires_grad and not isinstance(t, nn.Parameter)]
-        if not tensors:
-            return None
-
+    def _open_frame(self, call: OpenCall) -> None:
         def passed() -> None:
-            for index in indices:
+            for index in call.units:
                 self._events.unit_passed(index)
 
-        gated = _InputGate.apply(passed, *tensors)  # type: ignore[no-untyped-call]
-        replaced = {id(old): new for old, new in zip(tensors, gated, strict=True)}
-        return _replace(args, replaced), _replace(kwargs, replaced)
+        call.sentinel = open_frame(passed, self._coordinator.device)
 
     def _post_forward(self, units: list[int]) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls = self._open_calls.get(id(module))
-            outermost = calls.pop() if calls else []
-            grad = torch.is_grad_enabled()
-            recompute = in_backward()
-            if recompute:
-                if grad and output is not None:
-                    self.register_output(units, output, gated=True)
-                return
-            for index in units:
-                self._coordinator.end_forward_use(index, backward_follows=grad)
-            if grad and outermost and output is not None:
-                gated = any(t.grad_fn is not None and _is_gate(t) for t in tensors_in((args, kwargs)))
-                self.register_output(outermost, output, gated=gated)
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            if not self._calls:
+                return None
+            call = self._calls.pop()
+            if output is not None:
+                output = self._own_memory(call, output)
+            if call.sentinel is not None and torch.is_grad_enabled():
+                reached = self._reached(call)
+                if output is not None:
+                    output = close_frame(call.sentinel, output, reached)
+                self._watch_modified(call, reached)
+            for index in call.begun:
+                self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
+            return output
 
         return hook
 
+    def _reached(self, call: OpenCall) -> Callable[[], None]:
+        generation, events, coordinator = self._events.generation, self._events, self._coordinator
 
-def _is_gate(tensor: torch.Tensor) -> bool:
-    return type(tensor.grad_fn).__name__.startswith("_InputGate")
+        def reached() -> None:
+            events.before_backward(generation)
+            for index in call.units:
+                coordinator.begin_backward_use(index)
 
+        return reached
 
-def tensors_in(tree: Any, depth: int = 6) -> Iterator[torch.Tensor]:
-    """Every tensor inside lists, mappings, dataclasses and plain objects such as caches."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif depth > 0:
-        for value in _children(tree):
-            yield from tensors_in(value, depth - 1)
+    def _own_memory(self, call: OpenCall, output: Any) -> Any:
+        """A call may return (a view of) a parameter; what leaves it must outlive the unit's release."""
+        flats = [self._bound[index] for index in call.units if not self._bound[index].unit.persistent]
+        inside = [t for t in tensors_in(output) if any(unit.holds(t) for unit in flats)]
+        return exchange(output, {id(tensor): tensor.clone() for tensor in inside}) if inside else output
 
-
-def _children(tree: Any) -> Iterable[Any]:
-    if tree is None or isinstance(tree, (str, bytes, int, float, bool, nn.Module, type)):
-        return ()
-    if isinstance(tree, dict):
-        return tree.values()
-    if isinstance(tree, (list, tuple, set, frozenset)):
-        return tree
-    if dataclasses.is_dataclass(tree):
-        return (getattr(tree, field.name, None) for field in dataclasses.fields(tree))
-    return vars(tree).values() if hasattr(tree, "__dict__") else ()
-
-
-def _replace(tree: Any, replaced: dict[int, torch.Tensor]) -> Any:
-    """`tree` with tensors exchanged; containers are rebuilt, other objects stay as they are."""
-    if isinstance(tree, torch.Tensor):
-        return replaced.get(id(tree), tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_replace(value, replaced) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_replace(value, replaced) for value in tree)
-    if type(tree) is dict:
-        return {key: _replace(value, replaced) for key, value in tree.items()}
-    return tree
+    def _watch_modified(self, call: OpenCall, reached: Callable[[], None]) -> None:
+        """Inputs that the call has modified in place are outputs of it, returned or not."""
+        changed = [t for t, version in call.versions if t._version != version and t.grad_fn is not None]
+        if changed:
+            torch.autograd.graph.register_multi_grad_hook(changed, lambda gradient: reached(), mode="any")

@@ -14,6 +14,9 @@ START = -1
 END = -2
 """Stands for "the forward is over"."""
 
+FORWARDS_MAX = 16
+"""Forwards remembered for their backward; older ones cost a miss per unit if their backward comes after all."""
+
 Key = tuple[int, int]
 
 
@@ -27,12 +30,20 @@ class Trace:
         self._forward: list[int] = []
         self._position: int | None = None
         self._consumed = False
+        self._starts: list[int] = []
+        """Where in `_forward` each forward begins."""
 
     def begin_forward(self, phase: str) -> None:
         """A forward of the model begins."""
         self._phase, self._key, self._position = phase, (START, START), None
         if self._consumed:
             self.forget_forwards()
+        self._starts.append(len(self._forward))
+        if len(self._starts) > FORWARDS_MAX:
+            # Forwards whose backward never comes (an evaluation without no_grad, say).
+            oldest = self._starts[1]
+            self._forward = self._forward[oldest:]
+            self._starts = [start - oldest for start in self._starts[1:]]
 
     def use_forward(self, unit: int, *, backward_follows: bool) -> None:
         """`unit` is used in forward now; with `backward_follows` its backward is expected too."""
@@ -60,6 +71,7 @@ class Trace:
     def forget_forwards(self) -> None:
         """The forwards so far have had their backward, or never will."""
         self._forward = []
+        self._starts = []
         self._position = None
         self._consumed = False
 
@@ -84,7 +96,8 @@ class Trace:
                 break  # the path repeats itself; further steps would only loop
             seen.add(key)
         if with_backward:
-            yield from reversed(self._forward + predicted)
+            yield from reversed(predicted)
+            yield from reversed(self._forward)
 
     def upcoming_in_backward(self, *, forward_follows: bool) -> Iterator[int]:
         """Units in the order of their use in the rest of this backward.

@@ -1,0 +1,159 @@
+"""Copies between planes and memory the disk cannot reach: any buffer, through a small arena, in chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offload import copies
+from offload.aio import AioFault, AioOptions, open_aio
+from offload.arena import Arena
+from offload.copies import CopyLane, fetch_plane, read_plane, write_plane
+from offload.errors import BudgetError, StorageError
+from offload.pinned import map_host, tensor_over
+from offload.planes import Disk, Home, Plane
+from offload.swapfile import SwapSpace
+
+BLOCK = 4096
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    monkeypatch.setattr(copies, "CHUNK_BYTES", 4 * BLOCK)
+    opened = Disk(open_aio(AioOptions(queue_depth=4, threads=2)), SwapSpace([tmp_path], 80 * BLOCK))
+    yield opened
+    opened.aio.close()
+    opened.swap.close()
+
+
+def run(job: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(job, 20))
+
+
+def plane_of(disk: Disk, blocks: list[tuple[int, bool]], width: int) -> Plane:
+    """Homes of (blocks, in memory)."""
+    homes, begin, offset = [], 0, 0
+    for count, in_memory in blocks:
+        nbytes = count * BLOCK * width
+        memory = torch.zeros(nbytes, dtype=torch.uint8) if in_memory else None
+        homes.append(Home(begin, begin + count * BLOCK, memory, offset))
+        begin, offset = begin + count * BLOCK, offset + (0 if in_memory else nbytes)
+    return Plane("weights", width, homes, disk)
+
+
+def odd_buffer(nbytes: int) -> torch.Tensor:
+    """Memory of a user: at an address O_DIRECT would refuse."""
+    return torch.zeros(nbytes + 13, dtype=torch.uint8)[13:]
+
+
+def noise(nbytes: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    blocks=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=4),
+    width=st.sampled_from([1, 2, 4]),
+    data=st.data(),
+)
+def test_any_range_goes_out_and_comes_back_through_one_chunk_of_arena(
+    disk: Disk, blocks: list[tuple[int, bool]], width: int, data: st.DataObject
+) -> None:
+    plane, arena = plane_of(disk, blocks, width), Arena("host", 4 * BLOCK, "memory_budget.host", CPU)
+    model = np.zeros(plane.numel * width, dtype=np.uint8)
+    clear = odd_buffer(model.size)
+    run(write_plane(plane, 0, plane.numel, clear, arena))
+    for seed in range(data.draw(st.integers(1, 3), label="transfers")):
+        cut = st.integers(0, plane.numel // BLOCK)
+        begin, end = sorted((data.draw(cut) * BLOCK, data.draw(cut) * BLOCK))
+        source = odd_buffer((end - begin) * width)
+        source.copy_(noise(source.numel(), seed))
+        run(write_plane(plane, begin, end, source, arena))
+        model[begin * width : end * width] = source.numpy()
+    into = odd_buffer(model.size)
+    run(read_plane(plane, 0, plane.numel, into, arena))
+    assert np.array_equal(into.numpy(), model)
+    assert arena.used_bytes == 0 and arena.peak_bytes <= 4 * BLOCK
+
+
+def test_several_copies_at_once_share_a_small_arena(disk: Disk) -> None:
+    plane, arena = plane_of(disk, [(16, False)], 1), Arena("host", 4 * BLOCK, "memory_budget.host", CPU)
+    truth = noise(16 * BLOCK, 1)
+
+    async def job() -> list[torch.Tensor]:
+        await asyncio.gather(
+            *(
+                write_plane(plane, at, at + 4 * BLOCK, truth[at : at + 4 * BLOCK], arena)
+                for at in range(0, 16 * BLOCK, 4 * BLOCK)
+            )
+        )
+        out = [odd_buffer(16 * BLOCK) for _ in range(3)]
+        await asyncio.gather(*(read_plane(plane, 0, 16 * BLOCK, into, arena) for into in out))
+        return out
+
+    assert all(torch.equal(into, truth) for into in run(job()))
+    assert arena.used_bytes == 0
+
+
+def test_what_is_in_memory_needs_no_arena(disk: Disk) -> None:
+    plane, arena = plane_of(disk, [(2, True), (3, True)], 2), Arena("host", 0, "memory_budget.host", CPU)
+    source, into = noise(4 * BLOCK * 2, 0), odd_buffer(4 * BLOCK * 2)
+    run(write_plane(plane, BLOCK, 5 * BLOCK, source, arena))
+    run(read_plane(plane, BLOCK, 5 * BLOCK, into, arena))
+    assert torch.equal(into, source)
+
+
+def test_an_arena_without_room_for_a_chunk_names_plane_and_knob(disk: Disk) -> None:
+    plane, arena = plane_of(disk, [(8, False)], 1), Arena("host", BLOCK, "memory_budget.host", CPU)
+    with pytest.raises(BudgetError, match=r"chunk of weights.*memory_budget\.host"):
+        run(read_plane(plane, 0, 8 * BLOCK, odd_buffer(8 * BLOCK), arena))
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_fault_gives_its_chunk_back(disk: Disk, op: str) -> None:
+    plane, arena = plane_of(disk, [(12, False)], 1), Arena("host", 4 * BLOCK, "memory_budget.host", CPU)
+    truth, into = noise(12 * BLOCK, 1), odd_buffer(12 * BLOCK)
+    copy = read_plane if op == "read" else write_plane
+
+    async def job() -> None:
+        await write_plane(plane, 0, 12 * BLOCK, truth, arena)
+        disk.aio.inject(AioFault(errno=errno.EIO, fail_rate=1.0, ops=(op,), skip=1))  # type: ignore[arg-type]
+        with pytest.raises(StorageError) as caught:
+            await copy(plane, 0, 12 * BLOCK, into, arena)
+        assert (caught.value.errno, caught.value.offset) == (errno.EIO, 4 * BLOCK)
+        assert arena.used_bytes == 0
+        disk.aio.inject(None)
+        await write_plane(plane, 0, 12 * BLOCK, truth, arena)
+        await read_plane(plane, 0, 12 * BLOCK, into, arena)
+
+    run(job())
+    assert torch.equal(into, truth)
+
+
+@pytest.mark.parametrize("blocks", [[(6, False)], [(6, True)], [(2, True), (4, False)]])
+def test_on_the_cpu_a_fetch_lands_in_the_target_itself(disk: Disk, blocks: list[tuple[int, bool]]) -> None:
+    plane, arena = plane_of(disk, blocks, 2), Arena("host", 4 * BLOCK, "memory_budget.host", CPU)
+    truth, into = noise(12 * BLOCK, 1), tensor_over(map_host(12 * BLOCK))
+    lane = CopyLane(CPU)
+    run(write_plane(plane, 0, 6 * BLOCK, truth, arena))
+    peak, arena = arena.peak_bytes, Arena("none", 0, "memory_budget.host", CPU)
+    run(fetch_plane(plane, 0, 6 * BLOCK, into, arena, lane, lane.fence()))
+    assert torch.equal(into, truth)
+    assert arena.peak_bytes == 0 <= peak
+
+
+def test_a_lane_of_the_cpu_copies_at_once_and_marks_nothing() -> None:
+    lane, target = CopyLane(CPU), torch.zeros(5)
+    assert lane.fence() is None
+    lane.copy(target, torch.arange(5.0), None)
+    assert target.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]

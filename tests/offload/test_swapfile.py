@@ -1,0 +1,405 @@
+"""Swap space: every byte in one place, refused before it is written, gone with the process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from offload import swapfile
+from offload.errors import ConfigError, StateError, StorageError
+from offload.pinned import map_host
+from offload.swapfile import RUN_FOLDER_PREFIX, SwapSpace, remove_stale_runs
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = 4096
+MIB = 1 << 20
+SHARED_FOLDER = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def folders(parent: Path, count: int) -> list[Path]:
+    made = [parent / f"drive{index}" for index in range(count)]
+    for folder in made:
+        folder.mkdir(exist_ok=True)
+    return made
+
+
+@contextlib.contextmanager
+def striped(seconds: list[float], stripe_bytes: int = PAGE) -> Iterator[None]:
+    """Swap spaces whose n-th file seems to take `seconds[n]` for the probe, in small stripes."""
+    times = iter(seconds)
+    with (
+        mock.patch.object(swapfile, "_probe_seconds", lambda file: next(times)),
+        mock.patch.object(swapfile, "STRIPE_BYTES", stripe_bytes),
+    ):
+        yield
+
+
+def store(space: SwapSpace, offset: int, data: bytes) -> None:
+    source = map_host(len(data))
+    source[: len(data)] = data
+    for span in space.spans(offset, len(data)):
+        part = source[span.begin : span.begin + span.nbytes]
+        assert os.pwrite(span.fd, part, span.file_offset) == span.nbytes
+
+
+def load(space: SwapSpace, offset: int, nbytes: int) -> bytes:
+    into = map_host(nbytes)
+    for span in space.spans(offset, nbytes):
+        part = into[span.begin : span.begin + span.nbytes]
+        assert os.preadv(span.fd, [part], span.file_offset) == span.nbytes
+    return bytes(into[:nbytes])
+
+
+def pages(count: int, first: int) -> bytes:
+    return b"".join(bytes([(first + index) % 251 + 1]) * PAGE for index in range(count))
+
+
+def room(monkeypatch: pytest.MonkeyPatch, free: int | dict[str, int]) -> None:
+    """Let every file system, or each named folder's, seem to have `free` bytes left."""
+    real = os.statvfs
+
+    def seeming(path: str | Path) -> os.statvfs_result:
+        fields = list(real(path))
+        have = free if isinstance(free, int) else free[str(path)]
+        fields[1], fields[3], fields[4] = 1, have + 1000 * PAGE, have  # f_frsize, f_bfree (root may), f_bavail
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "statvfs", seeming)
+
+
+@pytest.fixture
+def small_fs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 40 MiB that nobody else writes to."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", folder], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a small file system here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+# ---- spans -------------------------------------------------------------------------------------
+
+
+@SHARED_FOLDER
+@given(data=st.data(), count=st.integers(1, 4))
+def test_spans_cover_every_byte_once_in_order_and_no_two_bytes_share_a_place(
+    tmp_path: Path, data: st.DataObject, count: int
+) -> None:
+    seconds = [data.draw(st.floats(0.01, 1.0), label="probe seconds") for _ in range(count)]
+    stripe_bytes = data.draw(st.sampled_from([PAGE, 3 * PAGE]), label="stripe")
+    capacity = PAGE * data.draw(st.integers(1, 60), label="pages")
+    with striped(seconds, stripe_bytes):
+        space = SwapSpace(folders(tmp_path, count), capacity)
+        begin = data.draw(st.integers(0, capacity - 1), label="begin")
+        end = data.draw(st.integers(begin, capacity), label="end")
+        place_of_page = {}
+        for page in range(0, capacity, PAGE):
+            (span,) = space.spans(page, PAGE)
+            place_of_page[page] = (span.fd, span.file_offset)
+            assert span.file_offset + PAGE <= os.fstat(span.fd).st_size  # reserved
+        assert len(set(place_of_page.values())) == len(place_of_page)
+        position = begin
+        for span in space.spans(begin, end - begin):
+            assert span.begin == position - begin
+            assert span.path in space.paths
+            for byte in (
+                {position, position + span.nbytes // 2, position + max(span.nbytes - 1, 0)} if span.nbytes else ()
+            ):
+                fd, file_offset = place_of_page[byte // PAGE * PAGE]
+                assert (span.fd, span.file_offset + byte - position) == (fd, file_offset + byte % PAGE)
+            position += span.nbytes
+        assert position == end
+        space.close()
+
+
+def test_a_file_gets_stripes_in_proportion_to_its_speed_up_to_8(tmp_path: Path) -> None:
+    with striped([1.0, 0.5, 0.01]):
+        space = SwapSpace(folders(tmp_path, 3), 22 * PAGE)
+        lengths = [(Path(span.path).name, span.nbytes // PAGE) for span in space.spans(0, 22 * PAGE)]
+        space.close()
+    assert lengths == 2 * [("drive0", 1), ("drive1", 2), ("drive2", 8)]
+
+
+def test_files_on_real_drives_are_probed_and_used(tmp_path: Path) -> None:
+    space = SwapSpace(folders(tmp_path, 2), 20 * MIB)
+    data = pages(8 * MIB // PAGE, 3)
+    store(space, 3 * MIB, data)
+    assert load(space, 3 * MIB, len(data)) == data
+    assert (
+        {span.path for span in space.spans(0, 20 * MIB)}
+        == set(space.paths)
+        == {
+            str(tmp_path / "drive0"),
+            str(tmp_path / "drive1"),
+        }
+    )
+    space.close()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_extending_keeps_the_bytes_that_are_there(tmp_path: Path, count: int) -> None:
+    with striped([1.0, 0.5, 0.3]):
+        space = SwapSpace(folders(tmp_path, count), 5 * PAGE)
+        store(space, 0, pages(5, 0))
+        offset = space.extend(30 * PAGE - 100)
+        assert (offset, space.capacity_bytes) == (5 * PAGE, 35 * PAGE)
+        store(space, offset, pages(30, 5))
+        assert load(space, 0, 35 * PAGE) == pages(35, 0)
+        assert space.extend(1) == 35 * PAGE
+        assert load(space, 0, 35 * PAGE) == pages(35, 0)
+        space.close()
+
+
+# ---- alone and unseen --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_two_spaces_on_the_same_paths_never_share_bytes(tmp_path: Path, count: int) -> None:
+    with striped([1.0] * 2 * count):
+        first, second = (SwapSpace(folders(tmp_path, count), 8 * PAGE) for _ in range(2))
+        store(first, 0, pages(8, 0))
+        store(second, 0, pages(8, 100))
+        assert load(first, 0, 8 * PAGE) == pages(8, 0)
+        assert load(second, 0, 8 * PAGE) == pages(8, 100)
+        first.close()
+        assert load(second, 0, 8 * PAGE) == pages(8, 100)
+        second.close()
+
+
+def test_the_same_folder_given_twice_is_two_files(tmp_path: Path) -> None:
+    with striped([1.0, 1.0]):
+        space = SwapSpace([tmp_path, tmp_path], 8 * PAGE)
+        store(space, 0, pages(8, 0))
+        assert load(space, 0, 8 * PAGE) == pages(8, 0)
+        space.close()
+
+
+def test_nothing_has_a_name_once_the_space_is_open(tmp_path: Path) -> None:
+    space = SwapSpace([tmp_path], 8 * MIB)
+    assert list(tmp_path.iterdir()) == []
+    assert os.fstat(next(space.spans(0, 1)).fd).st_nlink == 0
+    space.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_room_is_reserved_at_once_and_returns_at_close(small_fs: Path) -> None:
+    before = swapfile.free_bytes(small_fs)
+    space = SwapSpace([small_fs], 30 * MIB)
+    assert before - swapfile.free_bytes(small_fs) >= 30 * MIB
+    space.close()
+    space.close()
+    assert swapfile.free_bytes(small_fs) == before
+
+
+def test_a_killed_process_leaves_no_byte_and_no_name(small_fs: Path) -> None:
+    before = swapfile.free_bytes(small_fs)
+    script = f"""
+import sys, time
+from offload.swapfile import SwapSpace
+space = SwapSpace([{str(small_fs)!r}], {30 * MIB})
+print("open", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "open\n"
+        assert before - swapfile.free_bytes(small_fs) >= 30 * MIB
+        assert list(small_fs.iterdir()) == []
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    assert swapfile.free_bytes(small_fs) == before
+    assert list(small_fs.iterdir()) == []
+
+
+def test_a_closed_space_says_so(tmp_path: Path) -> None:
+    space = SwapSpace([tmp_path], PAGE)
+    space.close()
+    for use in (lambda: list(space.spans(0, PAGE)), lambda: space.extend(PAGE)):
+        with pytest.raises(StateError, match="closed"):
+            use()
+
+
+# ---- refused -----------------------------------------------------------------------------------
+
+
+def test_too_little_room_is_refused_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room(monkeypatch, 1000 * PAGE - 1)
+    created = mock.Mock(side_effect=AssertionError("a file was created"))
+    monkeypatch.setattr(os, "open", created)
+    with pytest.raises(ConfigError, match=rf"need 4,096,000 bytes, have 4,095,999 at {tmp_path}"):
+        SwapSpace([tmp_path], 1000 * PAGE)
+    created.assert_not_called()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_exactly_enough_room_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room(monkeypatch, 1000 * PAGE)
+    SwapSpace([tmp_path], 1000 * PAGE).close()
+
+
+def test_two_paths_on_one_file_system_need_the_room_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room(monkeypatch, 99 * MIB)
+    with pytest.raises(ConfigError, match=r"need 104,857,600 bytes, have 103,809,024"):
+        SwapSpace(folders(tmp_path, 2), 100 * MIB)
+    assert all(list(folder.iterdir()) == [] for folder in tmp_path.iterdir())
+
+
+def test_the_path_that_has_too_little_is_the_one_that_is_named(
+    tmp_path: Path, small_fs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = folders(tmp_path, 1)[0]
+    room(monkeypatch, {str(other): 60 * MIB, str(small_fs): 40 * MIB})
+    with pytest.raises(ConfigError, match=rf"need {50 * MIB:,} bytes, have {40 * MIB:,} at {small_fs}"):
+        SwapSpace([other, small_fs], 100 * MIB)
+
+
+def test_room_for_measuring_the_drives_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room(monkeypatch, 2 * swapfile.PROBE_BYTES - 1)
+    with pytest.raises(ConfigError, match=rf"need {2 * swapfile.PROBE_BYTES:,} bytes"):
+        SwapSpace(folders(tmp_path, 2), PAGE)
+
+
+def test_a_file_system_that_is_full_after_all_refuses_the_reservation_and_keeps_what_was(small_fs: Path) -> None:
+    space = SwapSpace([small_fs], 8 * PAGE)
+    store(space, 0, pages(8, 0))
+    with pytest.raises(StorageError) as caught:
+        space.extend(60 * MIB)
+    error = caught.value
+    assert (error.path, error.offset) == (str(small_fs), 8 * PAGE)
+    assert "ENOSPC" in str(error) and "reserving swap space" in str(error)
+    assert space.capacity_bytes == 8 * PAGE
+    assert load(space, 0, 8 * PAGE) == pages(8, 0)
+    assert space.extend(PAGE) == 8 * PAGE
+    space.close()
+
+
+def test_a_full_drive_found_while_measuring_is_a_storage_error(small_fs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = swapfile.free_bytes(small_fs)
+    (small_fs / "other").write_bytes(bytes(20 * MIB))
+    with monkeypatch.context() as patch:
+        room(patch, 1 << 40)
+        with pytest.raises(StorageError, match="ENOSPC"):
+            SwapSpace(folders(small_fs, 2), PAGE)
+    assert before - swapfile.free_bytes(small_fs) < 21 * MIB  # what was opened is closed
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.write_text("a file")])
+def test_a_folder_that_is_missing_or_a_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "absent"
+    make(path)
+    with pytest.raises(ConfigError, match=rf"{path} is not an existing folder"):
+        SwapSpace([path], PAGE)
+
+
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match=rf"{tmp_path} is not writable"):
+        SwapSpace([tmp_path], PAGE)
+
+
+def test_a_folder_that_takes_no_files_is_refused() -> None:
+    folder = Path("/proc/self")  # a file system of its own mind, whatever the permissions say
+    with pytest.raises(ConfigError, match=str(folder)):
+        SwapSpace([folder], 0)
+
+
+def test_no_path_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="nvme_path is empty"):
+        SwapSpace([], PAGE)
+
+
+# ---- what others left --------------------------------------------------------------------------
+
+
+def left_behind(parent: Path, name: str, *, with_file: bool, age_seconds: float) -> Path:
+    run = parent / f"{RUN_FOLDER_PREFIX}{name}"
+    run.mkdir()
+    if with_file:
+        (run / "swap").write_bytes(b"x" * PAGE)
+    then = run.stat().st_mtime - age_seconds
+    os.utime(run, (then, then))
+    return run
+
+
+@pytest.mark.parametrize("with_file", [True, False])
+def test_what_a_job_left_that_died_while_starting_is_removed(tmp_path: Path, with_file: bool) -> None:
+    left_behind(tmp_path, "dead", with_file=with_file, age_seconds=3600)
+    SwapSpace([tmp_path], PAGE).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_locked_run_folder_is_left_alone(tmp_path: Path) -> None:
+    run = left_behind(tmp_path, "alive", with_file=True, age_seconds=3600)
+    with (run / "swap").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        remove_stale_runs(tmp_path)
+        assert (run / "swap").exists()
+    remove_stale_runs(tmp_path)
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("with_file", [True, False])
+def test_a_young_run_folder_is_left_alone_and_its_lock_untried(
+    tmp_path: Path, with_file: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = left_behind(tmp_path, "starting", with_file=with_file, age_seconds=5)
+    tried = mock.Mock()
+    monkeypatch.setattr(fcntl, "flock", tried)
+    remove_stale_runs(tmp_path)
+    assert run.exists()
+    tried.assert_not_called()
+
+
+def test_files_of_others_are_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "swap").write_text("mine")
+    os.utime(tmp_path / "precious", (0, 0))
+    SwapSpace([tmp_path], PAGE).close()
+    assert (tmp_path / "precious" / "swap").read_text() == "mine"
+
+
+# ---- without O_DIRECT --------------------------------------------------------------------------
+
+
+def test_a_file_system_without_direct_transfers_works_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refusing(path: str, flags: int, *more: int, **names: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *more, **names)
+
+    monkeypatch.setattr(os, "open", refusing)
+    space = SwapSpace([tmp_path], 8 * PAGE)
+    assert not space.direct
+    store(space, PAGE, pages(5, 0))
+    assert load(space, PAGE, 5 * PAGE) == pages(5, 0)
+    assert list(tmp_path.iterdir()) == []
+    space.close()
+
+
+def test_a_file_system_in_memory_works(small_fs: Path) -> None:
+    space = SwapSpace([small_fs], 8 * PAGE)
+    store(space, 0, pages(8, 0))
+    assert load(space, 0, 8 * PAGE) == pages(8, 0)
+    space.close()

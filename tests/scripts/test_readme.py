@@ -1,0 +1,57 @@
+"""What the README shows works as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from zero.config import load_config
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def example() -> str:
+    blocks: list[str] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 1
+    return blocks[0]
+
+
+def test_the_example_trains(gpt: ModuleType, nvme_path: Path) -> None:
+    code = example()
+    assert '"/nvme"' in code
+    batch = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
+    names: dict[str, Any] = {
+        "GPT": lambda: gpt.GPT(gpt.Shape(layers=1, width=64, sequence=16)),
+        "batches": [(batch[:, :-1], batch[:, 1:])] * 3,
+    }
+    exec(code.replace('"/nvme"', repr(str(nvme_path))), names)
+    assert names["engine"].statistics().steps == 3
+    assert names["loss"].item() < 5.54  # ln 256 is where it began
+
+
+def documented_keys() -> list[str]:
+    """First column of the configuration table, each key with its block."""
+    table = README.partition("| key | meaning | default |")[2].partition("\n\n")[0]
+    keys: list[str] = []
+    for row in table.splitlines()[2:]:
+        block = ""
+        for key in re.findall(r"`([^`]+)`", row.split("|")[1]):
+            key = key.replace("….", "zero_optimization.")
+            block = key.rpartition(".")[0] if "." in key else block
+            keys.append(key if "." in key or not block else f"{block}.{key}")
+    return keys
+
+
+@pytest.mark.parametrize("key", documented_keys())
+def test_a_documented_key_exists(key: str) -> None:
+    candidates = [key]
+    if key.rpartition(".")[2] in ("nvme_path", "pin_memory"):  # stand in both offload blocks
+        name = key.rpartition(".")[2]
+        candidates = [f"zero_optimization.{block}.{name}" for block in ("offload_param", "offload_optimizer")]
+    for candidate in candidates:
+        assert load_config({}).origin(candidate) == "default"

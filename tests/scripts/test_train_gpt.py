@@ -1,0 +1,143 @@
+"""The example trains, reports what it did, and finds its size and its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 5
+FIGURES = {
+    *("parameters", "units", "steps", "tokens", "training_seconds", "evaluation_seconds", "step_seconds"),
+    *("tokens_per_second", "forward_seconds", "backward_seconds", "optimizer_seconds", "exposed_wait_seconds"),
+    *(f"{kind}_{tier}_bytes" for kind in ("planned", "measured") for tier in ("device", "host", "nvme")),
+    *("nvme_read_bytes", "nvme_write_bytes", "read_gb_per_second", "write_gb_per_second", "gathers", "releases"),
+    *("prefetch_hit_rate", "peak_rss_bytes", "validation_loss", "unigram_entropy", "bigram_entropy", "losses"),
+    *("device", "aio_backend", "isa"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A tiny run in a process of its own: where, what it reported, what it printed."""
+
+    folder: Path
+    figures: dict[str, Any]
+    printed: str
+
+
+def train(folder: Path, offload: str) -> Run:
+    text = folder / "text"
+    text.mkdir()
+    for index in range(25):
+        (text / f"{index:02}.txt").write_text(f"line {index} of some text\n" * 40)
+    everything_moves = folder / "config.json"
+    everything_moves.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+    command = [
+        *(sys.executable, str(ROOT / "scripts" / "train_gpt.py"), "--device", "cpu", "--offload", offload),
+        *("--params", "300K", "--steps", str(STEPS), "--batch", "2", "--sequence", "32", "--evaluate", "1K"),
+        *("--corpus", str(text), "--nvme-path", str(folder / "swap"), "--config", str(everything_moves)),
+        *("--json", str(folder / "figures.json"), "--plot", str(folder / "loss.png")),
+    ]
+    # The root is what an installation would put on the path; the suite also runs from a plain checkout.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return Run(folder, json.loads((folder / "figures.json").read_text()), done.stdout)
+
+
+@pytest.fixture(scope="module")
+def on_nvme(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("nvme"), "nvme")
+
+
+def test_a_run_on_nvme_moves_bytes_and_reports_every_figure(on_nvme: Run) -> None:
+    figures = on_nvme.figures
+    assert set(figures) == FIGURES
+    assert len(figures["losses"]) == figures["steps"] == STEPS
+    assert all(map(math.isfinite, [*figures["losses"], figures["validation_loss"]]))
+    # Every step reads the weights and the states at least once, and writes both back.
+    least_bytes = STEPS * 12 * figures["parameters"]
+    assert figures["nvme_read_bytes"] >= least_bytes
+    assert figures["nvme_write_bytes"] >= least_bytes
+    assert figures["releases"] >= STEPS * figures["units"]
+    assert figures["measured_nvme_bytes"] >= figures["planned_nvme_bytes"] > 0
+    assert figures["bigram_entropy"] < figures["unigram_entropy"]
+
+
+def test_the_table_shows_what_people_ask_for(on_nvme: Run) -> None:
+    for row in ("NVMe planned", "exposed I/O wait", "prefetch hit rate", "peak RSS", "validation loss", "bigram"):
+        assert row in on_nvme.printed
+
+
+def test_a_run_leaves_no_file_on_the_disk(on_nvme: Run) -> None:
+    assert not (on_nvme.folder / "swap").exists()
+
+
+def test_the_loss_curve_is_a_picture(on_nvme: Run) -> None:
+    pytest.importorskip("matplotlib")
+    assert (on_nvme.folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize("tier", ["cpu", "none"])
+def test_the_tier_does_not_change_the_losses(on_nvme: Run, tmp_path: Path, tier: str) -> None:
+    elsewhere = train(tmp_path, tier).figures
+    assert elsewhere["nvme_read_bytes"] == elsewhere["nvme_write_bytes"] == 0
+    assert elsewhere["losses"] == on_nvme.figures["losses"]
+    assert elsewhere["validation_loss"] == on_nvme.figures["validation_loss"]
+
+
+@pytest.mark.parametrize("numel", [10**6, 10**7, 5 * 10**7, 336 * 10**6, 10**9])
+def test_the_shape_has_the_wanted_size(gpt: ModuleType, numel: int) -> None:
+    assert gpt.shape_for(numel, 256).numel == pytest.approx(numel, rel=0.05)
+
+
+def test_a_shape_counts_its_parameters(gpt: ModuleType) -> None:
+    shape = gpt.Shape(layers=2, width=128, sequence=32)
+    assert sum(parameter.numel() for parameter in gpt.GPT(shape).parameters()) == shape.numel
+
+
+@pytest.mark.parametrize(("text", "value"), [("50M", 50_000_000), ("32K", 32_000), ("1.5B", 1_500_000_000), ("7", 7)])
+def test_counts_are_read_with_their_unit(train_gpt: ModuleType, text: str, value: int) -> None:
+    assert train_gpt.count(text) == value
+
+
+def test_a_config_file_wins_key_by_key(train_gpt: ModuleType) -> None:
+    ours = {"a": 1, "block": {"x": 1, "y": {"deep": 1, "kept": 2}}}
+    theirs = {"block": {"y": {"deep": 3}, "z": 4}}
+    assert train_gpt.merged(ours, theirs) == {"a": 1, "block": {"x": 1, "y": {"deep": 3, "kept": 2}, "z": 4}}
+
+
+def test_the_clock_ends_a_run_in_time_for_the_evaluation(
+    train_gpt: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now)
+    options = SimpleNamespace(steps=None, seconds=100.0, evaluate=3000, batch=10, sequence=10)
+    schedule = train_gpt.Schedule(options)
+    while schedule.progress() < 1:
+        now += 2.0
+        schedule.done += 1
+    evaluation_seconds = 2.0 * 3000 / 100 / 3
+    assert 100 - 2 * 2.0 <= now + evaluation_seconds <= 100
+
+
+def test_the_learning_rate_rises_and_falls_to_nothing(train_gpt: ModuleType) -> None:
+    schedule = train_gpt.Schedule(SimpleNamespace(steps=100, seconds=1.0, evaluate=1, batch=1, sequence=1))
+    rates = []
+    for schedule.done in range(101):
+        rates.append(schedule.rate())
+    peak = rates.index(max(rates))
+    assert 0 < rates[0] < 0.2
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] == 0

@@ -1,0 +1,159 @@
+"""The policy's decisions, held against what they promise and against slow models of the same thing."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero.schedule.policy import Limits, Moves, make_room, plan_prefetch, reuse_distance
+
+UNITS = range(7)
+units = st.sampled_from(list(UNITS))
+numels = st.fixed_dictionaries({unit: st.integers(1, 40) for unit in UNITS})
+
+
+@st.composite
+def situations(draw: Any) -> tuple[list[int], set[int], list[int], dict[int, int], Limits]:
+    """Residents that fit, some of them pinned; a future; limits."""
+    numel = draw(numels)
+    resident = draw(st.lists(units, unique=True, max_size=5))
+    pinned = set(draw(st.lists(st.sampled_from(resident), unique=True))) if resident else set()
+    upcoming = draw(st.lists(units, max_size=14))
+    live = draw(st.integers(max(sum(numel[u] for u in resident), 1), 200))
+    return resident, pinned, upcoming, numel, Limits(
+        live_numel_max=live, prefetch_numel=draw(st.integers(0, 120)), reuse_numel_max=draw(st.integers(0, 200))
+    )  # fmt: skip
+
+
+def after(resident: list[int], moves: Moves) -> list[int]:
+    return [unit for unit in resident if unit not in moves.evict] + list(moves.load)
+
+
+def first_use(unit: int, upcoming: list[int]) -> int:
+    return upcoming.index(unit) if unit in upcoming else len(upcoming)
+
+
+@given(situations())
+def test_prefetching_never_exceeds_the_live_limit(situation: Any) -> None:
+    resident, pinned, upcoming, numel, limits = situation
+    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    assert sum(numel[u] for u in after(resident, moves)) <= limits.live_numel_max
+
+
+@given(situations())
+def test_prefetching_moves_each_unit_once_and_only_where_it_can(situation: Any) -> None:
+    resident, pinned, upcoming, numel, limits = situation
+    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    assert len(set(moves.evict)) == len(moves.evict) and len(set(moves.load)) == len(moves.load)
+    assert set(moves.evict) <= set(resident) - pinned
+    assert set(moves.load) <= set(upcoming)
+    assert not set(moves.load) & (set(resident) - set(moves.evict))
+    assert not set(moves.load) & set(moves.evict), "what is wanted back at once must not be evicted"
+
+
+@given(situations())
+def test_nothing_is_evicted_for_something_needed_later(situation: Any) -> None:
+    resident, pinned, upcoming, numel, limits = situation
+    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    if moves.evict:
+        assert moves.load
+        latest = max(first_use(unit, upcoming) for unit in moves.load)
+        assert all(first_use(unit, upcoming) > latest for unit in moves.evict)
+
+
+@given(situations())
+def test_units_are_loaded_in_the_order_of_their_use_and_none_is_skipped(situation: Any) -> None:
+    resident, pinned, upcoming, numel, limits = situation
+    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    absent = [u for u in dict.fromkeys(upcoming) if u not in resident]
+    assert list(moves.load) == absent[: len(moves.load)]
+
+
+@given(situations())
+def test_one_unit_is_always_in_flight_if_it_fits(situation: Any) -> None:
+    resident, pinned, upcoming, numel, limits = situation
+    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    absent = [u for u in dict.fromkeys(upcoming) if u not in resident]
+    if not absent:
+        assert moves == Moves()
+        return
+    wanted = absent[0]
+    sooner = {u for u in resident if first_use(u, upcoming) < first_use(wanted, upcoming)}
+    must_stay = sum(numel[u] for u in pinned | sooner)
+    assert (wanted in moves.load) is (must_stay + numel[wanted] <= limits.live_numel_max)
+
+
+@given(situations())
+def test_the_look_ahead_beyond_the_next_unit_is_bounded(situation: Any) -> None:
+    resident, pinned, upcoming, numel, limits = situation
+    moves = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    assert sum(numel[u] for u in moves.load[1:]) <= limits.prefetch_numel
+
+
+@given(situations())
+def test_a_wider_look_ahead_loads_the_same_and_more(situation: Any) -> None:
+    resident, pinned, upcoming, numel, limits = situation
+    wide = Limits(live_numel_max=limits.live_numel_max, prefetch_numel=10**9, reuse_numel_max=limits.reuse_numel_max)
+    narrow = plan_prefetch(resident, pinned, upcoming, numel, limits)
+    assert plan_prefetch(resident, pinned, upcoming, numel, wide).load[: len(narrow.load)] == narrow.load
+
+
+@given(situations(), units)
+def test_making_room_is_enough_minimal_and_takes_the_furthest_use_first(situation: Any, unit: int) -> None:
+    resident, pinned, upcoming, numel, limits = situation
+    resident = [u for u in resident if u != unit]
+    evict = make_room(unit, resident, pinned, upcoming, numel, limits.live_numel_max)
+    movable = [u for u in resident if u not in pinned]
+    live = sum(numel[u] for u in resident) + numel[unit]
+    if evict is None:
+        assert live - sum(numel[u] for u in movable) > limits.live_numel_max
+        return
+    assert set(evict) <= set(movable) and len(set(evict)) == len(evict)
+    assert live - sum(numel[u] for u in evict) <= limits.live_numel_max
+    assert not evict or live - sum(numel[u] for u in evict[:-1]) > limits.live_numel_max, "one too many"
+    kept = [u for u in movable if u not in evict]
+    for gone in evict:
+        assert all(first_use(gone, upcoming) >= first_use(stays, upcoming) for stays in kept)
+
+
+@given(st.lists(units, min_size=1, max_size=18), st.integers(1, 4))
+def test_making_room_misses_as_rarely_as_any_policy_can(uses: list[int], room: int) -> None:
+    """With units of one size, evicting the furthest use is optimal: no other choice misses less."""
+    numel = dict.fromkeys(UNITS, 1)
+    resident: list[int] = []
+    misses = 0
+    for position, unit in enumerate(uses):
+        if unit in resident:
+            continue
+        misses += 1
+        evict = make_room(unit, resident, set(), uses[position:], numel, room)
+        assert evict is not None
+        resident = [u for u in resident if u not in evict] + [unit]
+    assert misses == fewest_misses(uses, room)
+
+
+def fewest_misses(uses: list[int], room: int) -> int:
+    """Every set of residents that some choice could have led to, and its fewest misses."""
+    reachable: dict[frozenset[int], int] = {frozenset(): 0}
+    for unit in uses:
+        following: dict[frozenset[int], int] = {}
+        for held, misses in reachable.items():
+            if unit in held:
+                choices = [(held, misses)]
+            elif len(held) < room:
+                choices = [(held | {unit}, misses + 1)]
+            else:
+                choices = [(frozenset(c) | {unit}, misses + 1) for c in combinations(held, room - 1)]
+            for state, cost in choices:
+                following[state] = min(cost, following.get(state, cost))
+        reachable = following
+    return min(reachable.values())
+
+
+@given(units, st.lists(units, max_size=20), numels)
+def test_the_reuse_distance_is_what_is_used_in_between(unit: int, upcoming: list[int], numel: dict[int, int]) -> None:
+    expected = sum(numel[u] for u in upcoming[: upcoming.index(unit)]) if unit in upcoming else None
+    assert reuse_distance(unit, iter(upcoming), numel) == expected

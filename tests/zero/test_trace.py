@@ -1,0 +1,209 @@
+"""What was used after what is learnt in one pass and foretold in the next."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero.schedule.trace import Trace
+
+orders = st.permutations(range(8)).flatmap(lambda order: st.integers(1, 8).map(lambda n: list(order)[:n]))
+walks = st.lists(st.integers(0, 5), min_size=1, max_size=14)
+
+
+def forward(trace: Trace, uses: list[int], phase: str = "train", backward_follows: bool = True) -> None:
+    trace.begin_forward(phase)
+    for unit in uses:
+        trace.use_forward(unit, backward_follows=backward_follows)
+    trace.end_forward()
+
+
+def backward(trace: Trace, uses: list[int]) -> None:
+    for unit in reversed(uses):
+        trace.use_backward(unit)
+    trace.end_backward()
+
+
+def foretold(trace: Trace, *, with_backward: bool = False) -> list[int]:
+    return list(trace.upcoming_in_forward(with_backward=with_backward))
+
+
+@given(orders)
+def test_after_one_pass_the_next_is_foretold_from_every_point_on(uses: list[int]) -> None:
+    trace = Trace()
+    forward(trace, uses)
+    backward(trace, uses)
+    trace.begin_forward("train")
+    for position, unit in enumerate(uses):
+        assert foretold(trace) == uses[position:]
+        assert foretold(trace, with_backward=True) == uses[position:] + uses[::-1]
+        trace.use_forward(unit, backward_follows=True)
+    assert foretold(trace) == []
+
+
+@given(orders)
+def test_without_backward_nothing_is_foretold_after_the_forward(uses: list[int]) -> None:
+    trace = Trace()
+    for _ in range(2):
+        forward(trace, uses, "eval", backward_follows=False)
+    trace.begin_forward("eval")
+    assert foretold(trace) == uses
+    for unit in uses:
+        trace.use_forward(unit, backward_follows=False)
+    trace.end_forward()
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == []
+
+
+@given(walks)
+def test_backward_is_the_reverse_of_what_ran_whatever_ran_before(uses: list[int]) -> None:
+    trace = Trace()
+    forward(trace, uses[::-1])
+    backward(trace, uses[::-1])
+    forward(trace, uses)
+    for position, unit in enumerate(reversed(uses)):
+        assert list(trace.upcoming_in_backward(forward_follows=False)) == uses[::-1][position:]
+        trace.use_backward(unit)
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == []
+
+
+@given(walks)
+def test_a_retained_graph_is_foretold_for_its_second_backward_too(uses: list[int]) -> None:
+    trace = Trace()
+    forward(trace, uses)
+    for _ in range(2):
+        assert list(trace.upcoming_in_backward(forward_follows=False)) == uses[::-1]
+        backward(trace, uses)
+
+
+@given(walks, walks)
+def test_several_forwards_before_one_backward_are_reversed_together(first: list[int], second: list[int]) -> None:
+    trace = Trace()
+    forward(trace, first)
+    forward(trace, second)
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == (first + second)[::-1]
+    backward(trace, first + second)
+    forward(trace, first)
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == first[::-1], "the last step's are forgotten"
+
+
+@given(orders)
+def test_with_accumulation_the_next_forward_follows_the_backward(uses: list[int]) -> None:
+    trace = Trace()
+    forward(trace, uses)
+    assert list(trace.upcoming_in_backward(forward_follows=True)) == uses[::-1] + uses
+
+
+@given(walks)
+def test_predictions_end_however_often_units_are_repeated(uses: list[int]) -> None:
+    trace = Trace()
+    for _ in range(3):
+        forward(trace, uses)
+        backward(trace, uses)
+    trace.begin_forward("train")
+    for unit in uses:
+        assert len(foretold(trace, with_backward=True)) < 1000
+        assert len(list(trace.upcoming_in_backward(forward_follows=True))) < 1000
+        trace.use_forward(unit, backward_follows=True)
+
+
+def test_a_unit_used_again_and_again_is_foretold_once_more_each_time() -> None:
+    trace = Trace()
+    uses = [0, *[1] * 20, 2]
+    forward(trace, uses)
+    backward(trace, uses)
+    trace.begin_forward("train")
+    for unit in uses:
+        assert unit in foretold(trace)
+        trace.use_forward(unit, backward_follows=True)
+
+
+def accuracy(passes: list[list[int]], known: int) -> float:
+    """Share of uses, after the first `known` passes, that were among the foretold next ones."""
+    trace = Trace()
+    hits = total = 0
+    for number, uses in enumerate(passes):
+        trace.begin_forward("train")
+        for unit in uses:
+            if number >= known:
+                # At a fork every known successor comes before anything later on the likely path.
+                hits += unit in foretold(trace)[:known]
+                total += 1
+            trace.use_forward(unit, backward_follows=True)
+        trace.end_forward()
+        backward(trace, uses)
+    return hits / total
+
+
+BRANCHES: dict[str, list[list[int]]] = {
+    "alternating": [[0, 1, 2, 3, 9], [0, 4, 5, 6, 9]],
+    "skipped layer": [[0, 1, 2, 3, 4, 9], [0, 1, 3, 4, 9]],
+    "three experts": [[0, 1, 7, 9], [0, 2, 7, 9], [0, 3, 7, 9]],
+    "two orders": [[0, 1, 2, 9], [0, 2, 1, 9]],
+}
+
+
+def test_once_all_branches_are_known_at_least_95_percent_of_uses_are_foretold() -> None:
+    generator = random.Random(7)
+    choices: list[Callable[[int, int], int]] = [
+        lambda step, count: step % count,
+        lambda step, count: generator.randrange(count),
+    ]
+    for name, branches in BRANCHES.items():
+        for choose in choices:
+            passes = branches + [branches[choose(step, len(branches))] for step in range(40)]
+            assert accuracy(passes, len(branches)) >= 0.95, name
+
+
+@given(orders, walks)
+def test_evaluation_and_training_do_not_disturb_each_other(trained: list[int], evaluated: list[int]) -> None:
+    trace = Trace()
+    forward(trace, trained)
+    backward(trace, trained)
+    forward(trace, evaluated, "eval", backward_follows=False)
+    trace.begin_forward("train")
+    assert foretold(trace) == trained
+
+
+@given(orders, orders)
+def test_an_evaluation_between_forward_and_backward_leaves_the_backward_foretold(
+    trained: list[int], evaluated: list[int]
+) -> None:
+    trace = Trace()
+    forward(trace, trained)
+    forward(trace, evaluated, "eval", backward_follows=False)
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == trained[::-1]
+
+
+@given(walks, walks)
+def test_forgotten_forwards_are_expected_in_no_backward(first: list[int], second: list[int]) -> None:
+    trace = Trace()
+    forward(trace, first)
+    trace.forget_forwards()
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == []
+    forward(trace, second)
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == second[::-1]
+
+
+@given(orders, st.integers(0, 7))
+def test_a_forward_that_broke_off_is_followed_by_one_foretold_as_far_as_known(uses: list[int], done: int) -> None:
+    trace = Trace()
+    forward(trace, uses)
+    backward(trace, uses)
+    trace.begin_forward("train")
+    for unit in uses[: min(done, len(uses))]:
+        trace.use_forward(unit, backward_follows=True)
+    trace.end_forward()
+    trace.forget_forwards()
+    forward(trace, uses)
+    trace.begin_forward("train")
+    assert foretold(trace) == uses
+
+
+def test_a_use_in_backward_that_no_forward_announced_moves_nothing() -> None:
+    trace = Trace()
+    forward(trace, [0, 1, 2])
+    trace.use_backward(7)
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == [2, 1, 0]

@@ -1,0 +1,116 @@
+"""What happens in a backward: gradients arrive, units are passed, and at some point it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import StateError
+from zero.optim.gradients import Gradients
+from zero.params.binding import BoundUnit
+from zero.params.layout import Unit
+from zero.schedule.coordinator import Coordinator
+
+
+class BackwardWatch:
+    """Receives gradients and the events of the module hooks.
+
+    Args:
+        check_open: raises if the engine is closed; given what was attempted.
+
+    Attributes:
+        generation: steps taken so far; a graph made before the last one is stale.
+    """
+
+    def __init__(self, coordinator: Coordinator, gradients: Gradients, check_open: Callable[[str], None]) -> None:
+        self._coordinator, self._gradients, self._check_open = coordinator, gradients, check_open
+        self._running = False
+        self._handles: list[RemovableHandle] = []
+        self.generation = 0
+
+    def install(self, bound: list[BoundUnit]) -> None:
+        """Receive the gradient of every parameter."""
+        for unit in bound:
+            for position, parameter in enumerate(unit.parameters):
+                if parameter.requires_grad:
+                    receiver = self._receiver(unit.unit, position)
+                    handle = parameter.register_post_accumulate_grad_hook(receiver)  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Leave the parameters alone."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def outermost(self) -> Iterator[None]:
+        """The engine runs a backward inside; it is over at the end, well or not."""
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+            self._end()
+
+    def before_backward(self, generation: int) -> None:
+        """Gradients reach a graph that was made in step `generation`.
+
+        Raises:
+            StateError: it is stale, or the engine is closed.
+        """
+        self._check_open("backward")
+        if generation != self.generation:
+            raise StateError(
+                "backward: this graph was made before the last step(); its weights have changed since. "
+                "Run the forward again"
+            )
+        self._announce()
+
+    def unit_passed(self, index: int) -> None:
+        """Gradients have passed a whole call that uses the unit: it is needed no longer for that call."""
+        if self._coordinator.end_backward_use(index):
+            self._gradients.flush(index)
+
+    def forward_begins(self) -> None:
+        """The root is called outside any backward: none can be running, whatever became of the last one."""
+        self.end_stray()
+
+    def end_stray(self) -> None:
+        """End a backward that raised: torch drops the callback that would have said so."""
+        if self._running:
+            self._running = False
+            self._end()
+
+    def _announce(self) -> None:
+        """A backward that the engine did not start (`loss.backward()`): be told when it ends."""
+        if self._running:
+            return
+        self._running = True
+
+        def finished() -> None:
+            self._running = False
+            self._end()
+
+        torch.autograd.Variable._execution_engine.queue_callback(finished)
+
+    def _end(self) -> None:
+        try:
+            self._gradients.flush_all()
+        finally:
+            self._coordinator.end_backward()
+
+    def _receiver(self, unit: Unit, position: int) -> Callable[[nn.Parameter], None]:
+        def receive(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None or not unit.trainable:
+                return
+            self._announce()
+            if self._gradients.arrive(unit.index, position, gradient):
+                self._gradients.flush(unit.index)
+
+        return receive

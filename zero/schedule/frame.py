@@ -1,0 +1,133 @@
+"""A frame around one module call, in the autograd graph.
+
+[Note: sentinel and join] A call's outputs pass through a join, the youngest node of the call; a sentinel
+made before the call is its oldest, and hangs on the join. Autograd runs younger nodes first, so the
+join's backward says that gradients have reached the call, and the sentinel's, which runs after
+everything of the call that can run, says that they have passed it. Inputs are left alone: to
+route them through a node would add their gradients up in another order than plain torch does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import StateError
+
+
+class _Sentinel(torch.autograd.Function):
+    """The oldest node of a call; its backward runs when the call has been passed."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: Callable[[], None], token: torch.Tensor) -> torch.Tensor:
+        """Carry the token, an empty tensor on the compute device: one device, one queue, one order."""
+        ctx.passed = passed
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
+        """The whole call has been passed."""
+        ctx.passed()
+        return None, None
+
+
+class _Join(torch.autograd.Function):
+    """Identity on a call's outputs; its backward runs before anything of the call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, reached: Callable[[], None], sentinel: torch.Tensor, *outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Pass the outputs on; detached ones share memory and may be modified in place."""
+        ctx.reached = reached
+        ctx.set_materialize_grads(False)  # an output nobody uses must pass no gradient on, not even zeros
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Gradients have reached the call."""
+        if torch.is_grad_enabled():
+            raise StateError(
+                "backward with create_graph=True: gradients of gradients are not available, the weights they need are "
+                "released as soon as the first backward has passed them"
+            )
+        ctx.reached()
+        return (None, None, *gradients)
+
+
+def open_frame(passed: Callable[[], None], device: torch.device) -> torch.Tensor:
+    """Make a call's sentinel; `passed` is called once the call's backward is over."""
+    token = torch.empty(0, device=device, requires_grad=True)
+    sentinel: torch.Tensor = _Sentinel.apply(passed, token)  # type: ignore[no-untyped-call]
+    return sentinel
+
+
+def close_frame(sentinel: torch.Tensor, output: Any, reached: Callable[[], None]) -> Any:
+    """`output` with its tensors joined; `reached` is called before the call's backward begins."""
+    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if not tensors:
+        return output
+    joined = _Join.apply(reached, sentinel, *tensors)  # type: ignore[no-untyped-call]
+    return exchange(output, {id(old): new for old, new in zip(tensors, joined, strict=True)})
+
+
+def tensors_in(tree: Any, depth: int = 6) -> list[torch.Tensor]:
+    """Every tensor inside lists, mappings, dataclasses and plain objects such as caches, each once."""
+    return list(_walk(tree, depth, {}))
+
+
+def exchange(tree: Any, new_of: dict[int, torch.Tensor], depth: int = 6) -> Any:
+    """`tree` with tensors exchanged by id. Lists, mappings and objects stay what they are; tuples are rebuilt."""
+    if isinstance(tree, torch.Tensor):
+        return new_of.get(id(tree), tree)
+    if depth == 0 or _is_leaf(tree):
+        return tree
+    if isinstance(tree, tuple):
+        values = [exchange(value, new_of, depth - 1) for value in tree]
+        if all(new is old for new, old in zip(values, tree, strict=True)):
+            return tree
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if isinstance(tree, (set, frozenset)):
+        return type(tree)(exchange(value, new_of, depth - 1) for value in tree)
+    for place, old in _places(tree):
+        new = exchange(old, new_of, depth - 1)
+        if new is not old:
+            _put(tree, place, new)
+    return tree
+
+
+def _places(tree: Any) -> list[tuple[Any, Any]]:
+    if isinstance(tree, MutableMapping):
+        return list(tree.items())
+    if isinstance(tree, list):
+        return list(enumerate(tree))
+    if dataclasses.is_dataclass(tree):
+        return [(field.name, getattr(tree, field.name, None)) for field in dataclasses.fields(tree)]
+    return list(vars(tree).items()) if hasattr(tree, "__dict__") else []
+
+
+def _put(tree: Any, place: Any, value: Any) -> None:
+    if isinstance(tree, (MutableMapping, list)):
+        tree[place] = value
+    else:
+        object.__setattr__(tree, place, value)  # frozen dataclasses too: the object is the call's own result
+
+
+def _is_leaf(tree: Any) -> bool:
+    return tree is None or isinstance(tree, (str, bytes, int, float, bool, nn.Module, type))
+
+
+def _walk(tree: Any, depth: int, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
+    if id(tree) in seen:
+        return
+    seen[id(tree)] = tree  # kept alive, so that no other object gets its id meanwhile
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif depth > 0 and not _is_leaf(tree):
+        inside: Iterable[Any] = tree if isinstance(tree, (tuple, set, frozenset)) else [v for _, v in _places(tree)]
+        for value in inside:
+            yield from _walk(value, depth - 1, seen)
