@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import gc
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -631,3 +634,31 @@ def test_an_input_read_twice_inside_and_once_outside_adds_its_gradients_in_torch
             return torch.stack(seen).square().mean()
 
     assert_like_torch(open_engine, nvme_path, Dense(), lambda m: m(sample()))
+
+
+@pytest.mark.parametrize("ending", ["backward", "no backward", "no grad", "exception"])
+def test_a_forward_keeps_nothing_alive_once_it_is_let_go(open_engine: Open, nvme_path: Any, ending: str) -> None:
+    class Chained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.seen: list[weakref.ref[Tensor]] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+                self.seen.append(weakref.ref(x))
+            if ending == "exception":
+                raise ValueError("on purpose")
+            return x.float().sum()
+
+    model = Chained()
+    engine = open_engine(model, make_config(("nvme", "nvme"), nvme_path))
+    with torch.set_grad_enabled(ending != "no grad"), contextlib.suppress(ValueError):
+        loss = engine(torch.ones(2, WIDTH, dtype=torch.bfloat16))
+        if ending == "backward":
+            engine.backward(loss)
+        del loss
+    gc.collect()
+    assert len(model.seen) == 3
+    assert [seen() is None for seen in model.seen] == [True] * 3

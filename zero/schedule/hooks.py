@@ -46,6 +46,7 @@ def in_backward() -> bool:
 class OpenCall:
     """A module call between its pre-forward and its post-forward."""
 
+    module: nn.Module
     recompute: bool
     units: list[int] = field(default_factory=list)
     """Units that the call uses, borrowed ones included."""
@@ -54,6 +55,11 @@ class OpenCall:
     sentinel: torch.Tensor | None = None
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Inputs and their version counters, to see which the call modifies in place."""
+
+    def close(self) -> None:
+        """Let go of the graph: its nodes hold this object, and nobody would ever free the circle."""
+        self.sentinel = None
+        self.versions = []
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
@@ -129,8 +135,13 @@ class ModuleHooks:
     def reset(self) -> None:
         """No forward is running, whatever calls were seen to begin: one was interrupted."""
         self._root_depth = 0
-        self._calls.clear()
+        self._forget_calls()
         self._coordinator.end_forward()
+
+    def _forget_calls(self) -> None:
+        for call in self._calls:
+            call.close()
+        self._calls.clear()
 
     def borrow(self, index: int) -> None:
         """The innermost open call uses the unit although its module does not own it."""
@@ -163,13 +174,13 @@ class ModuleHooks:
             return
         self._root_depth = max(self._root_depth - 1, 0)
         if self._root_depth == 0:
-            self._calls.clear()
+            self._forget_calls()
             self._coordinator.end_forward()
 
     def _pre_forward(self, units: list[int]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             grad = torch.is_grad_enabled()
-            call = OpenCall(in_backward())
+            call = OpenCall(module, in_backward())
             self._calls.append(call)
             for index in units:
                 if call.recompute:
@@ -193,8 +204,8 @@ class ModuleHooks:
 
     def _post_forward(self, units: list[int]) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            if not self._calls:
-                return None
+            if not self._calls or self._calls[-1].module is not module:
+                return None  # the call ended before our hook saw it begin: somebody else's hook raised
             call = self._calls.pop()
             if output is not None:
                 output = self._own_memory(call, output)
@@ -203,6 +214,7 @@ class ModuleHooks:
                 if output is not None:
                     output = close_frame(call.sentinel, output, reached)
                 self._watch_modified(call, reached)
+            call.close()
             for index in call.begun:
                 self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
             return output
