@@ -50,7 +50,10 @@ class Transfer(Generic[T]):
                 self._mover.block(self.what, self._future)
             except WatchdogError as stalled:
                 warnings.warn(str(stalled), RuntimeWarning, stacklevel=2)
-        return None if self._future.cancelled() else self._future.exception()
+        try:
+            return self._future.exception()
+        except concurrent.futures.CancelledError as cancelled:
+            return cancelled
 
 
 class Mover:
@@ -113,7 +116,7 @@ class Mover:
 
     def _stall(self, what: str, seconds: float) -> str:
         in_flight = "; ".join(self._describe()) or "nothing"
-        return f"{what}: no byte moved and no end after {seconds:.0f} s; in flight: {in_flight}"
+        return f"{what}: no end after {seconds:.0f} s in which no byte moved; in flight: {in_flight}"
 
     def is_current_thread(self) -> bool:
         """True on the mover thread itself."""
