@@ -74,6 +74,7 @@ class Mover:
         self._thread = threading.Thread(target=self._run, name="zero-mover", daemon=True)
         self._thread.start()
         self._closed = False
+        self._draining: concurrent.futures.Future[None] | None = None
 
     def post(self, what: str, job: Coroutine[Any, Any, T]) -> Transfer[T]:
         """Start `job` on the mover thread; returns at once.
@@ -139,7 +140,9 @@ class Mover:
             return
         self._check_not_mine("closing the mover")
         self._closed = True
-        self.block("closing the mover", asyncio.run_coroutine_threadsafe(self._drain(), self._loop))
+        if self._draining is None:  # a second one would wait for the first, and the first for it
+            self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
+        self.block("closing the mover", self._draining)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

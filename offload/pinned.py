@@ -117,6 +117,13 @@ def return_freed_memory() -> None:
         trim(0)
 
 
+def aligned_copy(data: torch.Tensor) -> torch.Tensor:
+    """A copy of uint8 `data` in host memory that starts on a page, as O_DIRECT asks for."""
+    copy = tensor_over(map_host(data.numel()))[: data.numel()]
+    copy.copy_(data)
+    return copy
+
+
 def tensor_over(view: memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """A flat tensor whose storage is exactly `view`, so that storages of one size can be swapped."""
     if len(view) == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import StateError
+from offload.errors import StateError, ZeroInfinityError
 from zero.optim.gradients import Gradients
 from zero.params.binding import BoundUnit
 from zero.params.layout import Unit
@@ -24,6 +25,7 @@ class BackwardWatch:
 
     Attributes:
         generation: steps taken so far; a graph made before the last one is stale.
+        torn: a transfer failed inside a backward since the gradients were last cleared.
     """
 
     def __init__(self, coordinator: Coordinator, gradients: Gradients, check_open: Callable[[str], None]) -> None:
@@ -31,6 +33,7 @@ class BackwardWatch:
         self._running = False
         self._handles: list[RemovableHandle] = []
         self.generation = 0
+        self.torn = False
 
     def install(self, bound: list[BoundUnit]) -> None:
         """Receive the gradient of every parameter."""
@@ -53,6 +56,10 @@ class BackwardWatch:
         self._running = True
         try:
             yield
+        except ZeroInfinityError:
+            # Autograd stops where a hook raises: what it had not reached is missing.
+            self.torn = True
+            raise
         finally:
             self._running = False
             self._end()
@@ -105,12 +112,18 @@ class BackwardWatch:
             self._coordinator.end_backward()
 
     def _receiver(self, unit: Unit, position: int) -> Callable[[nn.Parameter], None]:
+        # Weak: torch keeps these hooks where Python's collector does not look, and they must not keep the engine.
+        watching = weakref.ref(self)
+
         def receive(parameter: torch.Tensor) -> None:
+            watch = watching()
             gradient, parameter.grad = parameter.grad, None
-            if gradient is None or not unit.trainable:
-                return
-            self._announce()
-            if self._gradients.arrive(unit.index, position, gradient):
-                self._gradients.flush(unit.index)
+            if watch is not None and gradient is not None and unit.trainable:
+                watch._receive(unit, position, gradient)
 
         return receive
+
+    def _receive(self, unit: Unit, position: int, gradient: torch.Tensor) -> None:
+        self._announce()
+        if self._gradients.arrive(unit.index, position, gradient):
+            self._gradients.flush(unit.index)

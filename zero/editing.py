@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
 from offload.copies import read_plane, write_plane
-from offload.errors import StorageError
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
 from zero.schedule.coordinator import Coordinator
@@ -17,6 +17,15 @@ from zero.storage import Storage
 
 Visit = Callable[[Record, int, int], Awaitable[bool]]
 """(record of a sub-group, first, last element of it that belong to the unit) -> was it changed?"""
+
+
+class Edit(NamedTuple):
+    """What somebody has changed in one unit."""
+
+    unit: Unit
+    before: torch.Tensor
+    """uint8, the unit's bytes as they were."""
+    after: torch.Tensor
 
 
 class UnitEditor:
@@ -29,6 +38,7 @@ class UnitEditor:
         self._compute = compute
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
+        self._unstored: list[Edit] = []
 
     @property
     def busy(self) -> bool:
@@ -74,7 +84,7 @@ class UnitEditor:
         Raises:
             StorageError: the first failure.
         """
-        changes: list[tuple[Unit, torch.Tensor, torch.Tensor]] = []
+        changes: list[Edit] = []
         for index in indices:
             self._opened[index] -= 1
             if self._opened[index]:
@@ -83,14 +93,26 @@ class UnitEditor:
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
             if not torch.equal(before, after):
-                changes.append((self._layout.units[index], before.cpu(), after.cpu().clone()))
+                changes.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
             if self._coordinator.held(index):
                 self._coordinator.unhold(index)
                 bound.unbind()
+        self._unstored += changes
+        self.store_edits()
+
+    def store_edits(self) -> None:
+        """Store the edits that are not stored yet. What fails stays in memory and is tried again next time.
+
+        Raises:
+            StorageError: the first failure. Nobody may look at the planes before a call succeeds.
+        """
         error: BaseException | None = None
-        for unit, before, after in changes:
-            transfer = self._storage.mover.post(f"storing edits of {unit.name}", self._store(unit, before, after))
-            error = error or transfer.settle()
+        for change in list(self._unstored):
+            job = self._store(*change)
+            failure = self._storage.mover.post(f"storing edits of {change[0].name}", job).settle()
+            if failure is None:
+                self._unstored = [other for other in self._unstored if other is not change]
+            error = error or failure
         if error is not None:
             raise error
 
@@ -120,15 +142,8 @@ class UnitEditor:
         """New weights; where one changed, its remainder no longer means anything and becomes 0."""
         space = self._layout.space_of(unit)
         plane = self._storage.weights[space]
-        error: StorageError | None = None
-        try:
-            await write_plane(plane, unit.begin, unit.end, after, self._storage.arena)
-        except StorageError as failure:
-            plane.strand(unit.begin, unit.end, after, _nothing)
-            error = failure
+        await write_plane(plane, unit.begin, unit.end, after, self._storage.arena)
         await self._clear_remainders(unit, before, after)
-        if error is not None:
-            raise error
 
     async def _clear_remainders(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
         space = self._layout.space_of(unit)
@@ -165,17 +180,6 @@ class UnitEditor:
                 record = Record.over(staged.bytes, group.end - group.begin, self._layout.spaces[index].split)
                 lo, hi = max(unit.begin, group.begin) - group.begin, min(unit.end, group.end) - group.begin
                 if await visit(record, lo, hi):
-                    await self._write_back(staged)
+                    await staged.write()
             finally:
                 block.release()
-
-    async def _write_back(self, staged: Staged) -> None:
-        try:
-            await staged.write()
-        except StorageError:
-            staged.plane.strand(staged.begin, staged.end, staged.host_bytes.clone(), _nothing)
-            raise
-
-
-def _nothing() -> None:
-    """A stranded copy of its own needs nobody to be told."""

@@ -135,6 +135,7 @@ class ZeroEngine(ConfigAccessors, nn.Module):
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
+        self._step_asked = False
 
     def _undo_build(self) -> None:
         """Initialisation failed: the model gets back what the planes have taken, and no hook stays."""
@@ -197,12 +198,10 @@ class ZeroEngine(ConfigAccessors, nn.Module):
                 calling `step()` again is such a call, and no second step.
         """
         self._check_open("step")
-        if self._stepper.pending:
-            self._finish_step()
-            return
-        if self.is_gradient_accumulation_boundary():
-            self._fix_step()
-        self.micro_steps += 1
+        if not self._step_open:
+            if self.is_gradient_accumulation_boundary():
+                self._ask_for_step()
+            self.micro_steps += 1
         self._finish_step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -220,6 +219,7 @@ class ZeroEngine(ConfigAccessors, nn.Module):
         if not self._closed:
             self._finish_step()
             self._gradients.clear()
+            self._watch.torn = False
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the gradients of the last step, before clipping; None before the first."""
@@ -228,24 +228,39 @@ class ZeroEngine(ConfigAccessors, nn.Module):
     def _optimizer_step(self) -> None:
         """`optimizer.step()`: a step now, whatever the micro-step counter says."""
         self._check_open("optimizer.step")
-        if not self._stepper.pending:
-            self._fix_step()
+        if not self._step_open:
+            self._ask_for_step()
         self._finish_step()
 
-    def _fix_step(self) -> None:
+    @property
+    def _step_open(self) -> bool:
+        """True while a step has been asked for and is not complete."""
+        return self._step_asked or self._stepper.pending
+
+    def _ask_for_step(self) -> None:
+        """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
         if self.optimizer is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
         if self._keeper.editing:
             raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
-        with self._step.running():
-            self._watch.end_stray()
-            self._coordinator.check_idle()
-            self._stepper.fix(self.optimizer, self._index_of, self._config.gradient_clipping)
-            self._coordinator.release_all()
-            self._watch.generation += 1
+        if self._watch.torn:
+            raise StateError(
+                "step: a transfer failed inside the last backward, so some gradients are missing; call zero_grad() and "
+                "run forward and backward again"
+            )
+        self._watch.end_stray()
+        self._coordinator.check_idle()
+        self._step_asked = True
 
     def _finish_step(self) -> None:
+        """Do what an earlier call had to leave undone: edits first, they came before the step."""
         with self._step.running():
+            self._keeper.store_edits()
+            if self._step_asked and self.optimizer is not None:
+                self._stepper.fix(self.optimizer, self._index_of, self._config.gradient_clipping)
+                self._step_asked = False
+                self._coordinator.release_all()
+                self._watch.generation += 1
             self._stepper.finish()
 
     def _step_done(self) -> None:

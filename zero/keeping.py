@@ -86,6 +86,10 @@ class EngineKeeper:
         """`GatheredParameters` ends."""
         self._editor.close(self._units_of(parameters))
 
+    def store_edits(self) -> None:
+        """Store edits that could not be stored when their context ended. Raises StorageError."""
+        self._editor.store_edits()
+
     @property
     def editing(self) -> bool:
         """True inside `GatheredParameters`."""

@@ -19,6 +19,7 @@ from offload.arena import Block
 from offload.copies import Fence
 from offload.errors import StateError, StorageError
 from offload.mover import Transfer
+from offload.pinned import aligned_copy
 from offload.planes import Plane
 from zero.params.layout import Layout, Slot, Unit
 from zero.storage import Storage
@@ -292,7 +293,7 @@ class Gradients:
                 try:
                     await state.plane.write(unit.begin + lo, unit.begin + hi, raw)
                 except StorageError as failure:
-                    state.plane.strand(unit.begin + lo, unit.begin + hi, raw.clone(), _nothing)
+                    state.plane.strand(unit.begin + lo, unit.begin + hi, aligned_copy(raw), _nothing)
                     error = error or failure
             finally:
                 chunk.release()
