@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import StateError, ZeroInfinityError
+from offload.errors import BudgetError, StateError, StorageError
 from zero.optim.gradients import Gradients
 from zero.params.binding import BoundUnit
 from zero.params.layout import Unit
@@ -56,7 +56,7 @@ class BackwardWatch:
         self._running = True
         try:
             yield
-        except ZeroInfinityError:
+        except (StorageError, BudgetError):
             # Autograd stops where a hook raises: what it had not reached is missing.
             self.torn = True
             raise

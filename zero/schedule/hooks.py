@@ -53,8 +53,8 @@ class OpenCall:
     begun: list[int] = field(default_factory=list)
     """Forward uses that end with the call."""
     sentinel: torch.Tensor | None = None
-    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Inputs and their version counters, to see which the call modifies in place."""
+    versions: list[tuple[torch.Tensor, int, Any]] = field(default_factory=list)
+    """Inputs, their version counters and grad_fns, to see which the call modifies in place."""
 
     def close(self) -> None:
         """Let go of the graph: its nodes hold this object, and nobody would ever free the circle."""
@@ -190,17 +190,13 @@ class ModuleHooks:
                     call.begun.append(index)
                 call.units.append(index)
             if grad and units:
-                call.versions = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs), 2)]
+                call.versions = [(t, t._version, t.grad_fn) for t in tensors_in((args, kwargs), 2)]
                 self._open_frame(call)
 
         return hook
 
     def _open_frame(self, call: OpenCall) -> None:
-        def passed() -> None:
-            for index in call.units:
-                self._events.unit_passed(index)
-
-        call.sentinel = open_frame(passed, self._coordinator.device)
+        call.sentinel = open_frame(self._passed(call), self._coordinator.device)
 
     def _post_forward(self, units: list[int]) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -221,6 +217,13 @@ class ModuleHooks:
 
         return hook
 
+    def _passed(self, call: OpenCall) -> Callable[[], None]:
+        def passed() -> None:
+            for index in call.units:
+                self._events.unit_passed(index)
+
+        return passed
+
     def _reached(self, call: OpenCall) -> Callable[[], None]:
         generation, events, coordinator = self._events.generation, self._events, self._coordinator
 
@@ -239,6 +242,13 @@ class ModuleHooks:
 
     def _watch_modified(self, call: OpenCall, reached: Callable[[], None]) -> None:
         """Inputs that the call has modified in place are outputs of it, returned or not."""
-        changed = [t for t, version in call.versions if t._version != version and t.grad_fn is not None]
-        if changed:
-            torch.autograd.graph.register_multi_grad_hook(changed, lambda gradient: reached(), mode="any")
+        changed = [(t, old) for t, version, old in call.versions if t._version != version and t.grad_fn is not old]
+        tensors = [tensor for tensor, _ in changed if tensor.grad_fn is not None]
+        if not tensors:
+            return
+        torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradient: reached(), mode="any")
+        older = next((old for _, old in changed if old is not None), None)
+        if older is not None:
+            # Nothing joins the sentinel to them; what made the input is the first node after the call.
+            passed = self._passed(call)
+            older.register_prehook(lambda gradients: passed())
