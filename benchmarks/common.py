@@ -35,8 +35,9 @@ from benchmarks.machine import DiskCounters
 from offload.pinned import map_host, tensor_over
 
 PAIRS_MIN = 5
-COMPUTE_WALL_PER_CPU_MAX = 0.7
-"""Two threads that have two cores to themselves need half the CPU seconds; past this they were disturbed."""
+COMPUTE_WALL_MAX = 1.4
+"""Wall time / (CPU seconds / threads): threads that have the cores to themselves are at 1, past this disturbed.
+For two threads that is a wall time of 0.7 x the CPU seconds."""
 FLOOR_DEVIATION_MAX = 1.3
 """A floor this much slower than the fastest one seen was measured on a busy machine."""
 TRIES_PER_ROUND = 3
@@ -116,6 +117,7 @@ def measure(
     *,
     rounds: int = PAIRS_MIN,
     warmups: int = 1,
+    pause_seconds: float = 0.0,
     rules: Sequence[Rule] = (),
     disk: Path | str | None = None,
 ) -> Series:
@@ -126,6 +128,7 @@ def measure(
         candidates: the first `warmups` runs of each are discarded; one that raises RivalMissing is left out.
         rounds: how many must count.
         warmups: discarded runs of each candidate, for page faults, caches and thread pools.
+        pause_seconds: before each run, for what the one before may have left spinning.
         rules: why a round does not count; asked again for all rounds after each.
         disk: folder on the device whose counters are kept.
     """
@@ -141,7 +144,10 @@ def measure(
     complaints: list[str | None] = []
     while complaints.count(None) < rounds and len(tried) < rounds * TRIES_PER_ROUND:
         order = list(present) if len(tried) % 2 == 0 else list(present)[::-1]
-        done = {candidate: run_once(present[candidate], disk) for candidate in order}
+        done = {}
+        for candidate in order:
+            time.sleep(pause_seconds)
+            done[candidate] = run_once(present[candidate], disk)
         tried.append({candidate: done[candidate] for candidate in present})
         complaints = [next((c for rule in rules if (c := rule(r, tried))), None) for r in tried]
     return Series(name, tried, complaints, missing, rounds)
@@ -163,14 +169,16 @@ def cpu_seconds() -> float:
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def compute_contended(name: str) -> Rule:
-    """The rule for a candidate that computes on two threads all the time."""
+def compute_contended(name: str, threads: int = 2) -> Rule:
+    """The rule for a candidate that computes on so many threads all the time; a missing one cannot be disturbed."""
 
     def rule(this: Round, tried: Sequence[Round]) -> str | None:
-        run = this[name]
-        if run.wall_seconds <= COMPUTE_WALL_PER_CPU_MAX * run.cpu_seconds:
+        if name not in this:
             return None
-        return f"{name}: {run.wall_seconds:.3f} s for {run.cpu_seconds:.3f} CPU seconds"
+        run = this[name]
+        if run.wall_seconds * threads <= COMPUTE_WALL_MAX * run.cpu_seconds:
+            return None
+        return f"{name}: {run.wall_seconds:.4f} s for {run.cpu_seconds:.4f} CPU seconds on {threads} threads"
 
     return rule
 
@@ -228,14 +236,15 @@ class Report:
     def __post_init__(self) -> None:
         print(f"# {self.question}: {(self.doc or '').strip().splitlines()[0] if self.doc else ''}", flush=True)
 
-    def keep(self, series: Series, moved_bytes: int = 0) -> None:
-        """Keep every run of a series and print its medians; `moved_bytes` of each candidate add GB/s."""
+    def keep(self, series: Series, moved_bytes: int | Mapping[str, int] = 0) -> None:
+        """Keep every run of a series and print its medians; `moved_bytes` (of each or by name) add GB/s."""
         self.series.append(series)
         for rival, reason in series.missing.items():
             self.lack(rival, reason)
         for name in series.rounds[0]:
             runs = [r[name] for r in series.rounds]
-            print(f"{series.name:<28} {name:<24} {line_of(runs, moved_bytes)}", flush=True)
+            nbytes = moved_bytes if isinstance(moved_bytes, int) else moved_bytes.get(name, 0)
+            print(f"{series.name:<28} {name:<24} {line_of(runs, nbytes)}", flush=True)
         repeated = len(series.tried) - series.complaints.count(None)
         if series.is_contended:
             print(f"{series.name}: CONTENDED, {repeated} of {len(series.tried)} rounds disturbed; all are used")

@@ -87,9 +87,16 @@ def test_a_machine_that_never_calms_down_uses_all_rounds_and_says_so() -> None:
     assert always.is_contended and len(always.rounds) == len(always.tried) == 6
 
 
-@pytest.mark.parametrize(("wall", "is_disturbed"), [(0.5, False), (0.7, False), (0.71, True)])
-def test_two_threads_with_less_than_their_share_of_the_cores_are_disturbed(wall: float, is_disturbed: bool) -> None:
-    assert (compute_contended("floor")({"floor": one(wall, 1.0)}, []) is not None) == is_disturbed
+@pytest.mark.parametrize(
+    ("threads", "wall", "is_disturbed"),
+    [(2, 0.5, False), (2, 0.7, False), (2, 0.71, True), (1, 1.0, False), (1, 1.41, True)],
+)
+def test_threads_with_less_than_their_share_of_the_cores_are_disturbed(
+    threads: int, wall: float, is_disturbed: bool
+) -> None:
+    rule = compute_contended("floor", threads)
+    assert (rule({"floor": one(wall, 1.0)}, []) is not None) == is_disturbed
+    assert rule({"ours": one(1.0)}, []) is None
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=30))
