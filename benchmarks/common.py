@@ -67,7 +67,7 @@ class Run:
 
 Round = dict[str, Run]
 Candidate = Callable[[], Mapping[str, Any] | None]
-"""Runs once; may return figures, among them "seconds" where its wall time is not the answer."""
+"""Runs once; may return figures. Where only a part of it is the answer: "seconds", and "disk" (DiskCounters)."""
 Rule = Callable[[Round, Sequence[Round]], str | None]
 """Why this round must be repeated, given all that were run; None: it counts."""
 
@@ -160,7 +160,7 @@ def run_once(candidate: Candidate, disk: Path | str | None = None) -> Run:
     wall, cpu = time.perf_counter() - begin, cpu_seconds() - cpu_before
     disk_after = machine.read_disk(disk)
     moved = None if disk_before is None or disk_after is None else disk_after.since(disk_before)
-    return Run(float(figures.pop("seconds", wall)), wall, cpu, moved, figures)
+    return Run(float(figures.pop("seconds", wall)), wall, cpu, figures.pop("disk", moved), figures)
 
 
 def cpu_seconds() -> float:

@@ -24,6 +24,7 @@ from benchmarks.common import (
     measure,
     parser,
     run_child,
+    run_once,
     summarize,
     verdict_of,
 )
@@ -55,6 +56,12 @@ def test_ratios_are_taken_within_a_round() -> None:
     series = measure("s", {"ours": takes(0, 1, 2, 4), "theirs": takes(0, 2, 2, 2)}, rounds=3)
     assert series.ratios(lambda r: r["theirs"].seconds / r["ours"].seconds) == [2.0, 1.0, 0.5]
     assert series.median("ours") == 2 and series.median("ours", "bytes") == 7
+
+
+def test_a_candidate_may_say_which_part_of_its_run_counts() -> None:
+    moved = machine.DiskCounters(1, 2, 3, 4)
+    run = run_once(lambda: {"seconds": 0.5, "disk": moved, "bytes": 7})
+    assert (run.seconds, run.disk, run.figures) == (0.5, moved, {"bytes": 7})
 
 
 def test_a_rival_that_is_missing_is_named_and_the_others_go_on() -> None:
