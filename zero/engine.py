@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.binding import Poison
 from offload.errors import ConfigError, StateError
-from offload.pinned import return_freed_memory
+from offload.pinned import keep_freed_memory, return_freed_memory
 from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors
 from zero.adoption import Adoption, read_parameter
@@ -159,6 +159,7 @@ class ZeroEngine(ConfigAccessors, nn.Module):
 
         Adoption(self._layout, self._bound, self._storage, compute, read, done).run()
         return_freed_memory()
+        keep_freed_memory()
 
     # ---- the training loop --------------------------------------------------------------------
 
