@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import time
 from typing import Any
@@ -41,15 +43,21 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     return timed_steps(step, warmup=spec["warmup"], steps=spec["steps"], path=spec.get("path"))
 
 
+def free_port() -> str:
+    """A port nobody listens on, so that two runs can share a machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 def main() -> None:
     """Train as the specification says and print the figures."""
     spec = json.loads(sys.argv[1])
+    os.environ.setdefault("MASTER_PORT", free_port())
     deepspeed_setup.require("async_io", "cpu_adam")
     torch.manual_seed(0)
     result = train(spec)
     emit("done", **result, peak_rss_bytes=peak_rss_bytes(), deepspeed=version("deepspeed"))
-    # Its threads and exit handlers can hang on; everything has been said.
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":
