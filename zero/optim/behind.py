@@ -73,6 +73,8 @@ class DueUpdates:
 
         Args:
             number: of the step, counted from 1; errors name it.
+            arguments: the step's.
+            due: the sub-groups it changes.
         """
         self._number, self._arguments = number, arguments
         self._due = set(due)

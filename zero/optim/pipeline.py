@@ -181,8 +181,7 @@ class SubGroupPipeline:
         if weight.borrowed:
             return
         target = _part(unit, delivery.into, weight.begin, weight.end)
-        if target.data_ptr() != weight.bytes.data_ptr():
-            await self._storage.lane.copy(target, weight.bytes, delivery.fence)
+        await self._storage.lane.copy(target, weight.bytes, delivery.fence)
 
     def _apply(
         self,

@@ -68,6 +68,8 @@ class Loader:
         """The unit is let go; waits until no byte moves into its memory.
 
         Args:
+            unit: was bound, or on its way.
+            arrival: what `begin` returned for it.
             modified: the model has changed a weight inside its forward (a clamped temperature, a codebook): keep it.
 
         Raises:
