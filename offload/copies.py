@@ -69,18 +69,18 @@ async def fetch_plane(
     if into.device.type == "cpu":
         await plane.read(begin, end, into)
         return
-    memory = plane.memory(begin, end)
-    if memory is not None:
-        await lane.copy(into, memory, fence)
-        return
     width = plane.bytes_per_element
-    for lo, hi in _chunks(plane, begin, end):
-        block = await arena.lease_when_free((hi - lo) * width, f"chunk of {plane.name}")
-        try:
-            await plane.read(lo, hi, block.data)
-            await lane.copy(into[(lo - begin) * width : (hi - begin) * width], block.data, fence)
-        finally:
-            block.release()
+    for first, last, memory in plane.runs(begin, end):
+        if memory is not None:
+            await lane.copy(into[(first - begin) * width : (last - begin) * width], memory, fence)
+            continue
+        for lo, hi in _chunks(plane, first, last):
+            block = await arena.lease_when_free((hi - lo) * width, f"chunk of {plane.name}")
+            try:
+                await plane.read(lo, hi, block.data)
+                await lane.copy(into[(lo - begin) * width : (hi - begin) * width], block.data, fence)
+            finally:
+                block.release()
 
 
 async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, arena: Arena) -> None:

@@ -13,27 +13,29 @@ import torch
 from torch import nn
 
 from offload.binding import Poison
-from offload.errors import ConfigError, StateError
+from offload.errors import StateError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.adoption import Adoption, read_parameter
 from zero.backward import BackwardWatch
 from zero.config import Config
+from zero.covering import cover_model
 from zero.editing import UnitEditor
 from zero.keeping import EngineKeeper
 from zero.machine import read_machine
 from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
+from zero.optim.inside import UpdatesInBackward
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pipeline import SubGroupPipeline
+from zero.optim.pipeline import AdamValues, SubGroupPipeline
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
 from zero.params.initialisation import forget, provisional_source
 from zero.params.layout import Slot, Unit, build_layout
 from zero.params.released import is_kept, keeper_of
-from zero.params.units import CoveredUnit, CoverRules, Leaf, collect_leaves, cover, nested_numel
+from zero.params.units import CoveredUnit, Leaf, collect_leaves, nested_numel
 from zero.planner import Planner
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
@@ -42,9 +44,6 @@ from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
 
 logger = logging.getLogger("zero")
-
-LIVE_UNITS = 4
-"""An explicit live limit is cut into this many units at least."""
 
 
 class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
@@ -72,7 +71,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             self.optimizer.param_groups = groups
         self.lr_scheduler: Any = None
         trainable = {id(p) for group in groups or () for p in group["params"]}
-        covered = self._cover(model, trainable)
+        covered = cover_model(model, self._leaves, trainable, config)
         self._layout = build_layout([unit.content for unit in covered], world_size=1)
         _take_back(self._leaves)
         self.plan = Planner(
@@ -92,23 +91,6 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
 
     # ---- construction -------------------------------------------------------------------------
 
-    def _cover(self, model: nn.Module, trainable: set[int]) -> list[CoveredUnit]:
-        zero = self._config.zero_optimization
-        explicit = zero.stage3_max_live_parameters
-        rules = CoverRules(
-            numel_max=None if explicit is None else explicit // LIVE_UNITS,
-            persistence_numel=zero.stage3_param_persistence_threshold,
-            compute_dtype=torch.bfloat16 if self._config.bf16.enabled else None,
-        )
-        for leaf in self._leaves:
-            p = leaf.parameter
-            if id(p) in trainable and rules.compute_dtype is None and p.dtype not in (torch.float32, torch.bfloat16):
-                raise ConfigError(
-                    f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32 or bfloat16, "
-                    'or set "bf16": {"enabled": true}'
-                )
-        return cover(model, self._leaves, trainable, rules)
-
     def _build(self, model: nn.Module, covered: list[CoveredUnit]) -> None:
         layout, storage, device = self._layout, self._storage, self.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
@@ -120,18 +102,23 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
         self._gradients = Gradients(layout, storage, device, self._in_place, self._threads)
         pipeline = SubGroupPipeline(layout, storage, self._gradients, compute)
         updates = DueUpdates(layout, storage, pipeline, self._threads)
+        self._ahead = None
+        if self.plan.two_slots:
+            self._ahead = UpdatesInBackward(
+                storage, pipeline, updates, self._gradients, self._values_now, self.is_gradient_accumulation_boundary
+            )
         eager = compute == device
-        self._stepper = Stepper(layout, storage, self._gradients, pipeline, updates, eager_in_memory=eager)
+        self._stepper = Stepper(layout, storage, self._gradients, pipeline, updates, self._ahead, eager_in_memory=eager)
         self._gradients.update = self._stepper.apply
-        loader = Loader(layout, self._bound, storage, updates, self._in_place)
+        loader = Loader(layout, self._bound, storage, updates, self._in_place, self._changed)
         self._coordinator = Coordinator(layout, self._bound, storage, self.plan.limits, loader)
         scopes: dict[nn.Module, list[int]] = {}
         for index, unit in enumerate(covered):
             for module in unit.scopes:
                 scopes.setdefault(module, []).append(index)
-        self._watch = BackwardWatch(self._coordinator, self._gradients, self._check_open)
+        self._watch = BackwardWatch(self._coordinator, self._gradients, self._ahead, self._check_open)
         self._hooks = ModuleHooks(model, scopes, self._bound, self._coordinator, self._watch)
-        editor = UnitEditor(layout, self._bound, storage, self._coordinator, compute)
+        editor = UnitEditor(layout, self._bound, storage, self._coordinator, compute, self._changed)
         self._keeper = EngineKeeper(self, self._bound, self._coordinator, self._hooks, editor)
         self._adopt(compute)
         self._hooks.install()
@@ -238,6 +225,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
         """Forget the gradients accumulated since the last step."""
         if not self._closed:
             self._take_step()
+            if self._ahead is not None:
+                self._ahead.void_all()
             self._gradients.clear()
             self._watch.torn = False
 
@@ -282,6 +271,14 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
                 self._step_fixed(self.optimizer)
                 self._stepper.start()
                 self._coordinator.expect_forward()
+
+    def _values_now(self) -> dict[int, AdamValues]:
+        return {} if self.optimizer is None else self.optimizer.values(self._index_of, set(self._index_of.values()))
+
+    def _changed(self, index: int) -> None:
+        """Stored weights of the unit change by other means than a step."""
+        if self._ahead is not None:
+            self._ahead.void(index)
 
     def _step_fixed(self, optimizer: ZeroOptimizer) -> None:
         self.global_steps += 1
@@ -331,7 +328,12 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             self._storage,
             [unit.name for unit in self._layout.units],
             LoopCounters(
-                self.global_steps, self.micro_steps, self._forward.seconds, self._backward.seconds, self._step.seconds
+                self.global_steps,
+                self.micro_steps,
+                self._forward.seconds,
+                self._backward.seconds,
+                self._step.seconds,
+                self._ahead.committed_numel if self._ahead is not None else 0,
             ),
         )
 

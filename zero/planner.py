@@ -58,6 +58,7 @@ class Planner:
         """
         plan = Plan(self._limits(), gradient_wide=self.wide, baseline_bytes=self.machine.rss_bytes)
         plan.records_in_flight = self._records_in_flight()
+        plan.two_slots = self._wants_two_slots()
         plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
         self._place_host(plan)
         self._size_pools(plan)
@@ -72,6 +73,7 @@ class Planner:
         plan.swap_bytes += sum(
             self._gradient_bytes(unit) for unit in self.trained if plan.gradient_tiers[unit.index] == NVME
         )
+        plan.swap_bytes += self._second_slot_bytes(plan)
         plan.rows = tuple(row for row in self._rows(plan) if row.nbytes)
         self._check(plan)
         return plan
@@ -88,6 +90,24 @@ class Planner:
             for is_told, wish in zip(told, (offload.pipeline_read, offload.pipeline_write), strict=True)
         )
         return (RECORDS_IN_FLIGHT, 2, 1)[refused]
+
+    def _wants_two_slots(self) -> bool:
+        offload = self.config.zero_optimization.offload_optimizer
+        if offload.update_in_backward and (self.param_tier, self.state_tier) != (NVME, NVME):
+            raise ConfigError(
+                "zero_optimization.offload_optimizer.update_in_backward: needs offload_param.device and "
+                f'offload_optimizer.device "nvme", got {self.param_tier} and {self.state_tier}; set both, or remove it'
+            )
+        return offload.update_in_backward
+
+    def _second_slot_bytes(self, plan: Plan) -> int:
+        if not plan.two_slots:
+            return 0
+        return sum(
+            (group.end - group.begin) * (space.record_bytes + space.dtype.itemsize)
+            for group in plan.in_swap(self.layout)
+            for space in [self.layout.spaces[group.space]]
+        )
 
     # ---- sizes --------------------------------------------------------------------------------
 
@@ -319,6 +339,7 @@ class Planner:
             yield PlanRow(tier, "optimizer states", self._sum(self._record_bytes(g) for g, t in groups if t == tier))
         yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
         yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
+        yield PlanRow(NVME, "second slots", self._second_slot_bytes(plan))
         yield PlanRow(HOST, "arena: records and chunks in flight", plan.arena_bytes)
 
     @staticmethod

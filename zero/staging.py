@@ -40,22 +40,30 @@ class Staged:
     Args:
         given: memory of the caller's that the range may pass through instead, uint8; used if the computation can
             address it and the range is not in place.
+        target: another plane that the result goes to; this one stays as it is, so nothing is done in place.
     """
 
     def __init__(
-        self, plane: Plane, begin: int, end: int, compute: torch.device, given: torch.Tensor | None = None
+        self,
+        plane: Plane,
+        begin: int,
+        end: int,
+        compute: torch.device,
+        given: torch.Tensor | None = None,
+        target: Plane | None = None,
     ) -> None:
-        self.plane, self.begin, self.end = plane, begin, end
+        self.plane, self.begin, self.end, self._target = plane, begin, end, target or plane
         self._compute = compute
         self._memory = plane.memory(begin, end)
-        self.in_place = self._memory is not None and self._memory.device == compute
+        self.in_place = target is None and self._memory is not None and self._memory.device == compute
         self._data = self._memory if self.in_place else None
         self._host: torch.Tensor | None = None
         self.borrowed = not self.in_place and given is not None and given.device == compute and compute.type == "cpu"
         """The range passes through the caller's memory."""
         if self.borrowed:
             self._host = self._data = given
-        needs_block = not self.in_place and not self.borrowed and (self._memory is None or compute.type == "cpu")
+        passes_host = self._memory is None or compute.type == "cpu" or target is not None
+        needs_block = not self.in_place and not self.borrowed and passes_host
         self.nbytes = (end - begin) * plane.bytes_per_element if needs_block else 0
         """Bytes of a host block that `stage` needs."""
 
@@ -95,11 +103,11 @@ class Staged:
         if self.in_place:
             return
         if self._host is None:
-            await self.plane.write(self.begin, self.end, self.bytes)
+            await self._target.write(self.begin, self.end, self.bytes)
             return
         if self._host is not self._data:
             self._host.copy_(self.bytes)
-        await self.plane.write(self.begin, self.end, self._host)
+        await self._target.write(self.begin, self.end, self._host)
 
     @property
     def host_bytes(self) -> torch.Tensor:

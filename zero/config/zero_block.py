@@ -84,6 +84,8 @@ class OffloadOptimizerConfig(_Offload):
     ratio: Annotated[Number, Only((1.0,), "partial offload is not available; remove it or set it to 1.0")] = 1.0
     super_offload: Annotated[Flag, Only((False,), "SuperOffload is not available; set it to false")] = False
     cpuadam_cores_perc: InertNumber = None
+    update_in_backward: Flag = False
+    """Ours: update inside backward into a second slot; costs the space of the states again."""
 
 
 class LeafModuleConfig(Block):

@@ -50,7 +50,6 @@ class DueUpdates:
 
     def __init__(self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int) -> None:
         self._storage, self._pipeline, self._threads = storage, pipeline, threads
-        self._slots = asyncio.Semaphore(storage.plan.records_in_flight)
         self._arguments = StepArguments({}, 1.0)
         self._number = 0
         self._due: set[SubGroup] = set()
@@ -83,6 +82,10 @@ class DueUpdates:
     def current(self, index: int) -> bool:
         """True when the unit's weights are those of the last step."""
         return not self._unapplied or not any(group in self._unapplied for group in self._groups[index])
+
+    def sub_groups_of(self, index: int) -> list[SubGroup]:
+        """The unit's sub-groups, due or not."""
+        return self._groups[index]
 
     def borrows(self, index: int) -> bool:
         """True while the unit's own memory is being written to the disk."""
@@ -196,7 +199,7 @@ class DueUpdates:
             running.applied.set_result(delivered)
 
         try:
-            async with self._slots:
+            async with self._pipeline.slots:
                 if self.failure is not None:
                     raise self.failure
                 await self._pipeline.update(group, self._arguments, wanted, applied, threads)

@@ -203,16 +203,17 @@ class Gradients:
         """Per slot of the unit: has it had a gradient since the last step?"""
         return [count > 0 for count in self._units[index].contributions]
 
-    def sealed(self, index: int) -> Sealed:
-        """The unit's gradient of the last step.
+    def contributed_at_rest(self, index: int) -> list[int]:
+        """Parameters (indices) of the unit with a gradient; none while any of it is not in its place in memory yet."""
+        state = self._units.get(index)
+        if state is None or state.buffer is not None or state.flush is not None:
+            return []
+        return [slot.index for slot, count in zip(state.unit.slots, state.contributions, strict=True) if count]
 
-        Raises:
-            StateError: it had none.
-        """
-        sealed = self._units[index].sealed
-        if sealed is None:
-            raise StateError(f"gradient of {self._units[index].unit.name}: the last step had none")
-        return sealed
+    def taken(self, index: int) -> Sealed:
+        """The unit's gradient that an update works with: the last step's, else what has been collected since."""
+        state = self._units[index]
+        return state.sealed or Sealed(state.plane, state.dtype)
 
     def norm(self) -> float:
         """2-norm of all gradients: fp64 block sums, summed exactly, so independent of order and tier."""

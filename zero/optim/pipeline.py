@@ -65,6 +65,26 @@ class Delivery:
     """Behind the last use of that memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What one update reads and writes."""
+
+    space: Space
+    units: list[Unit]
+    record: Staged
+    weights: list[Staged]
+    """One per unit."""
+    gradients: list[Staged]
+
+    @property
+    def parts(self) -> list[Staged]:
+        return [self.record, *self.weights, *self.gradients]
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
 class SubGroupPipeline:
     """Updates sub-groups, one call each.
 
@@ -74,6 +94,8 @@ class SubGroupPipeline:
 
     def __init__(self, layout: Layout, storage: Storage, gradients: Gradients, compute: torch.device) -> None:
         self._layout, self._storage, self._gradients, self._compute = layout, storage, gradients, compute
+        self.slots = asyncio.Semaphore(storage.plan.records_in_flight)
+        """Who updates a sub-group holds one."""
 
     def trained_units(self, group: SubGroup, arguments: StepArguments) -> list[Unit]:
         """Units that have elements in the sub-group that this step changes."""
@@ -89,7 +111,7 @@ class SubGroupPipeline:
         runs = [(plane, group.begin, group.end) for plane in planes if plane is not None]
         for unit in self.trained_units(group, arguments):
             begin, end = max(unit.begin, group.begin), min(unit.end, group.end)
-            runs.append((self._gradients.sealed(unit.index).plane, begin, end))
+            runs.append((self._gradients.taken(unit.index).plane, begin, end))
         return all(plane.swap_bytes(begin, end) == 0 for plane, begin, end in runs)
 
     async def update(
@@ -114,34 +136,67 @@ class SubGroupPipeline:
             StorageError: before `applied` was called nothing has changed; afterwards the planes hold the new
                 values in memory.
         """
-        records = self._storage.records[group.space]
-        if records is None:
-            raise StateError(f"sub-group {group}: its space is not trained")
         units = self.trained_units(group, arguments)
-        record = Staged(records, group.begin, group.end, self._compute)
-        weights = [self._weight_of(unit, group, wanted.get(unit.index)) for unit in units]
-        gradients = [self._gradient_of(unit, group) for unit in units]
-        parts = [record, *weights, *gradients]
-        block = await self._storage.arena.lease_when_free(sum(part.nbytes for part in parts), "sub-group")
+        work = self._work(group, units, wanted, other=False)
+        block = await self._storage.arena.lease_when_free(work.block_bytes, "sub-group")
         error: BaseException | None = None
         kept = False
         try:
-            offset = 0
-            for part in parts:
-                offset = part.stage(block, offset)
-            await settle_all([part.read() for part in parts])
-            for unit, weight, gradient in zip(units, weights, gradients, strict=True):
-                self._apply(self._layout.spaces[group.space], unit, record, weight, gradient, arguments, threads)
-                delivery = wanted.get(unit.index)
-                if delivery is not None:
-                    await self._deliver(unit, weight, delivery)
+            await self._compute_into(block, work, arguments, threads)
+            for unit, weight in zip(units, work.weights, strict=True):
+                if unit.index in wanted and not weight.borrowed:
+                    delivery = wanted[unit.index]
+                    target = _part(unit, delivery.into, weight.begin, weight.end)
+                    await self._storage.lane.copy(target, weight.bytes, delivery.fence)
             applied(frozenset(unit.index for unit in units) & wanted.keys())
-            kept, error = await self._write_back(block, [record, *weights])
+            kept, error = await self._write_back(block, [work.record, *work.weights])
         finally:
             if not kept:
                 block.release()
         if error is not None:
             raise error
+
+    async def update_aside(self, group: SubGroup, arguments: StepArguments, threads: int) -> None:
+        """Write what an update would give to the sub-group's other slot; the state stays as it is.
+
+        Raises:
+            StorageError: nothing has changed.
+        """
+        work = self._work(group, self.trained_units(group, arguments), {}, other=True)
+        block = await self._storage.arena.lease_when_free(work.block_bytes, "sub-group")
+        try:
+            await self._compute_into(block, work, arguments, threads)
+            await settle_all([part.write() for part in (work.record, *work.weights)])
+        finally:
+            block.release()
+
+    def _work(self, group: SubGroup, units: list[Unit], wanted: Mapping[int, Delivery], *, other: bool) -> _Work:
+        records, weights = self._storage.records[group.space], self._storage.weights[group.space]
+        targets = self._storage.other_slots[group.space] if other else None
+        if records is None:
+            raise StateError(f"sub-group {group}: its space is not trained")
+
+        def weight_of(unit: Unit) -> Staged:
+            begin, end = max(unit.begin, group.begin), min(unit.end, group.end)
+            given = _part(unit, wanted[unit.index].into, begin, end) if unit.index in wanted else None
+            return Staged(weights, begin, end, self._compute, given, targets.weights if targets else None)
+
+        def gradient_of(unit: Unit) -> Staged:
+            plane = self._gradients.taken(unit.index).plane
+            return Staged(plane, max(unit.begin, group.begin), min(unit.end, group.end), self._compute)
+
+        record = Staged(records, group.begin, group.end, self._compute, target=targets.records if targets else None)
+        return _Work(
+            self._layout.spaces[group.space], units, record, [*map(weight_of, units)], [*map(gradient_of, units)]
+        )
+
+    async def _compute_into(self, block: Block, work: _Work, arguments: StepArguments, threads: int) -> None:
+        offset = 0
+        for part in work.parts:
+            offset = part.stage(block, offset)
+        await settle_all([part.read() for part in work.parts])
+        for unit, weight, gradient in zip(work.units, work.weights, work.gradients, strict=True):
+            self._apply(work, unit, weight, gradient, arguments, threads)
 
     async def _write_back(self, block: Block, parts: list[Staged]) -> tuple[bool, BaseException | None]:
         """Store the results: (is `block` still needed, first error).
@@ -167,35 +222,12 @@ class SubGroupPipeline:
                 part.plane.strand(part.begin, part.end, part.host_bytes, written)
         return needed, failed[0][1] if failed else None
 
-    def _weight_of(self, unit: Unit, group: SubGroup, wanted: Delivery | None) -> Staged:
-        begin, end = max(unit.begin, group.begin), min(unit.end, group.end)
-        given = None if wanted is None else _part(unit, wanted.into, begin, end)
-        return Staged(self._storage.weights[group.space], begin, end, self._compute, given)
-
-    def _gradient_of(self, unit: Unit, group: SubGroup) -> Staged:
-        plane = self._gradients.sealed(unit.index).plane
-        return Staged(plane, max(unit.begin, group.begin), min(unit.end, group.end), self._compute)
-
-    async def _deliver(self, unit: Unit, weight: Staged, delivery: Delivery) -> None:
-        """Copy the new weights to where they are wanted, unless they were updated there."""
-        if weight.borrowed:
-            return
-        target = _part(unit, delivery.into, weight.begin, weight.end)
-        await self._storage.lane.copy(target, weight.bytes, delivery.fence)
-
     def _apply(
-        self,
-        space: Space,
-        unit: Unit,
-        record: Staged,
-        weight: Staged,
-        gradient: Staged,
-        arguments: StepArguments,
-        threads: int,
+        self, work: _Work, unit: Unit, weight: Staged, gradient: Staged, arguments: StepArguments, threads: int
     ) -> None:
         """One kernel call for the part of a unit that lies in a sub-group."""
-        numel = record.end - record.begin
-        state = Record.over(record.bytes, numel, space.split)
+        space, record = work.space, work.record
+        state = Record.over(record.bytes, record.end - record.begin, space.split)
         lo, hi = weight.begin - record.begin, weight.end - record.begin
         first = weight.begin - unit.begin
         segments = [
@@ -208,7 +240,7 @@ class SubGroupPipeline:
             None if state.remainder is None else state.remainder[lo:hi],
             state.exp_avg[lo:hi],
             state.exp_avg_sq[lo:hi],
-            gradient.bytes.view(self._gradients.sealed(unit.index).dtype),
+            gradient.bytes.view(self._gradients.taken(unit.index).dtype),
             segments,
             grad_scale=arguments.grad_scale,
             threads=threads,

@@ -14,6 +14,7 @@ from offload.errors import StorageError
 from zero.optim.behind import DueUpdates
 from zero.optim.clipping import clip_coefficient
 from zero.optim.gradients import Gradients
+from zero.optim.inside import UpdatesInBackward
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import Layout, SubGroup
@@ -24,6 +25,7 @@ class Stepper:
     """Takes steps, one at a time.
 
     Args:
+        ahead: what was updated inside backward, if anything is.
         eager_in_memory: updates that touch no disk are done inside the step: behind it they would take the
             processor from the forward and gain nothing.
     """
@@ -35,11 +37,12 @@ class Stepper:
         gradients: Gradients,
         pipeline: SubGroupPipeline,
         updates: DueUpdates,
+        ahead: UpdatesInBackward | None,
         *,
         eager_in_memory: bool,
     ) -> None:
         self._layout, self._storage, self._gradients = layout, storage, gradients
-        self._pipeline, self._updates, self._eager_in_memory = pipeline, updates, eager_in_memory
+        self._pipeline, self._updates, self._ahead, self._eager_in_memory = pipeline, updates, ahead, eager_in_memory
         self._persistent = [unit.index for unit in layout.units if unit.persistent]
         self._at_once: list[SubGroup] = []
         self.norm: float | None = None
@@ -64,9 +67,12 @@ class Stepper:
             if has
         }
         scale = clip_coefficient(self.norm, norm_max)
-        arguments = StepArguments(optimizer.values_for_step(index_of, contributed), scale)
+        arguments = StepArguments(optimizer.values(index_of, contributed), scale)
+        done = self._ahead.commit(arguments) if self._ahead is not None else set()
+        optimizer.count_step(index_of, contributed)
         self._gradients.seal()
-        due = [group for group in self._storage.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
+        rest = [group for group in self._storage.plan.sub_groups if group not in done]
+        due = [group for group in rest if self._pipeline.trained_units(group, arguments)]
         self._at_once = [g for g in due if self._eager_in_memory and self._pipeline.in_memory(g, arguments)]
         self._updates.begin_step(number, arguments, due)
 

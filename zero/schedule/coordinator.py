@@ -68,6 +68,10 @@ class Coordinator:
         """Where units are computed on."""
         return self._storage.device
 
+    def unit(self, index: int) -> Unit:
+        """The unit of that index."""
+        return self._layout.units[index]
+
     def in_forward_use(self, index: int) -> bool:
         """True while a forward use of the unit is open, and for a unit that is always there."""
         return bool(self._forward_uses[index]) or self._persistent(index)

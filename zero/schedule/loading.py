@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,13 +40,20 @@ class Loader:
 
     Args:
         in_place: values in memory that the device can address are used where they live.
+        changed: told of a unit whose stored weights the model has changed.
     """
 
     def __init__(
-        self, layout: Layout, bound: list[BoundUnit], storage: Storage, updates: DueUpdates, in_place: bool
+        self,
+        layout: Layout,
+        bound: list[BoundUnit],
+        storage: Storage,
+        updates: DueUpdates,
+        in_place: bool,
+        changed: Callable[[int], None],
     ) -> None:
         self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
-        self._in_place = in_place
+        self._in_place, self._changed = in_place, changed
         self._draining: dict[int, Block] = {}
 
     def begin(self, unit: Unit) -> Arrival | None:
@@ -121,6 +129,7 @@ class Loader:
 
     def _store_modified(self, unit: Unit, data: torch.Tensor) -> None:
         plane = self._storage.weights[self._layout.space_of(unit)]
+        self._changed(unit.index)
 
         async def store() -> None:
             await self._updates.settle_unit(unit)  # its update writes to the same place
