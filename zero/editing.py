@@ -41,11 +41,10 @@ class UnitEditor:
         bound: list[BoundUnit],
         storage: Storage,
         coordinator: Coordinator,
-        compute: torch.device,
         changed: Callable[[int], None],
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
-        self._compute, self._changed = compute, changed
+        self._changed = changed
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._unstored: list[Edit] = []
@@ -186,7 +185,7 @@ class UnitEditor:
         for group in self._storage.plan.sub_groups:
             if group.space != index or group.end <= unit.begin or unit.end <= group.begin:
                 continue
-            staged = Staged(records, group.begin, group.end, self._compute)
+            staged = Staged(records, group.begin, group.end, self._storage.compute(group))
             block = await self._storage.arena.lease_when_free(staged.nbytes, "state record")
             try:
                 staged.stage(block, 0)

@@ -98,17 +98,15 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             BoundUnit(unit, [self._leaves[slot.index].parameter for slot in unit.slots], poison, device)
             for unit in layout.units
         ]
-        compute = device if self._config.zero_optimization.offload_optimizer.device == "none" else torch.device("cpu")
         self._gradients = Gradients(layout, storage, device, self._in_place, self._threads)
-        pipeline = SubGroupPipeline(layout, storage, self._gradients, compute)
+        pipeline = SubGroupPipeline(layout, storage, self._gradients)
         updates = DueUpdates(layout, storage, pipeline, self._threads)
         self._ahead = None
         if self.plan.two_slots:
             self._ahead = UpdatesInBackward(
                 storage, pipeline, updates, self._gradients, self._values_now, self.is_gradient_accumulation_boundary
             )
-        eager = compute == device
-        self._stepper = Stepper(layout, storage, self._gradients, pipeline, updates, self._ahead, eager_in_memory=eager)
+        self._stepper = Stepper(layout, storage, self._gradients, pipeline, updates, self._ahead)
         self._gradients.update = self._stepper.apply
         loader = Loader(layout, self._bound, storage, updates, self._in_place, self._changed)
         self._coordinator = Coordinator(layout, self._bound, storage, self.plan.limits, loader)
@@ -118,9 +116,9 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
                 scopes.setdefault(module, []).append(index)
         self._watch = BackwardWatch(self._coordinator, self._gradients, self._ahead, self._check_open)
         self._hooks = ModuleHooks(model, scopes, self._bound, self._coordinator, self._watch)
-        editor = UnitEditor(layout, self._bound, storage, self._coordinator, compute, self._changed)
+        editor = UnitEditor(layout, self._bound, storage, self._coordinator, self._changed)
         self._keeper = EngineKeeper(self, self._bound, self._coordinator, self._hooks, editor)
-        self._adopt(compute)
+        self._adopt()
         self._hooks.install()
         move_buffers(model, device, torch.bfloat16 if self._config.bf16.enabled else None)
         self._coordinator.bind_persistent()
@@ -142,7 +140,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             self._finalizer.detach()
             self._storage.close()
 
-    def _adopt(self, compute: torch.device) -> None:
+    def _adopt(self) -> None:
         def read(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
             keeper = provisional_source(parameter)
             return keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end)
@@ -151,7 +149,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             forget(self._leaves[slot.index].parameter)
             bound.adopt(slot, self._keeper)
 
-        Adoption(self._layout, self._bound, self._storage, compute, read, done).run()
+        Adoption(self._layout, self._bound, self._storage, read, done).run()
         return_freed_memory()
 
     # ---- the training loop --------------------------------------------------------------------

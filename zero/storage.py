@@ -42,6 +42,8 @@ class Storage:
         self.layout, self.plan, self.device = layout, plan, device
         self._budgeted = config.memory_budget.host is not None
         self._pinned = device.type == "cuda" and _wants_pinning(config)
+        tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
+        self._on_device = frozenset(group for group, tier in tiers if tier == DEVICE)
         self._two_slots = frozenset(plan.in_swap(layout) if plan.two_slots else ())
         self._regions: list[MemoryRegion] = []
         self._planes: list[Plane] = []
@@ -88,6 +90,10 @@ class Storage:
                 "accumulation; raise memory_budget.host, or announce it with gradient_accumulation_steps"
             )
         return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk))
+
+    def compute(self, group: SubGroup) -> torch.device:
+        """Where the sub-group is updated: on the device when its states live there, else on the CPU."""
+        return self.device if group in self._on_device else torch.device("cpu")
 
     def has_two_slots(self, group: SubGroup) -> bool:
         """True when an update of the sub-group can be made aside."""

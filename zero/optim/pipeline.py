@@ -86,14 +86,10 @@ class _Work:
 
 
 class SubGroupPipeline:
-    """Updates sub-groups, one call each.
+    """Updates sub-groups, one call each."""
 
-    Args:
-        compute: where the update runs: the device when the states live there, else the CPU.
-    """
-
-    def __init__(self, layout: Layout, storage: Storage, gradients: Gradients, compute: torch.device) -> None:
-        self._layout, self._storage, self._gradients, self._compute = layout, storage, gradients, compute
+    def __init__(self, layout: Layout, storage: Storage, gradients: Gradients) -> None:
+        self._layout, self._storage, self._gradients = layout, storage, gradients
         self.slots = asyncio.Semaphore(storage.plan.records_in_flight)
         """Who updates a sub-group holds one."""
 
@@ -105,8 +101,13 @@ class SubGroupPipeline:
             if any(_overlap(unit, slot, group) and slot.index in arguments.values for slot in unit.slots)
         ]
 
-    def in_memory(self, group: SubGroup, arguments: StepArguments) -> bool:
-        """True when no byte of the update crosses the swap space."""
+    def at_once(self, group: SubGroup, arguments: StepArguments) -> bool:
+        """True when the update needs neither the disk nor another device than the forward's.
+
+        Behind the step it would take the processor from the forward and gain nothing.
+        """
+        if self._storage.compute(group) != self._storage.device:
+            return False
         planes = [self._storage.records[group.space], self._storage.weights[group.space]]
         runs = [(plane, group.begin, group.end) for plane in planes if plane is not None]
         for unit in self.trained_units(group, arguments):
@@ -173,19 +174,20 @@ class SubGroupPipeline:
     def _work(self, group: SubGroup, units: list[Unit], wanted: Mapping[int, Delivery], *, other: bool) -> _Work:
         records, weights = self._storage.records[group.space], self._storage.weights[group.space]
         targets = self._storage.other_slots[group.space] if other else None
+        compute = self._storage.compute(group)
         if records is None:
             raise StateError(f"sub-group {group}: its space is not trained")
 
         def weight_of(unit: Unit) -> Staged:
             begin, end = max(unit.begin, group.begin), min(unit.end, group.end)
             given = _part(unit, wanted[unit.index].into, begin, end) if unit.index in wanted else None
-            return Staged(weights, begin, end, self._compute, given, targets.weights if targets else None)
+            return Staged(weights, begin, end, compute, given, targets.weights if targets else None)
 
         def gradient_of(unit: Unit) -> Staged:
             plane = self._gradients.taken(unit.index).plane
-            return Staged(plane, max(unit.begin, group.begin), min(unit.end, group.end), self._compute)
+            return Staged(plane, max(unit.begin, group.begin), min(unit.end, group.end), compute)
 
-        record = Staged(records, group.begin, group.end, self._compute, target=targets.records if targets else None)
+        record = Staged(records, group.begin, group.end, compute, target=targets.records if targets else None)
         return _Work(
             self._layout.spaces[group.space], units, record, [*map(weight_of, units)], [*map(gradient_of, units)]
         )

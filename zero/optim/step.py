@@ -26,8 +26,6 @@ class Stepper:
 
     Args:
         ahead: what was updated inside backward, if anything is.
-        eager_in_memory: updates that touch no disk are done inside the step: behind it they would take the
-            processor from the forward and gain nothing.
     """
 
     def __init__(
@@ -38,11 +36,9 @@ class Stepper:
         pipeline: SubGroupPipeline,
         updates: DueUpdates,
         ahead: UpdatesInBackward | None,
-        *,
-        eager_in_memory: bool,
     ) -> None:
         self._layout, self._storage, self._gradients = layout, storage, gradients
-        self._pipeline, self._updates, self._ahead, self._eager_in_memory = pipeline, updates, ahead, eager_in_memory
+        self._pipeline, self._updates, self._ahead = pipeline, updates, ahead
         self._persistent = [unit.index for unit in layout.units if unit.persistent]
         self._at_once: list[SubGroup] = []
         self.norm: float | None = None
@@ -73,7 +69,7 @@ class Stepper:
         self._gradients.seal()
         rest = [group for group in self._storage.plan.sub_groups if group not in done]
         due = [group for group in rest if self._pipeline.trained_units(group, arguments)]
-        self._at_once = [g for g in due if self._eager_in_memory and self._pipeline.in_memory(g, arguments)]
+        self._at_once = [group for group in due if self._pipeline.at_once(group, arguments)]
         self._updates.begin_step(number, arguments, due)
 
     def start(self) -> None:
