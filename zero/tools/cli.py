@@ -13,8 +13,9 @@ from types import ModuleType
 
 import zero
 from offload.errors import ZeroInfinityError
+from zero.tools import trace
 
-COMMANDS: Mapping[str, ModuleType] = {}
+COMMANDS: Mapping[str, ModuleType] = {"trace": trace}
 """Name -> module, in the order of the help."""
 
 
