@@ -18,8 +18,10 @@ WIDTH_PIXELS, HEIGHT_PIXELS = 1600, 900
 DOTS_PER_INCH = 100
 LEVELS_MAX = 3
 """Of nested computation: the call, the unit's module, and one below."""
-LABEL_SHARE_MIN = 0.05
-"""Bars wider than this part of the picture carry their name."""
+LABEL_SHARE, LABEL_HEIGHT_MIN = 0.0042, 0.12
+"""Part of the picture's width that a letter takes, and of a lane's height that it needs."""
+EMPTY_HEIGHT = 0.3
+"""Of a lane without spans, in lanes."""
 COLOURS = {
     "forward": "#4c78a8",
     "backward": "#54a24b",
@@ -122,26 +124,33 @@ def bars(document: Mapping[str, Any]) -> Iterator[Bar]:
 
 
 def _draw_lanes(axes: Axes, shown: list[Bar], end_ms: float) -> None:
-    stalls = [(bar.begin_ms, bar.width_ms) for bar in shown if bar.lane == STALLS]
-    axes.broken_barh(stalls, (0, len(LANES)), facecolors=COLOURS[STALLS], alpha=0.15, zorder=0)
-    for number, lane in enumerate(LANES):
-        bottom = len(LANES) - 1 - number
+    used = {bar.lane for bar in shown}
+    top = 0.0
+    middles = []
+    for lane in LANES:
         mine = [bar for bar in shown if bar.lane == lane and (lane != COMPUTE or bar.row < LEVELS_MAX)]
+        height = 1.0 if lane in used else EMPTY_HEIGHT
         rows = max((bar.row for bar in mine), default=0) + 1
-        height = 0.9 / rows
         for row in range(rows):
             line = [bar for bar in mine if bar.row == row]
-            top = bottom + 0.95 - row * height
-            spans, colours = [(bar.begin_ms, bar.width_ms) for bar in line], [bar.colour for bar in line]
-            # The thin edge keeps bars visible that are narrower than a pixel.
-            axes.broken_barh(spans, (top - height, 0.9 * height), facecolors=colours, edgecolors=colours, lw=0.2)
-            for bar in line:
-                if bar.width_ms > LABEL_SHARE_MIN * end_ms:
-                    place = bar.begin_ms + bar.width_ms / 2, top - 0.55 * height
-                    axes.text(*place, bar.name, ha="center", va="center", fontsize=7, clip_on=True)
-    axes.set_yticks([len(LANES) - 0.5 - number for number in range(len(LANES))], LANES)
-    axes.set(ylim=(0, len(LANES)), xlim=(0, max(end_ms, 1e-3)))
-    axes.hlines(range(len(LANES)), 0, end_ms, color="0.85", lw=0.5)
+            _draw_row(axes, line, top - height * (0.05 + 0.9 * row / rows), 0.85 * height / rows, end_ms)
+        middles.append(top - height / 2)
+        top -= height
+        axes.axhline(top, color="0.85", lw=0.5)
+    stalls = [(bar.begin_ms, bar.width_ms) for bar in shown if bar.lane == STALLS]
+    axes.broken_barh(stalls, (top, -top), facecolors=COLOURS[STALLS], alpha=0.15, zorder=0)
+    axes.set_yticks(middles, LANES)
+    axes.set(ylim=(top, 0), xlim=(0, max(end_ms, 1e-3)))
+
+
+def _draw_row(axes: Axes, line: list[Bar], top: float, height: float, end_ms: float) -> None:
+    spans, colours = [(bar.begin_ms, bar.width_ms) for bar in line], [bar.colour for bar in line]
+    # The thin edge keeps bars visible that are narrower than a pixel.
+    axes.broken_barh(spans, (top - height, height), facecolors=colours, edgecolors=colours, lw=0.2)
+    for bar in line:
+        if height > LABEL_HEIGHT_MIN and bar.width_ms > LABEL_SHARE * len(bar.name) * end_ms:
+            place = bar.begin_ms + bar.width_ms / 2, top - height / 2
+            axes.text(*place, bar.name, ha="center", va="center", fontsize=7, clip_on=True)
 
 
 def _draw_throughput(axes: Axes, document: Mapping[str, Any]) -> None:
