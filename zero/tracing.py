@@ -62,7 +62,8 @@ class Traced:
         Perfetto (ui.perfetto.dev) and chrome://tracing open the file; `zero trace --draw` makes a PNG of it.
 
         Args:
-            path: overwritten. Written also when the block raises, and when the engine closes inside it.
+            path: overwritten. Written also when the block raises, and when the engine closes inside it; a disk that
+                is full by then is a warning.
 
         Raises:
             ConfigError: `path` cannot be written.
@@ -98,6 +99,8 @@ class _Trace:
 
 class Tracer:
     """Starts and ends the recordings of one engine; holds no engine.
+
+    With several engines in a process, the file of the environment is that of the last to end.
 
     Raises:
         ConfigError: the environment asks for a trace and names steps or a path that cannot be.
