@@ -41,7 +41,13 @@ def main() -> None:
     seconds = interleaved(
         {
             "ours": lambda: kernels.adamw(
-                weight, remainder, exp_avg, exp_avg_sq, gradient, [segment], grad_scale=1.0, threads=threads
+                weight,
+                remainder,
+                kernels.Moments(exp_avg, exp_avg_sq),
+                gradient,
+                [segment],
+                grad_scale=1.0,
+                threads=threads,
             ),
             "torch_fused_fp32": fused.step,
             "copy_of_the_same_bytes": lambda: target.copy_(source),

@@ -25,6 +25,7 @@ from offload import kernels
 from offload.arena import Block
 from offload.copies import Fence
 from offload.errors import StateError
+from offload.moments import Moments
 from offload.pinned import aligned_copy
 from offload.planes import settle_all
 from offload.timeline import UPDATES
@@ -242,8 +243,7 @@ class SubGroupPipeline:
         kernels.adamw(
             weight.bytes.view(space.dtype),
             None if state.remainder is None else state.remainder[lo:hi],
-            state.exp_avg[lo:hi],
-            state.exp_avg_sq[lo:hi],
+            Moments(state.exp_avg[lo:hi], state.exp_avg_sq[lo:hi]),
             gradient.bytes.view(self._gradients.taken(unit.index).dtype),
             segments,
             grad_scale=arguments.grad_scale,
