@@ -38,7 +38,14 @@ class Storage:
         aio = self.disk.aio if self.disk else None
         self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks) if aio else Mover()
         try:
-            self.arena = Arena("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu"), pinned=self._pinned)
+            self.arena = Arena(
+                "host",
+                plan.arena_bytes,
+                "memory_budget.host",
+                torch.device("cpu"),
+                pinned=self._pinned,
+                register=aio.register_memory if aio else None,
+            )
             self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
             self.gradient_pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device)
             self.lane = CopyLane(device)
