@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.aio import AioOptions, open_aio
+from offload.aio import AioOptions
 from offload.arena import Arena, MemoryRegion
 from offload.copies import CopyLane
 from offload.errors import BudgetError, ConfigError
@@ -15,6 +15,7 @@ from offload.mover import Mover
 from offload.planes import Disk, Home, Plane
 from offload.swapfile import SwapSpace
 from zero.config import Config
+from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan
 
@@ -121,17 +122,19 @@ class Storage:
         if not self.plan.swap_bytes:
             return None
         aio = config.aio
+        paths = _swap_paths(config)
+        tuned = tune_io(config, paths)
         options = AioOptions(
-            backend=os.environ.get("ZERO_AIO_BACKEND", "auto"),
-            queue_depth=aio.queue_depth,
-            chunk_bytes=aio.block_size,
+            backend=tuned.backend,
+            queue_depth=tuned.queue_depth,
+            chunk_bytes=tuned.chunk_bytes,
             threads=aio.thread_count,
             single_submit=aio.single_submit,
             overlap_events=aio.overlap_events,
         )
-        swap = SwapSpace(_swap_paths(config), self.plan.swap_bytes)
+        swap = SwapSpace(paths, self.plan.swap_bytes, tuned.speeds)
         try:
-            return Disk(open_aio(options), swap)
+            return Disk(open_tuned(options, tuned), swap)
         except BaseException:
             swap.close()
             raise

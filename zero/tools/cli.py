@@ -13,8 +13,9 @@ from types import ModuleType
 
 import zero
 from offload.errors import ZeroInfinityError
+from zero.tools import tune
 
-COMMANDS: Mapping[str, ModuleType] = {}
+COMMANDS: Mapping[str, ModuleType] = {"tune": tune}
 """Name -> module, in the order of the help."""
 
 
