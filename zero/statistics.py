@@ -37,6 +37,8 @@ class Statistics:
     """Uses nobody had foreseen."""
     releases: int
     releases_by_unit: Mapping[str, int]
+    updated_in_backward_numel: int
+    """Elements whose update a step has found done (`update_in_backward`)."""
     live_numel_peak: int
     """Most elements gathered or on their way at once; persistent units apart."""
     arena_peak_bytes: int
@@ -61,6 +63,7 @@ class LoopCounters:
     forward_seconds: float
     backward_seconds: float
     optimizer_seconds: float
+    updated_in_backward_numel: int
 
 
 def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], loop: LoopCounters) -> Statistics:
@@ -85,6 +88,7 @@ def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], lo
         prefetch_misses=counters.misses,
         releases=counters.releases.total(),
         releases_by_unit={unit_names[i]: n for i, n in sorted(counters.releases.items())},
+        updated_in_backward_numel=loop.updated_in_backward_numel,
         live_numel_peak=counters.live_numel_peak,
         arena_peak_bytes=storage.arena.peak_bytes,
         aio_backend=disk.aio.backend if disk else "none",
