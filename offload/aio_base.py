@@ -7,6 +7,7 @@ import errno as errno_names
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -77,6 +78,8 @@ class AioStats:
     """Transfers that moved less than asked and were continued."""
     retried: int
     """Transfers repeated after EINTR or EAGAIN."""
+    registered: int
+    """Transfers started through registered memory."""
     busy_seconds: float
     """With anything in flight; `read_seconds` and `write_seconds`: with at least one of those."""
     read_seconds: float
@@ -175,6 +178,10 @@ async def settle(future: asyncio.Future[T]) -> T:
     raise cancelled
 
 
+def _nothing_to_undo() -> None:
+    pass
+
+
 class Aio(ABC):
     """Reads and writes files without blocking the event loop it is used from.
 
@@ -220,6 +227,17 @@ class Aio(ABC):
             StorageError: names `path`.
         """
         await self._begin(Request("sync", fd, 0, path))
+
+    def register_memory(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Say in advance that transfers will use `memory`: where the kernel can, it pins the pages once.
+
+        Nothing depends on it; where it cannot be done, `reason` says why. The memory is kept until then:
+
+        Returns:
+            What undoes it; call it when no transfer in that memory is under way.
+        """
+        del memory
+        return _nothing_to_undo
 
     def in_flight(self) -> list[str]:
         """One line per transfer that has not ended: what, where, how many bytes, for how long."""

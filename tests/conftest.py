@@ -43,6 +43,12 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_DEVICE", "cpu")
 
 
+@pytest.fixture(autouse=True)
+def no_cache_of_others(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine's user has measured must not decide how the tests open their disks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "no-cache"))
+
+
 @pytest.fixture
 def nvme_path(tmp_path: Path) -> Path:
     """An empty folder for swap files."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.aio import AioOptions, open_aio
+from offload.aio import AioOptions
 from offload.arena import Arena, MemoryRegion
 from offload.copies import CopyLane
 from offload.errors import BudgetError, ConfigError, StateError
@@ -17,6 +17,7 @@ from offload.planes import Disk, Home, Plane
 from offload.swapfile import SwapSpace
 from offload.timeline import Timeline
 from zero.config import Config
+from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan
 
@@ -59,7 +60,14 @@ class Storage:
             aio.timeline = self.timeline
             self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks, self.timeline)
         try:
-            self.arena = Arena("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu"), pinned=self._pinned)
+            self.arena = Arena(
+                "host",
+                plan.arena_bytes,
+                "memory_budget.host",
+                torch.device("cpu"),
+                pinned=self._pinned,
+                register=aio.register_memory if aio else None,
+            )
             self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
             self.gradient_pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device)
             self.lane = CopyLane(device, self.timeline)
@@ -165,17 +173,19 @@ class Storage:
         if not self.plan.swap_bytes:
             return None
         aio = config.aio
+        paths = _swap_paths(config)
+        tuned = tune_io(config, paths)
         options = AioOptions(
-            backend=os.environ.get("ZERO_AIO_BACKEND", "auto"),
-            queue_depth=aio.queue_depth,
-            chunk_bytes=aio.block_size,
+            backend=tuned.backend,
+            queue_depth=tuned.queue_depth,
+            chunk_bytes=tuned.chunk_bytes,
             threads=aio.thread_count,
             single_submit=aio.single_submit,
             overlap_events=aio.overlap_events,
         )
-        swap = SwapSpace(_swap_paths(config), self.plan.swap_bytes)
+        swap = SwapSpace(paths, self.plan.swap_bytes, tuned.speeds)
         try:
-            return Disk(open_aio(options), swap)
+            return Disk(open_tuned(options, tuned), swap)
         except BaseException:
             swap.close()
             raise

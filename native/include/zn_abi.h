@@ -90,6 +90,7 @@ typedef struct {
   int64_t read_bytes, write_bytes;       /* moved so far */
   int64_t requests, chunks;              /* finished so far */
   int64_t resumed, retried;              /* short transfers resumed; EINTR/EAGAIN retried */
+  int64_t registered;                    /* transfers started through registered memory */
   int64_t busy_ns, read_ns, write_ns;    /* time with anything / a read / a write in flight */
 } zn_aio_stats;
 
@@ -138,6 +139,16 @@ int32_t zn_aio_event_fd(zn_aio *aio);
 int64_t zn_aio_in_flight(zn_aio *aio);
 
 int32_t zn_aio_stats_get(zn_aio *aio, zn_aio_stats *out);
+
+/* Tell the kernel in advance which memory requests will use: io_uring then pins its pages once, not
+ * per transfer. Nothing depends on it; a chunk elsewhere, or across an end of what was registered,
+ * moves the plain way. Any thread may call. Registered memory must not be unmapped before it is
+ * unregistered or the engine is closed, and no request that uses it may be in flight then.
+ * Unregistering forgets what was registered within the range.
+ * 0, or -errno and nothing has changed: -ENOTSUP (not this backend, or before Linux 5.19), -ENOMEM or
+ * -EPERM (RLIMIT_MEMLOCK), -EFAULT, -ENOSPC (256 ranges of up to 1 GiB), -EINVAL. */
+int32_t zn_aio_register_memory(zn_aio *aio, void *ptr, int64_t nbytes);
+int32_t zn_aio_unregister_memory(zn_aio *aio, void *ptr, int64_t nbytes);
 
 /* Replace the fault plan (NULL: none). Takes effect with the next chunk. */
 int32_t zn_aio_inject(zn_aio *aio, const zn_aio_fault *fault);

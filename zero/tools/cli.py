@@ -13,9 +13,9 @@ from types import ModuleType
 
 import zero
 from offload.errors import ZeroInfinityError
-from zero.tools import trace
+from zero.tools import trace, tune
 
-COMMANDS: Mapping[str, ModuleType] = {"trace": trace}
+COMMANDS: Mapping[str, ModuleType] = {"trace": trace, "tune": tune}
 """Name -> module, in the order of the help."""
 
 
