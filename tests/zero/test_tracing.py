@@ -8,6 +8,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
