@@ -41,7 +41,7 @@ For two threads that is a wall time of 0.7 x the CPU seconds."""
 FLOOR_DEVIATION_MAX = 1.3
 """A floor this much slower than the fastest one seen was measured on a busy machine."""
 TRIES_PER_ROUND = 3
-"""A series gives up repeating after this many times its rounds, and says so."""
+"""How patient a series is with a busy machine; cheap rounds can be more patient."""
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 
@@ -119,6 +119,7 @@ def measure(
     warmups: int = 1,
     pause_seconds: float = 0.0,
     rules: Sequence[Rule] = (),
+    tries_per_round: int = TRIES_PER_ROUND,
     disk: Path | str | None = None,
 ) -> Series:
     """Run the candidates turn by turn, every other round backwards, until `rounds` rounds were undisturbed.
@@ -130,6 +131,7 @@ def measure(
         warmups: discarded runs of each candidate, for page faults, caches and thread pools.
         pause_seconds: before each run, for what the one before may have left spinning.
         rules: why a round does not count; asked again for all rounds after each.
+        tries_per_round: gives up after so many times `rounds`; then all count, and the series says so.
         disk: folder on the device whose counters are kept.
     """
     present, missing = dict(candidates), dict[str, str]()
@@ -142,7 +144,7 @@ def measure(
             del present[candidate]
     tried: list[Round] = []
     complaints: list[str | None] = []
-    while complaints.count(None) < rounds and len(tried) < rounds * TRIES_PER_ROUND:
+    while complaints.count(None) < rounds and len(tried) < rounds * tries_per_round:
         order = list(present) if len(tried) % 2 == 0 else list(present)[::-1]
         done = {}
         for candidate in order:

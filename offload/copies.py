@@ -11,6 +11,7 @@ import torch
 from offload.arena import Arena
 from offload.planes import Plane
 from offload.sizes import BLOCK_NUMEL
+from offload.timeline import COPIES, Timeline
 
 CHUNK_BYTES = 2 << 20
 
@@ -25,7 +26,8 @@ class CopyLane:
     On a CPU-only machine a copy is done when it returns, and nothing here does anything.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline or Timeline()
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -40,6 +42,10 @@ class CopyLane:
 
     async def copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
         """Copy on the lane's own stream, beside the computation, and wait for it; the loop goes on meanwhile."""
+        with self._timeline.span(COPIES, f"to {target.device}", source.nbytes):
+            await self._copy(target, source, fence)
+
+    async def _copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
         if self._stream is None:
             target.copy_(source)
             return

@@ -47,14 +47,14 @@ class Disk:
     swap: SwapSpace
     traffic: Traffic = field(default_factory=Traffic)
 
-    async def read(self, offset: int, buffer: torch.Tensor) -> None:
-        """Fill `buffer` (uint8, host) from the swap space. Raises StorageError."""
-        await self._move(self.aio.read, offset, buffer)
+    async def read(self, offset: int, buffer: torch.Tensor, what: str = "read") -> None:
+        """Fill `buffer` (uint8, host) from the swap space; `what` is its name in a timeline. Raises StorageError."""
+        await self._move(self.aio.read, offset, buffer, what)
         self.traffic.read_bytes += buffer.numel()
 
-    async def write(self, offset: int, buffer: torch.Tensor) -> None:
-        """Write `buffer` (uint8, host) to the swap space. Raises StorageError."""
-        await self._move(self.aio.write, offset, buffer)
+    async def write(self, offset: int, buffer: torch.Tensor, what: str = "write") -> None:
+        """Write `buffer` (uint8, host) to the swap space; `what` is its name in a timeline. Raises StorageError."""
+        await self._move(self.aio.write, offset, buffer, what)
         self.traffic.write_bytes += buffer.numel()
 
     def close(self) -> None:
@@ -64,10 +64,10 @@ class Disk:
         finally:
             self.swap.close()
 
-    async def _move(self, move: object, offset: int, buffer: torch.Tensor) -> None:
+    async def _move(self, move: Callable[..., Any], offset: int, buffer: torch.Tensor, what: str) -> None:
         await settle_all(
             [
-                move(span.fd, span.file_offset, buffer[span.begin : span.begin + span.nbytes], span.path)  # type: ignore[operator]
+                move(span.fd, span.file_offset, buffer[span.begin : span.begin + span.nbytes], span.path, what)
                 for span in self.swap.spans(offset, buffer.numel())
             ]
         )
@@ -217,10 +217,10 @@ class Plane:
             raise StateError(f"plane {self.name}: no swap space")
         offset = home.swap_offset + (lo - home.begin) * self.bytes_per_element
         if write:
-            await self._disk.write(offset, part)
+            await self._disk.write(offset, part, self.name)
             return
         if not any(s.begin <= lo and hi <= s.end for s in self._stranded):
-            await self._disk.read(offset, part)
+            await self._disk.read(offset, part, self.name)
         for kept, given in self._overlaps(lo, hi, part):
             given.copy_(kept)
 

@@ -42,11 +42,12 @@ from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
+from zero.tracing import Traced, Tracer, traced
 
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
+class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -82,6 +83,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
         # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
         self._finalizer = weakref.finalize(self, Storage.abandon, self._storage)
         try:
+            self._tracer = Tracer(self._storage)
             self._build(model, covered)
         except BaseException:
             self._undo_build()
@@ -115,7 +117,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             for module in unit.scopes:
                 scopes.setdefault(module, []).append(index)
         self._watch = BackwardWatch(self._coordinator, self._gradients, self._ahead, self._check_open)
-        self._hooks = ModuleHooks(model, scopes, self._bound, self._coordinator, self._watch)
+        self._hooks = ModuleHooks(model, scopes, self._bound, self._coordinator, self._watch, storage.timeline)
         editor = UnitEditor(layout, self._bound, storage, self._coordinator, self._changed)
         self._keeper = EngineKeeper(self, self._bound, self._coordinator, self._hooks, editor)
         self._adopt()
@@ -154,6 +156,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
 
     # ---- the training loop --------------------------------------------------------------------
 
+    @traced("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched."""
         self.ready("forward")
@@ -165,6 +168,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             self._hooks.reset()
             raise
 
+    @traced("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of one micro-batch; divides the loss by the accumulation steps unless told not to.
 
@@ -182,6 +186,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
                 loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss
 
+    @traced("step")
     def step(self) -> None:
         """On an accumulation boundary: norm, clipping, and the update of every sub-group. Else only counts.
 
@@ -232,6 +237,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
         """2-norm of the gradients of the last step, before clipping; None before the first."""
         return self._stepper.norm
 
+    @traced("step")
     def _optimizer_step(self) -> None:
         """`optimizer.step()`: a step now, whatever the micro-step counter says."""
         self._check_open("optimizer.step")

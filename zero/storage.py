@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from offload.errors import BudgetError, ConfigError, StateError
 from offload.mover import Mover
 from offload.planes import Disk, Home, Plane
 from offload.swapfile import SwapSpace
+from offload.timeline import Timeline
 from zero.config import Config
 from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, SubGroup, Unit
@@ -33,6 +34,7 @@ class Storage:
     """The engine's memory and files, made from a plan and freed as a whole.
 
     Attributes:
+        at_end: called once, last first, when the end begins and everything still runs.
         weights: one plane per space.
         records: one plane per space (None for frozen ones): remainder, exp_avg, exp_avg_sq, adjacent per sub-group.
         gradients: one plane per space (None for frozen ones).
@@ -48,9 +50,15 @@ class Storage:
         self._two_slots = frozenset(plan.in_swap(layout) if plan.two_slots else ())
         self._regions: list[MemoryRegion] = []
         self._planes: list[Plane] = []
+        self.timeline = Timeline()
+        self.at_end: list[Callable[[], None]] = []
         self.disk = self._open_disk(config)
         aio = self.disk.aio if self.disk else None
-        self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks) if aio else Mover()
+        if aio is None:
+            self.mover = Mover(timeline=self.timeline)
+        else:
+            aio.timeline = self.timeline
+            self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks, self.timeline)
         try:
             self.arena = Arena(
                 "host",
@@ -62,7 +70,7 @@ class Storage:
             )
             self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
             self.gradient_pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device)
-            self.lane = CopyLane(device)
+            self.lane = CopyLane(device, self.timeline)
             self._swap_used_bytes = 0
             self.weights = [self._weight_plane(space) for space in layout.spaces]
             self.records = [self._record_plane(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
@@ -126,6 +134,7 @@ class Storage:
 
     def close(self) -> None:
         """Let what moves finish, then free everything. Idempotent."""
+        self._prepare_end()
         self.mover.close()
         self._end_disk()
         self._free()
@@ -133,9 +142,14 @@ class Storage:
     def abandon(self) -> None:
         """`close` for an engine that nobody holds any more; safe on any thread, and when Python exits."""
         if self.mover.is_current_thread():
+            self._prepare_end()
             self.mover.end_soon(self._end_disk)
         else:
             self.close()
+
+    def _prepare_end(self) -> None:
+        while self.at_end:
+            self.at_end.pop()()
 
     def _end_disk(self) -> None:
         disk, self.disk = self.disk, None

@@ -25,8 +25,10 @@ from offload import kernels
 from offload.arena import Block
 from offload.copies import Fence
 from offload.errors import StateError
+from offload.moments import Moments
 from offload.pinned import aligned_copy
 from offload.planes import settle_all
+from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.staging import Record, Staged
@@ -69,6 +71,7 @@ class Delivery:
 class _Work:
     """What one update reads and writes."""
 
+    group: SubGroup
     space: Space
     units: list[Unit]
     record: Staged
@@ -188,9 +191,8 @@ class SubGroupPipeline:
             return Staged(plane, max(unit.begin, group.begin), min(unit.end, group.end), compute)
 
         record = Staged(records, group.begin, group.end, compute, target=targets.records if targets else None)
-        return _Work(
-            self._layout.spaces[group.space], units, record, [*map(weight_of, units)], [*map(gradient_of, units)]
-        )
+        space = self._layout.spaces[group.space]
+        return _Work(group, space, units, record, [*map(weight_of, units)], [*map(gradient_of, units)])
 
     async def _compute_into(self, block: Block, work: _Work, arguments: StepArguments, threads: int) -> None:
         offset = 0
@@ -198,7 +200,8 @@ class SubGroupPipeline:
             offset = part.stage(block, offset)
         await settle_all([part.read() for part in work.parts])
         for unit, weight, gradient in zip(work.units, work.weights, work.gradients, strict=True):
-            self._apply(work, unit, weight, gradient, arguments, threads)
+            with self._storage.timeline.span(UPDATES, f"{unit.name} in {work.group.name}", weight.bytes.numel()):
+                self._apply(work, unit, weight, gradient, arguments, threads)
 
     async def _write_back(self, block: Block, parts: list[Staged]) -> tuple[bool, BaseException | None]:
         """Store the results: (is `block` still needed, first error).
@@ -240,8 +243,7 @@ class SubGroupPipeline:
         kernels.adamw(
             weight.bytes.view(space.dtype),
             None if state.remainder is None else state.remainder[lo:hi],
-            state.exp_avg[lo:hi],
-            state.exp_avg_sq[lo:hi],
+            Moments(state.exp_avg[lo:hi], state.exp_avg_sq[lo:hi]),
             gradient.bytes.view(self._gradients.taken(unit.index).dtype),
             segments,
             grad_scale=arguments.grad_scale,

@@ -105,6 +105,11 @@ class SubGroup:
     begin: int
     end: int
 
+    @property
+    def name(self) -> str:
+        """For people: its coordinates."""
+        return f"sub-group {self.space}:[{self.begin:,}, {self.end:,})"
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
