@@ -71,6 +71,25 @@ class Plan:
             )
         ]
 
+    def step_write_bytes(self, layout: Layout, micro_steps: int) -> int:
+        """Bytes that a step of `micro_steps` backwards writes to NVMe: drives are rated in bytes written.
+
+        Every trained weight and record that lives there once, every gradient that lives there once a backward.
+        """
+        trained = [unit for unit in layout.units if unit.trainable]
+        weights = sum(u.shard_numel * u.dtype.itemsize for u in trained if self.weight_tiers[u.index] == NVME)
+        records = sum(
+            (group.end - group.begin) * layout.spaces[group.space].record_bytes
+            for group, tier in zip(self.sub_groups, self.record_tiers, strict=True)
+            if tier == NVME
+        )
+        gradients = sum(
+            u.shard_numel * (4 if self.gradient_wide else u.dtype.itemsize)
+            for u in trained
+            if self.gradient_tiers[u.index] == NVME
+        )
+        return weights + records + micro_steps * gradients
+
     def tier_bytes(self, tier: str) -> int:
         """Sum of the rows of one tier."""
         return sum(row.nbytes for row in self.rows if row.tier == tier)

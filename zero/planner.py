@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from offload.errors import BudgetError, ConfigError
-from offload.sizes import BLOCK_NUMEL, align_up
+from offload.sizes import BLOCK_NUMEL, align_up, format_bytes
 from zero.config import Config
 from zero.machine import Machine
 from zero.params.layout import Layout, SubGroup, Unit
@@ -77,6 +77,9 @@ class Planner:
         )
         plan.swap_bytes += self._second_slot_bytes(plan)
         plan.rows = tuple(row for row in self._rows(plan) if row.nbytes)
+        written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)
+        if written:
+            plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
         check_fits(plan, self.machine, self.host_budget, self.device_budget, on_cpu=self.on_cpu)
         return plan
 
