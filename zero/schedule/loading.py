@@ -65,7 +65,8 @@ class Loader:
         block = self._lease(unit)
         if block is None:
             return None
-        job = self._updates.fetch(unit, block.data, self._storage.lane.fence())
+        # An alias: binding swaps the memory behind `block.data`, and the update goes on writing from there.
+        job = self._updates.fetch(unit, exact_alias(block.data), self._storage.lane.fence())
         return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
 
     def lease_error(self, unit: Unit) -> Block:
