@@ -57,8 +57,6 @@ class DueUpdates:
         self._running: dict[SubGroup, Running] = {}
         self.failure: StorageError | None = None
         """A result could not be stored since the last `retry`."""
-        self.reported: BaseException | None = None
-        """The last failure that somebody was told of."""
         self._layout = layout
         self._groups: dict[int, list[SubGroup]] = {unit.index: [] for unit in layout.units}
         for group in storage.plan.sub_groups:
