@@ -141,7 +141,10 @@ class DueUpdates:
     async def retry(self) -> None:
         """Write what could not be written. Raises StorageError if it still cannot be."""
         await self._settle(list(self._running))
-        await self._storage.rewrite_stranded()
+        try:
+            await self._storage.rewrite_stranded()
+        except StorageError as error:
+            raise error.within(f"update of step {self._number}") from error
         self.failure = None
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
