@@ -121,13 +121,13 @@ class FaultyDisk:
         self._disk, self._operation, self.met = plane._disk, operation, False
         self._offset = plane._homes[home].swap_offset
 
-    async def read(self, offset: int, buffer: Tensor) -> None:
+    async def read(self, offset: int, buffer: Tensor, what: str = "") -> None:
         self._fail("read", offset)
-        await self._disk.read(offset, buffer)
+        await self._disk.read(offset, buffer, what)
 
-    async def write(self, offset: int, buffer: Tensor) -> None:
+    async def write(self, offset: int, buffer: Tensor, what: str = "") -> None:
         self._fail("write", offset)
-        await self._disk.write(offset, buffer)
+        await self._disk.write(offset, buffer, what)
 
     def _fail(self, operation: str, offset: int) -> None:
         if operation == self._operation and offset == self._offset and not self.met:

@@ -24,15 +24,15 @@ class LateDisk:
         self._disk, self.failing, self.failed = plane._disk, False, 0
         plane._disk = self
 
-    async def read(self, offset: int, buffer: Tensor) -> None:
-        await self._disk.read(offset, buffer)
+    async def read(self, offset: int, buffer: Tensor, what: str = "") -> None:
+        await self._disk.read(offset, buffer, what)
 
-    async def write(self, offset: int, buffer: Tensor) -> None:
+    async def write(self, offset: int, buffer: Tensor, what: str = "") -> None:
         if self.failing:
             await asyncio.sleep(0.1)
             self.failed += 1
             raise StorageError("write", errno=5, path="weights", offset=offset, free_bytes=None)
-        await self._disk.write(offset, buffer)
+        await self._disk.write(offset, buffer, what)
 
 
 def test_weights_that_cannot_be_stored_while_forward_uses_them_are_kept(open_engine: Open, nvme_path: Path) -> None:
