@@ -58,6 +58,24 @@ def nvme_path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def nothing_left(nvme_path: Path) -> Iterator[None]:
+    """No thread, no descriptor and no file more at the end of the test than at its begin."""
+    from recovery import leaving_nothing
+
+    with leaving_nothing(nvme_path):
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """The collections after each test look at what this module has made, not at all of torch."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
 def open_engine() -> Iterator[Callable[..., Any]]:
     """`open_engine(model, config, **initialize)` -> engine; closed when the test ends, however it ends."""
     zero = pytest.importorskip("zero")

@@ -198,9 +198,12 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
                 `step()` again is such a call, and no second step.
         """
         self._check_open("step")
+        if not (self._step_asked or self.is_gradient_accumulation_boundary()):
+            self._take_step()  # what an earlier call has left; if it raises, this call has not happened
+            self.micro_steps += 1
+            return
         if not self._step_asked:
-            if self.is_gradient_accumulation_boundary():
-                self._ask_for_step()
+            self._ask_for_step()
             self.micro_steps += 1
         self._take_step()
 

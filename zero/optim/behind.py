@@ -57,8 +57,6 @@ class DueUpdates:
         self._running: dict[SubGroup, Running] = {}
         self.failure: StorageError | None = None
         """A result could not be stored since the last `retry`."""
-        self.reported: BaseException | None = None
-        """The last failure that somebody was told of."""
         self._layout = layout
         self._groups: dict[int, list[SubGroup]] = {unit.index: [] for unit in layout.units}
         for group in storage.plan.sub_groups:
@@ -143,7 +141,10 @@ class DueUpdates:
     async def retry(self) -> None:
         """Write what could not be written. Raises StorageError if it still cannot be."""
         await self._settle(list(self._running))
-        await self._storage.rewrite_stranded()
+        try:
+            await self._storage.rewrite_stranded()
+        except StorageError as error:
+            raise error.within(f"update of step {self._number}") from error
         self.failure = None
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from offload.errors import StorageError
+from offload.errors import StorageError, tell, was_told
 from zero.optim.behind import DueUpdates
 from zero.optim.clipping import clip_coefficient
 from zero.optim.gradients import Gradients
@@ -94,8 +94,8 @@ class Stepper:
         failure = self._updates.failure
         if failure is None:
             return
-        if failure is not self._updates.reported:
-            self._updates.reported = failure
+        if not was_told(failure):
+            tell(failure)
             raise failure
         self._storage.mover.run("storing the results of a step", self._updates.retry())
 
@@ -127,5 +127,5 @@ class Stepper:
         try:
             self._storage.mover.run("optimizer step", self._updates.finish(groups))
         except StorageError as error:
-            self._updates.reported = error
+            tell(error)
             raise

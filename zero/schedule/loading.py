@@ -10,6 +10,7 @@ import torch
 from offload.arena import Block
 from offload.binding import exact_alias
 from offload.copies import write_plane
+from offload.errors import was_told
 from offload.mover import Transfer
 from zero.optim.behind import DueUpdates
 from zero.params.binding import BoundUnit
@@ -31,6 +32,11 @@ class Arrival:
     def settled(self) -> bool:
         """True once the values are there, or will not be."""
         return self.transfer is None or self.transfer.settled()
+
+    @property
+    def outdated(self) -> bool:
+        """True if the values will not be there because of a failure that somebody was told of already."""
+        return self.transfer is not None and self.transfer.settled() and was_told(self.transfer.settle())
 
 
 class Loader:
@@ -65,7 +71,8 @@ class Loader:
         block = self._lease(unit)
         if block is None:
             return None
-        job = self._updates.fetch(unit, block.data, self._storage.lane.fence())
+        # An alias: binding swaps the memory behind `block.data`, and the update goes on writing from there.
+        job = self._updates.fetch(unit, exact_alias(block.data), self._storage.lane.fence())
         return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
 
     def lease_error(self, unit: Unit) -> Block:
@@ -97,10 +104,6 @@ class Loader:
             self._draining[unit.index] = arrival.block
         else:
             arrival.block.release()
-
-    def reported(self, error: BaseException) -> None:
-        """Somebody was told of a transfer's error: the next call of the engine need not repeat it."""
-        self._updates.reported = error
 
     def drain(self) -> None:
         """Give back all memory that is kept for writes; waits for them."""
