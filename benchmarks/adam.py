@@ -59,7 +59,9 @@ def our_step(numel: int, threads: int) -> Callable[[], None]:
     """Our kernel."""
     weight, remainder, exp_avg, exp_avg_sq, gradient = split_arrays(numel)
     segments = [dataclasses.replace(STEP, end=numel)]
-    return lambda: kernels.adamw(weight, remainder, exp_avg, exp_avg_sq, gradient, segments, threads=threads)
+    return lambda: kernels.adamw(
+        weight, remainder, kernels.Moments(exp_avg, exp_avg_sq), gradient, segments, threads=threads
+    )
 
 
 def bound_step(numel: int, threads: int) -> Callable[[], None]:

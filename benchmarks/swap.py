@@ -45,7 +45,13 @@ class Swapper:
         fd = next(swap.spans(0, capacity_bytes)).fd
         self.traffic = self._disk.traffic
         self.path, self.backend = f"/proc/{os.getpid()}/fd/{fd}", self._disk.aio.backend
-        self._arena = Arena("benchmark", RECORDS_IN_FLIGHT * record_bytes, "--record-bytes", torch.device("cpu"))
+        self._arena = Arena(
+            "benchmark",
+            RECORDS_IN_FLIGHT * record_bytes,
+            "--record-bytes",
+            torch.device("cpu"),
+            register=self._disk.aio.register_memory,
+        )
         self._blocks = [self._arena.lease(record_bytes, "a record") for _ in range(RECORDS_IN_FLIGHT)]
         self._loop = asyncio.new_event_loop()
         write_incompressible(fd, capacity_bytes)

@@ -14,7 +14,7 @@ import torch
 from offload.binding import exact_alias
 from offload.errors import BudgetError, StateError
 from offload.extents import Extents
-from offload.pinned import map_host, pin, tensor_over
+from offload.pinned import hide_from_children, map_host, pin, tensor_over
 from offload.sizes import PAGE_BYTES, align_up
 
 
@@ -76,11 +76,23 @@ class Arena:
         name: what the bytes are for; appears in errors.
         knob: the configuration key that makes it larger; appears in errors.
         pinned: page-lock host memory for copies to a GPU.
+        register: makes host memory known to the I/O engine and returns what undoes it. For an arena whose
+            blocks nobody but the engine sees: children of fork find zeros in it.
     """
 
-    def __init__(self, name: str, nbytes: int, knob: str, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        nbytes: int,
+        knob: str,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
+    ) -> None:
         self.name, self._knob, self._device, self._pinned = name, knob, device, pinned
-        self._unpin: Callable[[], None] | None = None
+        self._register = register if device.type == "cpu" else None
+        self._undo: list[Callable[[], None]] = []
         self._extents = Extents(align_up(nbytes, PAGE_BYTES))
         self._data: torch.Tensor | None = None
         self._closed = False
@@ -152,7 +164,11 @@ class Arena:
         """The allocation, made at first use: an arena that is planned for but never needed costs nothing."""
         if self._data is None:
             self._data = _allocate(self._extents.capacity_bytes, self._device)
-            self._unpin = pin(self._data) if self._pinned and self._device.type == "cpu" else None
+            unpin = pin(self._data) if self._pinned and self._device.type == "cpu" else None
+            self._undo = [unpin] if unpin is not None else []
+            if self._register is not None:
+                hide_from_children(self._data)
+                self._undo.append(self._register(self._data))
         return self._data
 
     def take_back(self, offset: int) -> None:
@@ -165,9 +181,9 @@ class Arena:
 
     def close(self) -> None:
         """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
-        unpin, self._unpin, self._data, self._closed = self._unpin, None, None, True
-        if unpin is not None:
-            unpin()
+        undo, self._undo, self._data, self._closed = self._undo, [], None, True
+        for step in undo:
+            step()
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:

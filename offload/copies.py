@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -10,6 +11,7 @@ import torch
 from offload.arena import Arena
 from offload.planes import Plane
 from offload.sizes import BLOCK_NUMEL
+from offload.timeline import COPIES, Timeline
 
 CHUNK_BYTES = 2 << 20
 
@@ -24,7 +26,8 @@ class CopyLane:
     On a CPU-only machine a copy is done when it returns, and nothing here does anything.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline or Timeline()
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -37,8 +40,12 @@ class CopyLane:
         event.record()
         return event
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
-        """Copy on the lane's own stream, beside the computation, and wait for it."""
+    async def copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
+        """Copy on the lane's own stream, beside the computation, and wait for it; the loop goes on meanwhile."""
+        with self._timeline.span(COPIES, f"to {target.device}", source.nbytes):
+            await self._copy(target, source, fence)
+
+    async def _copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
         if self._stream is None:
             target.copy_(source)
             return
@@ -46,7 +53,9 @@ class CopyLane:
             if fence is not None:
                 self._stream.wait_event(fence)
             target.copy_(source, non_blocking=True)
-            self._stream.synchronize()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._stream)
+        await asyncio.get_running_loop().run_in_executor(None, copied.synchronize)
 
 
 async def fetch_plane(
@@ -66,18 +75,18 @@ async def fetch_plane(
     if into.device.type == "cpu":
         await plane.read(begin, end, into)
         return
-    memory = plane.memory(begin, end)
-    if memory is not None:
-        lane.copy(into, memory, fence)
-        return
     width = plane.bytes_per_element
-    for lo, hi in _chunks(plane, begin, end):
-        block = await arena.lease_when_free((hi - lo) * width, f"chunk of {plane.name}")
-        try:
-            await plane.read(lo, hi, block.data)
-            lane.copy(into[(lo - begin) * width : (hi - begin) * width], block.data, fence)
-        finally:
-            block.release()
+    for first, last, memory in plane.runs(begin, end):
+        if memory is not None:
+            await lane.copy(into[(first - begin) * width : (last - begin) * width], memory, fence)
+            continue
+        for lo, hi in _chunks(plane, first, last):
+            block = await arena.lease_when_free((hi - lo) * width, f"chunk of {plane.name}")
+            try:
+                await plane.read(lo, hi, block.data)
+                await lane.copy(into[(lo - begin) * width : (hi - begin) * width], block.data, fence)
+            finally:
+                block.release()
 
 
 async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, arena: Arena) -> None:

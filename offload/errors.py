@@ -48,8 +48,26 @@ class StorageError(ZeroInfinityError, OSError):
         )
         self.path, self.offset, self.free_bytes = path, offset, free_bytes
 
+    def within(self, doing: str) -> StorageError:
+        """The same error, said of a larger undertaking."""
+        error = StorageError.__new__(StorageError, self.errno, f"{doing}: {self}")
+        OSError.__init__(error, self.errno, f"{doing}: {self}")
+        error.path, error.offset, error.free_bytes = self.path, self.offset, self.free_bytes
+        error.__cause__ = self
+        return error
+
     def __str__(self) -> str:
         return str(self.args[1]) if len(self.args) > 1 else super().__str__()
+
+
+def tell(error: BaseException) -> None:
+    """A caller is told of `error`: it need not be raised once more by whoever meets it later."""
+    error.__dict__["told"] = True
+
+
+def was_told(error: BaseException | None) -> bool:
+    """True if some caller was told of `error`."""
+    return error is not None and "told" in error.__dict__
 
 
 class WatchdogError(ZeroInfinityError, TimeoutError):

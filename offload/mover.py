@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from offload.errors import StateError, WatchdogError
 from offload.stats import Stopwatch
+from offload.timeline import STALLS, Timeline
 
 T = TypeVar("T")
 
@@ -62,14 +63,19 @@ class Mover:
     Args:
         describe: called for the watchdog; returns one line per transfer in flight.
         progress: called for the watchdog; a number that changes whenever bytes move.
+        timeline: where waits are recorded.
     """
 
     def __init__(
-        self, describe: Callable[[], list[str]] | None = None, progress: Callable[[], int] | None = None
+        self,
+        describe: Callable[[], list[str]] | None = None,
+        progress: Callable[[], int] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._describe = describe or (lambda: [])
         self._progress = progress or (lambda: 0)
         self.exposed = Stopwatch()
+        self._timeline = timeline or Timeline()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zero-mover", daemon=True)
         self._thread.start()
@@ -102,7 +108,7 @@ class Mover:
             StateError: called on the mover thread.
         """
         self._check_not_mine(what)
-        with self.exposed.running():
+        with self.exposed.running(), self._timeline.span(STALLS, what):
             since, known, warned = time.perf_counter(), self._progress(), False
             while not _ended(future, min(WARN_SECONDS, RAISE_SECONDS) / 30):
                 reached = self._progress()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt (malloc.h)."""
 MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES = 32 << 20, (1 << 31) - 1
 """The largest values they take."""
+MADV_WIPEONFORK = 18
 
 
 def map_host(nbytes: int) -> memoryview:
@@ -109,6 +111,19 @@ def pin(data: torch.Tensor) -> Callable[[], None] | None:
         )
         return None
     return lambda: lib.lib.zn_cuda_host_unregister(pointer)
+
+
+def hide_from_children(data: torch.Tensor) -> None:
+    """Let a child of fork see zeros in the pages of `data`.
+
+    The kernel cannot share pages that are pinned for I/O: each fork, of a data loader's workers say,
+    would copy all of them. For memory whose bytes mean nothing to a child. Without effect where the
+    kernel cannot do it.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None and sys.platform == "linux" and data.numel() > 0:
+        nbytes = align_up(data.numel() * data.element_size(), PAGE_BYTES)
+        madvise(ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(nbytes), MADV_WIPEONFORK)
 
 
 def return_freed_memory() -> None:

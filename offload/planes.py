@@ -8,7 +8,7 @@ what makes a tier data and not a code path.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,14 +47,14 @@ class Disk:
     swap: SwapSpace
     traffic: Traffic = field(default_factory=Traffic)
 
-    async def read(self, offset: int, buffer: torch.Tensor) -> None:
-        """Fill `buffer` (uint8, host) from the swap space. Raises StorageError."""
-        await self._move(self.aio.read, offset, buffer)
+    async def read(self, offset: int, buffer: torch.Tensor, what: str = "read") -> None:
+        """Fill `buffer` (uint8, host) from the swap space; `what` is its name in a timeline. Raises StorageError."""
+        await self._move(self.aio.read, offset, buffer, what)
         self.traffic.read_bytes += buffer.numel()
 
-    async def write(self, offset: int, buffer: torch.Tensor) -> None:
-        """Write `buffer` (uint8, host) to the swap space. Raises StorageError."""
-        await self._move(self.aio.write, offset, buffer)
+    async def write(self, offset: int, buffer: torch.Tensor, what: str = "write") -> None:
+        """Write `buffer` (uint8, host) to the swap space; `what` is its name in a timeline. Raises StorageError."""
+        await self._move(self.aio.write, offset, buffer, what)
         self.traffic.write_bytes += buffer.numel()
 
     def close(self) -> None:
@@ -64,10 +64,10 @@ class Disk:
         finally:
             self.swap.close()
 
-    async def _move(self, move: object, offset: int, buffer: torch.Tensor) -> None:
+    async def _move(self, move: Callable[..., Any], offset: int, buffer: torch.Tensor, what: str) -> None:
         await settle_all(
             [
-                move(span.fd, span.file_offset, buffer[span.begin : span.begin + span.nbytes], span.path)  # type: ignore[operator]
+                move(span.fd, span.file_offset, buffer[span.begin : span.begin + span.nbytes], span.path, what)
                 for span in self.swap.spans(offset, buffer.numel())
             ]
         )
@@ -103,7 +103,7 @@ class Plane:
     Args:
         name: appears in errors and in the plan.
         bytes_per_element: of one coordinate; a record plane packs several arrays into it.
-        homes: disjoint, sorted, covering.
+        homes: disjoint and sorted; what no home covers cannot be read or written.
         disk: needed when a home lies in the swap space.
     """
 
@@ -132,6 +132,32 @@ class Plane:
         if home.memory is None or end > home.end:
             return None
         return self._slice(home, begin, end)
+
+    def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+        """(first, last, bytes where they are in memory or None) of each home's part of [begin, end), in order."""
+        for home, lo, hi in self._pieces(begin, end):
+            yield lo, hi, None if home.memory is None else self._slice(home, lo, hi)
+
+    def exchange(self, other: Plane, begin: int, end: int) -> None:
+        """Let [begin, end) of this plane and of `other` trade places: each holds what the other held.
+
+        Raises:
+            StateError: the two are not cut alike, or [begin, end) cuts a home, or a write to it is outstanding.
+        """
+        mine, theirs = self._homes_within(begin, end), other._homes_within(begin, end)
+        ours = [(home.begin, home.end) for home in self._homes[mine]]
+        if (
+            not ours
+            or (ours[0][0], ours[-1][1]) != (begin, end)
+            or ours != [(home.begin, home.end) for home in other._homes[theirs]]
+        ):
+            raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) is no run of homes that both planes have")
+        if any(s.begin < end and begin < s.end for s in (*self._stranded, *other._stranded)):
+            raise StateError(f"plane {self.name}: part of [{begin:,}, {end:,}) is not on the disk yet")
+        self._homes[mine], other._homes[theirs] = other._homes[theirs], self._homes[mine]
+
+    def _homes_within(self, begin: int, end: int) -> slice:
+        return slice(bisect_left(self._begins, begin), bisect_left(self._begins, end))
 
     def swap_bytes(self, begin: int, end: int) -> int:
         """How many bytes of [begin, end) live in the swap space."""
@@ -191,10 +217,10 @@ class Plane:
             raise StateError(f"plane {self.name}: no swap space")
         offset = home.swap_offset + (lo - home.begin) * self.bytes_per_element
         if write:
-            await self._disk.write(offset, part)
+            await self._disk.write(offset, part, self.name)
             return
         if not any(s.begin <= lo and hi <= s.end for s in self._stranded):
-            await self._disk.read(offset, part)
+            await self._disk.read(offset, part, self.name)
         for kept, given in self._overlaps(lo, hi, part):
             given.copy_(kept)
 

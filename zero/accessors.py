@@ -1,10 +1,14 @@
-"""What DeepSpeed's engine answers about its configuration, under DeepSpeed's names."""
+"""What the engine answers: its configuration, under DeepSpeed's names, and the values it keeps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+
 from zero.config import Config
+from zero.keeping import EngineKeeper
 
 
 class ConfigAccessors:
@@ -49,3 +53,35 @@ class ConfigAccessors:
         """Learning rate of each param group."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [float(group["lr"]) for group in groups]
+
+
+class ValueAccessors:
+    """Mixed into the engine, which sets `_keeper` and `optimizer`."""
+
+    _keeper: EngineKeeper
+    optimizer: Any
+
+    def current(self, what: str, units: Iterable[int] | None = None) -> None:
+        """Wait until these units are as of the last step; the engine's."""
+        raise NotImplementedError
+
+    def full_parameter(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's weights, in compute dtype, on the host."""
+        self.current(f"reading {name}", self._keeper.units_named(name))
+        return self._keeper.weights(name)
+
+    def full_master(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's fp32 master, on the host."""
+        self.current(f"reading {name}", self._keeper.units_named(name))
+        return self._keeper.master(name)
+
+    def full_state(self, name: str) -> dict[str, Any]:
+        """Copies of one parameter's `exp_avg` and `exp_avg_sq` (fp32, host), and its `step` count."""
+        self.current(f"reading {name}", self._keeper.units_named(name))
+        counts = self.optimizer.step_counts if self.optimizer is not None else {}
+        return {**self._keeper.moments(name), "step": counts.get(id(self._keeper.parameter(name)), 0)}
+
+    def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, copy of the weights) of every parameter; tied ones under each of their names."""
+        self.current("reading parameters")
+        return self._keeper.named_weights()

@@ -36,11 +36,10 @@ class Adoption:
         layout: Layout,
         bound: list[BoundUnit],
         storage: Storage,
-        compute: torch.device,
         read: ReadSource,
         done: Callable[[BoundUnit, Slot], None],
     ) -> None:
-        self._layout, self._bound, self._storage, self._compute = layout, bound, storage, compute
+        self._layout, self._bound, self._storage = layout, bound, storage
         self._read, self._done = read, done
 
     def run(self) -> None:
@@ -60,11 +59,10 @@ class Adoption:
         weights = self._storage.weights[group.space]
         if records is None:
             return
-        record = Staged(records, group.begin, group.end, self._compute)
+        compute = self._storage.compute(group)
+        record = Staged(records, group.begin, group.end, compute)
         units = list(space.overlapping(group.begin, group.end))
-        runs = [
-            Staged(weights, max(unit.begin, group.begin), min(unit.end, group.end), self._compute) for unit in units
-        ]
+        runs = [Staged(weights, max(unit.begin, group.begin), min(unit.end, group.end), compute) for unit in units]
         parts = [record, *runs]
         block = await self._storage.arena.lease_when_free(sum(part.nbytes for part in parts), "sub-group")
         try:
@@ -87,7 +85,7 @@ class Adoption:
             at = unit.begin + slot.offset_numel + lo - weight.begin
             target = stored[at : at + hi - lo]
             if remainder is not None and source.dtype != torch.bfloat16:
-                kernels.split(target, remainder[at : at + hi - lo], source.to(self._compute, torch.float32))
+                kernels.split(target, remainder[at : at + hi - lo], source.to(target.device, torch.float32))
             else:
                 target.copy_(source)
 

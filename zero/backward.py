@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import BudgetError, StateError, StorageError
 from zero.optim.gradients import Gradients
+from zero.optim.inside import UpdatesInBackward
 from zero.params.binding import BoundUnit
 from zero.params.layout import Unit
 from zero.schedule.coordinator import Coordinator
@@ -21,6 +22,7 @@ class BackwardWatch:
     """Receives gradients and the events of the module hooks.
 
     Args:
+        ahead: updates units inside backward, or None.
         check_open: raises if the engine is closed; given what was attempted.
 
     Attributes:
@@ -28,8 +30,15 @@ class BackwardWatch:
         torn: a transfer failed inside a backward since the gradients were last cleared.
     """
 
-    def __init__(self, coordinator: Coordinator, gradients: Gradients, check_open: Callable[[str], None]) -> None:
-        self._coordinator, self._gradients, self._check_open = coordinator, gradients, check_open
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        gradients: Gradients,
+        ahead: UpdatesInBackward | None,
+        check_open: Callable[[str], None],
+    ) -> None:
+        self._coordinator, self._gradients, self._ahead = coordinator, gradients, ahead
+        self._check_open = check_open
         self._running = False
         self._handles: list[RemovableHandle] = []
         self.generation = 0
@@ -82,6 +91,8 @@ class BackwardWatch:
         """Gradients have passed a whole call that uses the unit: it is needed no longer for that call."""
         if self._coordinator.end_backward_use(index):
             self._gradients.flush(index)
+            if self._ahead is not None:
+                self._ahead.complete(self._coordinator.unit(index))
 
     def forward_begins(self) -> None:
         """The root is called outside any backward: none can be running, whatever became of the last one."""
@@ -125,5 +136,7 @@ class BackwardWatch:
 
     def _receive(self, unit: Unit, position: int, gradient: torch.Tensor) -> None:
         self._announce()
+        if self._ahead is not None:
+            self._ahead.void(unit.index)
         if self._gradients.arrive(unit.index, position, gradient):
             self._gradients.flush(unit.index)

@@ -29,13 +29,22 @@ class Edit(NamedTuple):
 
 
 class UnitEditor:
-    """Opens units of one engine for reading and editing, in memory of their own."""
+    """Opens units of one engine for reading and editing, in memory of their own.
+
+    Args:
+        changed: told of every unit that was edited.
+    """
 
     def __init__(
-        self, layout: Layout, bound: list[BoundUnit], storage: Storage, coordinator: Coordinator, compute: torch.device
+        self,
+        layout: Layout,
+        bound: list[BoundUnit],
+        storage: Storage,
+        coordinator: Coordinator,
+        changed: Callable[[int], None],
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
-        self._compute = compute
+        self._changed = changed
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._unstored: list[Edit] = []
@@ -93,6 +102,7 @@ class UnitEditor:
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
             if not torch.equal(before, after):
+                self._changed(index)
                 changes.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
             if self._coordinator.held(index):
                 self._coordinator.unhold(index)
@@ -175,7 +185,7 @@ class UnitEditor:
         for group in self._storage.plan.sub_groups:
             if group.space != index or group.end <= unit.begin or unit.end <= group.begin:
                 continue
-            staged = Staged(records, group.begin, group.end, self._compute)
+            staged = Staged(records, group.begin, group.end, self._storage.compute(group))
             block = await self._storage.arena.lease_when_free(staged.nbytes, "state record")
             try:
                 staged.stage(block, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -13,39 +13,41 @@ import torch
 from torch import nn
 
 from offload.binding import Poison
-from offload.errors import ConfigError, StateError
+from offload.errors import StateError
 from offload.pinned import keep_freed_memory, return_freed_memory
 from offload.stats import Stopwatch
-from zero.accessors import ConfigAccessors
+from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.adoption import Adoption, read_parameter
 from zero.backward import BackwardWatch
 from zero.config import Config
+from zero.covering import cover_model
 from zero.editing import UnitEditor
 from zero.keeping import EngineKeeper
 from zero.machine import read_machine
+from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
+from zero.optim.inside import UpdatesInBackward
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pipeline import SubGroupPipeline
+from zero.optim.pipeline import AdamValues, SubGroupPipeline
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
 from zero.params.initialisation import forget, provisional_source
 from zero.params.layout import Slot, Unit, build_layout
 from zero.params.released import is_kept, keeper_of
-from zero.params.units import CoveredUnit, CoverRules, Leaf, collect_leaves, cover, nested_numel
+from zero.params.units import CoveredUnit, Leaf, collect_leaves, nested_numel
 from zero.planner import Planner
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
+from zero.schedule.loading import Loader
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
+from zero.tracing import Traced, Tracer, traced
 
 logger = logging.getLogger("zero")
 
-LIVE_UNITS = 4
-"""An explicit live limit is cut into this many units at least."""
 
-
-class ZeroEngine(ConfigAccessors, nn.Module):
+class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -70,7 +72,7 @@ class ZeroEngine(ConfigAccessors, nn.Module):
             self.optimizer.param_groups = groups
         self.lr_scheduler: Any = None
         trainable = {id(p) for group in groups or () for p in group["params"]}
-        covered = self._cover(model, trainable)
+        covered = cover_model(model, self._leaves, trainable, config)
         self._layout = build_layout([unit.content for unit in covered], world_size=1)
         _take_back(self._leaves)
         self.plan = Planner(
@@ -81,6 +83,7 @@ class ZeroEngine(ConfigAccessors, nn.Module):
         # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
         self._finalizer = weakref.finalize(self, Storage.abandon, self._storage)
         try:
+            self._tracer = Tracer(self._storage)
             self._build(model, covered)
         except BaseException:
             self._undo_build()
@@ -90,23 +93,6 @@ class ZeroEngine(ConfigAccessors, nn.Module):
 
     # ---- construction -------------------------------------------------------------------------
 
-    def _cover(self, model: nn.Module, trainable: set[int]) -> list[CoveredUnit]:
-        zero = self._config.zero_optimization
-        explicit = zero.stage3_max_live_parameters
-        rules = CoverRules(
-            numel_max=None if explicit is None else explicit // LIVE_UNITS,
-            persistence_numel=zero.stage3_param_persistence_threshold,
-            compute_dtype=torch.bfloat16 if self._config.bf16.enabled else None,
-        )
-        for leaf in self._leaves:
-            p = leaf.parameter
-            if id(p) in trainable and rules.compute_dtype is None and p.dtype not in (torch.float32, torch.bfloat16):
-                raise ConfigError(
-                    f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32 or bfloat16, "
-                    'or set "bf16": {"enabled": true}'
-                )
-        return cover(model, self._leaves, trainable, rules)
-
     def _build(self, model: nn.Module, covered: list[CoveredUnit]) -> None:
         layout, storage, device = self._layout, self._storage, self.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
@@ -114,20 +100,27 @@ class ZeroEngine(ConfigAccessors, nn.Module):
             BoundUnit(unit, [self._leaves[slot.index].parameter for slot in unit.slots], poison, device)
             for unit in layout.units
         ]
-        compute = device if self._config.zero_optimization.offload_optimizer.device == "none" else torch.device("cpu")
-        self._coordinator = Coordinator(layout, self._bound, storage, self.plan.limits, self._in_place)
         self._gradients = Gradients(layout, storage, device, self._in_place, self._threads)
-        pipeline = SubGroupPipeline(layout, storage, self._gradients, compute, self._threads)
-        self._stepper = Stepper(layout, self.plan.sub_groups, self._gradients, pipeline, self._step_done)
+        pipeline = SubGroupPipeline(layout, storage, self._gradients)
+        updates = DueUpdates(layout, storage, pipeline, self._threads)
+        self._ahead = None
+        if self.plan.two_slots:
+            self._ahead = UpdatesInBackward(
+                storage, pipeline, updates, self._gradients, self._values_now, self.is_gradient_accumulation_boundary
+            )
+        self._stepper = Stepper(layout, storage, self._gradients, pipeline, updates, self._ahead)
+        self._gradients.update = self._stepper.apply
+        loader = Loader(layout, self._bound, storage, updates, self._in_place, self._changed)
+        self._coordinator = Coordinator(layout, self._bound, storage, self.plan.limits, loader)
         scopes: dict[nn.Module, list[int]] = {}
         for index, unit in enumerate(covered):
             for module in unit.scopes:
                 scopes.setdefault(module, []).append(index)
-        self._watch = BackwardWatch(self._coordinator, self._gradients, self._check_open)
-        self._hooks = ModuleHooks(model, scopes, self._bound, self._coordinator, self._watch)
-        editor = UnitEditor(layout, self._bound, storage, self._coordinator, compute)
+        self._watch = BackwardWatch(self._coordinator, self._gradients, self._ahead, self._check_open)
+        self._hooks = ModuleHooks(model, scopes, self._bound, self._coordinator, self._watch, storage.timeline)
+        editor = UnitEditor(layout, self._bound, storage, self._coordinator, self._changed)
         self._keeper = EngineKeeper(self, self._bound, self._coordinator, self._hooks, editor)
-        self._adopt(compute)
+        self._adopt()
         self._hooks.install()
         move_buffers(model, device, torch.bfloat16 if self._config.bf16.enabled else None)
         self._coordinator.bind_persistent()
@@ -136,6 +129,7 @@ class ZeroEngine(ConfigAccessors, nn.Module):
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
         self._step_asked = False
+        self._persistent_bound = True
 
     def _undo_build(self) -> None:
         """Initialisation failed: the model gets back what the planes have taken, and no hook stays."""
@@ -148,7 +142,7 @@ class ZeroEngine(ConfigAccessors, nn.Module):
             self._finalizer.detach()
             self._storage.close()
 
-    def _adopt(self, compute: torch.device) -> None:
+    def _adopt(self) -> None:
         def read(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
             keeper = provisional_source(parameter)
             return keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end)
@@ -157,12 +151,13 @@ class ZeroEngine(ConfigAccessors, nn.Module):
             forget(self._leaves[slot.index].parameter)
             bound.adopt(slot, self._keeper)
 
-        Adoption(self._layout, self._bound, self._storage, compute, read, done).run()
+        Adoption(self._layout, self._bound, self._storage, read, done).run()
         return_freed_memory()
         keep_freed_memory()
 
     # ---- the training loop --------------------------------------------------------------------
 
+    @traced("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched."""
         self.ready("forward")
@@ -174,6 +169,7 @@ class ZeroEngine(ConfigAccessors, nn.Module):
             self._hooks.reset()
             raise
 
+    @traced("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of one micro-batch; divides the loss by the accumulation steps unless told not to.
 
@@ -191,19 +187,36 @@ class ZeroEngine(ConfigAccessors, nn.Module):
                 loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss
 
+    @traced("step")
     def step(self) -> None:
-        """On an accumulation boundary: norm, clipping, update of every sub-group. Else only counts.
+        """On an accumulation boundary: norm, clipping, and the update of every sub-group. Else only counts.
+
+        Returns once the step is fixed. Sub-groups are updated in the order the next forward needs them; whoever
+        looks at a value before waits for it.
 
         Raises:
-            StorageError: a transfer failed. The step is kept and finished by the next call of the engine;
-                calling `step()` again is such a call, and no second step.
+            StorageError: a transfer failed. The step is kept and taken by the next call of the engine; calling
+                `step()` again is such a call, and no second step.
         """
         self._check_open("step")
-        if not self._step_open:
-            if self.is_gradient_accumulation_boundary():
-                self._ask_for_step()
+        if not (self._step_asked or self.is_gradient_accumulation_boundary()):
+            self._take_step()  # what an earlier call has left; if it raises, this call has not happened
             self.micro_steps += 1
-        self._finish_step()
+            return
+        if not self._step_asked:
+            self._ask_for_step()
+            self.micro_steps += 1
+        self._take_step()
+
+    def synchronize(self) -> None:
+        """Wait until the last step is complete and the gradients since are stored, on every tier.
+
+        Raises:
+            StorageError: a transfer failed. The next call goes on where this one stopped.
+        """
+        self.ready("synchronize")
+        self._stepper.finish()
+        self._gradients.settle()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when the next `step()` updates the parameters."""
@@ -218,7 +231,9 @@ class ZeroEngine(ConfigAccessors, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated since the last step."""
         if not self._closed:
-            self._finish_step()
+            self._take_step()
+            if self._ahead is not None:
+                self._ahead.void_all()
             self._gradients.clear()
             self._watch.torn = False
 
@@ -226,17 +241,13 @@ class ZeroEngine(ConfigAccessors, nn.Module):
         """2-norm of the gradients of the last step, before clipping; None before the first."""
         return self._stepper.norm
 
+    @traced("step")
     def _optimizer_step(self) -> None:
         """`optimizer.step()`: a step now, whatever the micro-step counter says."""
         self._check_open("optimizer.step")
-        if not self._step_open:
+        if not self._step_asked:
             self._ask_for_step()
-        self._finish_step()
-
-    @property
-    def _step_open(self) -> bool:
-        """True while a step has been asked for and is not complete."""
-        return self._step_asked or self._stepper.pending
+        self._take_step()
 
     def _ask_for_step(self) -> None:
         """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
@@ -253,34 +264,54 @@ class ZeroEngine(ConfigAccessors, nn.Module):
         self._coordinator.check_idle()
         self._step_asked = True
 
-    def _finish_step(self) -> None:
+    def _take_step(self) -> None:
         """Do what an earlier call had to leave undone: edits first, they came before the step."""
         with self._step.running():
+            self._stepper.check()
             self._keeper.store_edits()
             if self._step_asked and self.optimizer is not None:
-                self._stepper.fix(self.optimizer, self._index_of, self._config.gradient_clipping)
-                self._step_asked = False
                 self._coordinator.release_all()
+                self._persistent_bound = False
+                number = self.global_steps + 1
+                self._stepper.fix(number, self.optimizer, self._index_of, self._config.gradient_clipping)
+                self._step_asked = False
                 self._watch.generation += 1
-            self._stepper.finish()
+                self._step_fixed(self.optimizer)
+                self._stepper.start()
+                self._coordinator.expect_forward()
 
-    def _step_done(self) -> None:
-        self._coordinator.bind_persistent()
+    def _values_now(self) -> dict[int, AdamValues]:
+        return {} if self.optimizer is None else self.optimizer.values(self._index_of, set(self._index_of.values()))
+
+    def _changed(self, index: int) -> None:
+        """Stored weights of the unit change by other means than a step."""
+        if self._ahead is not None:
+            self._ahead.void(index)
+
+    def _step_fixed(self, optimizer: ZeroOptimizer) -> None:
         self.global_steps += 1
-        if self.optimizer is not None:
-            self.optimizer.mark_stepped()
+        optimizer.mark_stepped()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
     def ready(self, what: str) -> None:
-        """Raise if the engine is closed; complete a step that failed half-way, or fail again.
+        """Raise if the engine is closed; take a step that was asked for; bind what is always bound.
 
         Raises:
             StateError: closed.
-            StorageError: the step still cannot be completed.
+            StorageError: an update of the last step failed and nobody was told yet, or it fails again.
         """
         self._check_open(what)
-        self._finish_step()
+        self._take_step()
+        if not self._persistent_bound:
+            self._stepper.apply_persistent()
+            self._coordinator.bind_persistent()
+            self._persistent_bound = True
+
+    def current(self, what: str, units: Iterable[int] | None = None) -> None:
+        """`ready`, and these units (None: all) are stored as of the last step. As `ready`, raises."""
+        self.ready(what)
+        self._stepper.finish(units)
 
     def _check_open(self, what: str) -> None:
         if self._closed:
@@ -292,27 +323,6 @@ class ZeroEngine(ConfigAccessors, nn.Module):
     def units(self) -> tuple[Unit, ...]:
         """The units of the model, in model order."""
         return self._layout.units
-
-    def full_parameter(self, name: str) -> torch.Tensor:
-        """A copy of one parameter's weights, in compute dtype, on the host."""
-        self.ready(f"reading {name}")
-        return self._keeper.weights(name)
-
-    def full_master(self, name: str) -> torch.Tensor:
-        """A copy of one parameter's fp32 master, on the host."""
-        self.ready(f"reading {name}")
-        return self._keeper.master(name)
-
-    def full_state(self, name: str) -> dict[str, Any]:
-        """Copies of one parameter's `exp_avg` and `exp_avg_sq` (fp32, host), and its `step` count."""
-        self.ready(f"reading {name}")
-        counts = self.optimizer.step_counts if self.optimizer is not None else {}
-        return {**self._keeper.moments(name), "step": counts.get(id(self._keeper.parameter(name)), 0)}
-
-    def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, copy of the weights) of every parameter; tied ones under each of their names."""
-        self.ready("reading parameters")
-        return self._keeper.named_weights()
 
     def inject(self, fault: Any) -> None:
         """Inject I/O faults (an `offload.aio.AioFault`, None to stop): for tests of what happens then."""
@@ -326,7 +336,12 @@ class ZeroEngine(ConfigAccessors, nn.Module):
             self._storage,
             [unit.name for unit in self._layout.units],
             LoopCounters(
-                self.global_steps, self.micro_steps, self._forward.seconds, self._backward.seconds, self._step.seconds
+                self.global_steps,
+                self.micro_steps,
+                self._forward.seconds,
+                self._backward.seconds,
+                self._step.seconds,
+                self._ahead.committed_numel if self._ahead is not None else 0,
             ),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,9 @@ class Owner(Protocol):
 
     def ready(self, what: str) -> None:
         """Raise if the engine is closed."""
+
+    def current(self, what: str, units: Iterable[int] | None = None) -> None:
+        """Raise if the engine is closed; wait until these units (None: all) are as of the last step."""
 
     def close(self) -> None:
         """Close it."""
@@ -79,8 +82,9 @@ class EngineKeeper:
 
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins."""
-        self._owner.ready("GatheredParameters")
-        self._editor.open(self._units_of(parameters))
+        units = self._units_of(parameters)
+        self._owner.current("GatheredParameters", units)
+        self._editor.open(units)
 
     def close(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` ends."""
@@ -101,7 +105,7 @@ class EngineKeeper:
         Raises:
             StateError: the engine is closed already; the values are gone.
         """
-        self._owner.ready("taking the model back from the engine that keeps its values")
+        self._owner.current("taking the model back from the engine that keeps its values")
         self.return_values(self._owner.close)
 
     def return_values(self, close: Callable[[], None] | None = None) -> None:
@@ -127,6 +131,10 @@ class EngineKeeper:
     def parameter(self, name: str) -> nn.Parameter:
         """The model's parameter object."""
         return self._place(name)[2]
+
+    def units_named(self, name: str) -> list[int]:
+        """The unit of a parameter. Raises KeyError."""
+        return [self._place(name)[0].unit.index]
 
     def weights(self, name: str) -> torch.Tensor:
         """A copy of one parameter's weights, in compute dtype, on the host."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offload.sizes import format_bytes
-from zero.params.layout import SubGroup
+from zero.params.layout import Layout, SubGroup
 from zero.schedule.policy import Limits
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
@@ -42,6 +42,8 @@ class Plan:
     sub_groups: tuple[SubGroup, ...] = ()
     record_tiers: tuple[str, ...] = ()
     """Tier of each sub-group's state record."""
+    two_slots: bool = False
+    """Trained weights and records exist twice, so that an update inside backward can be taken back."""
     records_in_flight: int = 4
     arena_bytes: int = 0
     """Host arena: records in flight and staging chunks."""
@@ -55,6 +57,38 @@ class Plan:
     """What the user should know and nothing has to be refused for."""
     baseline_bytes: int = 0
     """Resident memory of the process when the plan was made."""
+
+    def in_swap(self, layout: Layout) -> list[SubGroup]:
+        """Sub-groups whose record and weights are on NVMe."""
+        groups = zip(self.sub_groups, self.record_tiers, strict=True)
+        return [
+            group
+            for group, tier in groups
+            if tier == NVME
+            and all(
+                self.weight_tiers[unit.index] == NVME
+                for unit in layout.spaces[group.space].overlapping(group.begin, group.end)
+            )
+        ]
+
+    def step_write_bytes(self, layout: Layout, micro_steps: int) -> int:
+        """Bytes that a step of `micro_steps` backwards writes to NVMe: drives are rated in bytes written.
+
+        Every trained weight and record that lives there once, every gradient that lives there once a backward.
+        """
+        trained = [unit for unit in layout.units if unit.trainable]
+        weights = sum(u.shard_numel * u.dtype.itemsize for u in trained if self.weight_tiers[u.index] == NVME)
+        records = sum(
+            (group.end - group.begin) * layout.spaces[group.space].record_bytes
+            for group, tier in zip(self.sub_groups, self.record_tiers, strict=True)
+            if tier == NVME
+        )
+        gradients = sum(
+            u.shard_numel * (4 if self.gradient_wide else u.dtype.itemsize)
+            for u in trained
+            if self.gradient_tiers[u.index] == NVME
+        )
+        return weights + records + micro_steps * gradients
 
     def tier_bytes(self, tier: str) -> int:
         """Sum of the rows of one tier."""

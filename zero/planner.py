@@ -7,11 +7,12 @@ from collections.abc import Iterable
 import torch
 
 from offload.errors import BudgetError, ConfigError
-from offload.sizes import BLOCK_NUMEL, align_up
+from offload.sizes import BLOCK_NUMEL, align_up, format_bytes
 from zero.config import Config
 from zero.machine import Machine
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow
+from zero.plan_check import check_fits
 from zero.schedule.policy import Limits
 
 SUB_GROUP_NUMEL_MAX = 4 << 20
@@ -58,9 +59,11 @@ class Planner:
         """
         plan = Plan(self._limits(), gradient_wide=self.wide, baseline_bytes=self.machine.rss_bytes)
         plan.records_in_flight = self._records_in_flight()
+        plan.two_slots = self._wants_two_slots()
         plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
-        self._place_host(plan)
+        rest = self._place_host(plan)
         self._size_pools(plan)
+        self._cache_records(plan, rest, self._states_on_device(plan))
         plan.swap_bytes = sum(
             self._weight_bytes(unit) for unit in self.layout.units if plan.weight_tiers[unit.index] == NVME
         )
@@ -72,8 +75,12 @@ class Planner:
         plan.swap_bytes += sum(
             self._gradient_bytes(unit) for unit in self.trained if plan.gradient_tiers[unit.index] == NVME
         )
+        plan.swap_bytes += self._second_slot_bytes(plan)
         plan.rows = tuple(row for row in self._rows(plan) if row.nbytes)
-        self._check(plan)
+        written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)
+        if written:
+            plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
+        check_fits(plan, self.machine, self.host_budget, self.device_budget, on_cpu=self.on_cpu)
         return plan
 
     def _records_in_flight(self) -> int:
@@ -89,6 +96,24 @@ class Planner:
         )
         return (RECORDS_IN_FLIGHT, 2, 1)[refused]
 
+    def _wants_two_slots(self) -> bool:
+        offload = self.config.zero_optimization.offload_optimizer
+        if offload.update_in_backward and (self.param_tier, self.state_tier) != (NVME, NVME):
+            raise ConfigError(
+                "zero_optimization.offload_optimizer.update_in_backward: needs offload_param.device and "
+                f'offload_optimizer.device "nvme", got {self.param_tier} and {self.state_tier}; set both, or remove it'
+            )
+        return offload.update_in_backward
+
+    def _second_slot_bytes(self, plan: Plan) -> int:
+        if not plan.two_slots:
+            return 0
+        return sum(
+            (group.end - group.begin) * (space.record_bytes + space.dtype.itemsize)
+            for group in plan.in_swap(self.layout)
+            for space in [self.layout.spaces[group.space]]
+        )
+
     # ---- sizes --------------------------------------------------------------------------------
 
     def _weight_bytes(self, unit: Unit) -> int:
@@ -99,6 +124,13 @@ class Planner:
 
     def _record_bytes(self, group: SubGroup) -> int:
         return (group.end - group.begin) * self.layout.spaces[group.space].record_bytes
+
+    def _state_bytes(self) -> int:
+        return sum(space.numel * space.record_bytes for space in self.layout.spaces if space.trainable)
+
+    def _device_share(self) -> float:
+        """Share of the states that is on the device by the user's word."""
+        return 1.0 if self.state_tier == DEVICE else 1.0 - self.config.zero_optimization.offload_optimizer.ratio
 
     def _budget(self, wish: int | str | None, free_bytes: int) -> int | None:
         return int(free_bytes * AUTO_SHARE) if wish == "auto" else None if wish is None else int(wish)
@@ -135,7 +167,7 @@ class Planner:
         fixed = sum(self._weight_bytes(u) for u in self.layout.units if u.persistent or self.param_tier == DEVICE)
         if self.state_tier == DEVICE:
             fixed += sum(self._gradient_bytes(unit) for unit in self.trained)
-            fixed += sum(space.numel * space.record_bytes for space in self.layout.spaces if space.trainable)
+        fixed += int(self._device_share() * self._state_bytes())
         width = max((unit.dtype.itemsize for unit in self.movable), default=2)
         gradient_pool = self._gradient_pool_bytes()
         fits = (self.device_budget - fixed - gradient_pool) // width - largest_numel
@@ -174,8 +206,11 @@ class Planner:
 
     # ---- host ---------------------------------------------------------------------------------
 
-    def _place_host(self, plan: Plan) -> None:
-        """Spend the host budget: what must be there, the working set, then caches in a fixed order."""
+    def _place_host(self, plan: Plan) -> int | None:
+        """Spend the host budget: what must be there, the working set, then caches in a fixed order.
+
+        Returns what is left for state records; None without a budget.
+        """
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
         plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
         can_spill = gradient_home == HOST and self._uses_disk()
@@ -183,7 +218,7 @@ class Planner:
         if self.param_tier == HOST:
             fixed += sum(self._weight_bytes(unit) for unit in self.movable)
         if self.state_tier == HOST:
-            fixed += sum(space.numel * space.record_bytes for space in self.layout.spaces if space.trainable)
+            fixed += int((1 - self._device_share()) * self._state_bytes())
         gradients = sum(self._gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
         budget = self.host_budget
         if budget is None:
@@ -206,7 +241,7 @@ class Planner:
         rest = self._cache_weights(plan, rest)
         if spill:
             rest = self._cache_gradients(plan, rest or 0)
-        self._cache_records(plan, rest)
+        return rest
 
     def _sub_group_numel(self, plan: Plan, rest: int | None, spill: bool) -> tuple[int, bool]:
         """(elements of a sub-group, is that the full size).
@@ -266,40 +301,46 @@ class Planner:
         cap_numel = self.config.zero_optimization.offload_param.max_in_cpu
         if self.param_tier != NVME or (rest is None and cap_numel is None):
             return rest
-        cap = None if cap_numel is None else cap_numel
-        for unit in self.movable:
-            nbytes = self._weight_bytes(unit)
-            if (rest is not None and nbytes > rest) or (cap is not None and unit.shard_numel > cap):
-                break
+        count = len(self.movable)
+        if cap_numel is not None:
+            count, _ = _prefix_that_fits((unit.shard_numel for unit in self.movable), cap_numel)
+        if rest is not None:
+            count, rest = _prefix_that_fits(map(self._weight_bytes, self.movable[:count]), rest)
+        for unit in self.movable[:count]:
             plan.weight_tiers[unit.index] = HOST
-            rest = None if rest is None else rest - nbytes
-            cap = None if cap is None else cap - unit.shard_numel
         return rest
 
     def _cache_gradients(self, plan: Plan, rest: int) -> int:
-        full = False
-        for unit in self.trained:
-            nbytes = self._gradient_bytes(unit)
-            full = full or nbytes > rest
-            if full:
-                plan.gradient_tiers[unit.index] = NVME
-            else:
-                rest -= nbytes
+        on_host = [unit for unit in self.trained if plan.gradient_tiers[unit.index] == HOST]
+        count, rest = _prefix_that_fits(map(self._gradient_bytes, on_host), rest)
+        for unit in on_host[count:]:
+            plan.gradient_tiers[unit.index] = NVME
         return rest
 
-    def _cache_records(self, plan: Plan, rest: int | None) -> None:
-        tiers = []
-        full = rest is None
-        for group in plan.sub_groups:
-            tier = self.state_tier
-            if tier == NVME and not full and rest is not None:
-                nbytes = self._record_bytes(group)
-                full = nbytes > rest
-                if not full:
-                    rest -= nbytes
-                    tier = HOST
-            tiers.append(tier)
+    def _cache_records(self, plan: Plan, rest: int | None, on_device: int) -> None:
+        groups = plan.sub_groups[on_device:]
+        count = 0
+        if self.state_tier == NVME and rest is not None:
+            count, _ = _prefix_that_fits(map(self._record_bytes, groups), rest)
+        tiers = [DEVICE] * on_device + [HOST] * count + [self.state_tier] * (len(groups) - count)
         plan.record_tiers = tuple(tiers)
+
+    def _states_on_device(self, plan: Plan) -> int:
+        """How many sub-groups, the first the next forward needs, keep their states on the device.
+
+        `ratio` is the offloaded share (DeepSpeed's Twin-Flow); without it, what a device budget leaves over.
+        """
+        if self.state_tier == DEVICE:
+            return 0
+        if self.config.origin("zero_optimization.offload_optimizer.ratio") == "user":
+            share_bytes = int(self._device_share() * self._state_bytes())
+            return _prefix_that_fits(map(self._record_bytes, plan.sub_groups), share_bytes)[0]
+        if self.device_budget is None or self.on_cpu:
+            return 0
+        used = plan.unit_pool_bytes + plan.gradient_pool_bytes
+        used += sum(self._weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == DEVICE)
+        spare = max(self.device_budget - used, 0)
+        return _prefix_that_fits(map(self._record_bytes, plan.sub_groups), spare)[0]
 
     # ---- rows and checks ----------------------------------------------------------------------
 
@@ -308,50 +349,29 @@ class Planner:
             yield PlanRow(
                 tier,
                 "weights",
-                self._sum(self._weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == tier),
+                sum(self._weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == tier),
             )
             yield PlanRow(
                 tier,
                 "gradients",
-                self._sum(self._gradient_bytes(u) for u in self.trained if plan.gradient_tiers[u.index] == tier),
+                sum(self._gradient_bytes(u) for u in self.trained if plan.gradient_tiers[u.index] == tier),
             )
             groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
-            yield PlanRow(tier, "optimizer states", self._sum(self._record_bytes(g) for g, t in groups if t == tier))
+            yield PlanRow(tier, "optimizer states", sum(self._record_bytes(g) for g, t in groups if t == tier))
         yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
         yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
+        yield PlanRow(NVME, "second slots", self._second_slot_bytes(plan))
         yield PlanRow(HOST, "arena: records and chunks in flight", plan.arena_bytes)
 
-    @staticmethod
-    def _sum(values: Iterable[int]) -> int:
-        return sum(values)
 
-    def _check(self, plan: Plan) -> None:
-        host, device = plan.tier_bytes(HOST), plan.tier_bytes(DEVICE)
-        if self.host_budget is not None and host > self.host_budget:
-            raise BudgetError(f"memory_budget.host: the plan needs {host:,} bytes, the budget is {self.host_budget:,}")
-        if self.device_budget is not None and device > self.device_budget:
-            raise BudgetError(
-                f"memory_budget.device: the plan needs {device:,} bytes, the budget is {self.device_budget:,}; "
-                "raise it, or lower stage3_max_live_parameters"
-            )
-        need = host + (device if self.on_cpu else 0)
-        if need > self.machine.available_bytes:
-            raise BudgetError(
-                f"the plan needs {need:,} bytes of host memory, but {self.machine.available_source} leaves "
-                f"{self.machine.available_bytes:,}; move a plane to NVMe (offload_param.device or "
-                f"offload_optimizer.device: nvme) or set memory_budget.host\n{plan.table()}"
-            )
-        if not self.on_cpu and device > self.machine.device_bytes:
-            raise BudgetError(
-                f"the plan needs {device:,} bytes of device memory, {self.machine.device_bytes:,} are free; "
-                "use offload_param and offload_optimizer, or lower stage3_max_live_parameters"
-            )
-        if not self.on_cpu and self.machine.memlock_bytes is not None and host > self.machine.memlock_bytes:
-            # A note and no refusal: most drivers pin memory without asking this limit.
-            plan.notes.append(
-                f"RLIMIT_MEMLOCK is {self.machine.memlock_bytes:,} bytes, the plan pins {host:,}; if the driver "
-                "refuses to pin, copies are slower: raise it with ulimit -l"
-            )
+def _prefix_that_fits(sizes: Iterable[int], limit: int) -> tuple[int, int]:
+    """(how many of the first sizes fit into `limit` together, what they leave of it)."""
+    count = 0
+    for size in sizes:
+        if size > limit:
+            break
+        count, limit = count + 1, limit - size
+    return count, limit
 
 
 def _tier(device: str) -> str:

@@ -36,16 +36,34 @@ class Staged:
 
     Where the range lies in memory of the compute device, it is used in place. Otherwise it passes
     through a leased host block, and if the computation runs on a GPU through a buffer there too.
+
+    Args:
+        given: memory of the caller's that the range may pass through instead, uint8; used if the computation can
+            address it and the range is not in place.
+        target: another plane that the result goes to; this one stays as it is, so nothing is done in place.
     """
 
-    def __init__(self, plane: Plane, begin: int, end: int, compute: torch.device) -> None:
-        self.plane, self.begin, self.end = plane, begin, end
+    def __init__(
+        self,
+        plane: Plane,
+        begin: int,
+        end: int,
+        compute: torch.device,
+        given: torch.Tensor | None = None,
+        target: Plane | None = None,
+    ) -> None:
+        self.plane, self.begin, self.end, self._target = plane, begin, end, target or plane
         self._compute = compute
         self._memory = plane.memory(begin, end)
-        self.in_place = self._memory is not None and self._memory.device == compute
+        self.in_place = target is None and self._memory is not None and self._memory.device == compute
         self._data = self._memory if self.in_place else None
         self._host: torch.Tensor | None = None
-        needs_block = not self.in_place and (self._memory is None or compute.type == "cpu")
+        self.borrowed = not self.in_place and given is not None and given.device == compute and compute.type == "cpu"
+        """The range passes through the caller's memory."""
+        if self.borrowed:
+            self._host = self._data = given
+        passes_host = self._memory is None or compute.type == "cpu" or target is not None
+        needs_block = not self.in_place and not self.borrowed and passes_host
         self.nbytes = (end - begin) * plane.bytes_per_element if needs_block else 0
         """Bytes of a host block that `stage` needs."""
 
@@ -53,7 +71,7 @@ class Staged:
         """Use `block` from `offset_bytes` on, as far as it is needed; returns the first byte after."""
         if self.nbytes:
             self._host = block.data[offset_bytes : offset_bytes + self.nbytes]
-        if not self.in_place:
+        if not self.in_place and not self.borrowed:
             numel = (self.end - self.begin) * self.plane.bytes_per_element
             on_host = self._compute.type == "cpu"
             self._data = self._host if on_host else torch.empty(numel, dtype=torch.uint8, device=self._compute)
@@ -85,11 +103,11 @@ class Staged:
         if self.in_place:
             return
         if self._host is None:
-            await self.plane.write(self.begin, self.end, self.bytes)
+            await self._target.write(self.begin, self.end, self.bytes)
             return
         if self._host is not self._data:
             self._host.copy_(self.bytes)
-        await self.plane.write(self.begin, self.end, self._host)
+        await self._target.write(self.begin, self.end, self._host)
 
     @property
     def host_bytes(self) -> torch.Tensor:

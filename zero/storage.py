@@ -3,49 +3,82 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from offload.aio import AioOptions, open_aio
+from offload.aio import AioOptions
 from offload.arena import Arena, MemoryRegion
 from offload.copies import CopyLane
-from offload.errors import BudgetError, ConfigError
+from offload.errors import BudgetError, ConfigError, StateError
 from offload.mover import Mover
 from offload.planes import Disk, Home, Plane
 from offload.swapfile import SwapSpace
+from offload.timeline import Timeline
 from zero.config import Config
-from zero.params.layout import Layout, Space, Unit
+from zero.io_tuning import open_tuned, tune_io
+from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class OtherSlots:
+    """The second slot of a space's weights and state records: updates inside backward write there."""
+
+    weights: Plane
+    records: Plane
 
 
 class Storage:
     """The engine's memory and files, made from a plan and freed as a whole.
 
     Attributes:
+        at_end: called once, last first, when the end begins and everything still runs.
         weights: one plane per space.
         records: one plane per space (None for frozen ones): remainder, exp_avg, exp_avg_sq, adjacent per sub-group.
         gradients: one plane per space (None for frozen ones).
+        other_slots: per space, where `plan.two_slots` (else None).
     """
 
     def __init__(self, layout: Layout, plan: Plan, config: Config, device: torch.device) -> None:
         self.layout, self.plan, self.device = layout, plan, device
         self._budgeted = config.memory_budget.host is not None
         self._pinned = device.type == "cuda" and _wants_pinning(config)
+        tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
+        self._on_device = frozenset(group for group, tier in tiers if tier == DEVICE)
+        self._two_slots = frozenset(plan.in_swap(layout) if plan.two_slots else ())
         self._regions: list[MemoryRegion] = []
         self._planes: list[Plane] = []
+        self.timeline = Timeline()
+        self.at_end: list[Callable[[], None]] = []
         self.disk = self._open_disk(config)
         aio = self.disk.aio if self.disk else None
-        self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks) if aio else Mover()
+        if aio is None:
+            self.mover = Mover(timeline=self.timeline)
+        else:
+            aio.timeline = self.timeline
+            self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks, self.timeline)
         try:
-            self.arena = Arena("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu"), pinned=self._pinned)
+            self.arena = Arena(
+                "host",
+                plan.arena_bytes,
+                "memory_budget.host",
+                torch.device("cpu"),
+                pinned=self._pinned,
+                register=aio.register_memory if aio else None,
+            )
             self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
             self.gradient_pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device)
-            self.lane = CopyLane(device)
+            self.lane = CopyLane(device, self.timeline)
             self._swap_used_bytes = 0
             self.weights = [self._weight_plane(space) for space in layout.spaces]
             self.records = [self._record_plane(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
             self.gradients = [self._gradient_plane(space) if space.trainable else None for space in layout.spaces]
+            self.other_slots = [
+                self._second_slots(i, space) if plan.two_slots and space.trainable else None
+                for i, space in enumerate(layout.spaces)
+            ]
         except BaseException:
             self.close()
             raise
@@ -74,6 +107,26 @@ class Storage:
             )
         return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk))
 
+    def compute(self, group: SubGroup) -> torch.device:
+        """Where the sub-group is updated: on the device when its states live there, else on the CPU."""
+        return self.device if group in self._on_device else torch.device("cpu")
+
+    def has_two_slots(self, group: SubGroup) -> bool:
+        """True when an update of the sub-group can be made aside."""
+        return group in self._two_slots
+
+    def exchange_slots(self, group: SubGroup) -> None:
+        """The sub-group's other slot becomes its state.
+
+        Raises:
+            StateError: there is one slot.
+        """
+        other, records = self.other_slots[group.space], self.records[group.space]
+        if other is None or records is None:
+            raise StateError(f"sub-group {group}: it has one slot")
+        self.weights[group.space].exchange(other.weights, group.begin, group.end)
+        records.exchange(other.records, group.begin, group.end)
+
     async def rewrite_stranded(self) -> None:
         """Try again to write what could not be written. Raises StorageError if it still cannot be."""
         for plane in self._planes:
@@ -81,6 +134,7 @@ class Storage:
 
     def close(self) -> None:
         """Let what moves finish, then free everything. Idempotent."""
+        self._prepare_end()
         self.mover.close()
         self._end_disk()
         self._free()
@@ -88,9 +142,14 @@ class Storage:
     def abandon(self) -> None:
         """`close` for an engine that nobody holds any more; safe on any thread, and when Python exits."""
         if self.mover.is_current_thread():
+            self._prepare_end()
             self.mover.end_soon(self._end_disk)
         else:
             self.close()
+
+    def _prepare_end(self) -> None:
+        while self.at_end:
+            self.at_end.pop()()
 
     def _end_disk(self) -> None:
         disk, self.disk = self.disk, None
@@ -105,7 +164,7 @@ class Storage:
         for name in ("arena", "unit_pool", "gradient_pool"):
             if hasattr(self, name):
                 getattr(self, name).close()
-        self.weights, self.records, self.gradients = [], [], []
+        self.weights, self.records, self.gradients, self.other_slots = [], [], [], []
         self._regions, self._planes = [], []
 
     # ---- construction -------------------------------------------------------------------------
@@ -114,17 +173,19 @@ class Storage:
         if not self.plan.swap_bytes:
             return None
         aio = config.aio
+        paths = _swap_paths(config)
+        tuned = tune_io(config, paths)
         options = AioOptions(
-            backend=os.environ.get("ZERO_AIO_BACKEND", "auto"),
-            queue_depth=aio.queue_depth,
-            chunk_bytes=aio.block_size,
+            backend=tuned.backend,
+            queue_depth=tuned.queue_depth,
+            chunk_bytes=tuned.chunk_bytes,
             threads=aio.thread_count,
             single_submit=aio.single_submit,
             overlap_events=aio.overlap_events,
         )
-        swap = SwapSpace(_swap_paths(config), self.plan.swap_bytes)
+        swap = SwapSpace(paths, self.plan.swap_bytes, tuned.speeds)
         try:
-            return Disk(open_aio(options), swap)
+            return Disk(open_tuned(options, tuned), swap)
         except BaseException:
             swap.close()
             raise
@@ -137,7 +198,29 @@ class Storage:
     def _weight_plane(self, space: Space) -> Plane:
         width = space.dtype.itemsize
         runs = [(unit.begin, unit.end, self.plan.weight_tiers[unit.index]) for unit in space.units]
+        if self.plan.two_slots and space.trainable:
+            runs = list(self._cut_at_sub_groups(space, runs))
         return self._plane(f"weights ({space.dtype})", width, runs)
+
+    def _cut_at_sub_groups(self, space: Space, runs: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
+        """The same runs, those in the swap space cut further: slots are exchanged by the sub-group."""
+        index = self.layout.spaces.index(space)
+        groups = [group for group in self.plan.sub_groups if group.space == index]
+        for begin, end, tier in runs:
+            if tier != NVME:
+                yield begin, end, tier
+                continue
+            for group in groups:
+                if group.begin < end and begin < group.end:
+                    yield max(begin, group.begin), min(end, group.end), tier
+
+    def _second_slots(self, index: int, space: Space) -> OtherSlots:
+        groups = sorted((g for g in self._two_slots if g.space == index), key=lambda group: group.begin)
+        runs = [(group.begin, group.end, NVME) for group in groups]
+        return OtherSlots(
+            self._plane(f"weights ({space.dtype}), second slot", space.dtype.itemsize, runs),
+            self._plane(f"optimizer states ({space.dtype}), second slot", space.record_bytes, runs),
+        )
 
     def _record_plane(self, index: int, space: Space) -> Plane:
         runs = [

@@ -155,5 +155,5 @@ def test_on_the_cpu_a_fetch_lands_in_the_target_itself(disk: Disk, blocks: list[
 def test_a_lane_of_the_cpu_copies_at_once_and_marks_nothing() -> None:
     lane, target = CopyLane(CPU), torch.zeros(5)
     assert lane.fence() is None
-    lane.copy(target, torch.arange(5.0), None)
+    asyncio.run(lane.copy(target, torch.arange(5.0), None))
     assert target.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]

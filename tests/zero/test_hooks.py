@@ -99,10 +99,10 @@ def engine_gradients(engine: Any, loss_of: Callable[[nn.Module], Tensor]) -> dic
         if not unit.trainable:
             continue
         has = engine._gradients.contributed(unit.index)
-        plane, dtype = engine._gradients.stored(unit.index)
-        memory = plane.memory(unit.begin, unit.end)
+        state = engine._gradients._units[unit.index]
+        memory = state.plane.memory(unit.begin, unit.end)
         assert memory is not None, "these tests keep gradients in memory"
-        flat = memory.view(dtype)
+        flat = memory.view(state.dtype)
         for slot, contributed in zip(unit.slots, has, strict=True):
             if contributed:
                 found[slot.name] = flat[slot.offset_numel : slot.end_numel].clone().view(slot.shape)

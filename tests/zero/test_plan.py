@@ -323,8 +323,8 @@ def test_memory_that_may_not_be_lockable_is_noted_where_it_must_be_locked() -> N
     plan = Wish(device=CUDA, machine=tight).plan()
     assert any("RLIMIT_MEMLOCK" in note and "ulimit" in note for note in plan.notes)
     assert all(note in plan.table() for note in plan.notes)
-    assert Wish(device=CUDA, machine=replace(MACHINE, memlock_bytes=host)).plan().notes == []
-    assert Wish(device=CPU, machine=tight).plan().notes == []
+    for calm in (Wish(device=CUDA, machine=replace(MACHINE, memlock_bytes=host)), Wish(device=CPU, machine=tight)):
+        assert not any("RLIMIT_MEMLOCK" in note for note in calm.plan().notes)
 
 
 def test_an_explicit_live_limit_that_breaks_the_device_budget_is_refused_with_both_knobs() -> None:

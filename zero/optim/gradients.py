@@ -4,11 +4,15 @@ One contribution is kept as produced; from the second on it is accumulated in fp
 contributed nothing since the last step is remembered as such: the optimizer skips it, as torch does.
 Block sums of squares are rewritten whenever a unit's gradient is, so the step never reads it again
 for the norm.
+
+A step seals what has been collected: updates behind the step read it, and the first gradient of the
+next step that needs its place waits until they have.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,6 +51,14 @@ class Flush:
     """The attempt under way; None after a failure."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Where the gradient of the last step lies, and in what dtype."""
+
+    plane: Plane
+    dtype: torch.dtype
+
+
 @dataclass(slots=True)
 class UnitGradient:
     """What is known of one unit's gradient since the last step."""
@@ -69,6 +81,7 @@ class UnitGradient:
     sums: np.ndarray | None = None
     """fp64 sum of squares per block of 4096."""
     nonfinite: int = 0
+    sealed: Sealed | None = None
 
     @property
     def empty(self) -> bool:
@@ -81,10 +94,14 @@ class Gradients:
 
     Args:
         in_place: a first contribution may be collected where it is stored.
+
+    Attributes:
+        update: called with a unit whose sealed gradient is in the way; must not return before it was used.
     """
 
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
         self._storage, self._device, self._in_place, self._threads = storage, device, in_place, threads
+        self.update: Callable[[int], None] = _nothing_to_do
         self._units: dict[int, UnitGradient] = {}
         self._wide: dict[int, Plane] = {}
         for unit in layout.units:
@@ -158,7 +175,7 @@ class Gradients:
             self._settle(state)
 
     def clear(self) -> None:
-        """Forget all contributions: after a step, or zero_grad."""
+        """Forget the contributions since the last step: after zero_grad. What a step has sealed stays."""
         for state in self._units.values():
             if state.flush is not None:
                 if state.flush.transfer is not None:
@@ -166,10 +183,19 @@ class Gradients:
                 state.flush.block.release()
             if state.block is not None:
                 state.block.release()
-            state.flush = state.buffer = state.block = state.sums = None
-            state.arrived, state.contributions, state.nonfinite = [], [0] * len(state.unit.slots), 0
-            state.plane = state.narrow_plane
-            state.dtype = self._storage.gradient_dtype(state.unit)
+            state.flush = state.buffer = state.block = None
+            state.arrived = []
+            self._begin_anew(state)
+
+    def seal(self) -> None:
+        """A step takes the gradients as they are; nothing waits in a buffer or is on its way."""
+        for state in self._units.values():
+            state.sealed = None if state.empty else Sealed(state.plane, state.dtype)
+            self._begin_anew(state)
+
+    def _begin_anew(self, state: UnitGradient) -> None:
+        state.sums, state.nonfinite, state.contributions = None, 0, [0] * len(state.unit.slots)
+        state.plane, state.dtype = state.narrow_plane, self._storage.gradient_dtype(state.unit)
 
     # ---- what the step wants to know ----------------------------------------------------------
 
@@ -177,10 +203,17 @@ class Gradients:
         """Per slot of the unit: has it had a gradient since the last step?"""
         return [count > 0 for count in self._units[index].contributions]
 
-    def stored(self, index: int) -> tuple[Plane, torch.dtype]:
-        """The plane that holds the unit's gradient, and in what dtype."""
+    def contributed_at_rest(self, index: int) -> list[int]:
+        """Parameters (indices) of the unit with a gradient; none while any of it is not in its place in memory yet."""
+        state = self._units.get(index)
+        if state is None or state.buffer is not None or state.flush is not None:
+            return []
+        return [slot.index for slot, count in zip(state.unit.slots, state.contributions, strict=True) if count]
+
+    def taken(self, index: int) -> Sealed:
+        """The unit's gradient that an update works with: the last step's, else what has been collected since."""
         state = self._units[index]
-        return state.plane, state.dtype
+        return state.sealed or Sealed(state.plane, state.dtype)
 
     def norm(self) -> float:
         """2-norm of all gradients: fp64 block sums, summed exactly, so independent of order and tier."""
@@ -196,6 +229,9 @@ class Gradients:
     def _open(self, state: UnitGradient) -> None:
         self._settle(state)
         unit = state.unit
+        if state.sealed is not None:
+            self.update(unit.index)
+            state.sealed = None
         if self._in_place and state.empty and state.dtype == unit.dtype:
             home = state.plane.memory(unit.begin, unit.end)
             if home is not None and home.device == self._device:
@@ -286,7 +322,7 @@ class Gradients:
                 source = flush.buffer[lo:hi]
                 if source.device != raw.device:
                     copied = chunk.data[(hi - lo) * width :].view(source.dtype)
-                    self._storage.lane.copy(copied, source, flush.fence)
+                    await self._storage.lane.copy(copied, source, flush.fence)
                     source = copied
                 self._store_chunk(state, flush, raw.view(state.dtype), source, lo)
                 flush.position = hi
@@ -336,6 +372,10 @@ def _zero_gaps(stored: torch.Tensor, unit: Unit, arrived: list[Slot], lo: int) -
         if position >= hi:
             return
     stored[position - lo :].zero_()
+
+
+def _nothing_to_do(index: int) -> None:
+    """Until a step can be taken no gradient is sealed."""
 
 
 def _nothing() -> None:

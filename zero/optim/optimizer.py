@@ -7,7 +7,7 @@ It is a `torch.optim.Optimizer`, so learning-rate schedulers and clients that wr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Forget the gradients that have been accumulated."""
         self._clear()
 
-    def values_for_step(self, index_of: dict[int, int], contributed: set[int]) -> dict[int, AdamValues]:
-        """Hyper-parameters of every parameter that has a gradient; counts one step for each.
+    def values(self, index_of: dict[int, int], contributed: Container[int]) -> dict[int, AdamValues]:
+        """Hyper-parameters of the step that would be taken now, of every parameter that has a gradient.
 
         Args:
             index_of: id(parameter) -> parameter index.
@@ -75,7 +75,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if index is None or index not in contributed:
                     continue
                 count = self.step_counts.get(id(parameter), 0) + 1
-                self.step_counts[id(parameter)] = count
                 values[index] = AdamValues(
                     step_size=lr / (1 - beta1**count),
                     bias2_sqrt=math.sqrt(1 - beta2**count),
@@ -86,6 +85,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     eps=float(group["eps"]),
                 )
         return values
+
+    def count_step(self, index_of: dict[int, int], contributed: Container[int]) -> None:
+        """A step is taken: count it for every parameter that has a gradient, as torch does."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if index_of.get(id(parameter)) in contributed:
+                    self.step_counts[id(parameter)] = self.step_counts.get(id(parameter), 0) + 1
 
 
 def groups_from(

@@ -1,27 +1,34 @@
-"""The sub-group pipeline: read, update, write, several sub-groups in flight.
+"""The update of one sub-group: read, apply, write.
 
 [Note: what an update touches] A sub-group is a run of a space. Its state record (remainder, exp_avg,
 exp_avg_sq, adjacent) is one sequential range of the record plane; its weights and gradients are
 ranges of theirs. Whatever lives in memory the kernel can address is updated where it is; the rest
 passes through one leased block of the arena. Results do not depend on the cutting.
 
+[Note: delivery] Whoever waits for a unit's new weights gives the memory they are wanted in. Where the
+kernel can address it, the old weights are read into it and updated there: one read serves the update
+and the forward. Elsewhere they are copied there once updated.
+
 [Note: failure] A sub-group whose read fails is untouched and stays due. One whose write fails has
-been updated: the planes keep its block until a later write succeeds, so memory still holds the truth. In
-both cases the error is raised and the next attempt goes on with what is due.
+been updated: the planes keep its bytes until a later write succeeds, so memory still holds the truth.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from offload import kernels
 from offload.arena import Block
-from offload.mover import Transfer
+from offload.copies import Fence
+from offload.errors import StateError
+from offload.moments import Moments
+from offload.pinned import aligned_copy
 from offload.planes import settle_all
+from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.staging import Record, Staged
@@ -50,87 +57,161 @@ class StepArguments:
     grad_scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Where a unit's weights are wanted."""
+
+    into: torch.Tensor
+    """uint8, the flat unit."""
+    fence: Fence
+    """Behind the last use of that memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What one update reads and writes."""
+
+    group: SubGroup
+    space: Space
+    units: list[Unit]
+    record: Staged
+    weights: list[Staged]
+    """One per unit."""
+    gradients: list[Staged]
+
+    @property
+    def parts(self) -> list[Staged]:
+        return [self.record, *self.weights, *self.gradients]
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
 class SubGroupPipeline:
-    """Updates every sub-group once per step.
+    """Updates sub-groups, one call each."""
 
-    Args:
-        compute: where the update runs: the device when the states live there, else the CPU.
-        threads: of the CPU kernel.
-    """
-
-    def __init__(
-        self, layout: Layout, storage: Storage, gradients: Gradients, compute: torch.device, threads: int
-    ) -> None:
+    def __init__(self, layout: Layout, storage: Storage, gradients: Gradients) -> None:
         self._layout, self._storage, self._gradients = layout, storage, gradients
-        self._compute, self._threads = compute, threads
-        self._in_flight = storage.plan.records_in_flight
+        self.slots = asyncio.Semaphore(storage.plan.records_in_flight)
+        """Who updates a sub-group holds one."""
 
-    def start(self, due: list[SubGroup], arguments: StepArguments) -> Transfer[None]:
-        """Begin to update every sub-group in `due`; each leaves the list once its new state is held safely.
-
-        The transfer fails with the first StorageError; `due` then holds what still has to be done.
-        """
-        return self._storage.mover.post("optimizer step", self._run(due, arguments))
-
-    async def _run(self, due: list[SubGroup], arguments: StepArguments) -> None:
-        # What could not be written last time occupies blocks that the sub-groups below need.
-        await self._storage.rewrite_stranded()
-        slots = asyncio.Semaphore(self._in_flight)
-        failed = False
-
-        async def guarded(group: SubGroup) -> None:
-            nonlocal failed
-            async with slots:
-                if failed:
-                    return  # stays due: on a disk that fails, every further update would strand a block
-                try:
-                    await self._update(group, arguments, due)
-                except BaseException:
-                    failed = True
-                    raise
-
-        await settle_all([guarded(group) for group in list(due)])
-
-    async def _update(self, group: SubGroup, arguments: StepArguments, due: list[SubGroup]) -> None:
-        space = self._layout.spaces[group.space]
-        units = [
+    def trained_units(self, group: SubGroup, arguments: StepArguments) -> list[Unit]:
+        """Units that have elements in the sub-group that this step changes."""
+        return [
             unit
-            for unit in space.overlapping(group.begin, group.end)
+            for unit in self._layout.spaces[group.space].overlapping(group.begin, group.end)
             if any(_overlap(unit, slot, group) and slot.index in arguments.values for slot in unit.slots)
         ]
-        records = self._storage.records[group.space]
-        if not units or records is None:
-            due.remove(group)  # nothing here had a gradient: no byte of it has to move
-            return
-        record = Staged(records, group.begin, group.end, self._compute)
-        runs = [self._run_of(unit, group) for unit in units]
-        parts = [record, *(part for run in runs for part in run)]
-        block = await self._storage.arena.lease_when_free(sum(part.nbytes for part in parts), "sub-group")
+
+    def at_once(self, group: SubGroup, arguments: StepArguments) -> bool:
+        """True when the update needs neither the disk nor another device than the forward's.
+
+        Behind the step it would take the processor from the forward and gain nothing.
+        """
+        if self._storage.compute(group) != self._storage.device:
+            return False
+        planes = [self._storage.records[group.space], self._storage.weights[group.space]]
+        runs = [(plane, group.begin, group.end) for plane in planes if plane is not None]
+        for unit in self.trained_units(group, arguments):
+            begin, end = max(unit.begin, group.begin), min(unit.end, group.end)
+            runs.append((self._gradients.taken(unit.index).plane, begin, end))
+        return all(plane.swap_bytes(begin, end) == 0 for plane, begin, end in runs)
+
+    async def update(
+        self,
+        group: SubGroup,
+        arguments: StepArguments,
+        wanted: Mapping[int, Delivery],
+        applied: Callable[[frozenset[int]], None],
+        threads: int,
+    ) -> None:
+        """Update a sub-group and store the result.
+
+        Args:
+            group: has at least one trained unit.
+            arguments: the step's.
+            wanted: unit index -> where its part of the new weights goes; written from there too, so that
+                memory has to stay as it is until this returns.
+            applied: called once the update is done, before its result is stored, with the units delivered.
+            threads: of the CPU kernel.
+
+        Raises:
+            StorageError: before `applied` was called nothing has changed; afterwards the planes hold the new
+                values in memory.
+        """
+        units = self.trained_units(group, arguments)
+        work = self._work(group, units, wanted, other=False)
+        block = await self._storage.arena.lease_when_free(work.block_bytes, "sub-group")
         error: BaseException | None = None
         kept = False
         try:
-            offset = 0
-            for part in parts:
-                offset = part.stage(block, offset)
-            await settle_all([part.read() for part in parts])
-            for unit, (weight, gradient) in zip(units, runs, strict=True):
-                self._apply(space, unit, record, weight, gradient, arguments)
-            due.remove(group)
-            kept, error = await self._write_back(block, [record, *(weight for weight, _ in runs)])
+            await self._compute_into(block, work, arguments, threads)
+            for unit, weight in zip(units, work.weights, strict=True):
+                if unit.index in wanted and not weight.borrowed:
+                    delivery = wanted[unit.index]
+                    target = _part(unit, delivery.into, weight.begin, weight.end)
+                    await self._storage.lane.copy(target, weight.bytes, delivery.fence)
+            applied(frozenset(unit.index for unit in units) & wanted.keys())
+            kept, error = await self._write_back(block, [work.record, *work.weights])
         finally:
             if not kept:
                 block.release()
         if error is not None:
             raise error
 
+    async def update_aside(self, group: SubGroup, arguments: StepArguments, threads: int) -> None:
+        """Write what an update would give to the sub-group's other slot; the state stays as it is.
+
+        Raises:
+            StorageError: nothing has changed.
+        """
+        work = self._work(group, self.trained_units(group, arguments), {}, other=True)
+        block = await self._storage.arena.lease_when_free(work.block_bytes, "sub-group")
+        try:
+            await self._compute_into(block, work, arguments, threads)
+            await settle_all([part.write() for part in (work.record, *work.weights)])
+        finally:
+            block.release()
+
+    def _work(self, group: SubGroup, units: list[Unit], wanted: Mapping[int, Delivery], *, other: bool) -> _Work:
+        records, weights = self._storage.records[group.space], self._storage.weights[group.space]
+        targets = self._storage.other_slots[group.space] if other else None
+        compute = self._storage.compute(group)
+        if records is None:
+            raise StateError(f"sub-group {group}: its space is not trained")
+
+        def weight_of(unit: Unit) -> Staged:
+            begin, end = max(unit.begin, group.begin), min(unit.end, group.end)
+            given = _part(unit, wanted[unit.index].into, begin, end) if unit.index in wanted else None
+            return Staged(weights, begin, end, compute, given, targets.weights if targets else None)
+
+        def gradient_of(unit: Unit) -> Staged:
+            plane = self._gradients.taken(unit.index).plane
+            return Staged(plane, max(unit.begin, group.begin), min(unit.end, group.end), compute)
+
+        record = Staged(records, group.begin, group.end, compute, target=targets.records if targets else None)
+        space = self._layout.spaces[group.space]
+        return _Work(group, space, units, record, [*map(weight_of, units)], [*map(gradient_of, units)])
+
+    async def _compute_into(self, block: Block, work: _Work, arguments: StepArguments, threads: int) -> None:
+        offset = 0
+        for part in work.parts:
+            offset = part.stage(block, offset)
+        await settle_all([part.read() for part in work.parts])
+        for unit, weight, gradient in zip(work.units, work.weights, work.gradients, strict=True):
+            with self._storage.timeline.span(UPDATES, f"{unit.name} in {work.group.name}", weight.bytes.numel()):
+                self._apply(work, unit, weight, gradient, arguments, threads)
+
     async def _write_back(self, block: Block, parts: list[Staged]) -> tuple[bool, BaseException | None]:
         """Store the results: (is `block` still needed, first error).
 
-        A part that cannot be stored stays in `block`; its plane reads it from there until a write succeeds.
+        A part that cannot be stored stays in `block`, or in a copy if it lies elsewhere; its plane reads it
+        from there until a write succeeds.
         """
         results = await asyncio.gather(*(part.write() for part in parts), return_exceptions=True)
         failed = [(part, r) for part, r in zip(parts, results, strict=True) if isinstance(r, BaseException)]
-        holders = len(failed)
+        holders = sum(not part.borrowed for part, _ in failed)
 
         def written() -> None:
             nonlocal holders
@@ -138,24 +219,21 @@ class SubGroupPipeline:
             if holders == 0:
                 block.release()
 
+        needed = holders > 0
         for part, _ in failed:
-            part.plane.strand(part.begin, part.end, part.host_bytes, written)
-        return bool(failed), failed[0][1] if failed else None
-
-    def _run_of(self, unit: Unit, group: SubGroup) -> tuple[Staged, Staged]:
-        begin, end = max(unit.begin, group.begin), min(unit.end, group.end)
-        weights = self._storage.weights[group.space]
-        gradients, _ = self._gradients.stored(unit.index)
-        return Staged(weights, begin, end, self._compute), Staged(gradients, begin, end, self._compute)
+            if part.borrowed:
+                part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes), _nothing)
+            else:
+                part.plane.strand(part.begin, part.end, part.host_bytes, written)
+        return needed, failed[0][1] if failed else None
 
     def _apply(
-        self, space: Space, unit: Unit, record: Staged, weight: Staged, gradient: Staged, arguments: StepArguments
+        self, work: _Work, unit: Unit, weight: Staged, gradient: Staged, arguments: StepArguments, threads: int
     ) -> None:
         """One kernel call for the part of a unit that lies in a sub-group."""
-        numel = record.end - record.begin
-        state = Record.over(record.bytes, numel, space.split)
+        space, record = work.space, work.record
+        state = Record.over(record.bytes, record.end - record.begin, space.split)
         lo, hi = weight.begin - record.begin, weight.end - record.begin
-        _, gradient_dtype = self._gradients.stored(unit.index)
         first = weight.begin - unit.begin
         segments = [
             segment
@@ -165,13 +243,22 @@ class SubGroupPipeline:
         kernels.adamw(
             weight.bytes.view(space.dtype),
             None if state.remainder is None else state.remainder[lo:hi],
-            state.exp_avg[lo:hi],
-            state.exp_avg_sq[lo:hi],
-            gradient.bytes.view(gradient_dtype),
+            Moments(state.exp_avg[lo:hi], state.exp_avg_sq[lo:hi]),
+            gradient.bytes.view(self._gradients.taken(unit.index).dtype),
             segments,
             grad_scale=arguments.grad_scale,
-            threads=self._threads,
+            threads=threads,
         )
+
+
+def _part(unit: Unit, flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Coordinates [begin, end) of a flat unit in bytes."""
+    width = unit.dtype.itemsize
+    return flat[(begin - unit.begin) * width : (end - unit.begin) * width]
+
+
+def _nothing() -> None:
+    """A stranded copy of its own needs nobody to be told."""
 
 
 def _overlap(unit: Unit, slot: Slot, group: SubGroup) -> bool:

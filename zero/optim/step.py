@@ -1,69 +1,57 @@
-"""One optimizer step: fixed at once, then finished, however many attempts that takes.
+"""Steps: fixed at once, carried out behind the step.
 
-[Note: what a failed step is] Norm, clipping and hyper-parameters are fixed before the first sub-group
-is touched. If a transfer fails, the step stays pending: whoever comes next finishes it with the same
-values before anything else, or sees it fail again. A retry is never a second step.
+[Note: what a step is] Norm, clipping and hyper-parameters are fixed before the first sub-group is
+touched, and the gradients are sealed: later backwards collect new ones. From then on the step is
+taken, whatever fails meanwhile: every sub-group is updated once, with these values, before anybody
+sees its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from offload.errors import StateError
-from offload.mover import Transfer
+from offload.errors import StorageError, tell, was_told
+from zero.optim.behind import DueUpdates
 from zero.optim.clipping import clip_coefficient
 from zero.optim.gradients import Gradients
+from zero.optim.inside import UpdatesInBackward
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import Layout, SubGroup
-
-
-@dataclass(slots=True)
-class PendingStep:
-    """A step whose values are fixed and whose sub-groups are not all updated."""
-
-    arguments: StepArguments
-    due: list[SubGroup]
-    transfer: Transfer[None] | None = None
-    """The attempt under way; it is waited for, also after an interrupt, before another one starts."""
+from zero.storage import Storage
 
 
 class Stepper:
     """Takes steps, one at a time.
 
     Args:
-        done: called once each time a step has been completed.
+        ahead: what was updated inside backward, if anything is.
     """
 
     def __init__(
         self,
         layout: Layout,
-        sub_groups: tuple[SubGroup, ...],
+        storage: Storage,
         gradients: Gradients,
         pipeline: SubGroupPipeline,
-        done: Callable[[], None],
+        updates: DueUpdates,
+        ahead: UpdatesInBackward | None,
     ) -> None:
-        self._layout, self._sub_groups, self._gradients = layout, sub_groups, gradients
-        self._pipeline, self._done = pipeline, done
-        self._pending: PendingStep | None = None
+        self._layout, self._storage, self._gradients = layout, storage, gradients
+        self._pipeline, self._updates, self._ahead = pipeline, updates, ahead
+        self._persistent = [unit.index for unit in layout.units if unit.persistent]
+        self._at_once: list[SubGroup] = []
         self.norm: float | None = None
         """2-norm of the last step's gradients, before clipping."""
 
-    @property
-    def pending(self) -> bool:
-        """True while a step is fixed and not completed."""
-        return self._pending is not None
-
-    def fix(self, optimizer: ZeroOptimizer, index_of: dict[int, int], norm_max: float) -> None:
+    def fix(self, number: int, optimizer: ZeroOptimizer, index_of: dict[int, int], norm_max: float) -> None:
         """Decide everything about a step. No weight has changed yet when this returns or raises.
 
         Raises:
-            StorageError: a gradient could not be stored; the next attempt goes on where this one stopped.
-            StateError: a step is pending.
+            StorageError: a gradient could not be stored, or the step before cannot be completed; the next attempt
+                goes on where this one stopped.
         """
-        if self._pending is not None:
-            raise StateError("step: the previous step is not complete")
+        self.finish()
         self._gradients.flush_all()
         self._gradients.settle()
         self.norm = self._gradients.norm()
@@ -75,25 +63,69 @@ class Stepper:
             if has
         }
         scale = clip_coefficient(self.norm, norm_max)
-        values = optimizer.values_for_step(index_of, contributed)
-        self._pending = PendingStep(StepArguments(values, scale), list(self._sub_groups))
+        arguments = StepArguments(optimizer.values(index_of, contributed), scale)
+        done = self._ahead.commit(arguments) if self._ahead is not None else set()
+        optimizer.count_step(index_of, contributed)
+        self._gradients.seal()
+        rest = [group for group in self._storage.plan.sub_groups if group not in done]
+        due = [group for group in rest if self._pipeline.trained_units(group, arguments)]
+        self._at_once = [group for group in due if self._pipeline.at_once(group, arguments)]
+        self._updates.begin_step(number, arguments, due)
 
-    def finish(self) -> None:
-        """Complete the pending step, if there is one.
+    def start(self) -> None:
+        """Begin with what cannot wait for a fetch: what needs no disk, and units that are always bound.
 
         Raises:
-            StorageError: a transfer failed; the step stays pending.
+            StorageError: as `finish`.
         """
-        step = self._pending
-        if step is None:
+        if self._at_once:
+            self._finish_groups(self._at_once)
+            self._at_once = []
+        bound = self._updates.groups_of(self._persistent)
+        if bound:
+            self._storage.mover.post("updating what is always bound", self._updates.bring(bound))
+
+    def check(self) -> None:
+        """Raise an error of an update that nobody has seen yet; else write what could not be written.
+
+        Raises:
+            StorageError: names the step. Nothing is lost; the next call tries again.
+        """
+        failure = self._updates.failure
+        if failure is None:
             return
-        if step.transfer is None:
-            step.transfer = self._pipeline.start(step.due, step.arguments)
+        if not was_told(failure):
+            tell(failure)
+            raise failure
+        self._storage.mover.run("storing the results of a step", self._updates.retry())
+
+    def finish(self, units: Iterable[int] | None = None) -> None:
+        """Complete the step for these units (None: all): updated, and stored.
+
+        Raises:
+            StorageError: names the step; the next call goes on.
+        """
+        if self._updates.failure is None and self._updates.all_settled:
+            return
+        self.check()
+        self._finish_groups(self._updates.groups_of(units))
+
+    def apply(self, index: int) -> None:
+        """Update the unit: its gradient is used no longer, its weights are those of the step."""
+        if not self._updates.current(index):
+            unit = self._layout.units[index]
+            self._storage.mover.run(f"updating unit {unit.name}", self._updates.bring_unit(unit))
+
+    def apply_persistent(self) -> None:
+        """Update the units that are always bound."""
+        for index in self._persistent:
+            self.apply(index)
+
+    def _finish_groups(self, groups: list[SubGroup]) -> None:
+        if not groups:
+            return
         try:
-            step.transfer.result()
-        finally:
-            if step.transfer.settled():
-                step.transfer = None
-        self._pending = None
-        self._gradients.clear()
-        self._done()
+            self._storage.mover.run("optimizer step", self._updates.finish(groups))
+        except StorageError as error:
+            tell(error)
+            raise

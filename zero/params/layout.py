@@ -10,7 +10,7 @@ only, never on a tier, a budget or the machine: that is what makes tiers bit-equ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +105,11 @@ class SubGroup:
     begin: int
     end: int
 
+    @property
+    def name(self) -> str:
+        """For people: its coordinates."""
+        return f"sub-group {self.space}:[{self.begin:,}, {self.end:,})"
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -123,14 +128,40 @@ class Layout:
         return next(i for i, s in enumerate(self.spaces) if s.dtype == unit.dtype and s.trainable == unit.trainable)
 
     def sub_groups(self, numel_max: int) -> tuple[SubGroup, ...]:
-        """Every trainable space cut into runs of at most `numel_max` (rounded to 4096) elements."""
+        """Every trainable space cut into runs of at most `numel_max` (rounded to 4096) elements.
+
+        A unit that is fetched shares no sub-group: whoever fetches it needs its sub-groups and no other. Persistent
+        neighbours, which are small and never fetched, share one, so that records stay long.
+        """
         step = max(numel_max // BLOCK_NUMEL, 1) * BLOCK_NUMEL
         return tuple(
-            SubGroup(index, begin, min(begin + step, space.numel))
+            SubGroup(index, *piece)
             for index, space in enumerate(self.spaces)
             if space.trainable
-            for begin in range(0, space.numel, step)
+            for begin, end in _runs(space.units)
+            for piece in _even_pieces(begin, end, step)
         )
+
+
+def _runs(units: Iterable[Unit]) -> Iterator[tuple[int, int]]:
+    """[begin, end) of each unit that is fetched, and of each run of persistent ones between them."""
+    begin = end = 0
+    for unit in units:
+        if not unit.persistent:
+            if begin < end:
+                yield begin, end
+            yield unit.begin, unit.end
+            begin = unit.end
+        end = unit.end
+    if begin < end:
+        yield begin, end
+
+
+def _even_pieces(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) in as few pieces of at most `step` as possible, of nearly equal length."""
+    count = -(-(end - begin) // step)
+    length = align_up(-(-(end - begin) // count), BLOCK_NUMEL)
+    return ((lo, min(lo + length, end)) for lo in range(begin, end, length))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,27 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.arena import Block
 from offload.binding import exact_alias
-from offload.copies import fetch_plane, write_plane
-from offload.errors import BudgetError, StateError
-from offload.mover import Transfer
+from offload.errors import BudgetError, StateError, tell
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
+from zero.schedule.loading import Arrival, Loader
 from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance
 from zero.schedule.trace import Trace
 from zero.storage import Storage
-
-
-@dataclass(slots=True)
-class Arrival:
-    """A unit's values on their way, or waiting to be bound."""
-
-    data: torch.Tensor
-    """uint8, the unit's bytes, its storage exactly as long."""
-    block: Block | None
-    """What to give back on release; None when the values are used where they live."""
-    transfer: Transfer[None] | None
 
 
 @dataclass(slots=True)
@@ -52,26 +39,17 @@ class FetchCounters:
 
 
 class Coordinator:
-    """Owner of residency on the device.
-
-    Args:
-        in_place: values in memory that the device can address are bound where they live.
-    """
+    """Owner of residency on the device."""
 
     def __init__(
-        self, layout: Layout, bound: list[BoundUnit], storage: Storage, limits: Limits, in_place: bool
+        self, layout: Layout, bound: list[BoundUnit], storage: Storage, limits: Limits, loader: Loader
     ) -> None:
         self.trace = Trace()
         self.counters = FetchCounters()
         self.accumulating = False
         """True while the weights will stay as they are after this backward: its prefetch may cross the boundary."""
-        self._layout, self._bound, self._storage, self._limits, self._in_place = (
-            layout,
-            bound,
-            storage,
-            limits,
-            in_place,
-        )
+        self._layout, self._bound, self._storage, self._limits = layout, bound, storage, limits
+        self._loader = loader
         self._numel = {unit.index: unit.numel for unit in layout.units}
         self._arrivals: dict[int, Arrival] = {}
         self._live: dict[int, Arrival] = {}
@@ -89,6 +67,10 @@ class Coordinator:
     def device(self) -> torch.device:
         """Where units are computed on."""
         return self._storage.device
+
+    def unit(self, index: int) -> Unit:
+        """The unit of that index."""
+        return self._layout.units[index]
 
     def in_forward_use(self, index: int) -> bool:
         """True while a forward use of the unit is open, and for a unit that is always there."""
@@ -168,6 +150,7 @@ class Coordinator:
 
     def let_go(self, index: int) -> None:
         """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
+        self._loader.drain()
         if index in self._arrivals:
             self._discard(index)
         if index in self._live and not self._used(index):
@@ -198,6 +181,12 @@ class Coordinator:
                     raise StateError(f"persistent unit {unit.name} has no home on the device")
                 self._bound[unit.index].bind(exact_alias(memory))
 
+    def expect_forward(self) -> None:
+        """A training forward comes next: begin to bring in what it uses first."""
+        self._in_backward = False
+        self.trace.expect_forward("train")
+        self._prefetch(with_backward=True)
+
     def check_idle(self) -> None:
         """Raise StateError if a unit is in use: a step or a close was asked for inside forward or backward."""
         busy = [self._layout.units[i].name for i in self._live if self._used(i)]
@@ -219,6 +208,7 @@ class Coordinator:
             self._discard(index)
         for index in list(self._live):
             self._release(index)
+        self._loader.drain()
         for unit in self._layout.units:
             if unit.persistent and self._bound[unit.index].bound:
                 self._bound[unit.index].unbind()
@@ -235,18 +225,22 @@ class Coordinator:
             counters.hits += 1
             return
         arrival = self._arrivals.get(index)
+        if arrival is not None and arrival.outdated:
+            self._discard(index)
+            arrival = None
         if arrival is None:
             counters.misses += 1
             self._load(index)
             arrival = self._arrivals[index]
-        elif arrival.transfer is None or arrival.transfer.settled():
+        elif arrival.settled:
             counters.hits += 1
         else:
             counters.late += 1
         try:
             if arrival.transfer is not None:
                 arrival.transfer.result()
-        except BaseException:
+        except BaseException as error:
+            tell(error)
             self._discard(index)
             raise
         del self._arrivals[index]
@@ -281,38 +275,24 @@ class Coordinator:
         self._start(unit, must=True)
 
     def _start(self, unit: Unit, *, must: bool) -> bool:
-        """Lease the unit's block and post its read. False if no block is free and it is no must."""
-        plane = self._storage.weights[self._layout.space_of(unit)]
-        memory = plane.memory(unit.begin, unit.end) if self._in_place else None
-        if memory is not None and memory.device == self._bound[unit.index].flat.device:
-            self._arrivals[unit.index] = Arrival(exact_alias(memory), None, None)
-        else:
-            block = self._lease(unit, must=must)
-            if block is None:
-                return False
-            storage = self._storage
-            fence = storage.lane.fence()
-            job = fetch_plane(plane, unit.begin, unit.end, block.data, storage.arena, storage.lane, fence)
-            transfer = self._storage.mover.post(f"fetching unit {unit.name}", job)
-            self._arrivals[unit.index] = Arrival(block.data, block, transfer)
+        """Start the unit's way in. False if no memory is free and it is no must."""
+        arrival = self._loader.begin(unit)
+        while arrival is None and must:
+            # Enough is free, but in holes: the unit needed last makes room for a contiguous run.
+            candidates = [i for i in self._resident() if i not in self._in_use()]
+            if not candidates:
+                self._loader.lease_error(unit).release()
+            upcoming = list(self._horizon(with_backward=True))
+            self._evict(max(candidates, key=lambda i: upcoming.index(i) if i in upcoming else len(upcoming)))
+            arrival = self._loader.begin(unit)
+        if arrival is None:
+            return False
+        self._arrivals[unit.index] = arrival
         self.counters.gathers += 1
         self.counters.gathered_bytes += unit.nbytes
         live = sum(self._numel[i] for i in self._resident())
         self.counters.live_numel_peak = max(self.counters.live_numel_peak, live)
         return True
-
-    def _lease(self, unit: Unit, *, must: bool) -> Block | None:
-        pool = self._storage.unit_pool
-        block = pool.try_lease(unit.nbytes)
-        while block is None and must:
-            # Enough is free, but in holes: the unit needed last makes room for a contiguous run.
-            candidates = [i for i in self._resident() if i not in self._in_use()]
-            if not candidates:
-                return pool.lease(unit.nbytes, f"unit {unit.name}")
-            upcoming = list(self._horizon(with_backward=True))
-            self._evict(max(candidates, key=lambda i: upcoming.index(i) if i in upcoming else len(upcoming)))
-            block = pool.try_lease(unit.nbytes)
-        return block
 
     def _prefetch(self, *, with_backward: bool) -> None:
         moves = plan_prefetch(
@@ -335,9 +315,7 @@ class Coordinator:
 
     def _pinned(self) -> set[int]:
         """What a prefetch must not touch: units in use, and those on their way."""
-        return self._in_use() | {
-            i for i, a in self._arrivals.items() if a.transfer is not None and not a.transfer.settled()
-        }
+        return self._in_use() | {i for i, a in self._arrivals.items() if not a.settled}
 
     def _horizon(self, *, with_backward: bool) -> list[int]:
         """Predicted uses as far ahead as the policy can act on."""
@@ -373,24 +351,10 @@ class Coordinator:
             return
         bound = self._bound[index]
         modified = bound.modified
-        data = bound.unbind()
-        if arrival.block is not None:
-            if modified:
-                self._store_modified(index, data)
-            arrival.block.release()
+        bound.unbind()
         self.counters.releases[index] += 1
-
-    def _store_modified(self, index: int, data: torch.Tensor) -> None:
-        """The model has modified a weight inside its forward (a clamped temperature, a codebook): keep it."""
-        unit = self._layout.units[index]
-        plane = self._storage.weights[self._layout.space_of(unit)]
-        job = write_plane(plane, unit.begin, unit.end, data, self._storage.arena)
-        self._storage.mover.run(f"storing what forward has modified in {unit.name}", job)
+        self._loader.end(self._layout.units[index], arrival, modified=modified)
 
     def _discard(self, index: int) -> None:
         """Drop values that were loaded and never bound; waits until no byte moves any more."""
-        arrival = self._arrivals.pop(index)
-        if arrival.transfer is not None:
-            arrival.transfer.settle()
-        if arrival.block is not None:
-            arrival.block.release()
+        self._loader.end(self._layout.units[index], self._arrivals.pop(index), modified=False)

@@ -45,6 +45,10 @@ class Trace:
             self._forward = self._forward[oldest:]
             self._starts = [start - oldest for start in self._starts[1:]]
 
+    def expect_forward(self, phase: str) -> None:
+        """A forward of the model is expected; nothing of it has begun."""
+        self._phase, self._key, self._position = phase, (START, START), None
+
     def use_forward(self, unit: int, *, backward_follows: bool) -> None:
         """`unit` is used in forward now; with `backward_follows` its backward is expected too."""
         self._learn(unit)

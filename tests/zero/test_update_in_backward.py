@@ -1,0 +1,210 @@
+"""Updates inside backward give what the plain order gives, or are taken back without a trace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ADAMW, build, make_config, tokens, trainability
+from reference import Hyper, Reference, differences, layout_of, snapshot
+
+import zero
+from offload.aio import AioFault
+from offload.errors import ConfigError, StorageError
+
+Open = Callable[..., Any]
+NVME = ("nvme", "nvme")
+HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
+IN_BACKWARD = {"offload_optimizer": {"update_in_backward": True}}
+
+
+def opened(
+    open_engine: Open, nvme_path: Path, model: str = "gpt", keys: dict[str, Any] | None = None, **more: Any
+) -> Any:
+    both = {**(keys or {}), **IN_BACKWARD}
+    return open_engine(build(model), make_config(NVME, nvme_path, zero=both, **more))
+
+
+def reference_of(engine: Any, model: str = "gpt", **more: Any) -> Reference:
+    return Reference(build(model), lambda name: HYPER, layout=layout_of(engine), **more)
+
+
+def unequal(engine: Any, other: Any, model: str = "gpt") -> list[str]:
+    names = trainability(build(model))
+    return differences(snapshot(engine, names), snapshot(other, names))
+
+
+def micro_batch(trainer: Any, index: int) -> None:
+    trainer.backward(trainer(tokens(index)))
+    trainer.step()
+
+
+def after_backward(engine: Any, index: int) -> None:
+    """A backward whose updates ahead have all ended."""
+    engine.backward(engine(tokens(index)))
+    for attempt in engine._ahead._attempts.values():
+        attempt.transfer.settle()
+
+
+def committed(engine: Any) -> int:
+    return int(engine.statistics().updated_in_backward_numel)
+
+
+@pytest.mark.parametrize("model", ["gpt", "mixed", "tied"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("sub_group_numel", [4096, 10**9])
+@pytest.mark.parametrize("waits", [True, False])
+def test_updates_inside_backward_are_bit_equal_to_the_plain_order(
+    open_engine: Open, nvme_path: Path, model: str, accumulation: int, sub_group_numel: int, waits: bool
+) -> None:
+    engine = opened(open_engine, nvme_path, model, keys={"sub_group_size": sub_group_numel}, accumulation=accumulation)
+    reference = reference_of(engine, model, accumulation=accumulation)
+    for index in range(4 * accumulation):
+        if waits:
+            after_backward(engine, index)
+            engine.step()
+        else:
+            micro_batch(engine, index)
+        micro_batch(reference, index)
+    assert unequal(engine, reference, model) == []
+    if waits:
+        trained = sum(u.numel for u in engine.units if u.trainable)
+        assert 0 < committed(engine) <= 4 * trained
+
+
+def test_a_step_finds_every_unit_done_when_the_disk_had_time(open_engine: Open, nvme_path: Path) -> None:
+    engine = opened(open_engine, nvme_path)
+    after_backward(engine, 0)
+    engine.step()
+    assert committed(engine) == engine._layout.numel
+
+
+@pytest.mark.parametrize("norm_max", [1e-3, 1e3])
+def test_a_step_that_clips_takes_back_what_was_done_ahead(open_engine: Open, nvme_path: Path, norm_max: float) -> None:
+    engine = opened(open_engine, nvme_path, clipping=norm_max)
+    reference = reference_of(engine, clipping=norm_max)
+    for index in range(3):
+        after_backward(engine, index)
+        engine.step()
+        micro_batch(reference, index)
+    assert (committed(engine) == 0) == (norm_max < 1)
+    assert unequal(engine, reference) == []
+
+
+def edited(engine: Any) -> None:
+    with torch.no_grad(), zero.GatheredParameters([engine.module.norm.weight]):
+        engine.module.norm.weight.mul_(2)
+
+
+def halved(engine: Any) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def nothing(engine: Any) -> None:
+    return None
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "another backward": lambda trainer: trainer.backward(trainer(tokens(77))),
+    "zero_grad and anew": lambda trainer: (trainer.zero_grad(), trainer.backward(trainer(tokens(78)))),  # type: ignore[dict-item]
+    "learning rate": halved,
+    "edit": edited,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_backward_and_step_makes_void_what_was_done_ahead(
+    open_engine: Open, nvme_path: Path, change: str
+) -> None:
+    """Beside a run in the plain order that sees the same."""
+    plain = open_engine(build("gpt"), make_config(NVME, nvme_path))
+    engine = opened(open_engine, nvme_path)
+    for index in range(3):
+        after_backward(engine, index)
+        plain.backward(plain(tokens(index)))
+        for trainer in (engine, plain):
+            CHANGES[change](trainer)
+            trainer.step()
+    assert unequal(engine, plain) == []
+
+
+def test_a_learning_rate_that_changes_after_every_backward_never_commits(open_engine: Open, nvme_path: Path) -> None:
+    engine = opened(open_engine, nvme_path)
+    for index in range(3):
+        after_backward(engine, index)
+        halved(engine)
+        engine.step()
+    assert committed(engine) == 0
+
+
+def test_an_edited_unit_is_void_and_the_others_are_not(open_engine: Open, nvme_path: Path) -> None:
+    engine = opened(open_engine, nvme_path)
+    after_backward(engine, 0)
+    edited(engine)
+    engine.step()
+    unit = engine._keeper.units_named("norm.weight")[0]
+    assert committed(engine) == engine._layout.numel - engine.units[unit].numel
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("skip", [0, 3, 9])
+def test_a_failure_ahead_costs_nothing_but_the_work(
+    open_engine: Open, nvme_path: Path, operation: Any, skip: int
+) -> None:
+    engine = opened(open_engine, nvme_path, keys={"sub_group_size": 4096})
+    reference = reference_of(engine)
+    for index in range(2):
+        micro_batch(engine, index)
+        micro_batch(reference, index)
+    loss = engine(tokens(2))
+    engine.synchronize()
+    engine.inject(AioFault(fail_rate=1.0, ops=(operation,), skip=skip, count_max=2))
+    try:
+        engine.backward(loss)
+    except StorageError:  # the backward's own read was hit
+        engine.inject(None)
+        engine.zero_grad()
+        engine.backward(engine(tokens(2)))
+    for attempt in engine._ahead._attempts.values():
+        attempt.transfer.settle()
+    engine.inject(None)
+    engine.step()
+    micro_batch(reference, 2)
+    assert unequal(engine, reference) == []
+
+
+def test_it_turns_itself_off_when_too_many_steps_are_void_and_says_so(
+    open_engine: Open, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = opened(open_engine, nvme_path, clipping=1e-4)
+    reference = reference_of(engine, clipping=1e-4)
+    with caplog.at_level(logging.WARNING, logger="zero"):
+        for index in range(20):
+            after_backward(engine, index)
+            engine.step()
+            micro_batch(reference, index)
+    assert not engine._ahead.enabled
+    assert sum("update_in_backward" in record.getMessage() for record in caplog.records) == 1
+    micro_batch(engine, 20)
+    micro_batch(reference, 20)
+    assert unequal(engine, reference) == []
+
+
+def test_the_second_slots_are_in_the_plan_and_cost_the_states_again(open_engine: Open, nvme_path: Path) -> None:
+    plain = open_engine(build("gpt"), make_config(NVME, nvme_path))
+    engine = opened(open_engine, nvme_path)
+    assert engine.plan.swap_bytes == 2 * plain.plan.swap_bytes
+    assert "second slots" in engine.plan.table()
+
+
+@pytest.mark.parametrize("pair", [("cpu", "nvme"), ("nvme", "cpu"), ("cpu", "cpu"), ("none", "none")], ids="-".join)
+def test_it_is_refused_where_weights_or_states_are_not_on_nvme(
+    open_engine: Open, nvme_path: Path, pair: tuple[str, str]
+) -> None:
+    with pytest.raises(ConfigError, match="update_in_backward"):
+        open_engine(build("gpt"), make_config(pair, nvme_path, zero=IN_BACKWARD))

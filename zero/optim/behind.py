@@ -1,0 +1,218 @@
+"""Updates behind the step: which sub-groups are due, and who needs them first.
+
+[Note: order] `step()` fixes a step's values and returns. A sub-group is updated when the first unit
+that needs it is fetched, so updates come in the order of the next forward and overlap with it; the
+record's read also delivers the forward's weights. What no forward asks for is updated when somebody
+looks at it, and at the latest before the next step.
+
+[Note: failure] After a read that failed the sub-group stays due. After a write that failed the planes
+hold the truth in memory, and no update starts before that is on the disk: on a disk that fails, each
+further one would strand a block. The error reaches the next call of the engine and names the step.
+
+[Note: threads] The mover's thread writes everything here but `begin_step`, which is called while nothing
+is due. Other threads only ask whether a set of sub-groups is empty; the answer can only become "yes".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from offload.copies import Fence, fetch_plane
+from offload.errors import StorageError
+from offload.planes import settle_all
+from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline
+from zero.params.layout import Layout, SubGroup, Unit
+from zero.storage import Storage
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One update under way."""
+
+    applied: asyncio.Future[frozenset[int]]
+    """The units whose new weights were delivered; or the error that left the sub-group due."""
+    borrowed: frozenset[int]
+    """Units whose own memory is written from until the result is stored."""
+    stored: asyncio.Task[None] | None = None
+    """Ends once nothing of it moves any more; never raises."""
+
+
+class DueUpdates:
+    """The sub-groups of the last step that are not updated yet.
+
+    Args:
+        threads: of the CPU kernel inside `finish`; behind the step it runs on one, beside the forward.
+    """
+
+    def __init__(self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int) -> None:
+        self._storage, self._pipeline, self._threads = storage, pipeline, threads
+        self._arguments = StepArguments({}, 1.0)
+        self._number = 0
+        self._due: set[SubGroup] = set()
+        self._unapplied: set[SubGroup] = set()
+        self._running: dict[SubGroup, Running] = {}
+        self.failure: StorageError | None = None
+        """A result could not be stored since the last `retry`."""
+        self._layout = layout
+        self._groups: dict[int, list[SubGroup]] = {unit.index: [] for unit in layout.units}
+        for group in storage.plan.sub_groups:
+            for unit in layout.spaces[group.space].overlapping(group.begin, group.end):
+                self._groups[unit.index].append(group)
+
+    # ---- any thread ---------------------------------------------------------------------------
+
+    def begin_step(self, number: int, arguments: StepArguments, due: Iterable[SubGroup]) -> None:
+        """A step is fixed; nothing of the one before is due or under way.
+
+        Args:
+            number: of the step, counted from 1; errors name it.
+            arguments: the step's.
+            due: the sub-groups it changes.
+        """
+        self._number, self._arguments = number, arguments
+        self._due = set(due)
+        self._unapplied = set(self._due)
+
+    def current(self, index: int) -> bool:
+        """True when the unit's weights are those of the last step."""
+        return not self._unapplied or not any(group in self._unapplied for group in self._groups[index])
+
+    def sub_groups_of(self, index: int) -> list[SubGroup]:
+        """The unit's sub-groups, due or not."""
+        return self._groups[index]
+
+    def borrows(self, index: int) -> bool:
+        """True while the unit's own memory is being written to the disk."""
+        return any(index in running.borrowed for running in list(self._running.values()))
+
+    @property
+    def all_settled(self) -> bool:
+        """True when nothing is due or under way."""
+        return not (self._unapplied or self._running)
+
+    # ---- the mover ----------------------------------------------------------------------------
+
+    async def fetch(self, unit: Unit, into: torch.Tensor, fence: Fence) -> None:
+        """Fill `into` (uint8, flat unit, on the compute device) with the unit's weights of the last step.
+
+        Raises:
+            StorageError: `into` holds nothing of use; what was not updated stays due.
+        """
+        groups = self._groups[unit.index]
+        if any(group in self._due or group in self._running for group in groups):
+            delivery = Delivery(into, fence)
+            await settle_all([self._fetch_part(unit, group, delivery) for group in groups])
+        else:
+            await self._read(unit, unit.begin, unit.end, Delivery(into, fence))
+
+    async def bring(self, groups: Iterable[SubGroup]) -> None:
+        """Update sub-groups whose weights are used where they are stored.
+
+        Raises:
+            StorageError: one of them is still due.
+        """
+        await settle_all([self._bring(group) for group in groups])
+
+    async def bring_unit(self, unit: Unit) -> None:
+        """As `bring`, for the sub-groups of a unit."""
+        await self.bring(self._groups[unit.index])
+
+    async def settle_unit(self, unit: Unit) -> None:
+        """Wait until nothing of the unit is being written. Starts no update and raises nothing."""
+        await self._settle(self._groups[unit.index])
+
+    async def finish(self, groups: Iterable[SubGroup]) -> None:
+        """Update sub-groups and store the results.
+
+        Raises:
+            StorageError: what was not updated stays due, what was not stored stays in memory.
+        """
+        groups = list(groups)
+        results = await asyncio.gather(*(self._bring(g, self._threads) for g in groups), return_exceptions=True)
+        await self._settle(groups)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if self.failure is not None or errors:
+            raise self.failure or errors[0]
+
+    async def retry(self) -> None:
+        """Write what could not be written. Raises StorageError if it still cannot be."""
+        await self._settle(list(self._running))
+        try:
+            await self._storage.rewrite_stranded()
+        except StorageError as error:
+            raise error.within(f"update of step {self._number}") from error
+        self.failure = None
+
+    def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
+        """The sub-groups of these units (None: all) that are due or under way, in coordinate order."""
+        busy = self._due | self._unapplied | self._running.keys()
+        wanted = busy if units is None else {group for index in units for group in self._groups[index]} & busy
+        return sorted(wanted, key=lambda group: (group.space, group.begin))
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    async def _settle(self, groups: list[SubGroup]) -> None:
+        """Wait until nothing of these moves any more."""
+        tasks = [r.stored for g in groups if (r := self._running.get(g)) is not None and r.stored is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _bring(self, group: SubGroup, threads: int = 1) -> None:
+        running = self._running.get(group)
+        if running is None and group in self._due:
+            running = self._start(group, {}, threads)
+        if running is not None:
+            await asyncio.shield(running.applied)
+
+    async def _fetch_part(self, unit: Unit, group: SubGroup, delivery: Delivery) -> None:
+        if group in self._due:
+            running = self._start(group, {unit.index: delivery}, 1)
+            if unit.index in await asyncio.shield(running.applied):
+                return
+        elif group in self._running:
+            running = self._running[group]
+            await asyncio.shield(running.applied)
+            await self._settle([group])  # until then the disk holds the old weights
+        await self._read(unit, max(unit.begin, group.begin), min(unit.end, group.end), delivery)
+
+    async def _read(self, unit: Unit, begin: int, end: int, delivery: Delivery) -> None:
+        storage, width = self._storage, unit.dtype.itemsize
+        plane = storage.weights[self._layout.space_of(unit)]
+        part = delivery.into[(begin - unit.begin) * width : (end - unit.begin) * width]
+        await fetch_plane(plane, begin, end, part, storage.arena, storage.lane, delivery.fence)
+
+    def _start(self, group: SubGroup, wanted: dict[int, Delivery], threads: int) -> Running:
+        if self.failure is not None:
+            raise self.failure
+        self._due.discard(group)
+        running = Running(asyncio.get_running_loop().create_future(), frozenset(wanted))
+        running.stored = asyncio.create_task(self._run(group, wanted, running, threads))
+        self._running[group] = running
+        return running
+
+    async def _run(self, group: SubGroup, wanted: dict[int, Delivery], running: Running, threads: int) -> None:
+        def applied(delivered: frozenset[int]) -> None:
+            self._unapplied.discard(group)
+            running.applied.set_result(delivered)
+
+        try:
+            async with self._pipeline.slots:
+                if self.failure is not None:
+                    raise self.failure
+                await self._pipeline.update(group, self._arguments, wanted, applied, threads)
+        except BaseException as error:
+            named = error
+            if isinstance(error, StorageError) and error is not self.failure:
+                named = error.within(f"update of step {self._number}")
+            if running.applied.done():
+                self.failure = self.failure or named  # type: ignore[assignment]
+            else:
+                self._due.add(group)
+                running.applied.set_exception(named)
+                running.applied.exception()  # a prefetch that nobody waits for is no error
+        finally:
+            del self._running[group]

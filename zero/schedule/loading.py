@@ -1,0 +1,141 @@
+"""Units on their way in, and the memory they are read into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from offload.arena import Block
+from offload.binding import exact_alias
+from offload.copies import write_plane
+from offload.errors import was_told
+from offload.mover import Transfer
+from zero.optim.behind import DueUpdates
+from zero.params.binding import BoundUnit
+from zero.params.layout import Layout, Unit
+from zero.storage import Storage
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A unit's values on their way, or waiting to be bound."""
+
+    data: torch.Tensor
+    """uint8, the unit's bytes, its storage exactly as long."""
+    block: Block | None
+    """What to give back on release; None when the values are used where they live."""
+    transfer: Transfer[None] | None
+
+    @property
+    def settled(self) -> bool:
+        """True once the values are there, or will not be."""
+        return self.transfer is None or self.transfer.settled()
+
+    @property
+    def outdated(self) -> bool:
+        """True if the values will not be there because of a failure that somebody was told of already."""
+        return self.transfer is not None and self.transfer.settled() and was_told(self.transfer.settle())
+
+
+class Loader:
+    """Leases memory for units and has them read into it.
+
+    The memory of a unit that is let go while its update still writes from it is kept until that is over.
+
+    Args:
+        in_place: values in memory that the device can address are used where they live.
+        changed: told of a unit whose stored weights the model has changed.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        bound: list[BoundUnit],
+        storage: Storage,
+        updates: DueUpdates,
+        in_place: bool,
+        changed: Callable[[int], None],
+    ) -> None:
+        self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
+        self._in_place, self._changed = in_place, changed
+        self._draining: dict[int, Block] = {}
+
+    def begin(self, unit: Unit) -> Arrival | None:
+        """Start the unit's way in; None if no block is free."""
+        plane = self._storage.weights[self._layout.space_of(unit)]
+        memory = plane.memory(unit.begin, unit.end) if self._in_place else None
+        if memory is not None and memory.device == self._bound[unit.index].flat.device:
+            return Arrival(exact_alias(memory), None, self._bring(unit))
+        block = self._lease(unit)
+        if block is None:
+            return None
+        # An alias: binding swaps the memory behind `block.data`, and the update goes on writing from there.
+        job = self._updates.fetch(unit, exact_alias(block.data), self._storage.lane.fence())
+        return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
+
+    def lease_error(self, unit: Unit) -> Block:
+        """Lease the unit's memory or raise BudgetError; for when nothing can make room any more."""
+        return self._storage.unit_pool.lease(unit.nbytes, f"unit {unit.name}")
+
+    def end(self, unit: Unit, arrival: Arrival, *, modified: bool) -> None:
+        """The unit is let go; waits until no byte moves into its memory.
+
+        Args:
+            unit: was bound, or on its way.
+            arrival: what `begin` returned for it.
+            modified: the model has changed a weight inside its forward (a clamped temperature, a codebook): keep it.
+
+        Raises:
+            StorageError: what was modified could not be stored.
+        """
+        error = None if arrival.transfer is None else arrival.transfer.settle()
+        arrival.transfer = None
+        if arrival.block is None:
+            return
+        if error is not None:  # some of it may be on its way to the disk, but nobody may use it again
+            self._storage.mover.run(f"letting {unit.name} go", self._updates.settle_unit(unit))
+        if modified:
+            self._store_modified(unit, arrival.data)
+        if self._updates.borrows(unit.index):
+            if unit.index in self._draining:
+                self._drain(unit.index)
+            self._draining[unit.index] = arrival.block
+        else:
+            arrival.block.release()
+
+    def drain(self) -> None:
+        """Give back all memory that is kept for writes; waits for them."""
+        while self._draining:
+            self._drain(next(iter(self._draining)))
+
+    def _bring(self, unit: Unit) -> Transfer[None] | None:
+        if self._updates.current(unit.index):
+            return None
+        job = self._updates.bring_unit(unit)
+        return self._storage.mover.post(f"updating unit {unit.name}", job)
+
+    def _lease(self, unit: Unit) -> Block | None:
+        for index in [i for i in self._draining if not self._updates.borrows(i)]:
+            self._draining.pop(index).release()
+        block = self._storage.unit_pool.try_lease(unit.nbytes)
+        while block is None and self._draining:
+            self._drain(next(iter(self._draining)))
+            block = self._storage.unit_pool.try_lease(unit.nbytes)
+        return block
+
+    def _drain(self, index: int) -> None:
+        unit = self._layout.units[index]
+        self._storage.mover.run(f"storing unit {unit.name}", self._updates.settle_unit(unit))
+        self._draining.pop(index).release()
+
+    def _store_modified(self, unit: Unit, data: torch.Tensor) -> None:
+        plane = self._storage.weights[self._layout.space_of(unit)]
+        self._changed(unit.index)
+
+        async def store() -> None:
+            await self._updates.settle_unit(unit)  # its update writes to the same place
+            await write_plane(plane, unit.begin, unit.end, data, self._storage.arena)
+
+        self._storage.mover.run(f"storing what forward has modified in {unit.name}", store())
