@@ -196,7 +196,7 @@ def alone(file: ProbeFile, setting: Setting, kind: Kind, rounds: int) -> float:
 
 
 def mixed_speed(folder: Path) -> float:
-    """Bytes per second of the optimizer's mix, in about a second; for sharing stripes between drives.
+    """Bytes per second of the optimizer's mix, in one or two seconds; for sharing stripes between drives.
 
     Raises:
         ConfigError: no room.
@@ -207,10 +207,9 @@ def mixed_speed(folder: Path) -> float:
     defaults = AioOptions()
     aio = file.open(Setting("auto", defaults.chunk_bytes, defaults.queue_depth))
     try:
-        speeds = [file.burst(aio, "mixed")]
-        while time.perf_counter() - begin < 1.0:
-            speeds.append(file.burst(aio, "mixed"))
-        return statistics.median(speeds)
+        file.burst(aio, "mixed")
+        # One long burst: what a device lends for a moment (caches, token buckets) does not count.
+        return file.burst(aio, "mixed", max(1.5 - (time.perf_counter() - begin), BURST_SECONDS))
     finally:
         aio.close()
         file.close()

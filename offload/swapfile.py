@@ -193,7 +193,7 @@ def check_room(folders: Sequence[Path], needs: Sequence[int]) -> None:
 
 
 def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> list[float]:
-    """Each folder's share of its device's speed; devices of unknown speed are measured for about a second each.
+    """Each folder's share of its device's speed; devices of unknown speed are measured for a second or two each.
 
     Args:
         folders: existing ones.
