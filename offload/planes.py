@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,7 @@ class Disk:
         )
 
 
-async def settle_all(moves: Sequence[Coroutine[Any, Any, None]]) -> None:
+async def settle_all(moves: Sequence[Awaitable[None]]) -> None:
     """Run all moves; raise the first error only after every one has settled.
 
     Until then bytes may still move, and nobody may reuse the buffer.

@@ -141,9 +141,9 @@ def break_gradients(engine: Any, operation: str, home: int) -> FaultyDisk:
     return plane._disk
 
 
-def least_host_bytes(config: dict[str, Any], model: str) -> int:
+def least_host_bytes(config: dict[str, Any], model: str, **sizes: Any) -> int:
     with pytest.raises(BudgetError, match="at least") as refusal:
-        zero.initialize(model=build(model), config={**config, "memory_budget": {"host": 1}})
+        zero.initialize(model=build(model, **sizes), config={**config, "memory_budget": {"host": 1}})
     return int(re.findall(r"at least ([\d,]+)", str(refusal.value))[0].replace(",", ""))
 
 

@@ -105,7 +105,8 @@ class DueUpdates:
         groups = self._groups[unit.index]
         if any(group in self._due or group in self._running for group in groups):
             delivery = Delivery(into, fence)
-            await settle_all([self._fetch_part(unit, group, delivery) for group in groups])
+            # Tasks, also where there is one: units that are fetched at the same moment are updated in that order.
+            await settle_all([asyncio.create_task(self._fetch_part(unit, group, delivery)) for group in groups])
         else:
             await self._read(unit, unit.begin, unit.end, Delivery(into, fence))
 
