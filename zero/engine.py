@@ -28,7 +28,7 @@ from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
 from zero.optim.inside import UpdatesInBackward
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pipeline import AdamValues, SubGroupPipeline
+from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
@@ -105,7 +105,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
         self._ahead = None
         if self.plan.two_slots:
             self._ahead = UpdatesInBackward(
-                storage, pipeline, updates, self._gradients, self._values_now, self.is_gradient_accumulation_boundary
+                storage, pipeline, updates, self._gradients, self._arguments_now, self.is_gradient_accumulation_boundary
             )
         eager = compute == device
         self._stepper = Stepper(layout, storage, self._gradients, pipeline, updates, self._ahead, eager_in_memory=eager)
@@ -272,8 +272,10 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
                 self._stepper.start()
                 self._coordinator.expect_forward()
 
-    def _values_now(self) -> dict[int, AdamValues]:
-        return {} if self.optimizer is None else self.optimizer.values(self._index_of, set(self._index_of.values()))
+    def _arguments_now(self) -> StepArguments:
+        everything = set(self._index_of.values())
+        values = {} if self.optimizer is None else self.optimizer.values(self._index_of, everything)
+        return StepArguments(values, 1.0, self.global_steps + 1)
 
     def _changed(self, index: int) -> None:
         """Stored weights of the unit change by other means than a step."""
