@@ -16,6 +16,7 @@ from offload.binding import Poison
 from offload.errors import StateError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
+from offload.threads import update_threads
 from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.adoption import Adoption, read_parameter
 from zero.backward import BackwardWatch
@@ -101,7 +102,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
         compute = device if self._config.zero_optimization.offload_optimizer.device == "none" else torch.device("cpu")
         self._gradients = Gradients(layout, storage, device, self._in_place, self._threads)
         pipeline = SubGroupPipeline(layout, storage, self._gradients, compute)
-        updates = DueUpdates(layout, storage, pipeline, self._threads)
+        updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, self._threads))
         self._ahead = None
         if self.plan.two_slots:
             self._ahead = UpdatesInBackward(
