@@ -75,16 +75,15 @@ async def fetch_plane(
     if into.device.type == "cpu":
         await plane.read(begin, end, into)
         return
-    width = plane.bytes_per_element
     for first, last, memory in plane.runs(begin, end):
         if memory is not None:
-            await lane.copy(into[(first - begin) * width : (last - begin) * width], memory, fence)
+            await lane.copy(into[plane.nbytes(begin, first) : plane.nbytes(begin, last)], memory, fence)
             continue
         for lo, hi in _chunks(plane, first, last):
-            block = await arena.lease_when_free((hi - lo) * width, f"chunk of {plane.name}")
+            block = await arena.lease_when_free(plane.nbytes(lo, hi), f"chunk of {plane.name}")
             try:
                 await plane.read(lo, hi, block.data)
-                await lane.copy(into[(lo - begin) * width : (hi - begin) * width], block.data, fence)
+                await lane.copy(into[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)], block.data, fence)
             finally:
                 block.release()
 
@@ -95,11 +94,11 @@ async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, are
         await plane.read(begin, end, into)
         return
     for lo, hi in _chunks(plane, begin, end):
-        nbytes = (hi - lo) * plane.bytes_per_element
+        nbytes = plane.nbytes(lo, hi)
         block = await arena.lease_when_free(nbytes, f"chunk of {plane.name}")
         try:
             await plane.read(lo, hi, block.data)
-            target = into[(lo - begin) * plane.bytes_per_element :][:nbytes]
+            target = into[plane.nbytes(begin, lo) :][:nbytes]
             target.copy_(block.data)
         finally:
             block.release()
@@ -111,15 +110,16 @@ async def write_plane(plane: Plane, begin: int, end: int, source: torch.Tensor, 
         await plane.write(begin, end, source)
         return
     for lo, hi in _chunks(plane, begin, end):
-        nbytes = (hi - lo) * plane.bytes_per_element
+        nbytes = plane.nbytes(lo, hi)
         block = await arena.lease_when_free(nbytes, f"chunk of {plane.name}")
         try:
-            block.data.copy_(source[(lo - begin) * plane.bytes_per_element :][:nbytes])
+            block.data.copy_(source[plane.nbytes(begin, lo) :][:nbytes])
             await plane.write(lo, hi, block.data)
         finally:
             block.release()
 
 
 def _chunks(plane: Plane, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    step = max(CHUNK_BYTES // plane.bytes_per_element // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+    block_bytes = plane.nbytes(begin, begin + BLOCK_NUMEL)
+    step = max(CHUNK_BYTES // block_bytes, 1) * BLOCK_NUMEL
     return ((lo, min(lo + step, end)) for lo in range(begin, end, step))

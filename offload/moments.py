@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 MOMENTS_BLOCK_NUMEL = 256
@@ -34,6 +35,34 @@ class Moments:
     exp_avg_sq_scale: Tensor | None = None
     origin: int = 0
     step: int = 0
+
+    @staticmethod
+    def nbytes(dtype: torch.dtype, numel: int) -> int:
+        """Bytes of both moments of `numel` elements stored as `dtype`, with their scales."""
+        scales = 2 * 4 * (numel // MOMENTS_BLOCK_NUMEL) if dtype == torch.uint8 else 0
+        return 2 * numel * dtype.itemsize + scales
+
+    @classmethod
+    def over(cls, data: Tensor, dtype: torch.dtype, numel: int, origin: int, step: int) -> Moments:
+        """Views into `data` (uint8, at least `nbytes` long): exp_avg, exp_avg_sq, and the scales if there are any."""
+        width, blocks = numel * dtype.itemsize, numel // MOMENTS_BLOCK_NUMEL
+        exp_avg, exp_avg_sq = data[:width].view(dtype), data[width : 2 * width].view(dtype)
+        if dtype != torch.uint8:
+            return cls(exp_avg, exp_avg_sq, origin=origin, step=step)
+        scales = data[2 * width : 2 * width + 8 * blocks].view(torch.float32)
+        return cls(exp_avg, exp_avg_sq, scales[:blocks], scales[blocks:], origin, step)
+
+    def part(self, begin: int, end: int) -> Moments:
+        """The moments of elements [begin, end), of whole blocks if there are scales."""
+        blocks = slice(begin // MOMENTS_BLOCK_NUMEL, end // MOMENTS_BLOCK_NUMEL)
+        return replace(
+            self,
+            exp_avg=self.exp_avg[begin:end],
+            exp_avg_sq=self.exp_avg_sq[begin:end],
+            exp_avg_scale=None if self.exp_avg_scale is None else self.exp_avg_scale[blocks],
+            exp_avg_sq_scale=None if self.exp_avg_sq_scale is None else self.exp_avg_sq_scale[blocks],
+            origin=self.origin + begin,
+        )
 
     @property
     def quantised(self) -> bool:

@@ -27,7 +27,7 @@ class Home:
     begin: int
     end: int
     memory: torch.Tensor | None
-    """uint8, (end - begin) * bytes_per_element long; None when the home is the swap space."""
+    """uint8, as long as the plane says [begin, end) is; None when the home is the swap space."""
     swap_offset: int = -1
 
 
@@ -102,13 +102,13 @@ class Plane:
 
     Args:
         name: appears in errors and in the plan.
-        bytes_per_element: of one coordinate; a record plane packs several arrays into it.
+        width: bytes per element; or, for records that move as a whole, what gives a home's bytes from its elements.
         homes: disjoint and sorted; what no home covers cannot be read or written.
         disk: needed when a home lies in the swap space.
     """
 
-    def __init__(self, name: str, bytes_per_element: int, homes: list[Home], disk: Disk | None) -> None:
-        self.name, self.bytes_per_element = name, bytes_per_element
+    def __init__(self, name: str, width: int | Callable[[int], int], homes: list[Home], disk: Disk | None) -> None:
+        self.name, self._width = name, width
         self._homes, self._disk = homes, disk
         self._begins = [home.begin for home in homes]
         self._stranded: list[Stranded] = []
@@ -119,6 +119,24 @@ class Plane:
     def numel(self) -> int:
         """Coordinates covered."""
         return self._homes[-1].end if self._homes else 0
+
+    def nbytes(self, begin: int, end: int) -> int:
+        """Bytes of [begin, end).
+
+        Raises:
+            StateError: a record would be cut.
+        """
+        if isinstance(self._width, int):
+            return (end - begin) * self._width
+        total = 0
+        for home, lo, hi in self._pieces(begin, end):
+            if (lo, hi) != (home.begin, home.end):
+                raise StateError(
+                    f"plane {self.name}: [{lo:,}, {hi:,}) is a part of the record [{home.begin:,}, {home.end:,}), "
+                    "which moves as a whole"
+                )
+            total += self._width(hi - lo)
+        return total
 
     def close(self) -> None:
         """Let go of the memory homes; the plane holds nothing any more."""
@@ -161,9 +179,7 @@ class Plane:
 
     def swap_bytes(self, begin: int, end: int) -> int:
         """How many bytes of [begin, end) live in the swap space."""
-        return sum(
-            (hi - lo) * self.bytes_per_element for home, lo, hi in self._pieces(begin, end) if home.memory is None
-        )
+        return sum(self.nbytes(lo, hi) for home, lo, hi in self._pieces(begin, end) if home.memory is None)
 
     async def read(self, begin: int, end: int, into: torch.Tensor) -> None:
         """Copy [begin, end) into `into` (uint8; host memory if any of it is in the swap space)."""
@@ -192,16 +208,15 @@ class Plane:
             raise failure
 
     async def _transfer(self, begin: int, end: int, buffer: torch.Tensor, *, write: bool) -> None:
-        width = self.bytes_per_element
         pieces = list(self._pieces(begin, end))  # a range that is outside must fail before a byte moves
-        if buffer.numel() != (end - begin) * width:
+        if buffer.numel() != self.nbytes(begin, end):
             raise StateError(
-                f"plane {self.name}: [{begin:,}, {end:,}) is {(end - begin) * width:,} bytes, "
+                f"plane {self.name}: [{begin:,}, {end:,}) is {self.nbytes(begin, end):,} bytes, "
                 f"got a buffer of {buffer.numel():,}"
             )
         moves = []
         for home, lo, hi in pieces:
-            part = buffer[(lo - begin) * width : (hi - begin) * width]
+            part = buffer[self.nbytes(begin, lo) : self.nbytes(begin, hi)]
             if home.memory is not None:
                 stored = self._slice(home, lo, hi)
                 (stored if write else part).copy_(part if write else stored)
@@ -215,7 +230,7 @@ class Plane:
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
         if self._disk is None:
             raise StateError(f"plane {self.name}: no swap space")
-        offset = home.swap_offset + (lo - home.begin) * self.bytes_per_element
+        offset = home.swap_offset + self.nbytes(home.begin, lo)
         if write:
             await self._disk.write(offset, part, self.name)
             return
@@ -234,13 +249,12 @@ class Plane:
 
     def _overlaps(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(stranded bytes, bytes of `buffer`) wherever both hold a part of [begin, end); the newest comes last."""
-        width = self.bytes_per_element
         for s in self._stranded:
             first, last = max(begin, s.begin), min(end, s.end)
             if first < last:
                 yield (
-                    s.data[(first - s.begin) * width : (last - s.begin) * width],
-                    buffer[(first - begin) * width : (last - begin) * width],
+                    s.data[self.nbytes(s.begin, first) : self.nbytes(s.begin, last)],
+                    buffer[self.nbytes(begin, first) : self.nbytes(begin, last)],
                 )
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[Home, int, int]]:
@@ -260,5 +274,4 @@ class Plane:
     def _slice(self, home: Home, begin: int, end: int) -> torch.Tensor:
         if home.memory is None:
             raise StateError(f"plane {self.name}: coordinates {begin:,} to {end:,} are not in memory")
-        width = self.bytes_per_element
-        return home.memory[(begin - home.begin) * width : (end - home.begin) * width]
+        return home.memory[self.nbytes(home.begin, begin) : self.nbytes(home.begin, end)]

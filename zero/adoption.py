@@ -16,7 +16,7 @@ from offload.copies import CHUNK_BYTES
 from offload.planes import settle_all
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
-from zero.staging import Record, Staged
+from zero.staging import Staged
 from zero.storage import Storage
 
 ReadSource = Callable[[nn.Parameter, int, int], torch.Tensor]
@@ -70,7 +70,7 @@ class Adoption:
             for part in parts:
                 offset = part.stage(block, offset)
                 part.bytes.zero_()
-            state = Record.over(record.bytes, group.end - group.begin, space.split)
+            state = self._storage.plan.record_format(space).over(record.bytes, group.begin, group.end)
             for unit, weight in zip(units, runs, strict=True):
                 remainder = None if state.remainder is None else state.remainder[weight.begin - group.begin :]
                 self._encode(unit, weight, remainder)

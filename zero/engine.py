@@ -16,6 +16,7 @@ from offload.binding import Poison
 from offload.errors import StateError
 from offload.pinned import keep_freed_memory, return_freed_memory
 from offload.stats import Stopwatch
+from offload.threads import update_threads
 from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.adoption import Adoption, read_parameter
 from zero.backward import BackwardWatch
@@ -28,7 +29,7 @@ from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
 from zero.optim.inside import UpdatesInBackward
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pipeline import AdamValues, SubGroupPipeline
+from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
@@ -102,11 +103,11 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         ]
         self._gradients = Gradients(layout, storage, device, self._in_place, self._threads)
         pipeline = SubGroupPipeline(layout, storage, self._gradients)
-        updates = DueUpdates(layout, storage, pipeline, self._threads)
+        updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, self._threads))
         self._ahead = None
         if self.plan.two_slots:
             self._ahead = UpdatesInBackward(
-                storage, pipeline, updates, self._gradients, self._values_now, self.is_gradient_accumulation_boundary
+                storage, pipeline, updates, self._gradients, self._arguments_now, self.is_gradient_accumulation_boundary
             )
         self._stepper = Stepper(layout, storage, self._gradients, pipeline, updates, self._ahead)
         self._gradients.update = self._stepper.apply
@@ -280,8 +281,10 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
                 self._stepper.start()
                 self._coordinator.expect_forward()
 
-    def _values_now(self) -> dict[int, AdamValues]:
-        return {} if self.optimizer is None else self.optimizer.values(self._index_of, set(self._index_of.values()))
+    def _arguments_now(self) -> StepArguments:
+        everything = set(self._index_of.values())
+        values = {} if self.optimizer is None else self.optimizer.values(self._index_of, everything)
+        return StepArguments(values, 1.0, self.global_steps + 1)
 
     def _changed(self, index: int) -> None:
         """Stored weights of the unit change by other means than a step."""

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from offload.sizes import format_bytes
-from zero.params.layout import Layout, SubGroup
+from zero.params.layout import Layout, Space, SubGroup
+from zero.record import RecordFormat
 from zero.schedule.policy import Limits
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
@@ -44,6 +47,8 @@ class Plan:
     """Tier of each sub-group's state record."""
     two_slots: bool = False
     """Trained weights and records exist twice, so that an update inside backward can be taken back."""
+    state_dtype: torch.dtype = torch.float32
+    """Of the moments; uint8 for 8-bit codes with scales."""
     records_in_flight: int = 4
     arena_bytes: int = 0
     """Host arena: records in flight and staging chunks."""
@@ -57,6 +62,10 @@ class Plan:
     """What the user should know and nothing has to be refused for."""
     baseline_bytes: int = 0
     """Resident memory of the process when the plan was made."""
+
+    def record_format(self, space: Space) -> RecordFormat:
+        """How the state records of a space are laid out."""
+        return RecordFormat(space.split, self.state_dtype)
 
     def in_swap(self, layout: Layout) -> list[SubGroup]:
         """Sub-groups whose record and weights are on NVMe."""
@@ -79,7 +88,7 @@ class Plan:
         trained = [unit for unit in layout.units if unit.trainable]
         weights = sum(u.shard_numel * u.dtype.itemsize for u in trained if self.weight_tiers[u.index] == NVME)
         records = sum(
-            (group.end - group.begin) * layout.spaces[group.space].record_bytes
+            self.record_format(layout.spaces[group.space]).nbytes(group.end - group.begin)
             for group, tier in zip(self.sub_groups, self.record_tiers, strict=True)
             if tier == NVME
         )

@@ -10,15 +10,17 @@ from offload.errors import BudgetError, ConfigError
 from offload.sizes import BLOCK_NUMEL, align_up, format_bytes
 from zero.config import Config
 from zero.machine import Machine
-from zero.params.layout import Layout, SubGroup, Unit
+from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow
 from zero.plan_check import check_fits
+from zero.record import RecordFormat
 from zero.schedule.policy import Limits
 
 SUB_GROUP_NUMEL_MAX = 4 << 20
 RECORDS_IN_FLIGHT = 4
 STAGING_CHUNK_BYTES = 2 << 20
 STAGING_CHUNKS = 8
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 AUTO_SHARE = 0.8
 """Part of the free memory that an "auto" budget takes; the rest is for activations and others."""
 
@@ -42,6 +44,7 @@ class Planner:
         self.layout, self.config, self.machine, self.device, self.in_place = layout, config, machine, device, in_place
         self.param_tier = _tier(zero.offload_param.device)
         self.state_tier = _tier(zero.offload_optimizer.device)
+        self.state_dtype = STATE_DTYPES[zero.offload_optimizer.state_dtype]
         self.wide = (config.gradient_accumulation_steps or 1) > 1
         self.on_cpu = device.type == "cpu"
         self.nested_numel = nested_numel
@@ -57,7 +60,12 @@ class Planner:
             ConfigError: a knob that cannot work with this model; names it.
             BudgetError: it does not fit; names the knob to turn.
         """
-        plan = Plan(self._limits(), gradient_wide=self.wide, baseline_bytes=self.machine.rss_bytes)
+        plan = Plan(
+            self._limits(),
+            gradient_wide=self.wide,
+            state_dtype=self.state_dtype,
+            baseline_bytes=self.machine.rss_bytes,
+        )
         plan.records_in_flight = self._records_in_flight()
         plan.two_slots = self._wants_two_slots()
         plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
@@ -109,9 +117,8 @@ class Planner:
         if not plan.two_slots:
             return 0
         return sum(
-            (group.end - group.begin) * (space.record_bytes + space.dtype.itemsize)
+            self._record_bytes(group) + (group.end - group.begin) * self.layout.spaces[group.space].dtype.itemsize
             for group in plan.in_swap(self.layout)
-            for space in [self.layout.spaces[group.space]]
         )
 
     # ---- sizes --------------------------------------------------------------------------------
@@ -123,10 +130,14 @@ class Planner:
         return unit.shard_numel * (4 if self.wide else unit.dtype.itemsize)
 
     def _record_bytes(self, group: SubGroup) -> int:
-        return (group.end - group.begin) * self.layout.spaces[group.space].record_bytes
+        return self._format(self.layout.spaces[group.space]).nbytes(group.end - group.begin)
 
-    def _state_bytes(self) -> int:
-        return sum(space.numel * space.record_bytes for space in self.layout.spaces if space.trainable)
+    def _format(self, space: Space) -> RecordFormat:
+        return RecordFormat(space.split, self.state_dtype)
+
+    def _records_bytes(self, numel: int) -> int:
+        """All records, when sub-groups have `numel` elements."""
+        return sum(self._record_bytes(group) for group in self.layout.sub_groups(numel))
 
     def _device_share(self) -> float:
         """Share of the states that is on the device by the user's word."""
@@ -167,7 +178,7 @@ class Planner:
         fixed = sum(self._weight_bytes(u) for u in self.layout.units if u.persistent or self.param_tier == DEVICE)
         if self.state_tier == DEVICE:
             fixed += sum(self._gradient_bytes(unit) for unit in self.trained)
-        fixed += int(self._device_share() * self._state_bytes())
+        fixed += int(self._device_share() * self._records_bytes(self._full_sub_group_numel()))
         width = max((unit.dtype.itemsize for unit in self.movable), default=2)
         gradient_pool = self._gradient_pool_bytes()
         fits = (self.device_budget - fixed - gradient_pool) // width - largest_numel
@@ -217,8 +228,6 @@ class Planner:
         fixed = 0
         if self.param_tier == HOST:
             fixed += sum(self._weight_bytes(unit) for unit in self.movable)
-        if self.state_tier == HOST:
-            fixed += int((1 - self._device_share()) * self._state_bytes())
         gradients = sum(self._gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
         budget = self.host_budget
         if budget is None:
@@ -230,7 +239,7 @@ class Planner:
         plan.sub_groups = self.layout.sub_groups(numel)
         plan.arena_bytes = self._arena_bytes(plan, numel, spill)
         if rest is not None and budget is not None:
-            rest -= plan.arena_bytes
+            rest -= self._working_bytes(plan, numel, spill)
             if rest < 0:
                 raise BudgetError(
                     f"memory_budget.host: {budget:,} bytes are too few; this model takes at least "
@@ -249,30 +258,34 @@ class Planner:
         With little memory the size goes down by powers of two, and what is left over is not spent on
         caches: a cache that shrinks when the sub-groups grow would make traffic rise with the budget.
         """
+        full = self._full_sub_group_numel()
+        if rest is None or self._working_bytes(plan, full, spill) <= rest:
+            return full, True
+        numel = BLOCK_NUMEL
+        while 2 * numel < full and self._working_bytes(plan, 2 * numel, spill) <= rest:
+            numel *= 2
+        return numel, numel == full
+
+    def _full_sub_group_numel(self) -> int:
+        """Elements of a sub-group where memory is no concern."""
         largest_space = max((space.numel for space in self.layout.spaces if space.trainable), default=BLOCK_NUMEL)
         full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-largest_space // RECORDS_IN_FLIGHT), BLOCK_NUMEL))
         explicit = self.config.zero_optimization.sub_group_size
         if explicit is not None:
             full = min(full, explicit)
-        full = max(full // BLOCK_NUMEL, 1) * BLOCK_NUMEL
-        if rest is None or self._arena_bytes(plan, full, spill) <= rest:
-            return full, True
-        numel = BLOCK_NUMEL
-        while 2 * numel < full and self._arena_bytes(plan, 2 * numel, spill) <= rest:
-            numel *= 2
-        return numel, numel == full
+        return max(full // BLOCK_NUMEL, 1) * BLOCK_NUMEL
 
-    def _staged_bytes_per_element(self, spill: bool) -> int:
-        """Arena bytes per element of a sub-group in flight: whatever of it may not be in memory."""
-        widths = [0]
+    def _staged_bytes(self, numel: int, spill: bool) -> int:
+        """Arena bytes of a sub-group of `numel` elements in flight: whatever of it may not be in memory."""
+        needs = [0]
         for space in self.layout.spaces:
             if space.trainable:
-                width = space.record_bytes if self.state_tier == NVME else 0
-                width += space.dtype.itemsize if self._weights_staged() else 0
+                nbytes = self._format(space).nbytes(numel) if self.state_tier == NVME else 0
+                nbytes += numel * space.dtype.itemsize if self._weights_staged() else 0
                 # An unannounced second backward widens a gradient, on disk when memory is budgeted.
-                width += 4 if spill or (self.host_budget is not None and self._uses_disk()) else 0
-                widths.append(width)
-        return max(widths)
+                nbytes += 4 * numel if spill or (self.host_budget is not None and self._uses_disk()) else 0
+                needs.append(nbytes)
+        return max(needs)
 
     def _uses_disk(self) -> bool:
         return NVME in (self.param_tier, self.state_tier)
@@ -294,8 +307,13 @@ class Planner:
 
     def _arena_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
         # One page per leased part: a record, its weights and its gradients are leased apart.
-        slot = align_up(numel * self._staged_bytes_per_element(spill), 4096)
+        slot = align_up(self._staged_bytes(numel, spill), 4096)
         return plan.records_in_flight * (slot + 3 * 4096 if slot else 0) + self._staging_bytes()
+
+    def _working_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
+        """Host bytes that depend on the size of sub-groups: the arena, and records that live there."""
+        share = 1 - self._device_share() if self.state_tier == HOST else 0.0
+        return self._arena_bytes(plan, numel, spill) + int(share * self._records_bytes(numel))
 
     def _cache_weights(self, plan: Plan, rest: int | None) -> int | None:
         cap_numel = self.config.zero_optimization.offload_param.max_in_cpu
@@ -333,7 +351,7 @@ class Planner:
         if self.state_tier == DEVICE:
             return 0
         if self.config.origin("zero_optimization.offload_optimizer.ratio") == "user":
-            share_bytes = int(self._device_share() * self._state_bytes())
+            share_bytes = int(self._device_share() * sum(map(self._record_bytes, plan.sub_groups)))
             return _prefix_that_fits(map(self._record_bytes, plan.sub_groups), share_bytes)[0]
         if self.device_budget is None or self.on_cpu:
             return 0

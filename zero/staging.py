@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from offload.arena import Block
 from offload.errors import StateError
 from offload.planes import Plane
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Views into one sub-group's state record."""
-
-    remainder: torch.Tensor | None
-    """int16, split spaces only."""
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-
-    @staticmethod
-    def over(data: torch.Tensor, numel: int, split: bool) -> Record:
-        """The record of `numel` elements in `data` (uint8)."""
-        first = 2 * numel if split else 0
-        return Record(
-            data[:first].view(torch.int16) if split else None,
-            data[first : first + 4 * numel].view(torch.float32),
-            data[first + 4 * numel : first + 8 * numel].view(torch.float32),
-        )
 
 
 class Staged:
@@ -64,7 +42,7 @@ class Staged:
             self._host = self._data = given
         passes_host = self._memory is None or compute.type == "cpu" or target is not None
         needs_block = not self.in_place and not self.borrowed and passes_host
-        self.nbytes = (end - begin) * plane.bytes_per_element if needs_block else 0
+        self.nbytes = plane.nbytes(begin, end) if needs_block else 0
         """Bytes of a host block that `stage` needs."""
 
     def stage(self, block: Block, offset_bytes: int) -> int:
@@ -72,9 +50,9 @@ class Staged:
         if self.nbytes:
             self._host = block.data[offset_bytes : offset_bytes + self.nbytes]
         if not self.in_place and not self.borrowed:
-            numel = (self.end - self.begin) * self.plane.bytes_per_element
+            nbytes = self.plane.nbytes(self.begin, self.end)
             on_host = self._compute.type == "cpu"
-            self._data = self._host if on_host else torch.empty(numel, dtype=torch.uint8, device=self._compute)
+            self._data = self._host if on_host else torch.empty(nbytes, dtype=torch.uint8, device=self._compute)
         return offset_bytes + self.nbytes
 
     @property

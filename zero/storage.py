@@ -219,7 +219,7 @@ class Storage:
         runs = [(group.begin, group.end, NVME) for group in groups]
         return OtherSlots(
             self._plane(f"weights ({space.dtype}), second slot", space.dtype.itemsize, runs),
-            self._plane(f"optimizer states ({space.dtype}), second slot", space.record_bytes, runs),
+            self._plane(f"optimizer states ({space.dtype}), second slot", self.plan.record_format(space).nbytes, runs),
         )
 
     def _record_plane(self, index: int, space: Space) -> Plane:
@@ -228,23 +228,27 @@ class Storage:
             for group, tier in zip(self.plan.sub_groups, self.plan.record_tiers, strict=True)
             if group.space == index
         ]
-        return self._plane(f"optimizer states ({space.dtype})", space.record_bytes, runs)
+        return self._plane(f"optimizer states ({space.dtype})", self.plan.record_format(space).nbytes, runs)
 
     def _gradient_plane(self, space: Space) -> Plane:
         width = 4 if self.plan.gradient_wide else space.dtype.itemsize
         runs = [(unit.begin, unit.end, self.plan.gradient_tiers[unit.index]) for unit in space.units]
         return self._plane(f"gradients ({space.dtype})", width, runs)
 
-    def _plane(self, name: str, width: int, runs: Sequence[tuple[int, int, str]]) -> Plane:
+    def _plane(self, name: str, width: int | Callable[[int], int], runs: Sequence[tuple[int, int, str]]) -> Plane:
         """Homes for each run: one region per memory tier, one extent of the swap space for the rest."""
+
+        def nbytes_of(begin: int, end: int) -> int:
+            return (end - begin) * width if isinstance(width, int) else width(end - begin)
+
         regions = {
-            tier: self._region(tier, sum((end - begin) * width for begin, end, t in runs if t == tier))
+            tier: self._region(tier, sum(nbytes_of(begin, end) for begin, end, t in runs if t == tier))
             for tier in (DEVICE, HOST)
             if any(t == tier for _, _, t in runs)
         }
         homes = []
         for begin, end, tier in runs:
-            nbytes = (end - begin) * width
+            nbytes = nbytes_of(begin, end)
             if tier == NVME:
                 homes.append(Home(begin, end, None, self._swap_used_bytes))
                 self._swap_used_bytes += nbytes

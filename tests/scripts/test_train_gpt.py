@@ -66,8 +66,9 @@ def test_a_run_on_nvme_moves_bytes_and_reports_every_figure(on_nvme: Run) -> Non
     assert set(figures) == FIGURES
     assert len(figures["losses"]) == figures["steps"] == STEPS
     assert all(map(math.isfinite, [*figures["losses"], figures["validation_loss"]]))
-    # Every step reads the weights and the states at least once, and writes both back.
-    least_bytes = STEPS * 12 * figures["parameters"]
+    # Every update reads weights and states and writes both back. The last step's runs behind it: the evaluation asks
+    # for the weights of nearly all of it.
+    least_bytes = (STEPS - 1) * 12 * figures["parameters"]
     assert figures["nvme_read_bytes"] >= least_bytes
     assert figures["nvme_write_bytes"] >= least_bytes
     assert figures["nvme_written_bytes_per_step"] == figures["nvme_write_bytes"] / STEPS

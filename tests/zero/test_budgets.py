@@ -36,7 +36,9 @@ def on_nvme(plan: Plan, layout: Layout) -> dict[str, int]:
     width = 4 if plan.gradient_wide else 2
     gradients = 2 * sum(u.numel * width for u in layout.units if plan.gradient_tiers.get(u.index) == ON_NVME)
     groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
-    records = 2 * sum((g.end - g.begin) * layout.spaces[g.space].record_bytes for g, t in groups if t == ON_NVME)
+    records = 2 * sum(
+        plan.record_format(layout.spaces[g.space]).nbytes(g.end - g.begin) for g, t in groups if t == ON_NVME
+    )
     return {"weights": weights, "gradients": gradients, "states": records}
 
 

@@ -93,7 +93,7 @@ def traffic_bytes(plan: Plan, layout: Layout) -> int:
             total += 2 * unit.shard_numel * (4 if plan.gradient_wide else unit.dtype.itemsize)
     for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True):
         if tier == NVME:
-            total += 2 * (group.end - group.begin) * layout.spaces[group.space].record_bytes
+            total += 2 * plan.record_format(layout.spaces[group.space]).nbytes(group.end - group.begin)
     return total
 
 

@@ -50,8 +50,7 @@ class DueUpdates:
 
     def __init__(self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int) -> None:
         self._storage, self._pipeline, self._threads = storage, pipeline, threads
-        self._arguments = StepArguments({}, 1.0)
-        self._number = 0
+        self._arguments = StepArguments({}, 1.0, 0)
         self._due: set[SubGroup] = set()
         self._unapplied: set[SubGroup] = set()
         self._running: dict[SubGroup, Running] = {}
@@ -65,15 +64,14 @@ class DueUpdates:
 
     # ---- any thread ---------------------------------------------------------------------------
 
-    def begin_step(self, number: int, arguments: StepArguments, due: Iterable[SubGroup]) -> None:
+    def begin_step(self, arguments: StepArguments, due: Iterable[SubGroup]) -> None:
         """A step is fixed; nothing of the one before is due or under way.
 
         Args:
-            number: of the step, counted from 1; errors name it.
             arguments: the step's.
             due: the sub-groups it changes.
         """
-        self._number, self._arguments = number, arguments
+        self._arguments = arguments
         self._due = set(due)
         self._unapplied = set(self._due)
 
@@ -208,7 +206,7 @@ class DueUpdates:
         except BaseException as error:
             named = error
             if isinstance(error, StorageError) and error is not self.failure:
-                named = error.within(f"update of step {self._number}")
+                named = error.within(f"update of step {self._arguments.number}")
             if running.applied.done():
                 self.failure = self.failure or named  # type: ignore[assignment]
             else:

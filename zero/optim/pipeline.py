@@ -25,13 +25,12 @@ from offload import kernels
 from offload.arena import Block
 from offload.copies import Fence
 from offload.errors import StateError
-from offload.moments import Moments
 from offload.pinned import aligned_copy
 from offload.planes import settle_all
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
-from zero.staging import Record, Staged
+from zero.staging import Staged
 from zero.storage import Storage
 
 
@@ -55,6 +54,8 @@ class StepArguments:
     values: Mapping[int, AdamValues]
     """Parameter index -> values; a parameter that is missing had no gradient and is skipped."""
     grad_scale: float
+    number: int
+    """Of the step, counted from 1: errors name it, and moments that are not fp32 are rounded by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,8 @@ class SubGroupPipeline:
     ) -> None:
         """One kernel call for the part of a unit that lies in a sub-group."""
         space, record = work.space, work.record
-        state = Record.over(record.bytes, record.end - record.begin, space.split)
+        layout = self._storage.plan.record_format(space)
+        state = layout.over(record.bytes, record.begin, record.end, arguments.number)
         lo, hi = weight.begin - record.begin, weight.end - record.begin
         first = weight.begin - unit.begin
         segments = [
@@ -243,7 +245,7 @@ class SubGroupPipeline:
         kernels.adamw(
             weight.bytes.view(space.dtype),
             None if state.remainder is None else state.remainder[lo:hi],
-            Moments(state.exp_avg[lo:hi], state.exp_avg_sq[lo:hi]),
+            state.moments.part(lo, hi),
             gradient.bytes.view(self._gradients.taken(unit.index).dtype),
             segments,
             grad_scale=arguments.grad_scale,

@@ -63,14 +63,14 @@ class Stepper:
             if has
         }
         scale = clip_coefficient(self.norm, norm_max)
-        arguments = StepArguments(optimizer.values(index_of, contributed), scale)
+        arguments = StepArguments(optimizer.values(index_of, contributed), scale, number)
         done = self._ahead.commit(arguments) if self._ahead is not None else set()
         optimizer.count_step(index_of, contributed)
         self._gradients.seal()
         rest = [group for group in self._storage.plan.sub_groups if group not in done]
         due = [group for group in rest if self._pipeline.trained_units(group, arguments)]
         self._at_once = [group for group in due if self._pipeline.at_once(group, arguments)]
-        self._updates.begin_step(number, arguments, due)
+        self._updates.begin_step(arguments, due)
 
     def start(self) -> None:
         """Begin with what cannot wait for a fetch: what needs no disk, and units that are always bound.
