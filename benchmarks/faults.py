@@ -15,7 +15,7 @@ FAULTS_MARK = 1000
 def main() -> None:
     """Count, print and write."""
     parsed = parser(__doc__, rounds=3, disk=True)
-    add_arguments(parsed)
+    add_arguments(parsed, warmup=6)
     parsed.add_argument("--tokens", type=int, nargs="+", default=[128], help="tokens in a step (default 128)")
     parsed.add_argument("--tier", nargs="+", choices=["nvme", "cpu"], default=["nvme", "cpu"])
     options = parsed.parse_args()

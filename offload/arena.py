@@ -19,12 +19,16 @@ from offload.sizes import PAGE_BYTES, align_up
 
 
 class MemoryRegion:
-    """One allocation of exactly `nbytes`, taken piece by piece and freed as a whole."""
+    """One allocation of exactly `nbytes`, zero at first, taken piece by piece and freed as a whole.
+
+    Host memory that is not pinned is faulted in where it is first written to: a model that is moved in
+    from memory shrinks while its planes grow, so that both together take hardly more than one of them.
+    """
 
     def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
         self.nbytes = nbytes
         self._taken_bytes = 0
-        self._data: torch.Tensor | None = _allocate(nbytes, device)
+        self._data: torch.Tensor | None = _allocate(nbytes, device, touched=False)
         self._unpin = pin(self._data) if pinned and device.type == "cpu" else None
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -186,7 +190,7 @@ class Arena:
             step()
 
 
-def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+def _allocate(nbytes: int, device: torch.device, *, touched: bool = True) -> torch.Tensor:
     if device.type == "cpu":
-        return tensor_over(map_host(nbytes))[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
+        return tensor_over(map_host(nbytes, touched=touched))[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)

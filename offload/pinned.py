@@ -26,8 +26,12 @@ MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES = 32 << 20, (1 << 31) - 1
 MADV_WIPEONFORK = 18
 
 
-def map_host(nbytes: int) -> memoryview:
-    """Zeroed private memory of exactly `nbytes` (rounded up to the page), on huge pages, faulted in.
+def map_host(nbytes: int, *, touched: bool = True) -> memoryview:
+    """Zeroed private memory of exactly `nbytes` (rounded up to the page), on huge pages.
+
+    Args:
+        nbytes: at least as many.
+        touched: all pages are faulted in at once; else each when it is first used, and until then it costs nothing.
 
     Raises:
         BudgetError: the kernel refused the mapping.
@@ -36,9 +40,10 @@ def map_host(nbytes: int) -> memoryview:
     try:
         lib = native.load()
     except native.NativeUnavailable:
-        return _map_host_python(nbytes)
+        return _map_host_python(nbytes, touched=touched)
     out = lib.ffi.new("void **")
-    status = lib.lib.zn_mem_alloc(out, nbytes, lib.lib.ZN_MEM_HUGE | lib.lib.ZN_MEM_TOUCH)
+    flags = lib.lib.ZN_MEM_HUGE | (lib.lib.ZN_MEM_TOUCH if touched else 0)
+    status = lib.lib.zn_mem_alloc(out, nbytes, flags)
     if status != 0:
         raise BudgetError(f"mapping {nbytes:,} bytes of host memory: {_text(lib, status)}; lower memory_budget.host")
     return _owned(lib, out[0], nbytes)
@@ -64,7 +69,7 @@ def map_poison(nbytes: int) -> memoryview:
     return _owned(lib, out[0], nbytes)
 
 
-def _map_host_python(nbytes: int) -> memoryview:
+def _map_host_python(nbytes: int, *, touched: bool = True) -> memoryview:
     try:
         # The kernel aligns to the page only; what is cut off is never touched and costs no memory.
         mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -76,7 +81,8 @@ def _map_host_python(nbytes: int) -> memoryview:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     begin = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
     view = memoryview(mapping)[begin : begin + nbytes]
-    torch.frombuffer(view, dtype=torch.uint8).zero_()
+    if touched:
+        torch.frombuffer(view, dtype=torch.uint8).zero_()
     return view
 
 

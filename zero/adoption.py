@@ -13,11 +13,15 @@ from torch import nn
 
 from offload import kernels
 from offload.copies import CHUNK_BYTES
+from offload.pinned import return_freed_memory
 from offload.planes import settle_all
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.staging import Staged
 from zero.storage import Storage
+
+RETURN_NUMEL = 16 << 20
+"""Handing freed memory back walks the whole heap, so it is done once for so many elements stored."""
 
 ReadSource = Callable[[nn.Parameter, int, int], torch.Tensor]
 """(parameter, begin, end) -> its initial values [begin, end), 1-D, on the CPU or the device."""
@@ -41,12 +45,19 @@ class Adoption:
     ) -> None:
         self._layout, self._bound, self._storage = layout, bound, storage
         self._read, self._done = read, done
+        self._stored_numel = 0
+        """Since freed memory was last handed back."""
 
     def run(self) -> None:
         """Store every unit."""
         for group in self._storage.plan.sub_groups:
             self._storage.mover.run("storing initial values", self._adopt_group(group))
             self._finish(self._layout.spaces[group.space], group.begin, group.end)
+            self._stored_numel += group.end - group.begin
+            if self._stored_numel >= RETURN_NUMEL:
+                # The C library would keep what the parameters lay in, and the planes are growing.
+                self._stored_numel = 0
+                return_freed_memory()
         for index, space in enumerate(self._layout.spaces):
             if not space.trainable:
                 for unit in space.units:
@@ -69,7 +80,8 @@ class Adoption:
             offset = 0
             for part in parts:
                 offset = part.stage(block, offset)
-                part.bytes.zero_()
+                if not part.in_place:  # a plane in memory is zero already, and moments that nobody writes cost nothing
+                    part.bytes.zero_()
             state = self._storage.plan.record_format(space).over(record.bytes, group.begin, group.end)
             for unit, weight in zip(units, runs, strict=True):
                 remainder = None if state.remainder is None else state.remainder[weight.begin - group.begin :]
@@ -98,7 +110,8 @@ class Adoption:
             block = await self._storage.arena.lease_when_free(part.nbytes, "frozen weights")
             try:
                 part.stage(block, 0)
-                part.bytes.zero_()
+                if not part.in_place:
+                    part.bytes.zero_()
                 stored = part.bytes.view(unit.dtype)
                 for slot, first, last, source in self._sources(unit, lo, hi):
                     at = slot.offset_numel + first - lo

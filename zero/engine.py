@@ -23,7 +23,7 @@ from zero.backward import BackwardWatch
 from zero.config import Config
 from zero.covering import cover_model
 from zero.editing import UnitEditor
-from zero.keeping import EngineKeeper
+from zero.keeping import EngineKeeper, take_back
 from zero.machine import read_machine
 from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
@@ -35,8 +35,7 @@ from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
 from zero.params.initialisation import forget, provisional_source
 from zero.params.layout import Slot, Unit, build_layout
-from zero.params.released import is_kept, keeper_of
-from zero.params.units import CoveredUnit, Leaf, collect_leaves, nested_numel
+from zero.params.units import CoveredUnit, collect_leaves, nested_numel
 from zero.planner import Planner
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
@@ -75,7 +74,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         trainable = {id(p) for group in groups or () for p in group["params"]}
         covered = cover_model(model, self._leaves, trainable, config)
         self._layout = build_layout([unit.content for unit in covered], world_size=1)
-        _take_back(self._leaves)
+        take_back(leaf.parameter for leaf in self._leaves)
         self.plan = Planner(
             self._layout, config, read_machine(device), device, self._in_place, nested_numel(covered, self._layout)
         ).make()
@@ -392,12 +391,3 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             if "module" in modules and name != "module":
                 return getattr(modules["module"], name)
             raise
-
-
-def _take_back(leaves: list[Leaf]) -> None:
-    """The same model may be wrapped again: the engine that kept it gives its values back and closes."""
-    for leaf in leaves:
-        if is_kept(leaf.parameter):
-            keeper = keeper_of(leaf.parameter)
-            if isinstance(keeper, EngineKeeper):
-                keeper.give_back()

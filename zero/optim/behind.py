@@ -143,7 +143,7 @@ class DueUpdates:
         try:
             await self._storage.rewrite_stranded()
         except StorageError as error:
-            raise error.within(f"update of step {self._number}") from error
+            raise error.within(f"update of step {self._arguments.number}") from error
         self.failure = None
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
