@@ -22,7 +22,7 @@ from zero.backward import BackwardWatch
 from zero.config import Config
 from zero.covering import cover_model
 from zero.editing import UnitEditor
-from zero.keeping import EngineKeeper
+from zero.keeping import EngineKeeper, take_back
 from zero.machine import read_machine
 from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
@@ -34,8 +34,7 @@ from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
 from zero.params.initialisation import forget, provisional_source
 from zero.params.layout import Slot, Unit, build_layout
-from zero.params.released import is_kept, keeper_of
-from zero.params.units import CoveredUnit, Leaf, collect_leaves, nested_numel
+from zero.params.units import CoveredUnit, collect_leaves, nested_numel
 from zero.planner import Planner
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
@@ -74,7 +73,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         trainable = {id(p) for group in groups or () for p in group["params"]}
         covered = cover_model(model, self._leaves, trainable, config)
         self._layout = build_layout([unit.content for unit in covered], world_size=1)
-        _take_back(self._leaves)
+        take_back([leaf.parameter for leaf in self._leaves])
         self.plan = Planner(
             self._layout, config, read_machine(device), device, self._in_place, nested_numel(covered, self._layout)
         ).make()
@@ -128,7 +127,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
-        self._step_asked = False
+        self._step_asked = self._step_counted = False
         self._persistent_bound = True
 
     def _undo_build(self) -> None:
@@ -262,6 +261,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             )
         self._watch.end_stray()
         self._coordinator.check_idle()
+        self._stepper.decided = self._step_counted = False
         self._step_asked = True
 
     def _take_step(self) -> None:
@@ -270,14 +270,9 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             self._stepper.check()
             self._keeper.store_edits()
             if self._step_asked and self.optimizer is not None:
-                self._coordinator.release_all()
-                self._persistent_bound = False
-                number = self.global_steps + 1
-                self._stepper.fix(number, self.optimizer, self._index_of, self._config.gradient_clipping)
-                self._step_asked = False
-                self._watch.generation += 1
-                self._step_fixed(self.optimizer)
+                self._fix_step(self.optimizer)
                 self._stepper.start()
+                self._step_asked = False
                 self._coordinator.expect_forward()
 
     def _values_now(self) -> dict[int, AdamValues]:
@@ -288,8 +283,17 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         if self._ahead is not None:
             self._ahead.void(index)
 
-    def _step_fixed(self, optimizer: ZeroOptimizer) -> None:
-        self.global_steps += 1
+    def _fix_step(self, optimizer: ZeroOptimizer) -> None:
+        """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""
+        if self._step_counted:
+            return
+        self._persistent_bound = False
+        self._coordinator.release_all()
+        number = self.global_steps + 1
+        self._stepper.fix(number, optimizer, self._index_of, self._config.gradient_clipping)
+        self._step_counted = True
+        self._watch.generation += 1
+        self.global_steps = number
         optimizer.mark_stepped()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -389,12 +393,3 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             if "module" in modules and name != "module":
                 return getattr(modules["module"], name)
             raise
-
-
-def _take_back(leaves: list[Leaf]) -> None:
-    """The same model may be wrapped again: the engine that kept it gives its values back and closes."""
-    for leaf in leaves:
-        if is_kept(leaf.parameter):
-            keeper = keeper_of(leaf.parameter)
-            if isinstance(keeper, EngineKeeper):
-                keeper.give_back()
