@@ -128,7 +128,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
-        self._step_asked = False
+        self._step_asked = self._step_counted = False
         self._persistent_bound = True
 
     def _undo_build(self) -> None:
@@ -262,6 +262,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             )
         self._watch.end_stray()
         self._coordinator.check_idle()
+        self._stepper.decided = self._step_counted = False
         self._step_asked = True
 
     def _take_step(self) -> None:
@@ -270,14 +271,9 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             self._stepper.check()
             self._keeper.store_edits()
             if self._step_asked and self.optimizer is not None:
-                self._coordinator.release_all()
-                self._persistent_bound = False
-                number = self.global_steps + 1
-                self._stepper.fix(number, self.optimizer, self._index_of, self._config.gradient_clipping)
-                self._step_asked = False
-                self._watch.generation += 1
-                self._step_fixed(self.optimizer)
+                self._fix_step(self.optimizer)
                 self._stepper.start()
+                self._step_asked = False
                 self._coordinator.expect_forward()
 
     def _arguments_now(self) -> StepArguments:
@@ -290,8 +286,17 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         if self._ahead is not None:
             self._ahead.void(index)
 
-    def _step_fixed(self, optimizer: ZeroOptimizer) -> None:
-        self.global_steps += 1
+    def _fix_step(self, optimizer: ZeroOptimizer) -> None:
+        """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""
+        if self._step_counted:
+            return
+        self._persistent_bound = False
+        self._coordinator.release_all()
+        number = self.global_steps + 1
+        self._stepper.fix(number, optimizer, self._index_of, self._config.gradient_clipping)
+        self._step_counted = True
+        self._watch.generation += 1
+        self.global_steps = number
         optimizer.mark_stepped()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()

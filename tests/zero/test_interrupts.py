@@ -106,6 +106,70 @@ def test_an_interrupted_step_is_taken_once(open_engine: Open, nvme_path: Path, r
     assert unequal(engine, reference, "early_exit") == []
 
 
+STAGES: dict[str, Callable[[Any], Any]] = {
+    # What a step calls, in this order: owner, method.
+    "check": lambda engine: (engine._stepper, "check"),
+    "store_edits": lambda engine: (engine._keeper, "store_edits"),
+    "release_all": lambda engine: (engine._coordinator, "release_all"),
+    "finish": lambda engine: (engine._stepper, "finish"),
+    "flush_all": lambda engine: (engine._gradients, "flush_all"),
+    "settle": lambda engine: (engine._gradients, "settle"),
+    "norm": lambda engine: (engine._gradients, "norm"),
+    "values": lambda engine: (engine.optimizer, "values"),
+    "trained_units": lambda engine: (engine._stepper._pipeline, "trained_units"),
+    "fix": lambda engine: (engine._stepper, "fix"),
+    "at_once": lambda engine: (engine._stepper._pipeline, "at_once"),
+    "update": lambda engine: (engine._stepper, "_finish_groups"),
+    "start": lambda engine: (engine._stepper, "start"),
+    "expect_forward": lambda engine: (engine._coordinator, "expect_forward"),
+}
+
+
+class InterruptOnce:
+    """Stands for a method; the first call is interrupted before it does anything, or when it has done it."""
+
+    def __init__(self, owner: Any, name: str, when: str) -> None:
+        self._owner, self._name, self._when, self._method = owner, name, when, getattr(owner, name)
+        self.met = False
+        setattr(owner, name, self)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        setattr(self._owner, self._name, self._method)
+        self.met = True
+        if self._when == "after":
+            self._method(*arguments, **named)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("pair", [NVME, ("cpu", "cpu")], ids="-".join)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("retry", ["engine.step", "nothing"])
+def test_a_step_interrupted_at_any_stage_is_taken_once(
+    open_engine: Open, nvme_path: Path, stage: str, when: str, retry: str, pair: tuple[str, str]
+) -> None:
+    keys = {"sub_group_size": 8192, "stage3_param_persistence_threshold": 64}
+    engine = open_engine(**scheduled(build("gpt"), pair, nvme_path, zero=keys))
+    reference = train(scheduled_reference(engine), 0, 1)
+    train(engine, 0)
+    engine.backward(engine(tokens(1)))
+    interrupt = InterruptOnce(*STAGES[stage](engine), when)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert interrupt.met
+    asked = engine._step_asked
+    if retry == "engine.step" and asked:
+        engine.step()
+    else:
+        engine.synchronize()
+    assert asked or (stage, when) in {("expect_forward", "before"), ("expect_forward", "after")}
+    assert engine.get_global_grad_norm() == reference.norms[-1]
+    train(engine, 2)
+    train(reference, 2)
+    assert (engine.global_steps, engine.micro_steps, engine.lr_scheduler.last_epoch) == (3, 3, 3)
+    assert unequal(engine, reference) == []
+
+
 def test_an_engine_closes_after_an_interrupted_step(open_engine: Open, nvme_path: Path, nothing_left: None) -> None:
     engine = open_engine(build("early_exit"), make_config(NVME, nvme_path))
     interrupted_step(engine)
