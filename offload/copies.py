@@ -40,18 +40,25 @@ class CopyLane:
         event.record()
         return event
 
-    async def copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
-        """Copy on the lane's own stream, beside the computation, and wait for it; the loop goes on meanwhile."""
-        with self._timeline.span(COPIES, f"to {target.device}", source.nbytes):
-            await self._copy(target, source, fence)
+    async def copy(self, target: torch.Tensor, source: torch.Tensor, *fences: Fence) -> None:
+        """Copy on the lane's own stream, beside the computation, and wait for it; the loop goes on meanwhile.
 
-    async def _copy(self, target: torch.Tensor, source: torch.Tensor, fence: Fence) -> None:
+        Args:
+            target: what it is written to.
+            source: as long.
+            fences: behind the last use of `target`, and behind what makes `source` if that is on a device.
+        """
+        with self._timeline.span(COPIES, f"to {target.device}", source.nbytes):
+            await self._copy(target, source, fences)
+
+    async def _copy(self, target: torch.Tensor, source: torch.Tensor, fences: tuple[Fence, ...]) -> None:
         if self._stream is None:
             target.copy_(source)
             return
         with torch.cuda.stream(self._stream):
-            if fence is not None:
-                self._stream.wait_event(fence)
+            for fence in fences:
+                if fence is not None:
+                    self._stream.wait_event(fence)
             target.copy_(source, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)

@@ -152,7 +152,9 @@ class SubGroupPipeline:
                 if unit.index in wanted and not weight.borrowed:
                     delivery = wanted[unit.index]
                     target = _part(unit, delivery.into, weight.begin, weight.end)
-                    await self._storage.lane.copy(target, weight.bytes, delivery.fence)
+                    # A kernel on a device has only been enqueued, on the stream of this thread.
+                    made = self._storage.lane.fence() if weight.bytes.device.type == "cuda" else None
+                    await self._storage.lane.copy(target, weight.bytes, delivery.fence, made)
             applied(frozenset(unit.index for unit in units) & wanted.keys())
             kept, error = await self._write_back(block, [work.record, *work.weights])
         finally:
