@@ -232,8 +232,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         """Forget the gradients accumulated since the last step."""
         if not self._closed:
             self._take_step()
-            if self._ahead is not None:
-                self._ahead.void_all()
+            self._changed_all()
             self._gradients.clear()
             self._watch.torn = False
 
@@ -285,6 +284,11 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         """Stored weights of the unit change by other means than a step."""
         if self._ahead is not None:
             self._ahead.void(index)
+
+    def _changed_all(self) -> None:
+        """What was done ahead of the step is worth nothing any more."""
+        if self._ahead is not None:
+            self._ahead.void_all()
 
     def _fix_step(self, optimizer: ZeroOptimizer) -> None:
         """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""
@@ -362,6 +366,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         self._closed = True
         self._finalizer.detach()
         try:
+            self._stepper.stop()
+            self._changed_all()
             self._hooks.remove()
             self._watch.remove()
             self._gradients.clear()

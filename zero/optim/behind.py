@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.copies import Fence, fetch_plane
-from offload.errors import StorageError
+from offload.errors import StateError, StorageError
 from offload.planes import settle_all
 from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline
 from zero.params.layout import Layout, SubGroup, Unit
@@ -56,6 +56,8 @@ class DueUpdates:
         self._running: dict[SubGroup, Running] = {}
         self.failure: StorageError | None = None
         """A result could not be stored since the last `retry`."""
+        self.stopped = False
+        """The engine closes: no further update begins."""
         self._layout = layout
         self._groups: dict[int, list[SubGroup]] = {unit.index: [] for unit in layout.units}
         for group in storage.plan.sub_groups:
@@ -204,6 +206,8 @@ class DueUpdates:
             async with self._pipeline.slots:
                 if self.failure is not None:
                     raise self.failure
+                if self.stopped:
+                    raise StateError("update: the engine is closed")
                 await self._pipeline.update(group, self._arguments, wanted, applied, threads)
         except BaseException as error:
             named = error

@@ -123,6 +123,10 @@ class Stepper:
             unit = self._layout.units[index]
             self._run(f"updating unit {unit.name}", self._updates.bring_unit(unit))
 
+    def stop(self) -> None:
+        """The engine closes: updates that have not begun never will, nobody could see them."""
+        self._updates.stopped = True
+
     def apply_persistent(self) -> None:
         """Update the units that are always bound."""
         for index in self._persistent:
