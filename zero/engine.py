@@ -232,7 +232,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         """Forget the gradients accumulated since the last step."""
         if not self._closed:
             self._take_step()
-            self._changed_all()
+            self._changed()
             self._gradients.clear()
             self._watch.torn = False
 
@@ -280,15 +280,10 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         values = {} if self.optimizer is None else self.optimizer.values(self._index_of, everything)
         return StepArguments(values, 1.0, self.global_steps + 1)
 
-    def _changed(self, index: int) -> None:
-        """Stored weights of the unit change by other means than a step."""
+    def _changed(self, index: int | None = None) -> None:
+        """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
         if self._ahead is not None:
-            self._ahead.void(index)
-
-    def _changed_all(self) -> None:
-        """What was done ahead of the step is worth nothing any more."""
-        if self._ahead is not None:
-            self._ahead.void_all()
+            self._ahead.void_all() if index is None else self._ahead.void(index)
 
     def _fix_step(self, optimizer: ZeroOptimizer) -> None:
         """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""
@@ -367,7 +362,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         self._finalizer.detach()
         try:
             self._stepper.stop()
-            self._changed_all()
+            self._changed()
             self._hooks.remove()
             self._watch.remove()
             self._gradients.clear()
