@@ -172,10 +172,12 @@ def in_group(group: MemoryCgroup, nbytes: int) -> int:
     return subprocess.run([*group.prefix, sys.executable, "-c", code], check=False).returncode
 
 
-def test_what_passes_the_limit_is_killed_and_counted(group: MemoryCgroup) -> None:
-    assert in_group(group, 32 << 20) == 0 and group.kills == 0
-    assert in_group(group, 400 << 20) == -9 and group.kills == 1
-    assert group.peak_bytes is None or 32 << 20 < group.peak_bytes <= 256 << 20
+@needs_groups
+def test_what_passes_the_limit_is_killed_and_counted() -> None:
+    with MemoryCgroup(256 << 20) as group:
+        assert in_group(group, 32 << 20) == 0 and group.kills == 0
+        assert in_group(group, 400 << 20) == -9 and group.kills == 1
+        assert group.peak_bytes is None or 32 << 20 < group.peak_bytes <= 256 << 20
 
 
 @needs_groups
