@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# A busy neighbour is no failure: how long an example may take is not for a test to say.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS))  # importlib mode leaves it out; tests import `models` and `reference` by name

@@ -86,6 +86,8 @@ def _check(options: argparse.Namespace) -> None:
         check_target(options.json)
     elif options.png is None:
         raise ConfigError("zero trace: --draw needs --png FILE")
+    elif not options.draw.is_file():
+        raise ConfigError(f"zero trace: --draw {options.draw}: no such file; record one first")
     if options.png is not None:
         check_target(options.png)
         require_matplotlib()
