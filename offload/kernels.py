@@ -357,7 +357,8 @@ def _on_device(ffi: Any, table: Any, device: torch.device) -> Tensor | None:
     """The segment table as bytes on a CUDA device; None on the CPU, where the table itself serves."""
     if device.type == "cpu":
         return None
-    return torch.frombuffer(bytearray(ffi.buffer(table)), dtype=torch.uint8).to(device)
+    # Pinned and not waited for: the stream may have to wait for a whole backward, and the caller must not.
+    return torch.frombuffer(bytearray(ffi.buffer(table)), dtype=torch.uint8).pin_memory().to(device, non_blocking=True)
 
 
 # ---- checks of what C cannot see ------------------------------------------------------------------

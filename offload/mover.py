@@ -62,11 +62,16 @@ class Mover:
     Args:
         describe: called for the watchdog; returns one line per transfer in flight.
         progress: called for the watchdog; a number that changes whenever bytes move.
+        enter: called first on the new thread.
     """
 
     def __init__(
-        self, describe: Callable[[], list[str]] | None = None, progress: Callable[[], int] | None = None
+        self,
+        describe: Callable[[], list[str]] | None = None,
+        progress: Callable[[], int] | None = None,
+        enter: Callable[[], None] | None = None,
     ) -> None:
+        self._enter = enter or (lambda: None)
         self._describe = describe or (lambda: [])
         self._progress = progress or (lambda: 0)
         self.exposed = Stopwatch()
@@ -153,6 +158,7 @@ class Mover:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._enter()
         self._loop.run_forever()
 
     async def _drain(self) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from offload.aio import Aio
 from offload.errors import StateError, StorageError
+from offload.streams import Streams
 from offload.swapfile import SwapSpace
 
 
@@ -105,10 +106,14 @@ class Plane:
         bytes_per_element: of one coordinate; a record plane packs several arrays into it.
         homes: disjoint and sorted; what no home covers cannot be read or written.
         disk: needed when a home lies in the swap space.
+        streams: needed when a home lies on a device; what the mover does to it is behind all it did before.
     """
 
-    def __init__(self, name: str, bytes_per_element: int, homes: list[Home], disk: Disk | None) -> None:
+    def __init__(
+        self, name: str, bytes_per_element: int, homes: list[Home], disk: Disk | None, streams: Streams | None = None
+    ) -> None:
         self.name, self.bytes_per_element = name, bytes_per_element
+        self._streams = streams or Streams()
         self._homes, self._disk = homes, disk
         self._begins = [home.begin for home in homes]
         self._stranded: list[Stranded] = []
@@ -204,13 +209,21 @@ class Plane:
             part = buffer[(lo - begin) * width : (hi - begin) * width]
             if home.memory is not None:
                 stored = self._slice(home, lo, hi)
-                (stored if write else part).copy_(part if write else stored)
+                target, source = (stored, part) if write else (part, stored)
+                if target.device == source.device:
+                    target.copy_(source)
+                else:
+                    moves.append(self._transfer_device(target, source))
             else:
                 moves.append(self._transfer_swap(home, lo, hi, part, write=write))
         if moves:
             await settle_all(moves)
         if write:
             self._supersede(begin, end, buffer)
+
+    async def _transfer_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        copy = self._streams.copy_out if target.device.type == "cpu" else self._streams.copy_in
+        await self._streams.reached(copy(target, source, self._streams.fence()))
 
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
         if self._disk is None:

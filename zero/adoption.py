@@ -16,7 +16,7 @@ from offload.copies import CHUNK_BYTES
 from offload.planes import settle_all
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
-from zero.staging import Record, Staged
+from zero.staging import Record, Staged, Staging
 from zero.storage import Storage
 
 ReadSource = Callable[[nn.Parameter, int, int], torch.Tensor]
@@ -60,17 +60,17 @@ class Adoption:
         weights = self._storage.weights[group.space]
         if records is None:
             return
-        record = Staged(records, group.begin, group.end, self._compute)
+        streams = self._storage.streams
+        record = Staged(records, group.begin, group.end, self._compute, streams)
         units = list(space.overlapping(group.begin, group.end))
         runs = [
-            Staged(weights, max(unit.begin, group.begin), min(unit.end, group.end), self._compute) for unit in units
+            Staged(weights, max(unit.begin, group.begin), min(unit.end, group.end), self._compute, streams)
+            for unit in units
         ]
         parts = [record, *runs]
-        block = await self._storage.arena.lease_when_free(sum(part.nbytes for part in parts), "sub-group")
+        staging = await Staging.lease(self._storage, parts, "sub-group")
         try:
-            offset = 0
             for part in parts:
-                offset = part.stage(block, offset)
                 part.bytes.zero_()
             state = Record.over(record.bytes, group.end - group.begin, space.split)
             for unit, weight in zip(units, runs, strict=True):
@@ -78,7 +78,7 @@ class Adoption:
                 self._encode(unit, weight, remainder)
             await settle_all([part.write() for part in parts])
         finally:
-            block.release()
+            staging.release()
 
     def _encode(self, unit: Unit, weight: Staged, remainder: torch.Tensor | None) -> None:
         """Fill one unit's run of a sub-group: the weight, and for a split space the remainder."""
@@ -96,10 +96,11 @@ class Adoption:
         step = max(CHUNK_BYTES // unit.dtype.itemsize // 4096, 1) * 4096
         for lo in range(0, unit.shard_numel, step):
             hi = min(lo + step, unit.shard_numel)
-            part = Staged(plane, unit.begin + lo, unit.begin + hi, self._storage.device)
-            block = await self._storage.arena.lease_when_free(part.nbytes, "frozen weights")
+            memory = plane.memory(unit.begin + lo, unit.begin + hi)
+            where = torch.device("cpu") if memory is None else memory.device
+            part = Staged(plane, unit.begin + lo, unit.begin + hi, where, self._storage.streams)
+            staging = await Staging.lease(self._storage, [part], "frozen weights")
             try:
-                part.stage(block, 0)
                 part.bytes.zero_()
                 stored = part.bytes.view(unit.dtype)
                 for slot, first, last, source in self._sources(unit, lo, hi):
@@ -107,7 +108,7 @@ class Adoption:
                     stored[at : at + last - first].copy_(source)
                 await part.write()
             finally:
-                block.release()
+                staging.release()
 
     def _sources(self, unit: Unit, lo: int, hi: int) -> list[tuple[Slot, int, int, torch.Tensor]]:
         """(slot, first, last, values [first, last) of the parameter) for elements [lo, hi) of the unit."""

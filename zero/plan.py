@@ -51,6 +51,8 @@ class Plan:
     """Device memory that gathered units are read into."""
     gradient_pool_bytes: int = 0
     """Device memory for flat gradients that cannot be written in place."""
+    update_pool_bytes: int = 0
+    """Device memory that an update on a GPU passes through what does not live there."""
     swap_bytes: int = 0
     rows: tuple[PlanRow, ...] = ()
     notes: list[str] = field(default_factory=list)

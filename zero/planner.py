@@ -8,10 +8,12 @@ import torch
 
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import BLOCK_NUMEL, align_up
+from offload.streams import shares_host_memory
 from zero.config import Config
 from zero.machine import Machine
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow
+from zero.pools import gradient_pool_bytes, gradient_sums_bytes, stand_in_bytes, update_pool_bytes
 from zero.schedule.policy import Limits
 
 SUB_GROUP_NUMEL_MAX = 4 << 20
@@ -42,7 +44,7 @@ class Planner:
         self.param_tier = _tier(zero.offload_param.device)
         self.state_tier = _tier(zero.offload_optimizer.device)
         self.wide = (config.gradient_accumulation_steps or 1) > 1
-        self.on_cpu = device.type == "cpu"
+        self.on_cpu = shares_host_memory(device)
         self.nested_numel = nested_numel
         self.host_budget = self._budget(config.memory_budget.host, machine.available_bytes)
         self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
@@ -157,7 +159,9 @@ class Planner:
             fixed += sum(self._gradient_bytes(unit) for unit in self.trained)
             fixed += sum(space.numel * space.record_bytes for space in self.layout.spaces if space.trainable)
         width = max((unit.dtype.itemsize for unit in self.movable), default=2)
-        gradient_pool = self._gradient_pool_bytes()
+        # Sub-groups are not cut yet: the most that they can be.
+        gradient_pool = self._gradient_pool_bytes() + stand_in_bytes(self.layout.units, on_gpu=not self.on_cpu)
+        gradient_pool += RECORDS_IN_FLIGHT * SUB_GROUP_NUMEL_MAX * self._staged_on_device()
         fits = (self.device_budget - fixed - gradient_pool) // width - largest_numel
         need = largest_numel + self.nested_numel
         if fits < need:
@@ -170,8 +174,18 @@ class Planner:
         return min(fits, total)
 
     def _gradient_pool_bytes(self) -> int:
-        """Room for two flat gradients of the largest unit."""
-        return 2 * max((unit.numel * unit.dtype.itemsize for unit in self.trained), default=0)
+        return gradient_pool_bytes(self.trained, on_gpu=not self.on_cpu, wide=self.wide)
+
+    def _staged_on_device(self) -> int:
+        """Bytes per element that an update on a GPU brings there: weights, and gradients widened onto the disk."""
+        if self.on_cpu or self.state_tier != DEVICE:
+            return 0
+        width = max((unit.dtype.itemsize for unit in self.trained), default=0) if self.param_tier != DEVICE else 0
+        return width + (4 if self.host_budget is not None and self._uses_disk() else 0)
+
+    def _sums_bytes(self) -> int:
+        """Pinned home of the gradients' block sums, which a GPU cannot write to any other memory."""
+        return 0 if self.on_cpu else sum(gradient_sums_bytes(unit) for unit in self.trained)
 
     def _size_pools(self, plan: Plan) -> None:
         pooled = [
@@ -187,6 +201,9 @@ class Planner:
             plan.unit_pool_bytes = min(plan.limits.live_numel_max + slack, total) * width
         # Used when a gradient cannot be collected where it is stored; a second backward needs it always.
         plan.gradient_pool_bytes = self._gradient_pool_bytes()
+        plan.update_pool_bytes = update_pool_bytes(
+            self.layout, plan.sub_groups, self._staged_on_device(), plan.records_in_flight
+        )
 
     def _addressable(self, tier: str) -> bool:
         """True when the compute device can read that tier's memory where it is."""
@@ -199,7 +216,7 @@ class Planner:
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
         plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
         can_spill = gradient_home == HOST and self._uses_disk()
-        fixed = 0
+        fixed = self._sums_bytes()
         if self.param_tier == HOST:
             fixed += sum(self._weight_bytes(unit) for unit in self.movable)
         if self.state_tier == HOST:
@@ -275,7 +292,8 @@ class Planner:
         if offload.buffer_count and offload.buffer_size:
             width = max((unit.dtype.itemsize for unit in self.layout.units), default=2)
             wanted = min(wanted, max(offload.buffer_count * offload.buffer_size * width // chunk, 2) * chunk)
-        return wanted if self._uses_disk() else 0
+        # On a GPU with states on the host, gradients after the first of a step are added up through chunks.
+        return wanted if self._uses_disk() or (not self.on_cpu and self.state_tier != DEVICE) else 0
 
     def _arena_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
         # One page per leased part: a record, its weights and its gradients are leased apart.
@@ -339,6 +357,9 @@ class Planner:
             yield PlanRow(tier, "optimizer states", self._sum(self._record_bytes(g) for g, t in groups if t == tier))
         yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
         yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
+        yield PlanRow(DEVICE, "updates in flight", plan.update_pool_bytes)
+        yield PlanRow(DEVICE, "stand-in for what is away", stand_in_bytes(self.layout.units, on_gpu=not self.on_cpu))
+        yield PlanRow(HOST, "block sums of gradients", self._sums_bytes())
         yield PlanRow(NVME, "second slots", self._second_slot_bytes(plan))
         yield PlanRow(HOST, "arena: records and chunks in flight", plan.arena_bytes)
 

@@ -10,14 +10,15 @@ import torch
 
 from offload.aio import AioOptions, open_aio
 from offload.arena import Arena, MemoryRegion
-from offload.copies import CopyLane
 from offload.errors import BudgetError, ConfigError, StateError
 from offload.mover import Mover
 from offload.planes import Disk, Home, Plane
+from offload.streams import open_streams
 from offload.swapfile import SwapSpace
 from zero.config import Config
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan
+from zero.pools import gradient_sums_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,15 @@ class Storage:
         self._planes: list[Plane] = []
         self.disk = self._open_disk(config)
         aio = self.disk.aio if self.disk else None
-        self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks) if aio else Mover()
+        self.streams = open_streams(device)
+        enter = self.streams.enter
+        self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks, enter) if aio else Mover(enter=enter)
         try:
             self.arena = Arena("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu"), pinned=self._pinned)
             self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
             self.gradient_pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device)
-            self.lane = CopyLane(device)
+            self.update_pool = Arena("updates", plan.update_pool_bytes, "memory_budget.device", device)
+            self._sums: MemoryRegion | None = None
             self._swap_used_bytes = 0
             self.weights = [self._weight_plane(space) for space in layout.spaces]
             self.records = [self._record_plane(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
@@ -87,7 +91,17 @@ class Storage:
                 f"gradient of {unit.name}: a second backward before step() needs {nbytes:,} more bytes for fp32 "
                 "accumulation; raise memory_budget.host, or announce it with gradient_accumulation_steps"
             )
-        return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk))
+        return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk, self.streams))
+
+    def block_sums(self, unit: Unit) -> torch.Tensor:
+        """A home in host memory for what the norm needs of one unit's gradient, uint8: 16 bytes per 4096 elements."""
+        nbytes = gradient_sums_bytes(unit)
+        if self.streams.shared:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        if self._sums is None:  # one allocation, page-locked: the device writes there
+            trained = [unit for unit in self.layout.units if unit.trainable]
+            self._sums = self._region(HOST, sum(gradient_sums_bytes(unit) for unit in trained))
+        return self._sums.take(nbytes)
 
     def has_two_slots(self, group: SubGroup) -> bool:
         """True when an update of the sub-group can be made aside."""
@@ -114,6 +128,7 @@ class Storage:
         """Let what moves finish, then free everything. Idempotent."""
         self.mover.close()
         self._end_disk()
+        self.streams.close()
         self._free()
 
     def abandon(self) -> None:
@@ -133,7 +148,7 @@ class Storage:
             plane.close()
         for region in self._regions:
             region.close()
-        for name in ("arena", "unit_pool", "gradient_pool"):
+        for name in ("arena", "unit_pool", "gradient_pool", "update_pool"):
             if hasattr(self, name):
                 getattr(self, name).close()
         self.weights, self.records, self.gradients, self.other_slots = [], [], [], []
@@ -220,7 +235,7 @@ class Storage:
                 self._swap_used_bytes += nbytes
             else:
                 homes.append(Home(begin, end, regions[tier].take(nbytes)))
-        return self._kept(Plane(name, width, homes, self.disk))
+        return self._kept(Plane(name, width, homes, self.disk, self.streams))
 
     def _kept(self, plane: Plane) -> Plane:
         self._planes.append(plane)

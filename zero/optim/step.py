@@ -67,7 +67,7 @@ class Stepper:
             if has
         }
         scale = clip_coefficient(self.norm, norm_max)
-        arguments = StepArguments(optimizer.values(index_of, contributed), scale)
+        arguments = StepArguments(optimizer.values(index_of, contributed), scale, self._storage.streams.fence())
         done = self._ahead.commit(arguments) if self._ahead is not None else set()
         optimizer.count_step(index_of, contributed)
         self._gradients.seal()

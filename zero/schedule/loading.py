@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from offload.arena import Block
 from offload.binding import exact_alias
 from offload.copies import write_plane
 from offload.mover import Transfer
+from offload.streams import Fence
 from zero.optim.behind import DueUpdates
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
@@ -25,7 +27,9 @@ class Arrival:
     """uint8, the unit's bytes, its storage exactly as long."""
     block: Block | None
     """What to give back on release; None when the values are used where they live."""
-    transfer: Transfer[None] | None
+    transfer: Transfer[Any] | None
+    fence: Fence = None
+    """On a device the values are there behind it; known once the transfer has settled."""
 
     @property
     def settled(self) -> bool:
@@ -65,8 +69,27 @@ class Loader:
         block = self._lease(unit)
         if block is None:
             return None
-        job = self._updates.fetch(unit, block.data, self._storage.lane.fence())
+        job = self._updates.fetch(unit, block.data, block.fences)
         return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
+
+    def await_values(self, arrival: Arrival) -> None:
+        """Return once the values are on their way to the device, if not there: what follows on it waits for them.
+
+        Raises:
+            StorageError: they are not.
+        """
+        streams = self._storage.streams
+        if arrival.transfer is not None:
+            arrival.fence = arrival.transfer.result()
+        if arrival.block is None:  # used where they live, and where updates write them
+            arrival.fence = streams.behind_updates()
+        self.follow(arrival)
+
+    def follow(self, arrival: Arrival) -> None:
+        """The calling thread's stream uses the values from now on; they may have been awaited by another."""
+        self._storage.streams.wait(arrival.fence)
+        if arrival.fence is not None and arrival.fence.query():
+            arrival.fence = None
 
     def lease_error(self, unit: Unit) -> Block:
         """Lease the unit's memory or raise BudgetError; for when nothing can make room any more."""
@@ -96,7 +119,7 @@ class Loader:
                 self._drain(unit.index)
             self._draining[unit.index] = arrival.block
         else:
-            arrival.block.release()
+            arrival.block.release(self._storage.streams.fence())
 
     def reported(self, error: BaseException) -> None:
         """Somebody was told of a transfer's error: the next call of the engine need not repeat it."""
@@ -128,10 +151,13 @@ class Loader:
         self._draining.pop(index).release()
 
     def _store_modified(self, unit: Unit, data: torch.Tensor) -> None:
-        plane = self._storage.weights[self._layout.space_of(unit)]
+        plane, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
         self._changed(unit.index)
+        modified = streams.fence()
 
         async def store() -> None:
+            streams.wait(modified)
+            await streams.reached(modified, streams.behind_copies_in())
             await self._updates.settle_unit(unit)  # its update writes to the same place
             await write_plane(plane, unit.begin, unit.end, data, self._storage.arena)
 
