@@ -1,1 +1,1 @@
-"""One question a file. Run with `python -m benchmarks.<name>`; each prints one JSON line per measurement."""
+"""One question a file: `python -m benchmarks.<question> --json FILE` prints what it finds and writes every run."""

@@ -30,7 +30,7 @@ def test_adamw_on_the_split_master(benchmark: Any, isa: str) -> None:
     segment = kernels.Segment(
         begin=0, end=NUMEL, step_size=1e-3, bias2_sqrt=1.0, decay=0.9999, l2=0.0, beta1=0.9, beta2=0.999, eps=1e-8
     )
-    benchmark(kernels.adamw, weight, remainder, exp_avg, exp_avg_sq, gradient, [segment])
+    benchmark(kernels.adamw, weight, remainder, kernels.Moments(exp_avg, exp_avg_sq), gradient, [segment])
 
 
 def test_block_sums_of_a_bf16_gradient(benchmark: Any, isa: str) -> None:

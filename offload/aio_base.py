@@ -7,6 +7,7 @@ import errno as errno_names
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -14,6 +15,7 @@ import torch
 
 from offload.errors import ConfigError, StateError, StorageError
 from offload.sizes import PAGE_BYTES
+from offload.timeline import READS, WRITES, Timeline
 
 T = TypeVar("T")
 
@@ -76,6 +78,8 @@ class AioStats:
     """Transfers that moved less than asked and were continued."""
     retried: int
     """Transfers repeated after EINTR or EAGAIN."""
+    registered: int
+    """Transfers started through registered memory."""
     busy_seconds: float
     """With anything in flight; `read_seconds` and `write_seconds`: with at least one of those."""
     read_seconds: float
@@ -117,7 +121,9 @@ class Request:
     offset: int
     path: str
     buffer: torch.Tensor | None = None
-    begin: float = field(default_factory=time.monotonic)
+    what: str = ""
+    """Name in a timeline."""
+    begin_ns: int = field(default_factory=time.perf_counter_ns)
 
     def __post_init__(self) -> None:
         buffer = self.buffer
@@ -172,6 +178,10 @@ async def settle(future: asyncio.Future[T]) -> T:
     raise cancelled
 
 
+def _nothing_to_undo() -> None:
+    pass
+
+
 class Aio(ABC):
     """Reads and writes files without blocking the event loop it is used from.
 
@@ -181,30 +191,34 @@ class Aio(ABC):
     Attributes:
         backend: the name of what moves the bytes.
         reason: one line: why this one.
+        timeline: where transfers are recorded; off unless somebody gives another.
     """
 
     backend: str
     reason: str
 
     def __init__(self) -> None:
+        self.timeline = Timeline()
         self._pending: dict[int, Request] = {}
         self._closed = False
 
-    async def read(self, fd: int, offset: int, buffer: torch.Tensor, path: str) -> None:
+    async def read(self, fd: int, offset: int, buffer: torch.Tensor, path: str, what: str = "read") -> None:
         """Fill `buffer` from byte `offset` of the file; a file that ends before it is full is ENODATA.
 
-        Raises:
-            StorageError: names `path` and the offset of the part that failed.
-        """
-        await self._begin(Request("read", fd, offset, path, buffer))
-
-    async def write(self, fd: int, offset: int, buffer: torch.Tensor, path: str) -> None:
-        """Write `buffer` at byte `offset` of the file.
+        `what` is its name in a timeline.
 
         Raises:
             StorageError: names `path` and the offset of the part that failed.
         """
-        await self._begin(Request("write", fd, offset, path, buffer))
+        await self._begin(Request("read", fd, offset, path, buffer, what))
+
+    async def write(self, fd: int, offset: int, buffer: torch.Tensor, path: str, what: str = "write") -> None:
+        """Write `buffer` at byte `offset` of the file; `what` is its name in a timeline.
+
+        Raises:
+            StorageError: names `path` and the offset of the part that failed.
+        """
+        await self._begin(Request("write", fd, offset, path, buffer, what))
 
     async def sync(self, fd: int, path: str) -> None:
         """Put the data of finished writes on stable storage (fdatasync).
@@ -214,10 +228,21 @@ class Aio(ABC):
         """
         await self._begin(Request("sync", fd, 0, path))
 
+    def register_memory(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Say in advance that transfers will use `memory`: where the kernel can, it pins the pages once.
+
+        Nothing depends on it; where it cannot be done, `reason` says why. The memory is kept until then:
+
+        Returns:
+            What undoes it; call it when no transfer in that memory is under way.
+        """
+        del memory
+        return _nothing_to_undo
+
     def in_flight(self) -> list[str]:
         """One line per transfer that has not ended: what, where, how many bytes, for how long."""
-        now = time.monotonic()
-        return [f"{request}, for {now - request.begin:.1f} s" for request in tuple(self._pending.values())]
+        now = time.perf_counter_ns()
+        return [f"{request}, for {(now - request.begin_ns) / 1e9:.1f} s" for request in tuple(self._pending.values())]
 
     def close(self) -> None:
         """Give everything back. Call it from the thread of the event loop, or when that has ended. Idempotent.
@@ -236,6 +261,9 @@ class Aio(ABC):
         if self._closed:
             raise StateError(f"{request}: the I/O engine is closed")
         await self._move(request)
+        if self.timeline.on and request.op != "sync":
+            lane = READS if request.op == "read" else WRITES
+            self.timeline.add(lane, request.what, request.begin_ns, request.nbytes)
 
     @abstractmethod
     def stats(self) -> AioStats:

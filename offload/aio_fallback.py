@@ -105,6 +105,7 @@ class AiofilesAio(Aio):
             requests=self._requests,
             chunks=self._chunks,
             resumed=self._resumed,
+            registered=0,
             retried=self._retried,
             busy_seconds=self._watches["any"].seconds,
             read_seconds=self._watches["read"].seconds,

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno as errno_names
 import itertools
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import native
 from offload.aio_base import NATIVE_BACKENDS, OPS, Aio, AioFault, AioOptions, AioStats, Request, settle
@@ -30,6 +34,19 @@ def why_unavailable(library: native.Native, backend: str, status: int) -> str:
         ("libaio", errno_names.EAGAIN): "; raise sysctl fs.aio-max-nr or lower aio.queue_depth",
     }.get((backend, -status), "")
     return f"unavailable ({text}{hint})"
+
+
+def why_not_registered(library: native.Native, status: int) -> str:
+    """One line for `reason`; empty when the backend has no such thing."""
+    if status == -errno_names.ENOTSUP:
+        return ""
+    name = errno_names.errorcode.get(-status, str(status))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    hint = {
+        errno_names.ENOMEM: f"; RLIMIT_MEMLOCK is {soft:,} bytes, raise it with ulimit -l",
+        errno_names.EPERM: "; RLIMIT_MEMLOCK is 0, raise it with ulimit -l",
+    }.get(-status, "")
+    return f"buffers are not registered ({name}: {_text(library, status)}{hint})"
 
 
 def open_native(library: native.Native, backend: str, options: AioOptions) -> NativeAio | str:
@@ -73,6 +90,7 @@ class NativeAio(Aio):
         self._futures: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._room = asyncio.Semaphore(self._requests_max)
+        self._registered: dict[int, torch.Tensor] = {}
 
     def stats(self) -> AioStats:
         """What the engine has moved so far."""
@@ -87,6 +105,7 @@ class NativeAio(Aio):
             chunks=out.chunks,
             resumed=out.resumed,
             retried=out.retried,
+            registered=out.registered,
             busy_seconds=out.busy_ns * 1e-9,
             read_seconds=out.read_ns * 1e-9,
             write_seconds=out.write_ns * 1e-9,
@@ -111,6 +130,30 @@ class NativeAio(Aio):
             }
             plan = self._ffi.new("zn_aio_fault *", fields)
         self._check("zn_aio_inject", self._lib.zn_aio_inject(self._handle, plan))
+
+    def register_memory(self, memory: torch.Tensor) -> Callable[[], None]:
+        """As `Aio.register_memory`."""
+        if self._closed or memory.numel() == 0:
+            return lambda: None
+        pointer, nbytes = self._ffi.cast("void *", memory.data_ptr()), memory.numel() * memory.element_size()
+        status = self._lib.zn_aio_register_memory(self._handle, pointer, nbytes)
+        if status != 0:
+            self._add_reason(why_not_registered(self._library, status))
+            return lambda: None
+        # Kept: another mapping at the same address would be taken for it.
+        key = next(self._tags)
+        self._registered[key] = memory
+
+        def undo() -> None:
+            if not self._closed:
+                self._lib.zn_aio_unregister_memory(self._handle, pointer, nbytes)
+                self._registered.pop(key, None)
+
+        return undo
+
+    def _add_reason(self, note: str) -> None:
+        if note not in self.reason:
+            self.reason = "; ".join(filter(None, (self.reason, note)))
 
     def close(self) -> None:
         """As `Aio.close`; what has completed unnoticed, because the event loop ended first, is taken."""
@@ -174,6 +217,7 @@ class NativeAio(Aio):
     def _release(self) -> None:
         self._unbind()
         self._check("zn_aio_close", self._lib.zn_aio_close(self._handle))
+        self._registered.clear()
 
     def _check(self, what: str, status: int) -> None:
         if status != 0:

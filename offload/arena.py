@@ -14,18 +14,22 @@ import torch
 from offload.binding import exact_alias
 from offload.errors import BudgetError, StateError
 from offload.extents import Extents
-from offload.pinned import map_host, pin, tensor_over
+from offload.pinned import hide_from_children, map_host, pin, tensor_over
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Mark
 
 
 class MemoryRegion:
-    """One allocation of exactly `nbytes`, taken piece by piece and freed as a whole."""
+    """One allocation of exactly `nbytes`, zero at first, taken piece by piece and freed as a whole.
+
+    Host memory that is not pinned is faulted in where it is first written to: a model that is moved in
+    from memory shrinks while its planes grow, so that both together take hardly more than one of them.
+    """
 
     def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
         self.nbytes = nbytes
         self._taken_bytes = 0
-        self._data: torch.Tensor | None = _allocate(nbytes, device)
+        self._data: torch.Tensor | None = _allocate(nbytes, device, touched=False)
         self._unpin = pin(self._data) if pinned and device.type == "cpu" else None
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -82,11 +86,23 @@ class Arena:
         name: what the bytes are for; appears in errors.
         knob: the configuration key that makes it larger; appears in errors.
         pinned: page-lock host memory for copies to a GPU.
+        register: makes host memory known to the I/O engine and returns what undoes it. For an arena whose
+            blocks nobody but the engine sees: children of fork find zeros in it.
     """
 
-    def __init__(self, name: str, nbytes: int, knob: str, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        nbytes: int,
+        knob: str,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
+    ) -> None:
         self.name, self._knob, self._device, self._pinned = name, knob, device, pinned
-        self._unpin: Callable[[], None] | None = None
+        self._register = register if device.type == "cpu" else None
+        self._undo: list[Callable[[], None]] = []
         self._extents = Extents(align_up(nbytes, PAGE_BYTES))
         self._data: torch.Tensor | None = None
         self._closed = False
@@ -161,7 +177,11 @@ class Arena:
         """The allocation, made at first use: an arena that is planned for but never needed costs nothing."""
         if self._data is None:
             self._data = _allocate(self._extents.capacity_bytes, self._device)
-            self._unpin = pin(self._data) if self._pinned and self._device.type == "cpu" else None
+            unpin = pin(self._data) if self._pinned and self._device.type == "cpu" else None
+            self._undo = [unpin] if unpin is not None else []
+            if self._register is not None:
+                hide_from_children(self._data)
+                self._undo.append(self._register(self._data))
         return self._data
 
     def _fences_of(self, begin: int, end: int) -> tuple[Fence, ...]:
@@ -181,14 +201,14 @@ class Arena:
 
     def close(self) -> None:
         """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
-        unpin, self._unpin, self._data, self._closed = self._unpin, None, None, True
-        if unpin is not None:
-            unpin()
+        undo, self._undo, self._data, self._closed = self._undo, [], None, True
+        for step in undo:
+            step()
 
 
-def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+def _allocate(nbytes: int, device: torch.device, *, touched: bool = True) -> torch.Tensor:
     if device.type == "cpu":
-        return tensor_over(map_host(nbytes))[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
+        return tensor_over(map_host(nbytes, touched=touched))[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
     data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     # Other streams use it at once: whoever had this memory before, and the zeros, must be done.
     torch.cuda.synchronize(device)

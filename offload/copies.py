@@ -34,22 +34,23 @@ async def fetch_plane(
     if streams.shared:
         await plane.read(begin, end, into)
         return
-    width = plane.bytes_per_element
     chunks: list[tuple[int, int]] = []
     for first, last, memory in plane.runs(begin, end):
         if memory is None:
             chunks += _chunks(plane, first, last)
         else:  # behind the mover's own work: an update may have written there last
-            streams.copy_in(into[(first - begin) * width : (last - begin) * width], memory, *after, streams.fence())
+            streams.copy_in(
+                into[plane.nbytes(begin, first) : plane.nbytes(begin, last)], memory, *after, streams.fence()
+            )
     waiting = iter(chunks)
 
     async def take_chunks() -> None:
         for lo, hi in waiting:
-            block = await arena.lease_when_free((hi - lo) * width, f"chunk of {plane.name}")
+            block = await arena.lease_when_free(plane.nbytes(lo, hi), f"chunk of {plane.name}")
             copied: Fence = None
             try:
                 await plane.read(lo, hi, block.data)
-                copied = streams.copy_in(into[(lo - begin) * width : (hi - begin) * width], block.data, *after)
+                copied = streams.copy_in(into[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)], block.data, *after)
             finally:
                 streams.release(block, copied)
 
@@ -62,11 +63,11 @@ async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, are
         await plane.read(begin, end, into)
         return
     for lo, hi in _chunks(plane, begin, end):
-        nbytes = (hi - lo) * plane.bytes_per_element
+        nbytes = plane.nbytes(lo, hi)
         block = await arena.lease_when_free(nbytes, f"chunk of {plane.name}")
         try:
             await plane.read(lo, hi, block.data)
-            target = into[(lo - begin) * plane.bytes_per_element :][:nbytes]
+            target = into[plane.nbytes(begin, lo) :][:nbytes]
             target.copy_(block.data)
         finally:
             block.release()
@@ -78,15 +79,16 @@ async def write_plane(plane: Plane, begin: int, end: int, source: torch.Tensor, 
         await plane.write(begin, end, source)
         return
     for lo, hi in _chunks(plane, begin, end):
-        nbytes = (hi - lo) * plane.bytes_per_element
+        nbytes = plane.nbytes(lo, hi)
         block = await arena.lease_when_free(nbytes, f"chunk of {plane.name}")
         try:
-            block.data.copy_(source[(lo - begin) * plane.bytes_per_element :][:nbytes])
+            block.data.copy_(source[plane.nbytes(begin, lo) :][:nbytes])
             await plane.write(lo, hi, block.data)
         finally:
             block.release()
 
 
 def _chunks(plane: Plane, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    step = max(CHUNK_BYTES // plane.bytes_per_element // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+    block_bytes = plane.nbytes(begin, begin + BLOCK_NUMEL)
+    step = max(CHUNK_BYTES // block_bytes, 1) * BLOCK_NUMEL
     return ((lo, min(lo + step, end)) for lo in range(begin, end, step))

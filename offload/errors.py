@@ -60,5 +60,15 @@ class StorageError(ZeroInfinityError, OSError):
         return str(self.args[1]) if len(self.args) > 1 else super().__str__()
 
 
+def tell(error: BaseException) -> None:
+    """A caller is told of `error`: it need not be raised once more by whoever meets it later."""
+    error.__dict__["told"] = True
+
+
+def was_told(error: BaseException | None) -> bool:
+    """True if some caller was told of `error`."""
+    return error is not None and "told" in error.__dict__
+
+
 class WatchdogError(ZeroInfinityError, TimeoutError):
     """Something that should have finished long ago has not; the message lists what is in flight."""

@@ -7,24 +7,20 @@ one. CPU calls return when done and release the GIL; CUDA calls enqueue on the c
 
 from __future__ import annotations
 
-import functools
-import os
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from native import Native, NativeUnavailable, load, load_cuda
 from offload import kernels_fallback as fallback
-from offload.errors import NativeError
+from offload.kernel_backend import backend_for
+from offload.moments import MOMENTS_BLOCK_NUMEL, Moments
 from offload.segment import Segment
 from offload.sizes import BLOCK_NUMEL
 
 __all__ = [
     "BLOCK_NUMEL",
+    "Moments",
     "Segment",
     "accumulate",
     "adamw",
@@ -34,18 +30,20 @@ __all__ = [
     "crc32c",
     "isa",
     "join",
+    "moments_load",
+    "moments_store",
     "split",
 ]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOATS = tuple(_DTYPES)
+_MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 def adamw(
     weight: Tensor,
     master: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    moments: Moments,
     grad: Tensor,
     segments: Sequence[Segment],
     *,
@@ -57,47 +55,86 @@ def adamw(
     Args:
         weight: (N,) fp32 (is the master), bf16 or fp16.
         master: None with fp32 weights; (N,) int16 remainder of the exact split (bf16 weights only), or (N,) fp32.
-        exp_avg: (N,) fp32 first moment.
-        exp_avg_sq: (N,) fp32 second moment.
+        moments: of N elements; fp32, bf16 or 8-bit.
         grad: (N,) fp32, bf16 or fp16.
-        segments: disjoint ranges inside [0, N).
+        segments: disjoint ranges inside [0, N), in ascending order. With 8-bit moments, a block of 256 that any of
+            them reaches into (and does not skip) is rounded anew as a whole.
         grad_scale: multiplies the gradient first: 1 / loss scale * clip coefficient.
         threads: at most this many CPU threads; the result does not depend on it.
 
     Raises:
         TypeError: dtype, device, length or layout of a tensor is wrong.
-        ValueError: a segment lies outside the tensors.
+        ValueError: a segment lies outside the tensors or begins before its predecessor ends.
     """
     numel, device = weight.numel(), weight.device
     _check("weight", weight, _FLOATS, numel, device)
     _check_master(weight, master)
-    _check("exp_avg", exp_avg, (torch.float32,), numel, device)
-    _check("exp_avg_sq", exp_avg_sq, (torch.float32,), numel, device)
+    _check_moments(moments, numel, device)
     _check("grad", grad, _FLOATS, numel, device)
+    position = 0
     for segment in segments:
         if not 0 <= segment.begin <= segment.end <= numel:
             raise ValueError(f"segment [{segment.begin}, {segment.end}) is outside tensors of {numel} elements")
+        if segment.begin < position:
+            raise ValueError(f"segment [{segment.begin}, {segment.end}) begins before {position}, where another ends")
+        position = segment.end
     if numel == 0 or not segments:
         return
-    backend = _backend(device)
+    backend = backend_for(device)
     if backend is None:
-        for segment in segments:
-            if not segment.skip:
-                fallback.adamw(weight, master, exp_avg, exp_avg_sq, grad, segment, grad_scale)
+        fallback.adamw(weight, master, moments, grad, segments, grad_scale)
         return
-    ffi = backend.native.ffi
-    table = ffi.new("zn_adam_segment[]", [_segment_values(segment) for segment in segments])
-    keep_alive = _on_device(ffi, table, device)
+    table = backend.segments(segments)
+    keep_alive = backend.on_device(table)
     backend.call(
         "adamw",
         *(backend.pointer(weight), _DTYPES[weight.dtype]),
-        *((ffi.NULL, 0) if master is None else (backend.pointer(master), int(master.dtype == torch.float32))),
-        *(backend.pointer(exp_avg, "float *"), backend.pointer(exp_avg_sq, "float *")),
-        *(backend.pointer(grad), _DTYPES[grad.dtype]),
+        *(
+            (backend.native.ffi.NULL, 0)
+            if master is None
+            else (backend.pointer(master), int(master.dtype == torch.float32))
+        ),
+        *(backend.moments(moments), backend.pointer(grad), _DTYPES[grad.dtype]),
         table if keep_alive is None else backend.pointer(keep_alive, "zn_adam_segment *"),
         *(len(segments), grad_scale),
         threads=threads,
     )
+
+
+def moments_load(moments: Moments, threads: int = 1) -> tuple[Tensor, Tensor]:
+    """Both moments as new fp32 tensors of (N,).
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+    """
+    numel, device = moments.exp_avg.numel(), moments.exp_avg.device
+    _check_moments(moments, numel, device)
+    exp_avg, exp_avg_sq = (torch.empty(numel, dtype=torch.float32, device=device) for _ in range(2))
+    backend = backend_for(device)
+    if backend is None:
+        fallback.moments_load(exp_avg, exp_avg_sq, moments)
+        return exp_avg, exp_avg_sq
+    outputs = backend.pointer(exp_avg, "float *"), backend.pointer(exp_avg_sq, "float *")
+    backend.call("moments_load", *outputs, backend.moments(moments), threads=threads)
+    return exp_avg, exp_avg_sq
+
+
+def moments_store(moments: Moments, exp_avg: Tensor, exp_avg_sq: Tensor, threads: int = 1) -> None:
+    """Write (N,) fp32 values into `moments`, rounded to nearest: what `moments_load` returned comes back bit for bit.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+    """
+    numel, device = exp_avg.numel(), exp_avg.device
+    _check("exp_avg", exp_avg, (torch.float32,), numel, device)
+    _check("exp_avg_sq", exp_avg_sq, (torch.float32,), numel, device)
+    _check_moments(moments, numel, device)
+    backend = backend_for(device)
+    if backend is None:
+        fallback.moments_store(moments, exp_avg, exp_avg_sq)
+        return
+    inputs = backend.pointer(exp_avg, "float *"), backend.pointer(exp_avg_sq, "float *")
+    backend.call("moments_store", backend.moments(moments), *inputs, threads=threads)
 
 
 def cast(out: Tensor, src: Tensor, scale: float = 1.0, threads: int = 1) -> None:
@@ -116,7 +153,7 @@ def cast(out: Tensor, src: Tensor, scale: float = 1.0, threads: int = 1) -> None
     _check("out", out, _FLOATS, src.numel(), src.device)
     if src.numel() == 0:
         return
-    backend = _backend(src.device)
+    backend = backend_for(src.device)
     if backend is None:
         fallback.cast(out, src, scale)
         return
@@ -142,7 +179,7 @@ def accumulate(total: Tensor, src: Tensor, first: Tensor | None = None, threads:
     _check("first", first, _FLOATS, src.numel(), src.device)
     if src.numel() == 0:
         return
-    backend = _backend(src.device)
+    backend = backend_for(src.device)
     if backend is None:
         fallback.accumulate(total, src, first)
         return
@@ -167,7 +204,7 @@ def split(weight: Tensor, remainder: Tensor, src: Tensor, threads: int = 1) -> N
     _check("remainder", remainder, (torch.int16,), src.numel(), src.device)
     if src.numel() == 0:
         return
-    backend = _backend(src.device)
+    backend = backend_for(src.device)
     if backend is None:
         fallback.split(weight, remainder, src)
         return
@@ -192,7 +229,7 @@ def join(out: Tensor, weight: Tensor, remainder: Tensor, threads: int = 1) -> No
     _check("remainder", remainder, (torch.int16,), out.numel(), out.device)
     if out.numel() == 0:
         return
-    backend = _backend(out.device)
+    backend = backend_for(out.device)
     if backend is None:
         fallback.join(out, weight, remainder)
         return
@@ -219,7 +256,7 @@ def block_sumsq(src: Tensor, into: tuple[Tensor, Tensor] | None = None, threads:
     sums, nonfinite = _block_sums(src, into)
     if src.numel() == 0:
         return sums, nonfinite
-    backend = _backend(src.device)
+    backend = backend_for(src.device)
     if backend is None:
         fallback.block_sumsq(sums, nonfinite, src)
         return sums, nonfinite
@@ -251,7 +288,7 @@ def cast_sumsq(
     sums, nonfinite = _block_sums(out, into)
     if src.numel() == 0:
         return sums, nonfinite
-    backend = _backend(src.device)
+    backend = backend_for(src.device)
     if backend is None:
         fallback.cast_sumsq(out, sums, nonfinite, src, scale)
         return sums, nonfinite
@@ -282,7 +319,7 @@ def crc32c(tensor: Tensor, crc: int = 0) -> int:
     """
     _check("tensor", tensor, (tensor.dtype,), tensor.numel(), torch.device("cpu"))
     data = tensor.detach().view(torch.uint8)
-    backend = _backend(tensor.device)
+    backend = backend_for(tensor.device)
     if backend is None:
         return fallback.crc32c(data.numpy(), crc)
     return int(backend.native.lib.zn_cpu_crc32c(crc, backend.pointer(data), data.numel()))
@@ -290,75 +327,10 @@ def crc32c(tensor: Tensor, crc: int = 0) -> int:
 
 def isa() -> str:
     """Instruction set of the CPU kernels: "scalar", "avx2", "avx512", or "torch" for the fallback."""
-    backend = _backend(torch.device("cpu"))
+    backend = backend_for(torch.device("cpu"))
     if backend is None:
         return "torch"
     return str(backend.native.ffi.string(backend.native.lib.zn_cpu_isa()).decode())
-
-
-# ---- which code runs ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Backend:
-    """One native library, with the calling convention of its device."""
-
-    native: Native
-    device: torch.device
-
-    def pointer(self, tensor: Tensor, ctype: str = "void *") -> Any:
-        return self.native.ffi.cast(ctype, tensor.data_ptr())
-
-    def call(self, name: str, *arguments: Any, threads: int) -> None:
-        lib, ffi = self.native.lib, self.native.ffi
-        if self.device.type == "cpu":
-            status = getattr(lib, f"zn_cpu_{name}")(*arguments, threads)
-        else:
-            with torch.cuda.device(self.device):
-                stream = ffi.cast("void *", torch.cuda.current_stream(self.device).cuda_stream)
-                status = getattr(lib, f"zn_cuda_{name}")(*arguments, stream)
-        if status != 0:
-            reason = ffi.string(lib.zn_strerror(status)).decode()
-            raise NativeError(f"{name} on {self.device} with threads={threads}: status {status} ({reason})")
-
-
-def _backend(device: torch.device) -> _Backend | None:
-    """The native library for `device`, or None where the torch fallback has to do."""
-    if device.type not in ("cpu", "cuda"):
-        return None
-    # The variable is part of the key, so that turning the library off takes effect at the next call.
-    return _load(device, os.environ.get("ZERO_NATIVE"))
-
-
-@functools.cache
-def _load(device: torch.device, enabled: str | None) -> _Backend | None:
-    del enabled
-    try:
-        return _Backend(load() if device.type == "cpu" else load_cuda(), device)
-    except NativeUnavailable as error:
-        warnings.warn(
-            f"no native kernels for {device.type}: {error.reason}. Torch operations run instead, with the same "
-            "results; an optimizer update takes about twenty times as long",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        return None
-
-
-def _segment_values(segment: Segment) -> dict[str, float | int]:
-    names = ("begin", "end", "step_size", "bias2_sqrt", "decay", "l2", "beta1", "beta2", "eps")
-    values: dict[str, float | int] = {name: getattr(segment, name) for name in names}
-    values["skip"] = int(segment.skip)
-    values["one_minus_beta1"], values["one_minus_beta2"] = segment.one_minus_beta1, segment.one_minus_beta2
-    return values
-
-
-def _on_device(ffi: Any, table: Any, device: torch.device) -> Tensor | None:
-    """The segment table as bytes on a CUDA device; None on the CPU, where the table itself serves."""
-    if device.type == "cpu":
-        return None
-    # Pinned and not waited for: the stream may have to wait for a whole backward, and the caller must not.
-    return torch.frombuffer(bytearray(ffi.buffer(table)), dtype=torch.uint8).pin_memory().to(device, non_blocking=True)
 
 
 # ---- checks of what C cannot see ------------------------------------------------------------------
@@ -388,3 +360,19 @@ def _check_master(weight: Tensor, master: Tensor | None) -> None:
     if not dtypes:
         raise TypeError(f"master: must be None, because {weight.dtype} weights are the master; got {master.dtype}")
     _check("master", master, dtypes, weight.numel(), weight.device)
+
+
+def _check_moments(moments: Moments, numel: int, device: torch.device) -> None:
+    _check("exp_avg", moments.exp_avg, _MOMENTS, numel, device)
+    _check("exp_avg_sq", moments.exp_avg_sq, (moments.exp_avg.dtype,), numel, device)
+    codes = moments.exp_avg.dtype == torch.uint8
+    for name, scale in (("exp_avg_scale", moments.exp_avg_scale), ("exp_avg_sq_scale", moments.exp_avg_sq_scale)):
+        if codes != (scale is not None):
+            raise TypeError(f"{name}: goes with uint8 moments and with no others; these are {moments.exp_avg.dtype}")
+        if scale is not None:
+            _check(name, scale, (torch.float32,), numel // MOMENTS_BLOCK_NUMEL, device)
+    if codes and (numel % MOMENTS_BLOCK_NUMEL or moments.origin % MOMENTS_BLOCK_NUMEL):
+        raise TypeError(
+            f"moments: uint8 codes come in blocks of {MOMENTS_BLOCK_NUMEL}, got {numel} elements from coordinate "
+            f"{moments.origin:,} on"
+        )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from offload import moments_fallback
+from offload.moments import MOMENTS_BLOCK_NUMEL, Moments
 from offload.segment import Segment
 from offload.sizes import BLOCK_NUMEL
 
@@ -79,35 +81,78 @@ def _sqrt(values: Tensor) -> Tensor:
     return values.to(torch.float64).sqrt_().to(torch.float32)
 
 
-def adamw(
+def _update(
     weight: Tensor,
     master: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    moments: tuple[Tensor, Tensor],
     grad: Tensor,
     segment: Segment,
     grad_scale: float,
 ) -> None:
-    """Update one segment; see `offload.kernels.adamw`."""
-    # Tensors, not Python numbers: torch may turn a division by a number into a multiplication by its reciprocal.
-    bias2_sqrt = torch.tensor(segment.bias2_sqrt, dtype=torch.float32, device=weight.device)
-    step_size, eps, decay, l2 = (to_fp32(x) for x in (segment.step_size, segment.eps, segment.decay, segment.l2))
+    """Update one run of elements; `moments` are fp32, and updated in place."""
+    m, v = moments
+    step_size, eps, decay, l2 = (
+        to_fp32(x) for x in (segment.step_size_hat, segment.eps_hat, segment.decay, segment.l2)
+    )
     beta2, one_minus_beta1 = to_fp32(segment.beta2), to_fp32(segment.one_minus_beta1)
     one_minus_beta2, scale = to_fp32(segment.one_minus_beta2), to_fp32(grad_scale)
-    for tile in _tiles(segment.begin, segment.end):
-        w, m, v = _load_master(weight, master, tile), exp_avg[tile], exp_avg_sq[tile]
-        g = grad[tile].to(torch.float32) * scale
-        if l2 != 0.0:
-            g.add_(w * l2)
-        if decay != 1.0:
-            w.mul_(decay)
-        m.add_((g - m).mul_(one_minus_beta1))
-        v.mul_(beta2).add_((g * g).mul_(one_minus_beta2))
-        update = m / _sqrt(v).div_(bias2_sqrt).add_(eps)
-        w.sub_(update.mul_(step_size))
-        _canonical(m)
-        _canonical(v)
-        _store_master(weight, master, tile, w)
+    everything = slice(0, weight.numel())
+    w = _load_master(weight, master, everything)
+    g = grad.to(torch.float32) * scale
+    if l2 != 0.0:
+        g.add_(w * l2)
+    if decay != 1.0:
+        w.mul_(decay)
+    m.add_((g - m).mul_(one_minus_beta1))
+    v.mul_(beta2).add_((g * g).mul_(one_minus_beta2))
+    update = m / _sqrt(v).add_(eps)
+    w.sub_(update.mul_(step_size))
+    _canonical(m)
+    _canonical(v)
+    _store_master(weight, master, everything, w)
+
+
+def adamw(
+    weight: Tensor,
+    master: Tensor | None,
+    moments: Moments,
+    grad: Tensor,
+    segments: Sequence[Segment],
+    grad_scale: float,
+) -> None:
+    """See `offload.kernels.adamw`."""
+    first = min(segment.begin for segment in segments) // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL
+    for tile in _tiles(first, weight.numel()):
+        runs = [(max(s.begin, tile.start), min(s.end, tile.stop), s) for s in segments if not s.skip]
+        runs = [(begin, end, segment) for begin, end, segment in runs if begin < end]
+        if not runs:
+            continue
+        exp_avg, exp_avg_sq = moments_fallback.load(moments, tile)
+        touched = torch.zeros(tile.stop - tile.start, dtype=torch.bool, device=weight.device)
+        for begin, end, segment in runs:
+            run, own = slice(begin, end), slice(begin - tile.start, end - tile.start)
+            part = None if master is None else master[run]
+            _update(weight[run], part, (exp_avg[own], exp_avg_sq[own]), grad[run], segment, grad_scale)
+            touched[own] = True
+        moments_fallback.store(moments, tile, exp_avg, exp_avg_sq, touched)
+
+
+def moments_load(exp_avg: Tensor, exp_avg_sq: Tensor, moments: Moments) -> None:
+    """See `offload.kernels.moments_load`."""
+    for tile in _tiles(0, exp_avg.numel()):
+        for out, values in zip((exp_avg, exp_avg_sq), moments_fallback.load(moments, tile), strict=True):
+            _store(out[tile], values)
+
+
+def moments_store(moments: Moments, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """See `offload.kernels.moments_store`."""
+    for tile in _tiles(0, exp_avg.numel()):
+        if moments.quantised:
+            everywhere = torch.ones(tile.stop - tile.start, dtype=torch.bool, device=exp_avg.device)
+            moments_fallback.store(moments, tile, exp_avg[tile], exp_avg_sq[tile], everywhere, nearest=True)
+        else:
+            _store(moments.exp_avg[tile], exp_avg[tile])
+            _store(moments.exp_avg_sq[tile], exp_avg_sq[tile])
 
 
 def cast(out: Tensor, src: Tensor, scale: float) -> None:

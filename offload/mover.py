@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from offload.errors import StateError, WatchdogError
 from offload.stats import Stopwatch
+from offload.timeline import STALLS, Timeline
 
 T = TypeVar("T")
 
@@ -62,6 +63,7 @@ class Mover:
     Args:
         describe: called for the watchdog; returns one line per transfer in flight.
         progress: called for the watchdog; a number that changes whenever bytes move.
+        timeline: where waits are recorded.
         enter: called first on the new thread.
     """
 
@@ -69,12 +71,14 @@ class Mover:
         self,
         describe: Callable[[], list[str]] | None = None,
         progress: Callable[[], int] | None = None,
+        timeline: Timeline | None = None,
         enter: Callable[[], None] | None = None,
     ) -> None:
         self._enter = enter or (lambda: None)
         self._describe = describe or (lambda: [])
         self._progress = progress or (lambda: 0)
         self.exposed = Stopwatch()
+        self._timeline = timeline or Timeline()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zero-mover", daemon=True)
         self._thread.start()
@@ -107,7 +111,7 @@ class Mover:
             StateError: called on the mover thread.
         """
         self._check_not_mine(what)
-        with self.exposed.running():
+        with self.exposed.running(), self._timeline.span(STALLS, what):
             since, known, warned = time.perf_counter(), self._progress(), False
             while not _ended(future, min(WARN_SECONDS, RAISE_SECONDS) / 30):
                 reached = self._progress()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,19 @@ import native
 from offload.errors import BudgetError, NativeError
 from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, align_up
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt (malloc.h)."""
+MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES = 32 << 20, (1 << 31) - 1
+"""The largest values they take."""
+MADV_WIPEONFORK = 18
 
-def map_host(nbytes: int) -> memoryview:
-    """Zeroed private memory of exactly `nbytes` (rounded up to the page), on huge pages, faulted in.
+
+def map_host(nbytes: int, *, touched: bool = True) -> memoryview:
+    """Zeroed private memory of exactly `nbytes` (rounded up to the page), on huge pages.
+
+    Args:
+        nbytes: at least as many.
+        touched: all pages are faulted in at once; else each when it is first used, and until then it costs nothing.
 
     Raises:
         BudgetError: the kernel refused the mapping.
@@ -29,9 +40,10 @@ def map_host(nbytes: int) -> memoryview:
     try:
         lib = native.load()
     except native.NativeUnavailable:
-        return _map_host_python(nbytes)
+        return _map_host_python(nbytes, touched=touched)
     out = lib.ffi.new("void **")
-    status = lib.lib.zn_mem_alloc(out, nbytes, lib.lib.ZN_MEM_HUGE | lib.lib.ZN_MEM_TOUCH)
+    flags = lib.lib.ZN_MEM_HUGE | (lib.lib.ZN_MEM_TOUCH if touched else 0)
+    status = lib.lib.zn_mem_alloc(out, nbytes, flags)
     if status != 0:
         raise BudgetError(f"mapping {nbytes:,} bytes of host memory: {_text(lib, status)}; lower memory_budget.host")
     return _owned(lib, out[0], nbytes)
@@ -57,7 +69,7 @@ def map_poison(nbytes: int) -> memoryview:
     return _owned(lib, out[0], nbytes)
 
 
-def _map_host_python(nbytes: int) -> memoryview:
+def _map_host_python(nbytes: int, *, touched: bool = True) -> memoryview:
     try:
         # The kernel aligns to the page only; what is cut off is never touched and costs no memory.
         mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -69,7 +81,8 @@ def _map_host_python(nbytes: int) -> memoryview:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     begin = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
     view = memoryview(mapping)[begin : begin + nbytes]
-    torch.frombuffer(view, dtype=torch.uint8).zero_()
+    if touched:
+        torch.frombuffer(view, dtype=torch.uint8).zero_()
     return view
 
 
@@ -106,6 +119,19 @@ def pin(data: torch.Tensor) -> Callable[[], None] | None:
     return lambda: lib.lib.zn_cuda_host_unregister(pointer)
 
 
+def hide_from_children(data: torch.Tensor) -> None:
+    """Let a child of fork see zeros in the pages of `data`.
+
+    The kernel cannot share pages that are pinned for I/O: each fork, of a data loader's workers say,
+    would copy all of them. For memory whose bytes mean nothing to a child. Without effect where the
+    kernel cannot do it.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None and sys.platform == "linux" and data.numel() > 0:
+        nbytes = align_up(data.numel() * data.element_size(), PAGE_BYTES)
+        madvise(ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(nbytes), MADV_WIPEONFORK)
+
+
 def return_freed_memory() -> None:
     """Hand freed heap memory back to the kernel, where the C library can.
 
@@ -115,6 +141,25 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what a step frees for the next one, instead of faulting it in again.
+
+    glibc gives the free end of its heap back once it is twice as long as the largest block that was ever
+    mapped, and maps blocks of more than 32 MB, which is as high as that limit goes, one by one. Activations
+    of a few hundred MB would so be returned at the end of each step and cost 0.5 s per GB to fault in again.
+    Now up to 2 GiB of the heap's end stay, which the step had been using anyway: the peak does not change.
+    Blocks of more than 32 MB are still mapped and unmapped; putting them on the heap too (M_MMAP_MAX = 0)
+    saves their faults, but was seen to fragment it and raise the peak by a quarter.
+
+    For the whole process and for good; `return_freed_memory` still empties the heap. Idempotent; nothing
+    happens where the C library has no `mallopt`.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
 
 
 def aligned_copy(data: torch.Tensor) -> torch.Tensor:

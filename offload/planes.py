@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ class Home:
     begin: int
     end: int
     memory: torch.Tensor | None
-    """uint8, (end - begin) * bytes_per_element long; None when the home is the swap space."""
+    """uint8, as long as the plane says [begin, end) is; None when the home is the swap space."""
     swap_offset: int = -1
 
 
@@ -48,14 +48,14 @@ class Disk:
     swap: SwapSpace
     traffic: Traffic = field(default_factory=Traffic)
 
-    async def read(self, offset: int, buffer: torch.Tensor) -> None:
-        """Fill `buffer` (uint8, host) from the swap space. Raises StorageError."""
-        await self._move(self.aio.read, offset, buffer)
+    async def read(self, offset: int, buffer: torch.Tensor, what: str = "read") -> None:
+        """Fill `buffer` (uint8, host) from the swap space; `what` is its name in a timeline. Raises StorageError."""
+        await self._move(self.aio.read, offset, buffer, what)
         self.traffic.read_bytes += buffer.numel()
 
-    async def write(self, offset: int, buffer: torch.Tensor) -> None:
-        """Write `buffer` (uint8, host) to the swap space. Raises StorageError."""
-        await self._move(self.aio.write, offset, buffer)
+    async def write(self, offset: int, buffer: torch.Tensor, what: str = "write") -> None:
+        """Write `buffer` (uint8, host) to the swap space; `what` is its name in a timeline. Raises StorageError."""
+        await self._move(self.aio.write, offset, buffer, what)
         self.traffic.write_bytes += buffer.numel()
 
     def close(self) -> None:
@@ -65,16 +65,16 @@ class Disk:
         finally:
             self.swap.close()
 
-    async def _move(self, move: object, offset: int, buffer: torch.Tensor) -> None:
+    async def _move(self, move: Callable[..., Any], offset: int, buffer: torch.Tensor, what: str) -> None:
         await settle_all(
             [
-                move(span.fd, span.file_offset, buffer[span.begin : span.begin + span.nbytes], span.path)  # type: ignore[operator]
+                move(span.fd, span.file_offset, buffer[span.begin : span.begin + span.nbytes], span.path, what)
                 for span in self.swap.spans(offset, buffer.numel())
             ]
         )
 
 
-async def settle_all(moves: Sequence[Coroutine[Any, Any, None]]) -> None:
+async def settle_all(moves: Sequence[Awaitable[None]]) -> None:
     """Run all moves; raise the first error only after every one has settled.
 
     Until then bytes may still move, and nobody may reuse the buffer.
@@ -103,16 +103,21 @@ class Plane:
 
     Args:
         name: appears in errors and in the plan.
-        bytes_per_element: of one coordinate; a record plane packs several arrays into it.
+        width: bytes per element; or, for records that move as a whole, what gives a home's bytes from its elements.
         homes: disjoint and sorted; what no home covers cannot be read or written.
         disk: needed when a home lies in the swap space.
         streams: needed when a home lies on a device; what the mover does to it is behind all it did before.
     """
 
     def __init__(
-        self, name: str, bytes_per_element: int, homes: list[Home], disk: Disk | None, streams: Streams | None = None
+        self,
+        name: str,
+        width: int | Callable[[int], int],
+        homes: list[Home],
+        disk: Disk | None,
+        streams: Streams | None = None,
     ) -> None:
-        self.name, self.bytes_per_element = name, bytes_per_element
+        self.name, self._width = name, width
         self._streams = streams or Streams()
         self._homes, self._disk = homes, disk
         self._begins = [home.begin for home in homes]
@@ -124,6 +129,24 @@ class Plane:
     def numel(self) -> int:
         """Coordinates covered."""
         return self._homes[-1].end if self._homes else 0
+
+    def nbytes(self, begin: int, end: int) -> int:
+        """Bytes of [begin, end).
+
+        Raises:
+            StateError: a record would be cut.
+        """
+        if isinstance(self._width, int):
+            return (end - begin) * self._width
+        total = 0
+        for home, lo, hi in self._pieces(begin, end):
+            if (lo, hi) != (home.begin, home.end):
+                raise StateError(
+                    f"plane {self.name}: [{lo:,}, {hi:,}) is a part of the record [{home.begin:,}, {home.end:,}), "
+                    "which moves as a whole"
+                )
+            total += self._width(hi - lo)
+        return total
 
     def close(self) -> None:
         """Let go of the memory homes; the plane holds nothing any more."""
@@ -166,9 +189,7 @@ class Plane:
 
     def swap_bytes(self, begin: int, end: int) -> int:
         """How many bytes of [begin, end) live in the swap space."""
-        return sum(
-            (hi - lo) * self.bytes_per_element for home, lo, hi in self._pieces(begin, end) if home.memory is None
-        )
+        return sum(self.nbytes(lo, hi) for home, lo, hi in self._pieces(begin, end) if home.memory is None)
 
     async def read(self, begin: int, end: int, into: torch.Tensor) -> None:
         """Copy [begin, end) into `into` (uint8; host memory if any of it is in the swap space)."""
@@ -197,16 +218,15 @@ class Plane:
             raise failure
 
     async def _transfer(self, begin: int, end: int, buffer: torch.Tensor, *, write: bool) -> None:
-        width = self.bytes_per_element
         pieces = list(self._pieces(begin, end))  # a range that is outside must fail before a byte moves
-        if buffer.numel() != (end - begin) * width:
+        if buffer.numel() != self.nbytes(begin, end):
             raise StateError(
-                f"plane {self.name}: [{begin:,}, {end:,}) is {(end - begin) * width:,} bytes, "
+                f"plane {self.name}: [{begin:,}, {end:,}) is {self.nbytes(begin, end):,} bytes, "
                 f"got a buffer of {buffer.numel():,}"
             )
         moves = []
         for home, lo, hi in pieces:
-            part = buffer[(lo - begin) * width : (hi - begin) * width]
+            part = buffer[self.nbytes(begin, lo) : self.nbytes(begin, hi)]
             if home.memory is not None:
                 stored = self._slice(home, lo, hi)
                 target, source = (stored, part) if write else (part, stored)
@@ -228,12 +248,12 @@ class Plane:
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
         if self._disk is None:
             raise StateError(f"plane {self.name}: no swap space")
-        offset = home.swap_offset + (lo - home.begin) * self.bytes_per_element
+        offset = home.swap_offset + self.nbytes(home.begin, lo)
         if write:
-            await self._disk.write(offset, part)
+            await self._disk.write(offset, part, self.name)
             return
         if not any(s.begin <= lo and hi <= s.end for s in self._stranded):
-            await self._disk.read(offset, part)
+            await self._disk.read(offset, part, self.name)
         for kept, given in self._overlaps(lo, hi, part):
             given.copy_(kept)
 
@@ -247,13 +267,12 @@ class Plane:
 
     def _overlaps(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(stranded bytes, bytes of `buffer`) wherever both hold a part of [begin, end); the newest comes last."""
-        width = self.bytes_per_element
         for s in self._stranded:
             first, last = max(begin, s.begin), min(end, s.end)
             if first < last:
                 yield (
-                    s.data[(first - s.begin) * width : (last - s.begin) * width],
-                    buffer[(first - begin) * width : (last - begin) * width],
+                    s.data[self.nbytes(s.begin, first) : self.nbytes(s.begin, last)],
+                    buffer[self.nbytes(begin, first) : self.nbytes(begin, last)],
                 )
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[Home, int, int]]:
@@ -273,5 +292,4 @@ class Plane:
     def _slice(self, home: Home, begin: int, end: int) -> torch.Tensor:
         if home.memory is None:
             raise StateError(f"plane {self.name}: coordinates {begin:,} to {end:,} are not in memory")
-        width = self.bytes_per_element
-        return home.memory[(begin - home.begin) * width : (end - home.begin) * width]
+        return home.memory[self.nbytes(home.begin, begin) : self.nbytes(home.begin, end)]

@@ -34,6 +34,19 @@ class Segment:
     eps: float = 1e-8
 
     @property
+    def step_size_hat(self) -> float:
+        """step_size * bias2_sqrt, so that the division by `bias2_sqrt` is done once and not for each element.
+
+        m / (sqrt(v) / b + eps) = b * m / (sqrt(v) + b * eps); the "eps hat" of arXiv:1412.6980, section 2.
+        """
+        return self.step_size * self.bias2_sqrt
+
+    @property
+    def eps_hat(self) -> float:
+        """Eps * bias2_sqrt: see `step_size_hat`."""
+        return self.eps * self.bias2_sqrt
+
+    @property
     def one_minus_beta1(self) -> float:
         """1 - beta1 in double precision; rounded to fp32 only afterwards."""
         return 1.0 - self.beta1

@@ -12,11 +12,14 @@ callers run with copies that lag behind in the tests.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeAlias
 
 import torch
+
+from offload.timeline import COPIES, Timeline
 
 
 class Mark(Protocol):
@@ -43,7 +46,8 @@ class Streams:
     shared = True
     """The device's memory is the host's: the disk and the CPU's kernels can address it."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline or Timeline()
         self._leaving: deque[tuple[Leased, tuple[Fence, ...]]] = deque()
         self._reaper: asyncio.Future[None] | None = None
 
@@ -80,13 +84,13 @@ class Streams:
             source: (N,) of the same dtype, of the host (pinned: else the thread may have to wait) or the device.
             after: fences.
         """
-        target.copy_(source)
+        with self._timeline.span(COPIES, f"to {target.device}", source.nbytes):
+            target.copy_(source)
         return None
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
         """As `copy_in`, from the device to the host."""
-        target.copy_(source)
-        return None
+        return self.copy_in(target, source, *after)
 
     # ---- the mover's loop ---------------------------------------------------------------------
 
@@ -122,8 +126,8 @@ class CudaStreams(Streams):
 
     shared = False
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device, timeline: Timeline | None = None) -> None:
+        super().__init__(timeline)
         self._device = device
         self._in, self._out, self._updates = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -183,7 +187,15 @@ class CudaStreams(Streams):
         self._hold(stream, after)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        return self._mark(stream)
+        copied = self._mark(stream)
+        if self._timeline.on and copied is not None:
+            self._waiters.submit(self._record, copied, f"to {target.device}", time.perf_counter_ns(), source.nbytes)
+        return copied
+
+    def _record(self, copied: Any, name: str, begin_ns: int, nbytes: int) -> None:
+        """Note a copy from when it was asked for until it is done; only while somebody records."""
+        copied.synchronize()
+        self._timeline.add(COPIES, name, begin_ns, nbytes)
 
     @staticmethod
     def _hold(stream: torch.cuda.Stream, fences: tuple[Fence, ...]) -> None:
@@ -199,9 +211,9 @@ class CudaStreams(Streams):
         return event
 
 
-def open_streams(device: torch.device) -> Streams:
-    """The streams of `device`."""
-    return CudaStreams(device) if device.type == "cuda" else Streams()
+def open_streams(device: torch.device, timeline: Timeline | None = None) -> Streams:
+    """The streams of `device`; copies are noted in `timeline`."""
+    return CudaStreams(device, timeline) if device.type == "cuda" else Streams(timeline)
 
 
 def shares_host_memory(device: torch.device) -> bool:

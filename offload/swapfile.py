@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import ConfigError, StateError, StorageError
+from offload.probe import mixed_speed
 from offload.sizes import PAGE_BYTES, align_up
+from offload.stripes import StripeMap
 
 RUN_FOLDER_PREFIX = "zero-infinity-"
-STRIPE_BYTES = 4 << 20
-PROBE_BYTES = 16 << 20
 STARTING_SECONDS = 60.0
 """A run folder that is younger may belong to a job between creating and unlinking its file."""
 
@@ -43,9 +43,6 @@ class Span:
 class _File:
     fd: int
     path: str
-    stripes: int
-    """Stripes of each round that go to this file: its share of the measured speed."""
-    first_stripe: int = 0
 
 
 def free_bytes(path: Path | str) -> int:
@@ -60,24 +57,25 @@ class SwapSpace:
     Args:
         paths: existing folders, best on different drives.
         capacity_bytes: reserved at once, so a full disk fails before training does.
+        speeds: bytes per second of each path's device, to stripe by; None: measured if there are several devices.
 
     Raises:
         ConfigError: a path is missing or not writable, or has no room ("need X, have Y at PATH").
         StorageError: the file system refused the reservation.
     """
 
-    def __init__(self, paths: Sequence[Path | str], capacity_bytes: int) -> None:
+    def __init__(self, paths: Sequence[Path | str], capacity_bytes: int, speeds: Sequence[float] | None = None) -> None:
         self.direct = True
         self._files: list[_File] = []
         folders = [check_folder(path) for path in paths]
         if not folders:
             raise ConfigError("swap space: nvme_path is empty; give at least one folder")
         self._capacity_bytes = 0
-        check_room(folders, capacity_bytes)
+        self._map = StripeMap(stripe_weights(folders, speeds))
+        check_room(folders, self._lengths(capacity_bytes))
         try:
             for folder in folders:
                 self._files.append(self._create(folder))
-            self._share_stripes()
             self.extend(capacity_bytes)
         except BaseException:
             self.close()
@@ -102,10 +100,7 @@ class SwapSpace:
         self._check_open()
         begin = self._capacity_bytes
         end = align_up(begin + nbytes, PAGE_BYTES)
-        round_stripes = sum(file.stripes for file in self._files)
-        rounds = -(-end // (round_stripes * STRIPE_BYTES))
-        for file in self._files:
-            length = end if len(self._files) == 1 else rounds * file.stripes * STRIPE_BYTES
+        for file, length in zip(self._files, self._lengths(end), strict=True):
             _reserve(file, max(length, PAGE_BYTES), begin)
         self._capacity_bytes = end
         return begin
@@ -113,28 +108,24 @@ class SwapSpace:
     def spans(self, offset: int, nbytes: int) -> Iterator[Span]:
         """The file ranges behind [offset, offset + nbytes), in order, neighbours in one file merged."""
         self._check_open()
-        if len(self._files) == 1:
-            yield Span(self._files[0].fd, self._files[0].path, offset, 0, nbytes)
-            return
-        round_stripes = sum(file.stripes for file in self._files)
-        position = offset
-        end = offset + nbytes
-        while position < end:
-            stripe, inside = divmod(position, STRIPE_BYTES)
-            turn, index = divmod(stripe, round_stripes)
-            file = next(f for f in reversed(self._files) if f.first_stripe <= index)
-            local = index - file.first_stripe
-            # The rest of this file's run of stripes in this round is contiguous in the file.
-            length = min((file.stripes - local) * STRIPE_BYTES - inside, end - position)
-            file_offset = (turn * file.stripes + local) * STRIPE_BYTES + inside
-            yield Span(file.fd, file.path, file_offset, position - offset, length)
-            position += length
+        for piece in self._map.pieces(offset, nbytes):
+            file = self._files[piece.file]
+            yield Span(file.fd, file.path, piece.file_offset, piece.begin, piece.nbytes)
 
     def close(self) -> None:
         """Close the files; their space returns to the file system. Idempotent."""
         files, self._files = self._files, []
         for file in files:
             os.close(file.fd)
+
+    @property
+    def stripes(self) -> tuple[int, ...]:
+        """Stripes of each round that go to each path."""
+        return self._map.counts
+
+    def _lengths(self, capacity_bytes: int) -> list[int]:
+        capacity_bytes = align_up(capacity_bytes, PAGE_BYTES)
+        return [self._map.file_bytes(file, capacity_bytes) for file in range(len(self._map.counts))]
 
     def _check_open(self) -> None:
         if not self._files:
@@ -153,7 +144,7 @@ class SwapSpace:
             path.unlink()
         finally:
             shutil.rmtree(run, ignore_errors=True)
-        return _File(fd, str(folder), stripes=1)
+        return _File(fd, str(folder))
 
     def _open_direct(self, path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -164,18 +155,6 @@ class SwapSpace:
             self.direct = False
             path.unlink(missing_ok=True)
             return os.open(path, flags, 0o600)
-
-    def _share_stripes(self) -> None:
-        """Give each file stripes in proportion to its measured write speed (1 to 8 per round)."""
-        if len(self._files) == 1:
-            return
-        seconds = [_probe_seconds(file) for file in self._files]
-        slowest = max(seconds)
-        first = 0
-        for file, elapsed in zip(self._files, seconds, strict=True):
-            file.stripes = min(8, max(1, round(slowest / elapsed)))
-            file.first_stripe = first
-            first += file.stripes
 
 
 def check_folder(path: Path | str) -> Path:
@@ -192,23 +171,41 @@ def check_folder(path: Path | str) -> Path:
     return folder
 
 
-def check_room(folders: Sequence[Path], nbytes: int) -> None:
+def check_room(folders: Sequence[Path], needs: Sequence[int]) -> None:
     """Refuse a swap space that the file systems cannot hold, before a byte is written.
+
+    Args:
+        folders: where its files will be.
+        needs: bytes in each.
 
     Raises:
         ConfigError: "need X, have Y at PATH".
     """
-    share = -(-nbytes // len(folders))
-    if len(folders) > 1:
-        share = max(share, PROBE_BYTES)
-    for folder in folders:
-        devices = sum(1 for other in folders if other.stat().st_dev == folder.stat().st_dev)
-        have, need = free_bytes(folder), share * devices
+    devices = [folder.stat().st_dev for folder in folders]
+    for folder, device in zip(folders, devices, strict=True):
+        have = free_bytes(folder)
+        need = sum(nbytes for nbytes, other in zip(needs, devices, strict=True) if other == device)
         if have < need:
             raise ConfigError(
                 f"nvme_path: need {need:,} bytes, have {have:,} at {folder}; free some space, add another path, "
                 "or keep a plane in host memory with offload_param or offload_optimizer device cpu"
             )
+
+
+def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> list[float]:
+    """Each folder's share of its device's speed; devices of unknown speed are measured for a second or two each.
+
+    Args:
+        folders: existing ones.
+        speeds: bytes per second of each folder's device, if they are known.
+    """
+    devices = [folder.stat().st_dev for folder in folders]
+    if speeds is None:
+        if len(set(devices)) == 1:
+            return [1.0] * len(folders)
+        measured = {device: mixed_speed(folder) for device, folder in zip(devices, folders, strict=True)}
+        speeds = [measured[device] for device in devices]
+    return [speed / devices.count(device) for speed, device in zip(speeds, devices, strict=True)]
 
 
 def remove_stale_runs(folder: Path) -> None:
@@ -232,23 +229,6 @@ def _reserve(file: _File, nbytes: int, offset: int) -> None:
         os.posix_fallocate(file.fd, 0, nbytes)
     except OSError as error:
         raise _failure(f"reserving swap space: need {nbytes:,} bytes", error, file, offset) from error
-
-
-def _probe_seconds(file: _File) -> float:
-    """Seconds to write PROBE_BYTES, page-aligned."""
-    from offload.pinned import map_host
-
-    _reserve(file, PROBE_BYTES, 0)
-    data = map_host(PROBE_BYTES)
-    begin = time.perf_counter()
-    written = 0
-    try:
-        while written < PROBE_BYTES:
-            written += os.pwrite(file.fd, data[written : written + STRIPE_BYTES], written)
-        os.fdatasync(file.fd)
-    except OSError as error:
-        raise _failure("measuring the speed of swap space", error, file, written) from error
-    return max(time.perf_counter() - begin, 1e-6)
 
 
 def _failure(what: str, error: OSError, file: _File, offset: int) -> StorageError:

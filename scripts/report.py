@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import zero
+from offload.sizes import format_bytes
 from zero.machine import peak_rss_bytes
 
 DISK_BLOCK_BYTES = 512
@@ -29,6 +30,9 @@ class Span:
     """Part of a step in which the training thread waited for bytes."""
     nvme_read_bytes: int
     nvme_write_bytes: int
+    nvme_written_bytes_per_step: float
+    nvme_written_bytes_per_day: float
+    """If every day goes on like these steps: what the drives' endurance has to be held against."""
     read_gb_per_second: float
     """While at least one read was in flight."""
     write_gb_per_second: float
@@ -55,6 +59,7 @@ class Span:
             exposed_wait_seconds=grown("exposed_wait_seconds") / steps,
             nvme_read_bytes=grown("nvme_read_bytes"),
             nvme_write_bytes=grown("nvme_write_bytes"),
+            **dataclasses.asdict(after.wear_since(before)),
             read_gb_per_second=rate(grown("nvme_read_bytes"), grown("nvme_read_seconds")),
             write_gb_per_second=rate(grown("nvme_write_bytes"), grown("nvme_write_seconds")),
             gathers=grown("gathers"),
@@ -154,6 +159,7 @@ def swap_file_bytes(folder: Path) -> int:
 def table(report: Report) -> str:
     """The figures for people, one per line."""
     span, tiers = report.span, report.tiers
+    per_step, per_day = round(span.nvme_written_bytes_per_step), round(span.nvme_written_bytes_per_day)
     rows = [
         ("parameters", f"{report.parameters:,} in {report.units} units"),
         ("steps", f"{report.steps}, on {report.tokens:,} bytes"),
@@ -166,6 +172,7 @@ def table(report: Report) -> str:
         ("  of it exposed I/O wait", f"{span.exposed_wait_seconds:.3f} s"),
         ("NVMe read", f"{span.nvme_read_bytes / 1e9:.2f} GB at {span.read_gb_per_second:.2f} GB/s"),
         ("NVMe written", f"{span.nvme_write_bytes / 1e9:.2f} GB at {span.write_gb_per_second:.2f} GB/s"),
+        ("  drive wear", f"{format_bytes(per_step)} a step, {format_bytes(per_day)} a day at this pace"),
         ("prefetch hit rate", f"{span.prefetch_hit_rate:.1%}"),
         ("peak RSS", _megabytes(report.peak_rss_bytes)),
         ("I/O backend, CPU kernels", f"{report.aio_backend}, {report.isa}"),

@@ -37,6 +37,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--offload", choices=("nvme", "cpu", "none"), default="nvme", help="home of weights and states (%(default)s)")
     add("--nvme-path", type=Path, default=REPOSITORY / ".swap", metavar="DIR", help="on a real disk (%(default)s)")
+    add("--state-dtype", choices=("fp32", "bf16", "8bit"), default="fp32", help="of Adam's two moments (%(default)s)")
     add("--memory-budget", metavar="BYTES", help='host memory to use, such as 2GB or "auto"; more means less traffic')
     add("--config", type=Path, metavar="FILE", help="DeepSpeed JSON; its keys win over this script's")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if torch sees one")
@@ -79,7 +80,11 @@ def make_config(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": tier,
+            "offload_optimizer": {**tier, "state_dtype": options.state_dtype},
+        },
     }
     if options.memory_budget:
         config["memory_budget"] = {"host": options.memory_budget}

@@ -43,12 +43,36 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_DEVICE", "cpu")
 
 
+@pytest.fixture(autouse=True)
+def no_cache_of_others(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine's user has measured must not decide how the tests open their disks."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "no-cache"))
+
+
 @pytest.fixture
 def nvme_path(tmp_path: Path) -> Path:
     """An empty folder for swap files."""
     folder = tmp_path / "nvme"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def nothing_left(nvme_path: Path) -> Iterator[None]:
+    """No thread, no descriptor and no file more at the end of the test than at its begin."""
+    from recovery import leaving_nothing
+
+    with leaving_nothing(nvme_path):
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """The collections after each test look at what this module has made, not at all of torch."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from offload.streams import Fence, Streams
+from offload.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -107,20 +108,21 @@ def lagging_device(monkeypatch: pytest.MonkeyPatch, *, eager: bool = True) -> It
     Args:
         eager: updates that need no disk run inside the step, as where states live on the device; else behind it.
     """
-    from zero.optim.step import Stepper
+    from zero.optim.pipeline import SubGroupPipeline
 
+    at_once = SubGroupPipeline.at_once
     made: list[LaggingStreams] = []
 
-    def opened(device: torch.device) -> LaggingStreams:
+    def opened(device: torch.device, timeline: Timeline) -> LaggingStreams:
         made.append(LaggingStreams())
         return made[-1]
 
-    def stepper(*given: Any, eager_in_memory: bool, **more: Any) -> Stepper:
-        return Stepper(*given, eager_in_memory=eager_in_memory and eager, **more)
+    def at_once_if_eager(pipeline: SubGroupPipeline, *given: Any) -> bool:
+        return eager and at_once(pipeline, *given)
 
     with monkeypatch.context() as patch:
         patch.setenv("ZERO_NO_ALIAS", "1")
         patch.setattr("zero.storage.open_streams", opened)
         patch.setattr("zero.planner.shares_host_memory", lambda device: False)
-        patch.setattr("zero.engine.Stepper", stepper)
+        patch.setattr(SubGroupPipeline, "at_once", at_once_if_eager)
         yield made

@@ -176,6 +176,18 @@ class Branching(GPT):
         return next_token_loss(self.head(self.norm(x)), tokens)
 
 
+class EarlyExit(GPT):
+    """`depth` says how many blocks run; the norm and the head only after all of them."""
+
+    def forward(self, tokens: Tensor, depth: int | None = None) -> Tensor:
+        x = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        for block in self.blocks[:depth]:
+            x = block(x)
+        if depth is not None:
+            return x.float().square().mean()
+        return next_token_loss(self.head(self.norm(x)), tokens)
+
+
 @dataclass
 class Output:
     loss: Tensor
@@ -277,6 +289,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "odd_sizes": OddSizes,
     "reused": Reused,
     "branching": Branching,
+    "early_exit": EarlyExit,
     "structured": Structured,
     "two_losses": TwoLosses,
     "stumbling": Stumbling,

@@ -59,8 +59,9 @@ def adam(state: State, grad: Tensor, grad_scale: float, hyper: Hyper) -> None:
     """One update in place: each line is one fp32 operation per element, rounded to nearest even."""
     state.step += 1
     beta1, beta2 = hyper.betas
-    step_size = fp32(hyper.lr / (1 - beta1**state.step))
-    bias2_sqrt = fp32(math.sqrt(1 - beta2**state.step))
+    # Both bias corrections as in the second form of arXiv:1412.6980, section 2: one division per element.
+    bias2_sqrt = math.sqrt(1 - beta2**state.step)
+    step_size, eps = fp32(hyper.lr / (1 - beta1**state.step) * bias2_sqrt), fp32(hyper.eps * bias2_sqrt)
     g = grad.float() * fp32(grad_scale)
     w, m, v = state.master, state.exp_avg, state.exp_avg_sq
     if hyper.weight_decay and not hyper.decoupled:
@@ -70,8 +71,7 @@ def adam(state: State, grad: Tensor, grad_scale: float, hyper: Hyper) -> None:
     m = m + (g - m) * fp32(1 - beta1)
     v_new = (g * g) * fp32(1 - beta2)
     v = v * fp32(beta2) + v_new
-    denominator = correctly_rounded_sqrt(v) / bias2_sqrt + fp32(hyper.eps)
-    w = w - (m / denominator) * step_size
+    w = w - (m / (correctly_rounded_sqrt(v) + eps)) * step_size
     state.master, state.exp_avg, state.exp_avg_sq = w, m, v
 
 

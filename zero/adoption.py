@@ -13,11 +13,15 @@ from torch import nn
 
 from offload import kernels
 from offload.copies import CHUNK_BYTES
+from offload.pinned import return_freed_memory
 from offload.planes import settle_all
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
-from zero.staging import Record, Staged, Staging
+from zero.staging import Staged, Staging
 from zero.storage import Storage
+
+RETURN_NUMEL = 16 << 20
+"""Handing freed memory back walks the whole heap, so it is done once for so many elements stored."""
 
 ReadSource = Callable[[nn.Parameter, int, int], torch.Tensor]
 """(parameter, begin, end) -> its initial values [begin, end), 1-D, on the CPU or the device."""
@@ -36,18 +40,31 @@ class Adoption:
         layout: Layout,
         bound: list[BoundUnit],
         storage: Storage,
-        compute: torch.device,
         read: ReadSource,
         done: Callable[[BoundUnit, Slot], None],
     ) -> None:
-        self._layout, self._bound, self._storage, self._compute = layout, bound, storage, compute
+        self._layout, self._bound, self._storage = layout, bound, storage
         self._read, self._done = read, done
+        self._stored_numel = 0
+        """Since freed memory was last handed back."""
 
     def run(self) -> None:
         """Store every unit."""
+        streams = self._storage.streams
+        made = streams.fence()
+
+        async def follow() -> None:
+            streams.wait(made)  # a model that was made on the device may still be in the making
+
+        self._storage.mover.run("waiting for initial values", follow())
         for group in self._storage.plan.sub_groups:
             self._storage.mover.run("storing initial values", self._adopt_group(group))
             self._finish(self._layout.spaces[group.space], group.begin, group.end)
+            self._stored_numel += group.end - group.begin
+            if self._stored_numel >= RETURN_NUMEL:
+                # The C library would keep what the parameters lay in, and the planes are growing.
+                self._stored_numel = 0
+                return_freed_memory()
         for index, space in enumerate(self._layout.spaces):
             if not space.trainable:
                 for unit in space.units:
@@ -60,19 +77,19 @@ class Adoption:
         weights = self._storage.weights[group.space]
         if records is None:
             return
-        streams = self._storage.streams
-        record = Staged(records, group.begin, group.end, self._compute, streams)
+        compute, streams = self._storage.compute(group), self._storage.streams
+        record = Staged(records, group.begin, group.end, compute, streams)
         units = list(space.overlapping(group.begin, group.end))
         runs = [
-            Staged(weights, max(unit.begin, group.begin), min(unit.end, group.end), self._compute, streams)
-            for unit in units
+            Staged(weights, max(unit.begin, group.begin), min(unit.end, group.end), compute, streams) for unit in units
         ]
         parts = [record, *runs]
         staging = await Staging.lease(self._storage, parts, "sub-group")
         try:
             for part in parts:
-                part.bytes.zero_()
-            state = Record.over(record.bytes, group.end - group.begin, space.split)
+                if not part.in_place:  # a plane in memory is zero already, and moments that nobody writes cost nothing
+                    part.bytes.zero_()
+            state = self._storage.plan.record_format(space).over(record.bytes, group.begin, group.end)
             for unit, weight in zip(units, runs, strict=True):
                 remainder = None if state.remainder is None else state.remainder[weight.begin - group.begin :]
                 self._encode(unit, weight, remainder)
@@ -87,7 +104,7 @@ class Adoption:
             at = unit.begin + slot.offset_numel + lo - weight.begin
             target = stored[at : at + hi - lo]
             if remainder is not None and source.dtype != torch.bfloat16:
-                kernels.split(target, remainder[at : at + hi - lo], source.to(self._compute, torch.float32))
+                kernels.split(target, remainder[at : at + hi - lo], source.to(target.device, torch.float32))
             else:
                 target.copy_(source)
 
@@ -101,7 +118,8 @@ class Adoption:
             part = Staged(plane, unit.begin + lo, unit.begin + hi, where, self._storage.streams)
             staging = await Staging.lease(self._storage, [part], "frozen weights")
             try:
-                part.bytes.zero_()
+                if not part.in_place:
+                    part.bytes.zero_()
                 stored = part.bytes.view(unit.dtype)
                 for slot, first, last, source in self._sources(unit, lo, hi):
                     at = slot.offset_numel + first - lo

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+from offload import kernels
 from offload.copies import read_plane, write_plane
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
+from zero.record import Record
 from zero.schedule.coordinator import Coordinator
-from zero.staging import Record, Staged, Staging
+from zero.staging import Staged, Staging
 from zero.storage import Storage
 
 Visit = Callable[[Record, int, int], Awaitable[bool]]
@@ -41,11 +43,10 @@ class UnitEditor:
         bound: list[BoundUnit],
         storage: Storage,
         coordinator: Coordinator,
-        compute: torch.device,
         changed: Callable[[int], None],
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
-        self._compute, self._changed = compute, changed
+        self._changed = changed
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._unstored: list[Edit] = []
@@ -139,14 +140,16 @@ class UnitEditor:
         return out
 
     def read_records(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """Copies of the unit's state, unit.numel long each: remainder (split spaces), exp_avg, exp_avg_sq."""
+        """Copies of the unit's state, unit.numel long each: remainder (split spaces), exp_avg, exp_avg_sq (fp32)."""
         parts: dict[str, list[torch.Tensor]] = {}
 
         async def visit(record: Record, lo: int, hi: int) -> bool:
-            for name in ("remainder", "exp_avg", "exp_avg_sq"):
-                values = getattr(record, name)
-                if values is not None:
-                    parts.setdefault(name, []).append(values[lo:hi].detach().cpu().clone())
+            exp_avg, exp_avg_sq = kernels.moments_load(record.moments.part(lo, hi))
+            named = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            if record.remainder is not None:
+                named["remainder"] = record.remainder[lo:hi].clone()
+            for name, values in named.items():
+                parts.setdefault(name, []).append(values.cpu())
             return False
 
         self._storage.mover.run(f"reading the state of {unit.name}", self._visit_records(unit, visit))
@@ -187,11 +190,12 @@ class UnitEditor:
         for group in self._storage.plan.sub_groups:
             if group.space != index or group.end <= unit.begin or unit.end <= group.begin:
                 continue
-            staged = Staged(records, group.begin, group.end, self._compute, self._storage.streams)
+            staged = Staged(records, group.begin, group.end, self._storage.compute(group), self._storage.streams)
             staging = await Staging.lease(self._storage, [staged], "state record")
             try:
                 await staged.read()
-                record = Record.over(staged.bytes, group.end - group.begin, self._layout.spaces[index].split)
+                layout = self._storage.plan.record_format(self._layout.spaces[index])
+                record = layout.over(staged.bytes, group.begin, group.end)
                 lo, hi = max(unit.begin, group.begin) - group.begin, min(unit.end, group.end) - group.begin
                 if await visit(record, lo, hi):
                     await staged.write()

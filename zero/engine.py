@@ -14,39 +14,40 @@ from torch import nn
 
 from offload.binding import Poison
 from offload.errors import StateError
-from offload.pinned import return_freed_memory
+from offload.pinned import keep_freed_memory, return_freed_memory
 from offload.stats import Stopwatch
+from offload.threads import update_threads
 from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.adoption import Adoption, read_parameter
 from zero.backward import BackwardWatch
 from zero.config import Config
 from zero.covering import cover_model
 from zero.editing import UnitEditor
-from zero.keeping import EngineKeeper
+from zero.keeping import EngineKeeper, take_back
 from zero.machine import read_machine
 from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
 from zero.optim.inside import UpdatesInBackward
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pipeline import AdamValues, SubGroupPipeline
+from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
 from zero.params.initialisation import forget, provisional_source
 from zero.params.layout import Slot, Unit, build_layout
-from zero.params.released import is_kept, keeper_of
-from zero.params.units import CoveredUnit, Leaf, collect_leaves, nested_numel
+from zero.params.units import CoveredUnit, collect_leaves, nested_numel
 from zero.planner import Planner
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
+from zero.tracing import Traced, Tracer, traced
 
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
+class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -73,7 +74,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
         trainable = {id(p) for group in groups or () for p in group["params"]}
         covered = cover_model(model, self._leaves, trainable, config)
         self._layout = build_layout([unit.content for unit in covered], world_size=1)
-        _take_back(self._leaves)
+        take_back(leaf.parameter for leaf in self._leaves)
         self.plan = Planner(
             self._layout, config, read_machine(device), device, self._in_place, nested_numel(covered, self._layout)
         ).make()
@@ -82,6 +83,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
         # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
         self._finalizer = weakref.finalize(self, Storage.abandon, self._storage)
         try:
+            self._tracer = Tracer(self._storage)
             self._build(model, covered)
         except BaseException:
             self._undo_build()
@@ -98,17 +100,15 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             BoundUnit(unit, [self._leaves[slot.index].parameter for slot in unit.slots], poison, device)
             for unit in layout.units
         ]
-        compute = device if self._config.zero_optimization.offload_optimizer.device == "none" else torch.device("cpu")
         self._gradients = Gradients(layout, storage, device, self._in_place, self._threads)
-        pipeline = SubGroupPipeline(layout, storage, self._gradients, compute)
-        updates = DueUpdates(layout, storage, pipeline, self._threads)
+        pipeline = SubGroupPipeline(layout, storage, self._gradients)
+        updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, self._threads))
         self._ahead = None
         if self.plan.two_slots:
             self._ahead = UpdatesInBackward(
-                storage, pipeline, updates, self._gradients, self._values_now, self.is_gradient_accumulation_boundary
+                storage, pipeline, updates, self._gradients, self._arguments_now, self.is_gradient_accumulation_boundary
             )
-        eager = compute == device
-        self._stepper = Stepper(layout, storage, self._gradients, pipeline, updates, self._ahead, eager_in_memory=eager)
+        self._stepper = Stepper(layout, storage, self._gradients, pipeline, updates, self._ahead)
         self._gradients.update = self._stepper.apply
         loader = Loader(layout, self._bound, storage, updates, self._in_place, self._changed)
         self._coordinator = Coordinator(layout, self._bound, storage, self.plan.limits, loader)
@@ -117,10 +117,10 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             for module in unit.scopes:
                 scopes.setdefault(module, []).append(index)
         self._watch = BackwardWatch(self._coordinator, self._gradients, self._ahead, self._check_open)
-        self._hooks = ModuleHooks(model, scopes, self._bound, self._coordinator, self._watch)
-        editor = UnitEditor(layout, self._bound, storage, self._coordinator, compute, self._changed)
+        self._hooks = ModuleHooks(model, scopes, self._bound, self._coordinator, self._watch, storage.timeline)
+        editor = UnitEditor(layout, self._bound, storage, self._coordinator, self._changed)
         self._keeper = EngineKeeper(self, self._bound, self._coordinator, self._hooks, editor)
-        self._adopt(compute)
+        self._adopt()
         self._hooks.install()
         move_buffers(model, device, torch.bfloat16 if self._config.bf16.enabled else None)
         self._coordinator.bind_persistent()
@@ -128,7 +128,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
-        self._step_asked = False
+        self._step_asked = self._step_counted = False
         self._persistent_bound = True
 
     def _undo_build(self) -> None:
@@ -142,7 +142,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             self._finalizer.detach()
             self._storage.close()
 
-    def _adopt(self, compute: torch.device) -> None:
+    def _adopt(self) -> None:
         def read(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
             keeper = provisional_source(parameter)
             return keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end)
@@ -151,11 +151,13 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             forget(self._leaves[slot.index].parameter)
             bound.adopt(slot, self._keeper)
 
-        Adoption(self._layout, self._bound, self._storage, compute, read, done).run()
+        Adoption(self._layout, self._bound, self._storage, read, done).run()
         return_freed_memory()
+        keep_freed_memory()
 
     # ---- the training loop --------------------------------------------------------------------
 
+    @traced("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched."""
         self.ready("forward")
@@ -167,6 +169,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             self._hooks.reset()
             raise
 
+    @traced("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of one micro-batch; divides the loss by the accumulation steps unless told not to.
 
@@ -184,6 +187,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
                 loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss
 
+    @traced("step")
     def step(self) -> None:
         """On an accumulation boundary: norm, clipping, and the update of every sub-group. Else only counts.
 
@@ -195,9 +199,12 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
                 `step()` again is such a call, and no second step.
         """
         self._check_open("step")
+        if not (self._step_asked or self.is_gradient_accumulation_boundary()):
+            self._take_step()  # what an earlier call has left; if it raises, this call has not happened
+            self.micro_steps += 1
+            return
         if not self._step_asked:
-            if self.is_gradient_accumulation_boundary():
-                self._ask_for_step()
+            self._ask_for_step()
             self.micro_steps += 1
         self._take_step()
 
@@ -234,6 +241,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
         """2-norm of the gradients of the last step, before clipping; None before the first."""
         return self._stepper.norm
 
+    @traced("step")
     def _optimizer_step(self) -> None:
         """`optimizer.step()`: a step now, whatever the micro-step counter says."""
         self._check_open("optimizer.step")
@@ -254,6 +262,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             )
         self._watch.end_stray()
         self._coordinator.check_idle()
+        self._stepper.decided = self._step_counted = False
         self._step_asked = True
 
     def _take_step(self) -> None:
@@ -262,26 +271,32 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             self._stepper.check()
             self._keeper.store_edits()
             if self._step_asked and self.optimizer is not None:
-                self._coordinator.release_all()
-                self._persistent_bound = False
-                number = self.global_steps + 1
-                self._stepper.fix(number, self.optimizer, self._index_of, self._config.gradient_clipping)
-                self._step_asked = False
-                self._watch.generation += 1
-                self._step_fixed(self.optimizer)
+                self._fix_step(self.optimizer)
                 self._stepper.start()
+                self._step_asked = False
                 self._coordinator.expect_forward()
 
-    def _values_now(self) -> dict[int, AdamValues]:
-        return {} if self.optimizer is None else self.optimizer.values(self._index_of, set(self._index_of.values()))
+    def _arguments_now(self) -> StepArguments:
+        everything = set(self._index_of.values())
+        values = {} if self.optimizer is None else self.optimizer.values(self._index_of, everything)
+        return StepArguments(values, 1.0, self.global_steps + 1)
 
     def _changed(self, index: int) -> None:
         """Stored weights of the unit change by other means than a step."""
         if self._ahead is not None:
             self._ahead.void(index)
 
-    def _step_fixed(self, optimizer: ZeroOptimizer) -> None:
-        self.global_steps += 1
+    def _fix_step(self, optimizer: ZeroOptimizer) -> None:
+        """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""
+        if self._step_counted:
+            return
+        self._persistent_bound = False
+        self._coordinator.release_all()
+        number = self.global_steps + 1
+        self._stepper.fix(number, optimizer, self._index_of, self._config.gradient_clipping)
+        self._step_counted = True
+        self._watch.generation += 1
+        self.global_steps = number
         optimizer.mark_stepped()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -381,12 +396,3 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, nn.Module):
             if "module" in modules and name != "module":
                 return getattr(modules["module"], name)
             raise
-
-
-def _take_back(leaves: list[Leaf]) -> None:
-    """The same model may be wrapped again: the engine that kept it gives its values back and closes."""
-    for leaf in leaves:
-        if is_kept(leaf.parameter):
-            keeper = keeper_of(leaf.parameter)
-            if isinstance(keeper, EngineKeeper):
-                keeper.give_back()

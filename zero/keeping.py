@@ -178,3 +178,12 @@ class EngineKeeper:
 
     def _units_of(self, parameters: list[nn.Parameter]) -> list[int]:
         return sorted({self._unit_of[id(p)] for p in parameters})
+
+
+def take_back(parameters: Iterable[nn.Parameter]) -> None:
+    """The same model may be wrapped again: the engine that kept it gives its values back and closes."""
+    for parameter in parameters:
+        if is_kept(parameter):
+            keeper = keeper_of(parameter)
+            if isinstance(keeper, EngineKeeper):
+                keeper.give_back()

@@ -12,11 +12,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from offload.sizes import format_bytes
-from zero.params.layout import Layout, SubGroup
+from zero.params.layout import Layout, Space, SubGroup
+from zero.record import RecordFormat
 from zero.schedule.policy import Limits
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
+
+
+def tier_of(device: object) -> str:
+    """The tier that an offload block's `device` (none, cpu, nvme) stands for."""
+    return {"none": DEVICE, "cpu": HOST, "nvme": NVME}[str(getattr(device, "value", device))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,8 @@ class Plan:
     """Tier of each sub-group's state record."""
     two_slots: bool = False
     """Trained weights and records exist twice, so that an update inside backward can be taken back."""
+    state_dtype: torch.dtype = torch.float32
+    """Of the moments; uint8 for 8-bit codes with scales."""
     records_in_flight: int = 4
     arena_bytes: int = 0
     """Host arena: records in flight and staging chunks."""
@@ -60,6 +70,10 @@ class Plan:
     baseline_bytes: int = 0
     """Resident memory of the process when the plan was made."""
 
+    def record_format(self, space: Space) -> RecordFormat:
+        """How the state records of a space are laid out."""
+        return RecordFormat(space.split, self.state_dtype)
+
     def in_swap(self, layout: Layout) -> list[SubGroup]:
         """Sub-groups whose record and weights are on NVMe."""
         groups = zip(self.sub_groups, self.record_tiers, strict=True)
@@ -72,6 +86,25 @@ class Plan:
                 for unit in layout.spaces[group.space].overlapping(group.begin, group.end)
             )
         ]
+
+    def step_write_bytes(self, layout: Layout, micro_steps: int) -> int:
+        """Bytes that a step of `micro_steps` backwards writes to NVMe: drives are rated in bytes written.
+
+        Every trained weight and record that lives there once, every gradient that lives there once a backward.
+        """
+        trained = [unit for unit in layout.units if unit.trainable]
+        weights = sum(u.shard_numel * u.dtype.itemsize for u in trained if self.weight_tiers[u.index] == NVME)
+        records = sum(
+            self.record_format(layout.spaces[group.space]).nbytes(group.end - group.begin)
+            for group, tier in zip(self.sub_groups, self.record_tiers, strict=True)
+            if tier == NVME
+        )
+        gradients = sum(
+            u.shard_numel * (4 if self.gradient_wide else u.dtype.itemsize)
+            for u in trained
+            if self.gradient_tiers[u.index] == NVME
+        )
+        return weights + records + micro_steps * gradients
 
     def tier_bytes(self, tier: str) -> int:
         """Sum of the rows of one tier."""

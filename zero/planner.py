@@ -7,19 +7,22 @@ from collections.abc import Iterable
 import torch
 
 from offload.errors import BudgetError, ConfigError
-from offload.sizes import BLOCK_NUMEL, align_up
+from offload.sizes import BLOCK_NUMEL, align_up, format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config
 from zero.machine import Machine
-from zero.params.layout import Layout, SubGroup, Unit
-from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow
-from zero.pools import gradient_pool_bytes, gradient_sums_bytes, stand_in_bytes, update_pool_bytes
+from zero.params.layout import Layout, Space, SubGroup, Unit
+from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow, tier_of
+from zero.plan_check import check_fits
+from zero.pools import PoolSizes, prefix_that_fits
+from zero.record import RecordFormat
 from zero.schedule.policy import Limits
 
 SUB_GROUP_NUMEL_MAX = 4 << 20
 RECORDS_IN_FLIGHT = 4
 STAGING_CHUNK_BYTES = 2 << 20
 STAGING_CHUNKS = 8
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 AUTO_SHARE = 0.8
 """Part of the free memory that an "auto" budget takes; the rest is for activations and others."""
 
@@ -41,8 +44,9 @@ class Planner:
     ) -> None:
         zero = config.zero_optimization
         self.layout, self.config, self.machine, self.device, self.in_place = layout, config, machine, device, in_place
-        self.param_tier = _tier(zero.offload_param.device)
-        self.state_tier = _tier(zero.offload_optimizer.device)
+        self.param_tier = tier_of(zero.offload_param.device)
+        self.state_tier = tier_of(zero.offload_optimizer.device)
+        self.state_dtype = STATE_DTYPES[zero.offload_optimizer.state_dtype]
         self.wide = (config.gradient_accumulation_steps or 1) > 1
         self.on_cpu = shares_host_memory(device)
         self.nested_numel = nested_numel
@@ -50,6 +54,7 @@ class Planner:
         self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
         self.movable = [unit for unit in layout.units if not unit.persistent]
         self.trained = [unit for unit in layout.units if unit.trainable]
+        self.pools = PoolSizes(layout, on_gpu=not self.on_cpu, wide=self.wide)
 
     def make(self) -> Plan:
         """The plan, checked against budgets and machine.
@@ -58,12 +63,20 @@ class Planner:
             ConfigError: a knob that cannot work with this model; names it.
             BudgetError: it does not fit; names the knob to turn.
         """
-        plan = Plan(self._limits(), gradient_wide=self.wide, baseline_bytes=self.machine.rss_bytes)
+        plan = Plan(
+            self._limits(),
+            gradient_wide=self.wide,
+            state_dtype=self.state_dtype,
+            baseline_bytes=self.machine.rss_bytes,
+        )
         plan.records_in_flight = self._records_in_flight()
         plan.two_slots = self._wants_two_slots()
         plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
-        self._place_host(plan)
+        rest = self._place_host(plan)
         self._size_pools(plan)
+        self._cache_records(plan, rest, self._states_on_device(plan))
+        groups = [group for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True) if tier == DEVICE]
+        plan.update_pool_bytes = self.pools.updates(groups, self._staged_on_device(), plan.records_in_flight)
         plan.swap_bytes = sum(
             self._weight_bytes(unit) for unit in self.layout.units if plan.weight_tiers[unit.index] == NVME
         )
@@ -77,7 +90,10 @@ class Planner:
         )
         plan.swap_bytes += self._second_slot_bytes(plan)
         plan.rows = tuple(row for row in self._rows(plan) if row.nbytes)
-        self._check(plan)
+        written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)
+        if written:
+            plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
+        check_fits(plan, self.machine, self.host_budget, self.device_budget, on_cpu=self.on_cpu)
         return plan
 
     def _records_in_flight(self) -> int:
@@ -106,9 +122,8 @@ class Planner:
         if not plan.two_slots:
             return 0
         return sum(
-            (group.end - group.begin) * (space.record_bytes + space.dtype.itemsize)
+            self._record_bytes(group) + (group.end - group.begin) * self.layout.spaces[group.space].dtype.itemsize
             for group in plan.in_swap(self.layout)
-            for space in [self.layout.spaces[group.space]]
         )
 
     # ---- sizes --------------------------------------------------------------------------------
@@ -120,7 +135,18 @@ class Planner:
         return unit.shard_numel * (4 if self.wide else unit.dtype.itemsize)
 
     def _record_bytes(self, group: SubGroup) -> int:
-        return (group.end - group.begin) * self.layout.spaces[group.space].record_bytes
+        return self._format(self.layout.spaces[group.space]).nbytes(group.end - group.begin)
+
+    def _format(self, space: Space) -> RecordFormat:
+        return RecordFormat(space.split, self.state_dtype)
+
+    def _records_bytes(self, numel: int) -> int:
+        """All records, when sub-groups have `numel` elements."""
+        return sum(self._record_bytes(group) for group in self.layout.sub_groups(numel))
+
+    def _device_share(self) -> float:
+        """Share of the states that is on the device by the user's word."""
+        return 1.0 if self.state_tier == DEVICE else 1.0 - self.config.zero_optimization.offload_optimizer.ratio
 
     def _budget(self, wish: int | str | None, free_bytes: int) -> int | None:
         return int(free_bytes * AUTO_SHARE) if wish == "auto" else None if wish is None else int(wish)
@@ -157,11 +183,9 @@ class Planner:
         fixed = sum(self._weight_bytes(u) for u in self.layout.units if u.persistent or self.param_tier == DEVICE)
         if self.state_tier == DEVICE:
             fixed += sum(self._gradient_bytes(unit) for unit in self.trained)
-            fixed += sum(space.numel * space.record_bytes for space in self.layout.spaces if space.trainable)
+        fixed += int(self._device_share() * self._records_bytes(self._full_sub_group_numel()))
         width = max((unit.dtype.itemsize for unit in self.movable), default=2)
-        # Sub-groups are not cut yet: the most that they can be.
-        gradient_pool = self._gradient_pool_bytes() + stand_in_bytes(self.layout.units, on_gpu=not self.on_cpu)
-        gradient_pool += RECORDS_IN_FLIGHT * SUB_GROUP_NUMEL_MAX * self._staged_on_device()
+        gradient_pool = self.pools.gradients() + self._passing_bytes()
         fits = (self.device_budget - fixed - gradient_pool) // width - largest_numel
         need = largest_numel + self.nested_numel
         if fits < need:
@@ -173,19 +197,15 @@ class Planner:
         total = sum(numels)
         return min(fits, total)
 
-    def _gradient_pool_bytes(self) -> int:
-        return gradient_pool_bytes(self.trained, on_gpu=not self.on_cpu, wide=self.wide)
-
     def _staged_on_device(self) -> int:
-        """Bytes per element that an update on a GPU brings there: weights, and gradients widened onto the disk."""
-        if self.on_cpu or self.state_tier != DEVICE:
-            return 0
-        width = max((unit.dtype.itemsize for unit in self.trained), default=0) if self.param_tier != DEVICE else 0
-        return width + (4 if self.host_budget is not None and self._uses_disk() else 0)
+        widened = self.wide or (self.host_budget is not None and self._uses_disk())
+        return self.pools.staged_width(self.param_tier != DEVICE, self.state_tier != DEVICE, widened)
 
-    def _sums_bytes(self) -> int:
-        """Pinned home of the gradients' block sums, which a GPU cannot write to any other memory."""
-        return 0 if self.on_cpu else sum(gradient_sums_bytes(unit) for unit in self.trained)
+    def _passing_bytes(self) -> int:
+        """The most that takes part of the device budget and holds no state for long."""
+        on_device = self.state_tier == DEVICE or self._device_share() > 0 or self.device_budget is not None
+        groups = self.layout.sub_groups(self._full_sub_group_numel()) if on_device else ()
+        return self.pools.stand_in() + self.pools.updates(groups, self._staged_on_device(), RECORDS_IN_FLIGHT)
 
     def _size_pools(self, plan: Plan) -> None:
         pooled = [
@@ -200,10 +220,7 @@ class Planner:
             slack = max(unit.numel for unit in pooled)
             plan.unit_pool_bytes = min(plan.limits.live_numel_max + slack, total) * width
         # Used when a gradient cannot be collected where it is stored; a second backward needs it always.
-        plan.gradient_pool_bytes = self._gradient_pool_bytes()
-        plan.update_pool_bytes = update_pool_bytes(
-            self.layout, plan.sub_groups, self._staged_on_device(), plan.records_in_flight
-        )
+        plan.gradient_pool_bytes = self.pools.gradients()
 
     def _addressable(self, tier: str) -> bool:
         """True when the compute device can read that tier's memory where it is."""
@@ -211,16 +228,17 @@ class Planner:
 
     # ---- host ---------------------------------------------------------------------------------
 
-    def _place_host(self, plan: Plan) -> None:
-        """Spend the host budget: what must be there, the working set, then caches in a fixed order."""
+    def _place_host(self, plan: Plan) -> int | None:
+        """Spend the host budget: what must be there, the working set, then caches in a fixed order.
+
+        Returns what is left for state records; None without a budget.
+        """
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
         plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
         can_spill = gradient_home == HOST and self._uses_disk()
-        fixed = self._sums_bytes()
+        fixed = self.pools.sums()
         if self.param_tier == HOST:
             fixed += sum(self._weight_bytes(unit) for unit in self.movable)
-        if self.state_tier == HOST:
-            fixed += sum(space.numel * space.record_bytes for space in self.layout.spaces if space.trainable)
         gradients = sum(self._gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
         budget = self.host_budget
         if budget is None:
@@ -232,7 +250,7 @@ class Planner:
         plan.sub_groups = self.layout.sub_groups(numel)
         plan.arena_bytes = self._arena_bytes(plan, numel, spill)
         if rest is not None and budget is not None:
-            rest -= plan.arena_bytes
+            rest -= self._working_bytes(plan, numel, spill)
             if rest < 0:
                 raise BudgetError(
                     f"memory_budget.host: {budget:,} bytes are too few; this model takes at least "
@@ -243,7 +261,7 @@ class Planner:
         rest = self._cache_weights(plan, rest)
         if spill:
             rest = self._cache_gradients(plan, rest or 0)
-        self._cache_records(plan, rest)
+        return rest
 
     def _sub_group_numel(self, plan: Plan, rest: int | None, spill: bool) -> tuple[int, bool]:
         """(elements of a sub-group, is that the full size).
@@ -251,30 +269,34 @@ class Planner:
         With little memory the size goes down by powers of two, and what is left over is not spent on
         caches: a cache that shrinks when the sub-groups grow would make traffic rise with the budget.
         """
+        full = self._full_sub_group_numel()
+        if rest is None or self._working_bytes(plan, full, spill) <= rest:
+            return full, True
+        numel = BLOCK_NUMEL
+        while 2 * numel < full and self._working_bytes(plan, 2 * numel, spill) <= rest:
+            numel *= 2
+        return numel, numel == full
+
+    def _full_sub_group_numel(self) -> int:
+        """Elements of a sub-group where memory is no concern."""
         largest_space = max((space.numel for space in self.layout.spaces if space.trainable), default=BLOCK_NUMEL)
         full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-largest_space // RECORDS_IN_FLIGHT), BLOCK_NUMEL))
         explicit = self.config.zero_optimization.sub_group_size
         if explicit is not None:
             full = min(full, explicit)
-        full = max(full // BLOCK_NUMEL, 1) * BLOCK_NUMEL
-        if rest is None or self._arena_bytes(plan, full, spill) <= rest:
-            return full, True
-        numel = BLOCK_NUMEL
-        while 2 * numel < full and self._arena_bytes(plan, 2 * numel, spill) <= rest:
-            numel *= 2
-        return numel, numel == full
+        return max(full // BLOCK_NUMEL, 1) * BLOCK_NUMEL
 
-    def _staged_bytes_per_element(self, spill: bool) -> int:
-        """Arena bytes per element of a sub-group in flight: whatever of it may not be in memory."""
-        widths = [0]
+    def _staged_bytes(self, numel: int, spill: bool) -> int:
+        """Arena bytes of a sub-group of `numel` elements in flight: whatever of it may not be in memory."""
+        needs = [0]
         for space in self.layout.spaces:
             if space.trainable:
-                width = space.record_bytes if self.state_tier == NVME else 0
-                width += space.dtype.itemsize if self._weights_staged() else 0
+                nbytes = self._format(space).nbytes(numel) if self.state_tier == NVME else 0
+                nbytes += numel * space.dtype.itemsize if self._weights_staged() else 0
                 # An unannounced second backward widens a gradient, on disk when memory is budgeted.
-                width += 4 if spill or (self.host_budget is not None and self._uses_disk()) else 0
-                widths.append(width)
-        return max(widths)
+                nbytes += 4 * numel if spill or (self.host_budget is not None and self._uses_disk()) else 0
+                needs.append(nbytes)
+        return max(needs)
 
     def _uses_disk(self) -> bool:
         return NVME in (self.param_tier, self.state_tier)
@@ -297,47 +319,58 @@ class Planner:
 
     def _arena_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
         # One page per leased part: a record, its weights and its gradients are leased apart.
-        slot = align_up(numel * self._staged_bytes_per_element(spill), 4096)
+        slot = align_up(self._staged_bytes(numel, spill), 4096)
         return plan.records_in_flight * (slot + 3 * 4096 if slot else 0) + self._staging_bytes()
+
+    def _working_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
+        """Host bytes that depend on the size of sub-groups: the arena, and records that live there."""
+        share = 1 - self._device_share() if self.state_tier == HOST else 0.0
+        return self._arena_bytes(plan, numel, spill) + int(share * self._records_bytes(numel))
 
     def _cache_weights(self, plan: Plan, rest: int | None) -> int | None:
         cap_numel = self.config.zero_optimization.offload_param.max_in_cpu
         if self.param_tier != NVME or (rest is None and cap_numel is None):
             return rest
-        cap = None if cap_numel is None else cap_numel
-        for unit in self.movable:
-            nbytes = self._weight_bytes(unit)
-            if (rest is not None and nbytes > rest) or (cap is not None and unit.shard_numel > cap):
-                break
+        count = len(self.movable)
+        if cap_numel is not None:
+            count, _ = prefix_that_fits((unit.shard_numel for unit in self.movable), cap_numel)
+        if rest is not None:
+            count, rest = prefix_that_fits(map(self._weight_bytes, self.movable[:count]), rest)
+        for unit in self.movable[:count]:
             plan.weight_tiers[unit.index] = HOST
-            rest = None if rest is None else rest - nbytes
-            cap = None if cap is None else cap - unit.shard_numel
         return rest
 
     def _cache_gradients(self, plan: Plan, rest: int) -> int:
-        full = False
-        for unit in self.trained:
-            nbytes = self._gradient_bytes(unit)
-            full = full or nbytes > rest
-            if full:
-                plan.gradient_tiers[unit.index] = NVME
-            else:
-                rest -= nbytes
+        on_host = [unit for unit in self.trained if plan.gradient_tiers[unit.index] == HOST]
+        count, rest = prefix_that_fits(map(self._gradient_bytes, on_host), rest)
+        for unit in on_host[count:]:
+            plan.gradient_tiers[unit.index] = NVME
         return rest
 
-    def _cache_records(self, plan: Plan, rest: int | None) -> None:
-        tiers = []
-        full = rest is None
-        for group in plan.sub_groups:
-            tier = self.state_tier
-            if tier == NVME and not full and rest is not None:
-                nbytes = self._record_bytes(group)
-                full = nbytes > rest
-                if not full:
-                    rest -= nbytes
-                    tier = HOST
-            tiers.append(tier)
+    def _cache_records(self, plan: Plan, rest: int | None, on_device: int) -> None:
+        groups = plan.sub_groups[on_device:]
+        count = 0
+        if self.state_tier == NVME and rest is not None:
+            count, _ = prefix_that_fits(map(self._record_bytes, groups), rest)
+        tiers = [DEVICE] * on_device + [HOST] * count + [self.state_tier] * (len(groups) - count)
         plan.record_tiers = tuple(tiers)
+
+    def _states_on_device(self, plan: Plan) -> int:
+        """How many sub-groups, the first the next forward needs, keep their states on the device.
+
+        `ratio` is the offloaded share (DeepSpeed's Twin-Flow); without it, what a device budget leaves over.
+        """
+        if self.state_tier == DEVICE:
+            return 0
+        if self.config.origin("zero_optimization.offload_optimizer.ratio") == "user":
+            share_bytes = int(self._device_share() * sum(map(self._record_bytes, plan.sub_groups)))
+            return prefix_that_fits(map(self._record_bytes, plan.sub_groups), share_bytes)[0]
+        if self.device_budget is None or self.on_cpu:
+            return 0
+        used = plan.unit_pool_bytes + plan.gradient_pool_bytes + self._passing_bytes()
+        used += sum(self._weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == DEVICE)
+        spare = max(self.device_budget - used, 0)
+        return prefix_that_fits(map(self._record_bytes, plan.sub_groups), spare)[0]
 
     # ---- rows and checks ----------------------------------------------------------------------
 
@@ -346,55 +379,19 @@ class Planner:
             yield PlanRow(
                 tier,
                 "weights",
-                self._sum(self._weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == tier),
+                sum(self._weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == tier),
             )
             yield PlanRow(
                 tier,
                 "gradients",
-                self._sum(self._gradient_bytes(u) for u in self.trained if plan.gradient_tiers[u.index] == tier),
+                sum(self._gradient_bytes(u) for u in self.trained if plan.gradient_tiers[u.index] == tier),
             )
             groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
-            yield PlanRow(tier, "optimizer states", self._sum(self._record_bytes(g) for g, t in groups if t == tier))
+            yield PlanRow(tier, "optimizer states", sum(self._record_bytes(g) for g, t in groups if t == tier))
         yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
         yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
         yield PlanRow(DEVICE, "updates in flight", plan.update_pool_bytes)
-        yield PlanRow(DEVICE, "stand-in for what is away", stand_in_bytes(self.layout.units, on_gpu=not self.on_cpu))
-        yield PlanRow(HOST, "block sums of gradients", self._sums_bytes())
+        yield PlanRow(DEVICE, "stand-in for what is away", self.pools.stand_in())
+        yield PlanRow(HOST, "block sums of gradients", self.pools.sums())
         yield PlanRow(NVME, "second slots", self._second_slot_bytes(plan))
         yield PlanRow(HOST, "arena: records and chunks in flight", plan.arena_bytes)
-
-    @staticmethod
-    def _sum(values: Iterable[int]) -> int:
-        return sum(values)
-
-    def _check(self, plan: Plan) -> None:
-        host, device = plan.tier_bytes(HOST), plan.tier_bytes(DEVICE)
-        if self.host_budget is not None and host > self.host_budget:
-            raise BudgetError(f"memory_budget.host: the plan needs {host:,} bytes, the budget is {self.host_budget:,}")
-        if self.device_budget is not None and device > self.device_budget:
-            raise BudgetError(
-                f"memory_budget.device: the plan needs {device:,} bytes, the budget is {self.device_budget:,}; "
-                "raise it, or lower stage3_max_live_parameters"
-            )
-        need = host + (device if self.on_cpu else 0)
-        if need > self.machine.available_bytes:
-            raise BudgetError(
-                f"the plan needs {need:,} bytes of host memory, but {self.machine.available_source} leaves "
-                f"{self.machine.available_bytes:,}; move a plane to NVMe (offload_param.device or "
-                f"offload_optimizer.device: nvme) or set memory_budget.host\n{plan.table()}"
-            )
-        if not self.on_cpu and device > self.machine.device_bytes:
-            raise BudgetError(
-                f"the plan needs {device:,} bytes of device memory, {self.machine.device_bytes:,} are free; "
-                "use offload_param and offload_optimizer, or lower stage3_max_live_parameters"
-            )
-        if not self.on_cpu and self.machine.memlock_bytes is not None and host > self.machine.memlock_bytes:
-            # A note and no refusal: most drivers pin memory without asking this limit.
-            plan.notes.append(
-                f"RLIMIT_MEMLOCK is {self.machine.memlock_bytes:,} bytes, the plan pins {host:,}; if the driver "
-                "refuses to pin, copies are slower: raise it with ulimit -l"
-            )
-
-
-def _tier(device: str) -> str:
-    return {"none": DEVICE, "cpu": HOST, "nvme": NVME}[str(getattr(device, "value", device))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,26 +12,6 @@ from offload.planes import Plane
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Streams
 from zero.storage import Storage
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Views into one sub-group's state record."""
-
-    remainder: torch.Tensor | None
-    """int16, split spaces only."""
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-
-    @staticmethod
-    def over(data: torch.Tensor, numel: int, split: bool) -> Record:
-        """The record of `numel` elements in `data` (uint8)."""
-        first = 2 * numel if split else 0
-        return Record(
-            data[:first].view(torch.int16) if split else None,
-            data[first : first + 4 * numel].view(torch.float32),
-            data[first + 4 * numel : first + 8 * numel].view(torch.float32),
-        )
 
 
 class Staged:
@@ -68,7 +47,7 @@ class Staged:
             self._host = self._data = given
         self.copied_home = not self.in_place and target is None and self._memory is not None
         """The range lives in memory, but not in the computation's: `write` copies it there and cannot fail."""
-        nbytes = (end - begin) * plane.bytes_per_element
+        nbytes = plane.nbytes(begin, end)
         on_host = compute.type == "cpu"
         passes = not self.in_place and not self.borrowed
         self.host_nbytes = nbytes if passes and (self._memory is None or on_host or target is not None) else 0

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload import kernels
 from zero.schedule.coordinator import FetchCounters
 from zero.storage import Storage
+
+SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Wear:
+    """What a run costs the drives, which are rated in bytes written."""
+
+    nvme_written_bytes_per_step: float
+    nvme_written_bytes_per_day: float
+    """If every day goes on like the time that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +58,18 @@ class Statistics:
     aio_backend: str
     aio_reason: str
     isa: str
+    taken_at_seconds: float
+    """When, on the clock of time.monotonic."""
+
+    def wear_since(self, earlier: Statistics) -> Wear:
+        """What was written to NVMe since an earlier snapshot; zeros when nothing happened between them."""
+        written = self.nvme_write_bytes - earlier.nvme_write_bytes
+        steps = self.steps - earlier.steps
+        seconds = self.taken_at_seconds - earlier.taken_at_seconds
+        return Wear(
+            nvme_written_bytes_per_step=written / steps if steps > 0 else 0.0,
+            nvme_written_bytes_per_day=written / seconds * SECONDS_PER_DAY if seconds > 0 else 0.0,
+        )
 
     @property
     def hit_rate(self) -> float:
@@ -94,4 +118,5 @@ def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], lo
         aio_backend=disk.aio.backend if disk else "none",
         aio_reason=disk.aio.reason if disk else "no plane lives on NVMe",
         isa=kernels.isa(),
+        taken_at_seconds=time.monotonic(),
     )

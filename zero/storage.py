@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from offload.aio import AioOptions, open_aio
+from offload.aio import AioOptions
 from offload.arena import Arena, MemoryRegion
 from offload.errors import BudgetError, ConfigError, StateError
 from offload.mover import Mover
 from offload.planes import Disk, Home, Plane
 from offload.streams import open_streams
 from offload.swapfile import SwapSpace
+from offload.timeline import Timeline
 from zero.config import Config
+from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan
 from zero.pools import gradient_sums_bytes
@@ -33,6 +35,7 @@ class Storage:
     """The engine's memory and files, made from a plan and freed as a whole.
 
     Attributes:
+        at_end: called once, last first, when the end begins and everything still runs.
         weights: one plane per space.
         records: one plane per space (None for frozen ones): remainder, exp_avg, exp_avg_sq, adjacent per sub-group.
         gradients: one plane per space (None for frozen ones).
@@ -43,16 +46,30 @@ class Storage:
         self.layout, self.plan, self.device = layout, plan, device
         self._budgeted = config.memory_budget.host is not None
         self._pinned = device.type == "cuda" and _wants_pinning(config)
+        tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
+        self._on_device = frozenset(group for group, tier in tiers if tier == DEVICE)
         self._two_slots = frozenset(plan.in_swap(layout) if plan.two_slots else ())
         self._regions: list[MemoryRegion] = []
         self._planes: list[Plane] = []
+        self.timeline = Timeline()
+        self.at_end: list[Callable[[], None]] = []
         self.disk = self._open_disk(config)
         aio = self.disk.aio if self.disk else None
-        self.streams = open_streams(device)
-        enter = self.streams.enter
-        self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks, enter) if aio else Mover(enter=enter)
+        self.streams = open_streams(device, self.timeline)
+        if aio is None:
+            self.mover = Mover(timeline=self.timeline, enter=self.streams.enter)
+        else:
+            aio.timeline = self.timeline
+            self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks, self.timeline, self.streams.enter)
         try:
-            self.arena = Arena("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu"), pinned=self._pinned)
+            self.arena = Arena(
+                "host",
+                plan.arena_bytes,
+                "memory_budget.host",
+                torch.device("cpu"),
+                pinned=self._pinned,
+                register=aio.register_memory if aio else None,
+            )
             self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
             self.gradient_pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device)
             self.update_pool = Arena("updates", plan.update_pool_bytes, "memory_budget.device", device)
@@ -103,6 +120,10 @@ class Storage:
             self._sums = self._region(HOST, sum(gradient_sums_bytes(unit) for unit in trained))
         return self._sums.take(nbytes)
 
+    def compute(self, group: SubGroup) -> torch.device:
+        """Where the sub-group is updated: on the device when its states live there, else on the CPU."""
+        return self.device if group in self._on_device else torch.device("cpu")
+
     def has_two_slots(self, group: SubGroup) -> bool:
         """True when an update of the sub-group can be made aside."""
         return group in self._two_slots
@@ -126,6 +147,7 @@ class Storage:
 
     def close(self) -> None:
         """Let what moves finish, then free everything. Idempotent."""
+        self._prepare_end()
         self.mover.close()
         self._end_disk()
         self.streams.close()
@@ -134,9 +156,14 @@ class Storage:
     def abandon(self) -> None:
         """`close` for an engine that nobody holds any more; safe on any thread, and when Python exits."""
         if self.mover.is_current_thread():
+            self._prepare_end()
             self.mover.end_soon(self._end_disk)
         else:
             self.close()
+
+    def _prepare_end(self) -> None:
+        while self.at_end:
+            self.at_end.pop()()
 
     def _end_disk(self) -> None:
         disk, self.disk = self.disk, None
@@ -160,17 +187,19 @@ class Storage:
         if not self.plan.swap_bytes:
             return None
         aio = config.aio
+        paths = _swap_paths(config)
+        tuned = tune_io(config, paths)
         options = AioOptions(
-            backend=os.environ.get("ZERO_AIO_BACKEND", "auto"),
-            queue_depth=aio.queue_depth,
-            chunk_bytes=aio.block_size,
+            backend=tuned.backend,
+            queue_depth=tuned.queue_depth,
+            chunk_bytes=tuned.chunk_bytes,
             threads=aio.thread_count,
             single_submit=aio.single_submit,
             overlap_events=aio.overlap_events,
         )
-        swap = SwapSpace(_swap_paths(config), self.plan.swap_bytes)
+        swap = SwapSpace(paths, self.plan.swap_bytes, tuned.speeds)
         try:
-            return Disk(open_aio(options), swap)
+            return Disk(open_tuned(options, tuned), swap)
         except BaseException:
             swap.close()
             raise
@@ -204,7 +233,7 @@ class Storage:
         runs = [(group.begin, group.end, NVME) for group in groups]
         return OtherSlots(
             self._plane(f"weights ({space.dtype}), second slot", space.dtype.itemsize, runs),
-            self._plane(f"optimizer states ({space.dtype}), second slot", space.record_bytes, runs),
+            self._plane(f"optimizer states ({space.dtype}), second slot", self.plan.record_format(space).nbytes, runs),
         )
 
     def _record_plane(self, index: int, space: Space) -> Plane:
@@ -213,23 +242,27 @@ class Storage:
             for group, tier in zip(self.plan.sub_groups, self.plan.record_tiers, strict=True)
             if group.space == index
         ]
-        return self._plane(f"optimizer states ({space.dtype})", space.record_bytes, runs)
+        return self._plane(f"optimizer states ({space.dtype})", self.plan.record_format(space).nbytes, runs)
 
     def _gradient_plane(self, space: Space) -> Plane:
         width = 4 if self.plan.gradient_wide else space.dtype.itemsize
         runs = [(unit.begin, unit.end, self.plan.gradient_tiers[unit.index]) for unit in space.units]
         return self._plane(f"gradients ({space.dtype})", width, runs)
 
-    def _plane(self, name: str, width: int, runs: Sequence[tuple[int, int, str]]) -> Plane:
+    def _plane(self, name: str, width: int | Callable[[int], int], runs: Sequence[tuple[int, int, str]]) -> Plane:
         """Homes for each run: one region per memory tier, one extent of the swap space for the rest."""
+
+        def nbytes_of(begin: int, end: int) -> int:
+            return (end - begin) * width if isinstance(width, int) else width(end - begin)
+
         regions = {
-            tier: self._region(tier, sum((end - begin) * width for begin, end, t in runs if t == tier))
+            tier: self._region(tier, sum(nbytes_of(begin, end) for begin, end, t in runs if t == tier))
             for tier in (DEVICE, HOST)
             if any(t == tier for _, _, t in runs)
         }
         homes = []
         for begin, end, tier in runs:
-            nbytes = (end - begin) * width
+            nbytes = nbytes_of(begin, end)
             if tier == NVME:
                 homes.append(Home(begin, end, None, self._swap_used_bytes))
                 self._swap_used_bytes += nbytes

@@ -4,6 +4,7 @@
  *   pump.c     the I/O thread: cuts requests into chunks, resumes, retries, completes
  *   fault.c    injected faults, between the pump and the backend
  *   uring.c kaio.c threads.c   backends: each ends in one table of functions
+ *   registry.c   what io_uring was told about in advance
  *
  * A request is cut into chunks; a chunk is moved by one transfer, or by several when the kernel
  * moves less than asked. Only the I/O thread touches chunks and the backend. */
@@ -15,6 +16,7 @@
 #include <stdint.h>
 #include <sys/queue.h>
 
+#include "registry.h"
 #include "zn_abi.h"
 
 /* Offsets and lengths of O_DIRECT transfers are multiples of this on every device we know. */
@@ -43,11 +45,13 @@ typedef struct {
   /* `depth` transfers are outstanding at most, with slots 0..depth-1. */
   int32_t (*open)(zn_queue **out, int32_t depth, int32_t threads);
   int (*event_fd)(zn_queue *queue); /* readable while `reap` has something to report */
-  void (*enqueue)(zn_queue *queue, const zn_transfer *transfer);
+  /* True: it moves through registered memory. */
+  bool (*enqueue)(zn_queue *queue, const zn_transfer *transfer);
   /* Hand what was enqueued to the kernel, in one batch. Returns how many could not be started:
    * `reap` reports those with the reason. */
   int32_t (*flush)(zn_queue *queue);
   int32_t (*reap)(zn_queue *queue, zn_event *out, int32_t max); /* never blocks */
+  zn_registry *(*registry)(zn_queue *queue);                    /* NULL: the backend has none */
   void (*close)(zn_queue *queue);
 } zn_backend;
 

@@ -237,6 +237,20 @@ int64_t zn_aio_in_flight(zn_aio *aio) {
   return count;
 }
 
+/* ---- registering -------------------------------------------------------------------------- */
+
+static zn_registry *registry_of(zn_aio *aio) {
+  return aio->backend->registry == NULL ? NULL : aio->backend->registry(aio->queue);
+}
+
+int32_t zn_aio_register_memory(zn_aio *aio, void *ptr, int64_t nbytes) {
+  return ptr == NULL || nbytes < 1 ? -EINVAL : zn_registry_add(registry_of(aio), ptr, nbytes);
+}
+
+int32_t zn_aio_unregister_memory(zn_aio *aio, void *ptr, int64_t nbytes) {
+  return ptr == NULL || nbytes < 1 ? -EINVAL : zn_registry_remove(registry_of(aio), ptr, nbytes);
+}
+
 /* ---- statistics and faults ---------------------------------------------------------------- */
 
 static int64_t meter_ns(const zn_meter *meter, int64_t now_ns) {

@@ -73,7 +73,7 @@ static int32_t kaio_probe(void) {
 
 static int kaio_event_fd(zn_queue *queue) { return queue->event_fd; }
 
-static void kaio_enqueue(zn_queue *queue, const zn_transfer *transfer) {
+static bool kaio_enqueue(zn_queue *queue, const zn_transfer *transfer) {
   struct iocb *block = &queue->blocks[transfer->slot];
   memset(block, 0, sizeof *block);
   block->aio_data = (uint64_t)transfer->slot;
@@ -89,6 +89,7 @@ static void kaio_enqueue(zn_queue *queue, const zn_transfer *transfer) {
     block->aio_offset = transfer->offset;
   }
   queue->batch[queue->enqueued++] = block;
+  return false;
 }
 
 /* A transfer that io_submit rejects is over at once; its error is reported like any other. */

@@ -212,7 +212,7 @@ static void start(zn_aio *aio, zn_chunk *chunk) {
       .nbytes = chunk->asked_bytes,
       .buffer = chunk->buffer + chunk->done_bytes,
   };
-  aio->backend->enqueue(aio->queue, &transfer);
+  if (aio->backend->enqueue(aio->queue, &transfer)) aio->live.counts.registered++;
 }
 
 /* Held chunks that are due become ready; those that a failure has made moot need not wait. */

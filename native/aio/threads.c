@@ -96,9 +96,10 @@ static int32_t threads_probe(void) { return 0; }
 
 static int threads_event_fd(zn_queue *queue) { return queue->event_fd; }
 
-static void threads_enqueue(zn_queue *queue, const zn_transfer *transfer) {
+static bool threads_enqueue(zn_queue *queue, const zn_transfer *transfer) {
   /* The entry is free: at most `depth` transfers are outstanding, and workers copy theirs out. */
   queue->todo[queue->enqueued++ % queue->depth] = *transfer;
+  return false;
 }
 
 static int32_t threads_flush(zn_queue *queue) {

@@ -37,9 +37,11 @@ struct zn_queue {
   struct io_uring_cqe *cqes;
   zn_event *refused;
   int32_t refused_count;
+  zn_registry *registry;
 };
 
 static void uring_close(zn_queue *queue) {
+  zn_registry_close(queue->registry);
   if (queue->sqes != NULL) munmap(queue->sqes, queue->sqes_bytes);
   if (queue->rings != NULL) munmap(queue->rings, queue->rings_bytes);
   if (queue->fd >= 0) close(queue->fd);
@@ -100,6 +102,7 @@ static int32_t uring_open(zn_queue **out, int32_t depth, int32_t threads) {
     return status;
   }
   queue->tail = *queue->sq_tail;
+  queue->registry = zn_registry_open(queue->fd);
   *out = queue;
   return 0;
 }
@@ -113,7 +116,11 @@ static int32_t uring_probe(void) {
 
 static int uring_event_fd(zn_queue *queue) { return queue->fd; }
 
-static void uring_enqueue(zn_queue *queue, const zn_transfer *transfer) {
+static zn_registry *uring_registry(zn_queue *queue) { return queue->registry; }
+
+static bool uring_enqueue(zn_queue *queue, const zn_transfer *transfer) {
+  const bool is_read = transfer->op == ZN_AIO_READ;
+  int32_t memory = -1;
   const unsigned index = queue->tail++ & queue->sq_mask;
   struct io_uring_sqe *sqe = &queue->sqes[index];
   *sqe = (struct io_uring_sqe){.fd = transfer->fd, .user_data = (uint64_t)transfer->slot};
@@ -121,13 +128,20 @@ static void uring_enqueue(zn_queue *queue, const zn_transfer *transfer) {
     sqe->opcode = IORING_OP_FSYNC;
     sqe->fsync_flags = IORING_FSYNC_DATASYNC;
   } else {
-    sqe->opcode = transfer->op == ZN_AIO_READ ? IORING_OP_READ : IORING_OP_WRITE;
+    memory = zn_registry_find(queue->registry, transfer->buffer, transfer->nbytes);
+    if (memory >= 0) {
+      sqe->opcode = is_read ? IORING_OP_READ_FIXED : IORING_OP_WRITE_FIXED;
+      sqe->buf_index = (uint16_t)memory;
+    } else {
+      sqe->opcode = is_read ? IORING_OP_READ : IORING_OP_WRITE;
+    }
     sqe->off = (uint64_t)transfer->offset;
     sqe->addr = (uint64_t)(uintptr_t)transfer->buffer;
     sqe->len = (uint32_t)transfer->nbytes;
   }
   queue->sq_array[index] = index;
   queue->enqueued++;
+  return memory >= 0;
 }
 
 /* The kernel looks at the ring only while we are in io_uring_enter: what it left can be taken back. */
@@ -188,6 +202,7 @@ const zn_backend zn_backend_uring = {
     .enqueue = uring_enqueue,
     .flush = uring_flush,
     .reap = uring_reap,
+    .registry = uring_registry,
     .close = uring_close,
 #endif
 };

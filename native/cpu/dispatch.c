@@ -3,6 +3,7 @@
 #include <stdatomic.h>
 
 #include "kernels.h"
+#include "moments.h"
 
 /* Elements per fixed-width loop (whole cache lines of every array) and how far ahead to prefetch. */
 enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256, ZN_LANES = 16 };
@@ -22,6 +23,7 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256, ZN_LANES = 16 };
 #define ZN_ISA scalar
 #define ZN_VECTOR_BYTES 16
 #include "adamw_body.inc"
+#include "moments_body.inc"
 #include "cast_body.inc"
 #include "reduce_body.inc"
 #undef ZN_VECTOR_BYTES
@@ -33,6 +35,7 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256, ZN_LANES = 16 };
 #define ZN_ISA avx2
 #define ZN_VECTOR_BYTES 32
 #include "adamw_body.inc"
+#include "moments_body.inc"
 #include "cast_body.inc"
 #include "reduce_body.inc"
 #undef ZN_VECTOR_BYTES
@@ -44,6 +47,7 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256, ZN_LANES = 16 };
 #define ZN_ISA avx512
 #define ZN_VECTOR_BYTES 64
 #include "adamw_body.inc"
+#include "moments_body.inc"
 #include "cast_body.inc"
 #include "reduce_body.inc"
 #undef ZN_VECTOR_BYTES
@@ -64,11 +68,16 @@ static int supported_avx512(void) {
 
 /* Columns in the order of the dtype constants: f32, bf16, f16. */
 #define ZN_COLUMNS(kernel, isa) {kernel##_f32_##isa, kernel##_bf16_##isa, kernel##_f16_##isa}
+#define ZN_MOMENTS(kernel, isa) {kernel##_m32_##isa, kernel##_m16_##isa}
+#define ZN_ADAMW_COLUMNS(kernel, isa) \
+  {ZN_MOMENTS(kernel##_f32, isa), ZN_MOMENTS(kernel##_bf16, isa), ZN_MOMENTS(kernel##_f16, isa)}
 #define ZN_ROW(isa)                                                                                       \
   {.name = #isa,                                                                                          \
    .supported = supported_##isa,                                                                          \
-   .adamw = {ZN_COLUMNS(adamw_in_weight, isa), ZN_COLUMNS(adamw_split, isa),                              \
-             ZN_COLUMNS(adamw_beside_bf16, isa), ZN_COLUMNS(adamw_beside_f16, isa)},                      \
+   .adamw = {ZN_ADAMW_COLUMNS(adamw_in_weight, isa), ZN_ADAMW_COLUMNS(adamw_split, isa),                  \
+             ZN_ADAMW_COLUMNS(adamw_beside_bf16, isa), ZN_ADAMW_COLUMNS(adamw_beside_f16, isa)},          \
+   .block_load = block_load_##isa,                                                                        \
+   .block_store = block_store_##isa,                                                                      \
    .cast = {ZN_COLUMNS(cast_f32, isa), ZN_COLUMNS(cast_bf16, isa), ZN_COLUMNS(cast_f16, isa)},            \
    .accumulate = {ZN_COLUMNS(accumulate_f32, isa), ZN_COLUMNS(accumulate_bf16, isa),                      \
                   ZN_COLUMNS(accumulate_f16, isa)},                                                       \

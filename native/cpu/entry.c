@@ -1,59 +1,7 @@
-/* The exported kernels: check the arguments, find the row's function, split the range. */
+/* The exported kernels but adamw: check the arguments, find the row's function, split the range. */
 #include <errno.h>
 
 #include "kernels.h"
-
-/* ---- adamw -------------------------------------------------------------------------------- */
-
-typedef struct {
-  zn_adamw_kernel *kernel;
-  zn_adamw_arrays arrays;
-  const zn_adam_segment *segments;
-  int64_t segment_count;
-} zn_adamw_call;
-
-static void adamw_part(const void *context, int64_t begin, int64_t end) {
-  const zn_adamw_call *call = context;
-  for (int64_t k = 0; k < call->segment_count; k++) {
-    const zn_adam_segment *segment = &call->segments[k];
-    int64_t from = segment->begin > begin ? segment->begin : begin;
-    int64_t to = segment->end < end ? segment->end : end;
-    if (from < to && !segment->skip) call->kernel(&call->arrays, segment, from, to);
-  }
-}
-
-/* How the master is stored, or -1 when the arguments fit no scheme. */
-static int master_scheme(int32_t weight_dtype, const void *master, int32_t master_f32) {
-  if (weight_dtype == ZN_F32) return master == NULL ? ZN_MASTER_IN_WEIGHT : -1;
-  if (master == NULL) return -1;
-  if (weight_dtype == ZN_BF16) return master_f32 ? ZN_MASTER_BESIDE_BF16 : ZN_MASTER_SPLIT;
-  return weight_dtype == ZN_F16 && master_f32 ? ZN_MASTER_BESIDE_F16 : -1;
-}
-
-int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32, float *exp_avg,
-                               float *exp_avg_sq, const void *grad, int32_t grad_dtype,
-                               const zn_adam_segment *segments, int64_t segment_count, float grad_scale,
-                               int32_t threads) {
-  int scheme = master_scheme(weight_dtype, master, master_f32);
-  if (scheme < 0 || !zn_is_dtype(grad_dtype) || segment_count < 0 || threads < 1) return -EINVAL;
-  if (segment_count == 0) return 0;
-  if (!weight || !exp_avg || !exp_avg_sq || !grad || !segments) return -EINVAL;
-  int64_t begin = INT64_MAX, end = 0;
-  for (int64_t k = 0; k < segment_count; k++) {
-    if (segments[k].begin < 0 || segments[k].begin > segments[k].end) return -EINVAL;
-    if (segments[k].skip) continue;
-    if (segments[k].begin < begin) begin = segments[k].begin;
-    if (segments[k].end > end) end = segments[k].end;
-  }
-  zn_adamw_call call = {
-      .kernel = zn_cpu_active()->adamw[scheme][grad_dtype],
-      .arrays = {weight, master, exp_avg, exp_avg_sq, grad, grad_scale},
-      .segments = segments,
-      .segment_count = segment_count,
-  };
-  if (begin < end) zn_parallel(adamw_part, &call, begin, end, threads);
-  return 0;
-}
 
 /* ---- cast and accumulate ------------------------------------------------------------------ */
 

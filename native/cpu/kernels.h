@@ -17,13 +17,29 @@ enum { ZN_MASTER_IN_WEIGHT = 0, ZN_MASTER_SPLIT = 1, ZN_MASTER_BESIDE_BF16 = 2, 
 
 typedef struct {
   void *weight, *master;
-  float *exp_avg, *exp_avg_sq;
   const void *grad;
   float grad_scale;
 } zn_adamw_arrays;
 
+/* The moments of a run of elements: pointers to the first one, and the counter whose hash rounds it. */
+typedef struct {
+  void *exp_avg, *exp_avg_sq;
+  uint32_t counter;
+} zn_moments_run;
+
+/* How a block of 8-bit moments is rounded: to nearest, or by the hash of `counter` + element. */
+typedef struct {
+  int32_t to_nearest;
+  uint32_t counter;
+} zn_rounding;
+
 /* All kernels work on elements [begin, end) of arrays given by their start. */
-typedef void zn_adamw_kernel(const zn_adamw_arrays *arrays, const zn_adam_segment *segment, int64_t begin, int64_t end);
+typedef void zn_adamw_kernel(const zn_adamw_arrays *arrays, zn_moments_run run, const zn_adam_segment *segment,
+                             int64_t begin, int64_t end);
+/* One block of 8-bit moments, from and to fp32. */
+typedef void zn_block_load_kernel(float *exp_avg, float *exp_avg_sq, const zn_moments *moments, int64_t block);
+typedef void zn_block_store_kernel(const zn_moments *moments, const float *exp_avg, const float *exp_avg_sq,
+                                   int64_t block, zn_rounding rounding);
 typedef void zn_cast_kernel(void *out, const void *in, float scale, int64_t begin, int64_t end);
 typedef void zn_accumulate_kernel(float *sum, const void *first, const void *in, int64_t begin, int64_t end);
 typedef void zn_split_kernel(uint16_t *weight, int16_t *remainder, const float *in, int64_t begin, int64_t end);
@@ -33,7 +49,9 @@ typedef void zn_sumsq_kernel(double *out, int64_t *nonfinite, const void *in, in
 typedef struct {
   const char *name;
   int (*supported)(void);
-  zn_adamw_kernel *adamw[ZN_MASTERS][ZN_DTYPES];               /* [master][grad] */
+  zn_adamw_kernel *adamw[ZN_MASTERS][ZN_DTYPES][2];            /* [master][grad][fp32 or bf16 moments] */
+  zn_block_load_kernel *block_load;
+  zn_block_store_kernel *block_store;
   zn_cast_kernel *cast[ZN_DTYPES][ZN_DTYPES];                  /* [out][in] */
   zn_accumulate_kernel *accumulate[ZN_DTYPES][ZN_DTYPES];      /* [first][in] */
   zn_split_kernel *split;
@@ -74,12 +92,9 @@ ZN_INLINE float zn_float(uint32_t bits) {
 }
 
 /* Bits of `value` with NaN made canonical. */
-ZN_INLINE uint32_t zn_canonical_bits(float value) {
-  uint32_t bits = zn_bits(value);
-  return (bits & ZN_MAGNITUDE_F32) > ZN_INF_F32 ? ZN_NAN_F32 : bits;
-}
+ZN_INLINE uint32_t zn_canonical_bits(float value) { return value == value ? zn_bits(value) : ZN_NAN_F32; }
 
-ZN_INLINE float zn_canonical(float value) { return zn_float(zn_canonical_bits(value)); }
+ZN_INLINE float zn_canonical(float value) { return value == value ? value : zn_float(ZN_NAN_F32); }
 
 ZN_INLINE float zn_from_bf16(uint16_t half) { return zn_float((uint32_t)half << 16); }
 

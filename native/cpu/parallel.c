@@ -1,49 +1,43 @@
 /* Fork and join: no pool, hence nothing to break across fork(), nothing to share between callers
- * and nothing left running. Starting a thread costs ~20 us, which a part has to be worth. */
+ * and nothing left running; who waits sleeps. Starting a thread costs ~20 us, which its parts have to be
+ * worth. Threads take part after part from one counter: when another thread of the process computes
+ * on one of the cores, the others take what it cannot. */
 #include <pthread.h>
+#include <stdatomic.h>
 
 #include "kernels.h"
 
-enum { THREADS_MAX = 256, PART_NUMEL_MIN = 1 << 16 };
+enum { THREADS_MAX = 256, PART_NUMEL = 1 << 16 };
 
 typedef struct {
   zn_part *part;
   const void *context;
   int64_t begin, end;
-} zn_job;
+  _Atomic int64_t next; /* where the next part begins; a multiple of ZN_BLOCK_NUMEL */
+} zn_work;
 
-static void *run_job(void *argument) {
-  const zn_job *job = argument;
-  job->part(job->context, job->begin, job->end);
-  return NULL;
+static void *take_parts(void *argument) {
+  zn_work *work = argument;
+  for (;;) {
+    int64_t from = atomic_fetch_add_explicit(&work->next, PART_NUMEL, memory_order_relaxed);
+    if (from >= work->end) return NULL;
+    int64_t to = from + PART_NUMEL;
+    work->part(work->context, from > work->begin ? from : work->begin, to < work->end ? to : work->end);
+  }
 }
 
-static int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
 void zn_parallel(zn_part *part, const void *context, int64_t begin, int64_t end, int32_t threads) {
-  int64_t parts = (end - begin) / PART_NUMEL_MIN;
-  if (parts > threads) parts = threads;
-  if (parts > THREADS_MAX) parts = THREADS_MAX;
-  if (parts < 2) {
+  int64_t helpers = (end - begin) / PART_NUMEL - 1;
+  if (helpers > threads - 1) helpers = threads - 1;
+  if (helpers > THREADS_MAX - 1) helpers = THREADS_MAX - 1;
+  if (helpers < 1) {
     if (begin < end) part(context, begin, end);
     return;
   }
+  zn_work work = {part, context, begin, end, begin - begin % ZN_BLOCK_NUMEL};
   pthread_t workers[THREADS_MAX];
-  zn_job jobs[THREADS_MAX];
-  int started[THREADS_MAX];
-  int64_t origin = begin - begin % ZN_BLOCK_NUMEL;
-  int64_t step = round_up((end - origin + parts - 1) / parts, ZN_BLOCK_NUMEL);
-  int count = 0;
-  for (int64_t at = begin, next = origin + step; at < end; at = next, next += step) {
-    jobs[count] = (zn_job){part, context, at, next < end ? next : end};
-    /* The caller takes the first part itself, and any part that gets no thread. */
-    started[count] = count > 0 && pthread_create(&workers[count], NULL, run_job, &jobs[count]) == 0;
-    count++;
-  }
-  for (int i = 0; i < count; i++) {
-    if (!started[i]) run_job(&jobs[i]);
-  }
-  for (int i = 0; i < count; i++) {
-    if (started[i]) pthread_join(workers[i], NULL);
-  }
+  int started = 0;
+  while (started < helpers && pthread_create(&workers[started], NULL, take_parts, &work) == 0) started++;
+  take_parts(&work);
+  for (int i = 0; i < started; i++) pthread_join(workers[i], NULL);
 }

@@ -90,6 +90,7 @@ typedef struct {
   int64_t read_bytes, write_bytes;       /* moved so far */
   int64_t requests, chunks;              /* finished so far */
   int64_t resumed, retried;              /* short transfers resumed; EINTR/EAGAIN retried */
+  int64_t registered;                    /* transfers started through registered memory */
   int64_t busy_ns, read_ns, write_ns;    /* time with anything / a read / a write in flight */
 } zn_aio_stats;
 
@@ -139,6 +140,16 @@ int64_t zn_aio_in_flight(zn_aio *aio);
 
 int32_t zn_aio_stats_get(zn_aio *aio, zn_aio_stats *out);
 
+/* Tell the kernel in advance which memory requests will use: io_uring then pins its pages once, not
+ * per transfer. Nothing depends on it; a chunk elsewhere, or across an end of what was registered,
+ * moves the plain way. Any thread may call. Registered memory must not be unmapped before it is
+ * unregistered or the engine is closed, and no request that uses it may be in flight then.
+ * Unregistering forgets what was registered within the range.
+ * 0, or -errno and nothing has changed: -ENOTSUP (not this backend, or before Linux 5.19), -ENOMEM or
+ * -EPERM (RLIMIT_MEMLOCK), -EFAULT, -ENOSPC (256 ranges of up to 1 GiB), -EINVAL. */
+int32_t zn_aio_register_memory(zn_aio *aio, void *ptr, int64_t nbytes);
+int32_t zn_aio_unregister_memory(zn_aio *aio, void *ptr, int64_t nbytes);
+
 /* Replace the fault plan (NULL: none). Takes effect with the next chunk. */
 int32_t zn_aio_inject(zn_aio *aio, const zn_aio_fault *fault);
 
@@ -154,16 +165,48 @@ enum { ZN_BLOCK_NUMEL = 4096 };
 
 /* One run of elements that share hyper-parameters. Python derives the fp32 values below from
  * doubles and from the parameter's own step count t = 1, 2, ...:
- *   step_size = lr / (1 - beta1^t), bias2_sqrt = sqrt(1 - beta2^t),
+ *   step_size = lr / (1 - beta1^t) * sqrt(1 - beta2^t), eps = Adam's eps * sqrt(1 - beta2^t): both bias
+ *   corrections, and one division less for each element than as they are usually written,
  *   decay = 1 - lr * weight_decay (decoupled), l2 = weight_decay (Adam's L2 term); the unused one
  *   is 1 or 0. A skipped segment (no gradient) leaves weight and state untouched. */
 typedef struct {
   int64_t begin, end; /* elements, relative to the pointers of the call; begin <= end */
   int32_t skip;       /* 1: leave the range as it is */
   int32_t reserved;
-  float step_size, bias2_sqrt, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
-  float reserved2;
+  float step_size, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
 } zn_adam_segment;
+
+/* Where Adam's two moments are, and how they are stored:
+ *   ZN_MOMENTS_F32   both are float
+ *   ZN_MOMENTS_BF16  both are bf16
+ *   ZN_MOMENTS_8BIT  both are uint8 codes of the ratio to a scale, which is the largest magnitude in a
+ *                    block of 256 elements; exp_avg_scale and exp_avg_sq_scale have one float per block.
+ *                    Codes are steps in the bits of the ratio, 16 per power of two near 1 and 8 below:
+ *       exp_avg_sq   c = 0 .. 127 .. 255 is 1.125 * 2^-24 .. 2^-8 .. 1; never 0, since Adam divides
+ *                    by its root: what is smaller becomes the smallest
+ *       exp_avg      sign bit, and c = 0 is 0, 1 .. 63 .. 127 is 1.25 * 2^-12 .. 2^-4 .. 1
+ *                    A block whose largest magnitude is below 2^-100 is all 0 (scale 0); one with an inf
+ *                    or NaN is all NaN (scale NaN). All-zero bytes are moments of 0.
+ *
+ * Narrow moments (bf16, 8 bit) are widened, updated in fp32 and rounded back. With beta2 = 0.999 one
+ * step may change exp_avg_sq by less than half a unit in its last place, so that rounding to nearest
+ * would never let it decay. Hence they are rounded up or down at random, with the probability that
+ * keeps the mean: 16 bits each of a hash of (coordinate, step) decide, so that the result depends on
+ * neither threads nor how a space is cut. The weight is updated with the unrounded moments. */
+enum { ZN_MOMENTS_F32 = 0, ZN_MOMENTS_BF16 = 1, ZN_MOMENTS_8BIT = 2 };
+
+/* Elements per scale. */
+enum { ZN_MOMENTS_BLOCK_NUMEL = 256 };
+
+typedef struct {
+  int32_t kind;
+  int32_t reserved;
+  void *exp_avg, *exp_avg_sq;
+  float *exp_avg_scale, *exp_avg_sq_scale; /* ZN_MOMENTS_8BIT only */
+  int64_t numel;  /* elements; a multiple of 256 with ZN_MOMENTS_8BIT */
+  int64_t origin; /* coordinate of element 0, likewise; feeds the rounding */
+  int64_t step;   /* optimizer step: feeds the rounding */
+} zn_moments;
 
 /* The name of the instruction set in use ("scalar", "avx2", "avx512"), picked at first use. */
 const char *zn_cpu_isa(void);
@@ -178,7 +221,7 @@ int32_t zn_cpu_isa_select(const char *name);
  *   w = w * decay (when decay != 1)
  *   m = m + one_minus_beta1 * (g - m)
  *   v = v * beta2 + one_minus_beta2 * (g * g)
- *   w = w - step_size * (m / (sqrt(v) / bias2_sqrt + eps))
+ *   w = w - step_size * (m / (sqrt(v) + eps))
  *
  * each a separate fp32 operation, rounded to nearest even, never contracted. `w` is the fp32 master.
  * How it is stored follows weight_dtype and master:
@@ -188,12 +231,21 @@ int32_t zn_cpu_isa_select(const char *name);
  *                          zero; NaN becomes 0x7FC00000
  *   ZN_BF16/ZN_F16, master_f32 1  `master` points to fp32; weight gets its value rounded to nearest
  *                          even
- * Elements outside every segment are left alone. `threads` >= 1 splits on blocks of 4096; the
- * result does not depend on it. -EINVAL on an unknown dtype or a NULL that may not be. */
+ * `m` and `v` are the moments. Segments ascend and do not overlap. Elements outside every segment are left
+ * alone; but with 8-bit moments a block that any unskipped segment reaches into is rounded anew as a
+ * whole. `threads` >= 1 splits on blocks of 4096; the result does not depend on it. -EINVAL on an
+ * unknown dtype or kind, a NULL that may not be, or segments that do not ascend inside the arrays. */
 int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
-                     float *exp_avg, float *exp_avg_sq, const void *grad, int32_t grad_dtype,
+                     const zn_moments *moments, const void *grad, int32_t grad_dtype,
                      const zn_adam_segment *segments, int64_t segment_count, float grad_scale,
                      int32_t threads);
+
+/* Moments as fp32, and fp32 as moments. Storing rounds to nearest, so that what was loaded comes back bit for
+ * bit (`origin` and `step` are not used). Each array has `moments->numel` elements. */
+int32_t zn_cpu_moments_load(float *exp_avg, float *exp_avg_sq, const zn_moments *moments,
+                            int32_t threads);
+int32_t zn_cpu_moments_store(const zn_moments *moments, const float *exp_avg,
+                             const float *exp_avg_sq, int32_t threads);
 
 /* out = (out_dtype)(in * scale); scale 1 converts only. f32 -> bf16/f16 rounds to nearest even.
  * `out` may be `in` when both have the same dtype. */
@@ -232,11 +284,16 @@ uint32_t zn_cpu_crc32c(uint32_t crc, const void *in, int64_t nbytes);
 int32_t zn_cuda_host_register(void *ptr, int64_t nbytes);
 int32_t zn_cuda_host_unregister(void *ptr);
 
-/* As the CPU functions of the same name, bit for bit. `segments` is a device pointer. */
+/* As the CPU functions of the same name, bit for bit. `segments` is a device pointer (and therefore
+ * not checked); `moments` is a host pointer to a struct of device pointers. */
 int32_t zn_cuda_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
-                      float *exp_avg, float *exp_avg_sq, const void *grad, int32_t grad_dtype,
+                      const zn_moments *moments, const void *grad, int32_t grad_dtype,
                       const zn_adam_segment *segments, int64_t segment_count, float grad_scale,
                       void *stream);
+int32_t zn_cuda_moments_load(float *exp_avg, float *exp_avg_sq, const zn_moments *moments,
+                             void *stream);
+int32_t zn_cuda_moments_store(const zn_moments *moments, const float *exp_avg,
+                              const float *exp_avg_sq, void *stream);
 int32_t zn_cuda_cast(void *out, int32_t out_dtype, const void *in, int32_t in_dtype, int64_t numel,
                      float scale, void *stream);
 int32_t zn_cuda_accumulate(float *sum, const void *first, int32_t first_dtype, const void *in,

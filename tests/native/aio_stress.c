@@ -19,6 +19,7 @@ typedef struct {
   zn_aio_request requests[REQUESTS]; /* tag = index */
   atomic_int done[REQUESTS];
   atomic_int taken, failed;
+  unsigned char *pool; /* a slot per request; every other request's buffer is there */
 } stress;
 
 typedef struct {
@@ -51,6 +52,8 @@ static void *submit(void *argument) {
   return NULL;
 }
 
+static int is_pooled(uint64_t tag) { return tag % 2 == 0; }
+
 static void check(stress *all, const zn_aio_completion *completion) {
   const zn_aio_request *request = &all->requests[completion->tag];
   CHECK(atomic_fetch_add(&all->done[completion->tag], 1) == 0);
@@ -64,7 +67,7 @@ static void check(stress *all, const zn_aio_completion *completion) {
     CHECK(completion->fail_offset >= request->offset);
     atomic_fetch_add(&all->failed, 1);
   }
-  free(request->buffer);
+  if (!is_pooled(completion->tag)) free(request->buffer);
   atomic_fetch_add(&all->taken, 1);
 }
 
@@ -89,15 +92,22 @@ static void *meddle(void *argument) {
       .op_mask = 7,
   };
   zn_aio_stats stats;
+  /* The table changes while the I/O thread looks things up in it. */
+  void *spare = malloc(SLOT_BYTES);
+  CHECK(spare != NULL);
+  const int32_t registering = zn_aio_register_memory(all->aio, spare, SLOT_BYTES);
   while (atomic_load(&all->taken) < REQUESTS) {
     fault.seed++;
     fault.status = fault.seed % 3 == 0 ? -EIO : fault.seed % 3 == 1 ? -EINTR : -EAGAIN;
     CHECK(zn_aio_inject(all->aio, &fault) == 0);
+    CHECK(zn_aio_register_memory(all->aio, spare, SLOT_BYTES) == registering);
     CHECK(zn_aio_stats_get(all->aio, &stats) == 0);
     CHECK(stats.requests <= REQUESTS);
     CHECK(zn_aio_in_flight(all->aio) >= 0);
     usleep(300);
+    CHECK(zn_aio_unregister_memory(all->aio, spare, SLOT_BYTES) == registering);
   }
+  free(spare);
   return NULL;
 }
 
@@ -115,7 +125,8 @@ static void prepare(stress *all) {
     *request = (zn_aio_request){
         .tag = (uint64_t)i, .op = i % 3, .fd = all->fd, .offset = (int64_t)i * SLOT_BYTES, .nbytes = nbytes};
     if (request->op == ZN_AIO_SYNC) request->offset = request->nbytes = 0;
-    request->buffer = calloc(1, (size_t)request->nbytes + 1);
+    request->buffer = is_pooled(request->tag) ? all->pool + (size_t)i * SLOT_BYTES
+                                              : calloc(1, (size_t)request->nbytes + 1);
     CHECK(request->buffer != NULL);
     if (request->op == ZN_AIO_WRITE) fill(request->buffer, request->offset, request->nbytes);
   }
@@ -125,10 +136,15 @@ static void run(int32_t backend, int fd) {
   static stress all;
   memset(&all, 0, sizeof all);
   all.fd = fd;
+  void *pool;
+  CHECK(zn_mem_alloc(&pool, (int64_t)REQUESTS * SLOT_BYTES, ZN_MEM_HUGE | ZN_MEM_TOUCH) == 0);
+  all.pool = pool;
   prepare(&all);
   const zn_aio_options options = {
       .backend = backend, .queue_depth = 8, .threads = 3, .requests_max = 64, .chunk_bytes = 4096};
   CHECK(zn_aio_open(&all.aio, &options) == 0);
+  int32_t registered = zn_aio_register_memory(all.aio, pool, (int64_t)REQUESTS * SLOT_BYTES);
+  CHECK(registered == 0 || backend != ZN_AIO_IO_URING || registered == -ENOTSUP || registered == -ENOMEM);
   pthread_t threads[SUBMITTERS + 3];
   submitter submitters[SUBMITTERS];
   for (int32_t i = 0; i < SUBMITTERS; i++) {
@@ -140,9 +156,14 @@ static void run(int32_t backend, int fd) {
   CHECK(pthread_create(&threads[SUBMITTERS + 2], NULL, meddle, &all) == 0);
   for (int32_t i = 0; i < SUBMITTERS + 3; i++) pthread_join(threads[i], NULL);
   CHECK(zn_aio_in_flight(all.aio) == 0);
+  zn_aio_stats stats;
+  CHECK(zn_aio_stats_get(all.aio, &stats) == 0);
+  CHECK((stats.registered > 0) == (registered == 0));
   CHECK(zn_aio_close(all.aio) == 0);
+  CHECK(zn_mem_free(pool, (int64_t)REQUESTS * SLOT_BYTES) == 0);
   for (int32_t i = 0; i < REQUESTS; i++) CHECK(atomic_load(&all.done[i]) == 1);
-  printf("backend %d: %d requests, %d failed as injected\n", (int)backend, (int)REQUESTS, (int)all.failed);
+  printf("backend %d: %d requests, %d failed as injected, %d transfers through registered memory\n", (int)backend,
+         (int)REQUESTS, (int)all.failed, (int)stats.registered);
 }
 
 static void check_memory(void) {

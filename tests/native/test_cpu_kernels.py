@@ -69,7 +69,7 @@ def segments(numel: int) -> Any:
     table = ffi.new("zn_adam_segment[]", 3)
     for row, (begin, end) in zip(table, [cuts[0:2], cuts[1:3], cuts[3:5]], strict=True):
         row.begin, row.end = begin, end
-        row.step_size, row.bias2_sqrt, row.decay, row.eps = 3e-3, 0.3, 1.0 - 1e-4, 1e-8
+        row.step_size, row.decay, row.eps = 3e-3, 1.0 - 1e-4, 1e-8
         row.beta1, row.one_minus_beta1, row.beta2, row.one_minus_beta2 = 0.9, 0.1, 0.95, 0.05
     table[1].skip = 1
     table[2].decay, table[2].l2 = 1.0, 0.01
@@ -84,6 +84,11 @@ MASTERS = {
 }
 
 
+def fp32_moments(exp_avg: np.ndarray, exp_avg_sq: np.ndarray) -> Any:
+    values = {"exp_avg": pointer(exp_avg), "exp_avg_sq": pointer(exp_avg_sq), "numel": len(exp_avg)}
+    return ffi.new("zn_moments *", {"kind": lib.ZN_MOMENTS_F32, **values})
+
+
 def adamw_steps(isa: str, master_kind: str, grad_dtype: int, numel: int, threads: int = 1) -> list[np.ndarray]:
     """Bytes of weight, master and both moments after three updates of the same inputs."""
     weight_dtype, master_type = MASTERS[master_kind]
@@ -95,8 +100,7 @@ def adamw_steps(isa: str, master_kind: str, grad_dtype: int, numel: int, threads
         grad = stored(samples(numel, 10 + step), grad_dtype)
         status = lib.zn_cpu_adamw(
             *(pointer(weight), weight_dtype, pointer(master), int(master_type is np.float32)),
-            *(pointer(exp_avg, "float *"), pointer(exp_avg_sq, "float *"), pointer(grad), grad_dtype),
-            *(segments(numel), 3, 0.37, threads),
+            *(fp32_moments(exp_avg, exp_avg_sq), pointer(grad), grad_dtype, segments(numel), 3, 0.37, threads),
         )
         assert status == 0
     arrays = [weight, exp_avg, exp_avg_sq] + ([] if master is None else [master])
@@ -130,8 +134,8 @@ def test_a_range_that_starts_late_is_cut_into_parts_without_gap_or_overlap() -> 
     for threads in (1, 5, 300):
         weight, exp_avg, exp_avg_sq = (np.ones(numel, np.float32) for _ in range(3))
         grad = np.full(numel, 0.5, np.float32)
-        floats = [pointer(x, "float *") for x in (exp_avg, exp_avg_sq)]
-        assert lib.zn_cpu_adamw(pointer(weight), 0, ffi.NULL, 0, *floats, pointer(grad), 0, table, 1, 1.0, threads) == 0
+        moments = fp32_moments(exp_avg, exp_avg_sq)
+        assert lib.zn_cpu_adamw(pointer(weight), 0, ffi.NULL, 0, moments, pointer(grad), 0, table, 1, 1.0, threads) == 0
         results.append(weight)
     assert (results[0][:begin] == 1).all() and (results[0][begin:] == results[0][begin]).all()
     assert results[0][begin] < 1
@@ -316,10 +320,11 @@ def test_selecting_an_unknown_isa_is_refused_and_changes_nothing() -> None:
 def test_arguments_that_fit_no_scheme_are_refused_before_anything_is_written() -> None:
     data = np.ones(4, np.float32)
     floats, table = pointer(data, "float *"), ffi.new("zn_adam_segment[]", [{"begin": 0, "end": 4, "step_size": 1.0}])
+    moments = fp32_moments(data, data)
 
     def update(weight_dtype: int, master: Any, master_f32: int, grad_dtype: int = 0, threads: int = 1) -> int:
         return lib.zn_cpu_adamw(
-            *(floats, weight_dtype, master, master_f32, floats, floats, floats, grad_dtype, table, 1, 1.0, threads)
+            *(floats, weight_dtype, master, master_f32, moments, floats, grad_dtype, table, 1, 1.0, threads)
         )
 
     assert update(7, ffi.NULL, 0) == -errno.EINVAL
@@ -333,5 +338,15 @@ def test_arguments_that_fit_no_scheme_are_refused_before_anything_is_written() -
     assert lib.zn_cpu_accumulate(floats, ffi.NULL, 0, ffi.NULL, 0, 4, 1) == -errno.EINVAL
     assert lib.zn_cpu_block_sumsq(ffi.NULL, ffi.NULL, floats, 0, 4, 1) == -errno.EINVAL
     table[0].begin = 5
+    assert update(lib.ZN_F32, ffi.NULL, 0) == -errno.EINVAL
+    table[0].begin, table[0].end = 0, 5
+    assert update(lib.ZN_F32, ffi.NULL, 0) == -errno.EINVAL
+    table[0].end = 4
+    for name, wrong in (("kind", 3), ("numel", -1), ("origin", -256), ("exp_avg_sq", ffi.NULL)):
+        good = getattr(moments, name)
+        setattr(moments, name, wrong)
+        assert update(lib.ZN_F32, ffi.NULL, 0) == -errno.EINVAL, name
+        setattr(moments, name, good)
+    moments.kind = lib.ZN_MOMENTS_8BIT  # 4 elements are no block, and there are no scales
     assert update(lib.ZN_F32, ffi.NULL, 0) == -errno.EINVAL
     assert data.tolist() == [1.0] * 4

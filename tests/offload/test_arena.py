@@ -105,7 +105,7 @@ def test_a_lease_that_does_not_fit_says_what_is_free_and_which_knob_to_turn() ->
 def test_an_allocation_that_fails_leaves_nothing_leased(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = arena_of(10 * PAGE_BYTES)
 
-    def refuse(nbytes: int) -> memoryview:
+    def refuse(nbytes: int, *, touched: bool = True) -> memoryview:
         raise BudgetError(f"no {nbytes} bytes")
 
     with monkeypatch.context() as patch:
@@ -264,10 +264,23 @@ def test_a_region_is_used_up_exactly(sizes: list[int]) -> None:
         region.take(1)
 
 
+def test_a_region_costs_nothing_until_it_is_written_to_and_is_zero() -> None:
+    before = resident_bytes()
+    region = MemoryRegion(64 * MIB, CPU)
+    first, rest = region.take(4 * MIB), region.take(60 * MIB)
+    assert resident_bytes() - before < 8 * MIB
+    first.fill_(9)
+    assert resident_bytes() - before < 16 * MIB
+    assert not rest.any()
+    region.close()
+
+
 def test_a_closed_region_gives_its_memory_back_with_the_last_tensor() -> None:
     before = resident_bytes()
     region = MemoryRegion(64 * MIB, CPU)
-    part = region.take(MIB)
+    part, rest = region.take(MIB), region.take(63 * MIB)
+    rest.fill_(9)
+    del rest
     region.close()
     region.close()
     part.fill_(9)

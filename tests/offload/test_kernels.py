@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import native
-from offload import kernels, kernels_fallback
-from offload.kernels import Segment
+from offload import kernel_backend, kernels, kernels_fallback
+from offload.kernels import Moments, Segment
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 NUMELS = [0, 1, 7, 15, 16, 17, 1023, 4095, 4096, 4097, 12289]
@@ -94,7 +94,7 @@ def state(numel: int, weight_dtype: torch.dtype, master_dtype: torch.dtype | Non
 
 def update(tensors: list[Tensor], grad: Tensor, segments: list[Segment], **options: Any) -> None:
     weight, exp_avg, exp_avg_sq, *master = tensors
-    kernels.adamw(weight, master[0] if master else None, exp_avg, exp_avg_sq, grad, segments, **options)
+    kernels.adamw(weight, master[0] if master else None, Moments(exp_avg, exp_avg_sq), grad, segments, **options)
 
 
 @pytest.mark.parametrize("grad_dtype", FLOATS)
@@ -172,7 +172,7 @@ def test_an_fp32_update_follows_torch_within_two_ulp_a_step(decoupled: bool) -> 
             l2=0.0 if decoupled else weight_decay,
             **{"beta1": betas[0], "beta2": betas[1], "eps": eps},
         )
-        kernels.adamw(weight, None, exp_avg, exp_avg_sq, grad, [segment])
+        kernels.adamw(weight, None, Moments(exp_avg, exp_avg_sq), grad, [segment])
     ulps = (bits(weight) - bits(reference.detach())).abs().max().item()
     assert ulps <= 2 * steps
 
@@ -316,7 +316,7 @@ def test_the_fallback_needs_scratch_of_one_tile_only(monkeypatch: pytest.MonkeyP
 
 def test_the_fallback_warns_once_and_names_cause_and_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_NATIVE", "0")
-    kernels._load.cache_clear()
+    kernel_backend._load.cache_clear()
     with pytest.warns(RuntimeWarning, match="disabled by ZERO_NATIVE=0.*takes about") as caught:
         for _ in range(3):
             kernels.cast(torch.empty(4), torch.ones(4))
@@ -325,17 +325,17 @@ def test_the_fallback_warns_once_and_names_cause_and_cost(monkeypatch: pytest.Mo
 
 def test_a_tensor_of_the_wrong_kind_is_refused_by_name() -> None:
     f32, bf16 = torch.ones(8), torch.ones(8, dtype=torch.bfloat16)
-    segments = [Segment(0, 8)]
+    segments, both = [Segment(0, 8)], Moments(f32, f32)
     with pytest.raises(TypeError, match=r"exp_avg_sq: expected 8 elements of torch.float32 on cpu, got 7"):
-        kernels.adamw(f32, None, f32, f32[:7], f32, segments)
+        kernels.adamw(f32, None, Moments(f32, f32[:7]), f32, segments)
     with pytest.raises(TypeError, match=r"master: torch.bfloat16 weights need one of torch.int16 or torch.float32"):
-        kernels.adamw(bf16, None, f32, f32, f32, segments)
+        kernels.adamw(bf16, None, both, f32, segments)
     with pytest.raises(TypeError, match=r"master: must be None"):
-        kernels.adamw(f32, f32, f32, f32, f32, segments)
+        kernels.adamw(f32, f32, both, f32, segments)
     with pytest.raises(TypeError, match=r"master: expected 8 elements of torch.float32 on cpu, got 8 of torch.int16"):
-        kernels.adamw(bf16.half(), bf16.view(torch.int16), f32, f32, f32, segments)
+        kernels.adamw(bf16.half(), bf16.view(torch.int16), both, f32, segments)
     with pytest.raises(TypeError, match=r"grad: .* got 8 of torch.float64"):
-        kernels.adamw(f32, None, f32, f32, f32.double(), segments)
+        kernels.adamw(f32, None, both, f32.double(), segments)
     with pytest.raises(TypeError, match=r"src: must be flat and contiguous, got shape \(4,\), strides \(2,\)"):
         kernels.cast(torch.empty(4), f32[::2])
     with pytest.raises(TypeError, match=r"total: .* on meta"):
@@ -348,5 +348,5 @@ def test_a_tensor_of_the_wrong_kind_is_refused_by_name() -> None:
 def test_a_segment_outside_the_tensors_is_refused(begin: int, end: int) -> None:
     weight, exp_avg, exp_avg_sq, grad = (torch.ones(8) for _ in range(4))
     with pytest.raises(ValueError, match=r"outside tensors of 8 elements"):
-        kernels.adamw(weight, None, exp_avg, exp_avg_sq, grad, [Segment(begin, end, step_size=1.0)])
+        kernels.adamw(weight, None, Moments(exp_avg, exp_avg_sq), grad, [Segment(begin, end, step_size=1.0)])
     assert torch.equal(weight, torch.ones(8))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload import kernels
-from offload.kernels import Segment
+from offload.kernels import Moments, Segment
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
@@ -56,8 +56,32 @@ def test_adamw_gives_the_bits_of_the_cpu(numel: int, grad_dtype: torch.dtype, mo
     results = []
     for device in (torch.device("cpu"), CUDA):
         w, m, a, s, g = on(device, [weight, master, *moments, grad])
-        kernels.adamw(w, m, a, s, g, segments, grad_scale=0.7)
+        kernels.adamw(w, m, Moments(a, s), g, segments, grad_scale=0.7)
         results.append([t for t in (w, m, a, s) if t is not None])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("numel", [0, 256, 4096 + 512, 100 * 4096])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.uint8])
+def test_narrow_moments_have_the_bits_of_the_cpu(numel: int, kind: torch.dtype) -> None:
+    cut = numel // 3 // 16 * 16
+    segments = [
+        Segment(0, cut, step_size=1e-2, bias2_sqrt=0.3, decay=0.99),
+        Segment(cut, 2 * cut, skip=True),
+        Segment(2 * cut, numel, step_size=3e-3, bias2_sqrt=0.2, l2=0.1),
+    ]
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        weight, *given = on(device, [values(numel, seed).mul_(1e-3) for seed in (1, 2, 3)])
+        blocks = numel // 256 if kind == torch.uint8 else 0
+        scales = [torch.zeros(blocks, device=device) if kind == torch.uint8 else None for _ in range(2)]
+        codes = [torch.zeros(numel, dtype=kind, device=device) for _ in range(2)]
+        for step in range(2):
+            moments = Moments(*codes, *scales, origin=8192, step=step)
+            kernels.adamw(weight, None, moments, given[step], segments)
+        loaded = kernels.moments_load(moments)
+        kernels.moments_store(moments, *loaded)
+        results.append([weight, *loaded, *codes, *(scale for scale in scales if scale is not None)])
     assert same(*results)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -134,3 +135,33 @@ def test_freed_heap_memory_goes_back_to_the_kernel() -> None:
     return_freed_memory()
     assert peak - resident_bytes() > 120 * MIB
     del top
+
+
+def test_what_a_step_frees_is_there_for_the_next_one_without_page_faults() -> None:
+    """Blocks that glibc would give back at the end of each round, since together they are longer than its limit."""
+    script = """
+import ctypes, gc, resource, sys
+import torch
+from offload.pinned import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+def one_round():
+    blocks = [torch.ones(20 << 20, dtype=torch.uint8) for _ in range(10)]
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    one_round()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+[one_round() for _ in range(3)]
+print(max(faults() for _ in range(5)))
+"""
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        pytest.skip("this C library has no mallopt")
+    told = {}
+    for mode in ("kept", "default"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, mode], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        told[mode] = int(done.stdout)
+    block_pages = (20 << 20) // PAGE_BYTES
+    assert told["kept"] < block_pages // 10
+    assert told["default"] >= block_pages, "the C library keeps it anyway: this test shows nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from offload.aio_base import Request
 from offload.errors import ConfigError, StateError, StorageError
 from offload.pinned import map_host, tensor_over
 from offload.planes import Disk, Home, Plane, settle_all
+from offload.stripes import StripeMap
 from offload.swapfile import Span, SwapSpace
 
 BACKENDS = ("io_uring", "libaio", "threads", "aiofiles")
@@ -446,8 +448,7 @@ def test_moves_that_all_succeed_return_nothing(count: int) -> None:
 @pytest.fixture(params=BACKENDS)
 def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     """Two striped files under each backend of this machine."""
-    monkeypatch.setattr(swapfile, "STRIPE_BYTES", 2 * PAGE)
-    monkeypatch.setattr(swapfile, "_probe_seconds", lambda file: 1.0)
+    monkeypatch.setattr(swapfile, "StripeMap", functools.partial(StripeMap, stripe_bytes=2 * PAGE))
     try:
         aio = open_aio(AioOptions(backend=request.param, chunk_bytes=PAGE, queue_depth=4, threads=2))
     except ConfigError as missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from offload import swapfile
 from offload.errors import ConfigError, StateError, StorageError
 from offload.pinned import map_host
+from offload.stripes import StripeMap
 from offload.swapfile import RUN_FOLDER_PREFIX, SwapSpace, remove_stale_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,13 +37,9 @@ def folders(parent: Path, count: int) -> list[Path]:
 
 
 @contextlib.contextmanager
-def striped(seconds: list[float], stripe_bytes: int = PAGE) -> Iterator[None]:
-    """Swap spaces whose n-th file seems to take `seconds[n]` for the probe, in small stripes."""
-    times = iter(seconds)
-    with (
-        mock.patch.object(swapfile, "_probe_seconds", lambda file: next(times)),
-        mock.patch.object(swapfile, "STRIPE_BYTES", stripe_bytes),
-    ):
+def in_stripes_of(stripe_bytes: int = PAGE) -> Iterator[None]:
+    """Swap spaces in small stripes."""
+    with mock.patch.object(swapfile, "StripeMap", functools.partial(StripeMap, stripe_bytes=stripe_bytes)):
         yield
 
 
@@ -98,11 +96,11 @@ def small_fs(tmp_path: Path) -> Iterator[Path]:
 def test_spans_cover_every_byte_once_in_order_and_no_two_bytes_share_a_place(
     tmp_path: Path, data: st.DataObject, count: int
 ) -> None:
-    seconds = [data.draw(st.floats(0.01, 1.0), label="probe seconds") for _ in range(count)]
+    speeds = [data.draw(st.floats(0.01, 1.0), label="speed") for _ in range(count)]
     stripe_bytes = data.draw(st.sampled_from([PAGE, 3 * PAGE]), label="stripe")
     capacity = PAGE * data.draw(st.integers(1, 60), label="pages")
-    with striped(seconds, stripe_bytes):
-        space = SwapSpace(folders(tmp_path, count), capacity)
+    with in_stripes_of(stripe_bytes):
+        space = SwapSpace(folders(tmp_path, count), capacity, speeds)
         begin = data.draw(st.integers(0, capacity - 1), label="begin")
         end = data.draw(st.integers(begin, capacity), label="end")
         place_of_page = {}
@@ -125,12 +123,30 @@ def test_spans_cover_every_byte_once_in_order_and_no_two_bytes_share_a_place(
         space.close()
 
 
-def test_a_file_gets_stripes_in_proportion_to_its_speed_up_to_8(tmp_path: Path) -> None:
-    with striped([1.0, 0.5, 0.01]):
-        space = SwapSpace(folders(tmp_path, 3), 22 * PAGE)
-        lengths = [(Path(span.path).name, span.nbytes // PAGE) for span in space.spans(0, 22 * PAGE)]
+def test_a_file_gets_stripes_in_proportion_to_the_speed_of_its_device_shared_by_its_files(tmp_path: Path) -> None:
+    """All three lie on one device here: each has a third of what is said of it."""
+    with in_stripes_of():
+        space = SwapSpace(folders(tmp_path, 3), 22 * PAGE, [1.0, 2.0, 8.0])
+        assert space.stripes == (1, 2, 8)
+        moved = {path: 0 for path in space.paths}
+        for span in space.spans(0, 22 * PAGE):
+            moved[span.path] += span.nbytes // PAGE
         space.close()
-    assert lengths == 2 * [("drive0", 1), ("drive1", 2), ("drive2", 8)]
+    assert list(moved.values()) == [2, 4, 16]
+
+
+def test_several_devices_of_unknown_speed_are_measured_and_one_is_not(
+    tmp_path: Path, small_fs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds = {small_fs: 3.0, tmp_path / "drive0": 1.0, tmp_path / "drive1": 1.0}
+    measure = mock.Mock(side_effect=lambda folder: speeds[folder])
+    monkeypatch.setattr(swapfile, "mixed_speed", measure)
+    two = folders(tmp_path, 2)
+    SwapSpace(two, MIB).close()
+    measure.assert_not_called()
+    space = SwapSpace([*two, small_fs], MIB)
+    assert space.stripes == (1, 1, 6)  # the two folders share a device
+    space.close()
 
 
 def test_files_on_real_drives_are_probed_and_used(tmp_path: Path) -> None:
@@ -151,8 +167,8 @@ def test_files_on_real_drives_are_probed_and_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_extending_keeps_the_bytes_that_are_there(tmp_path: Path, count: int) -> None:
-    with striped([1.0, 0.5, 0.3]):
-        space = SwapSpace(folders(tmp_path, count), 5 * PAGE)
+    with in_stripes_of():
+        space = SwapSpace(folders(tmp_path, count), 5 * PAGE, [1.0, 2.0, 3.3][:count])
         store(space, 0, pages(5, 0))
         offset = space.extend(30 * PAGE - 100)
         assert (offset, space.capacity_bytes) == (5 * PAGE, 35 * PAGE)
@@ -168,7 +184,7 @@ def test_extending_keeps_the_bytes_that_are_there(tmp_path: Path, count: int) ->
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_two_spaces_on_the_same_paths_never_share_bytes(tmp_path: Path, count: int) -> None:
-    with striped([1.0] * 2 * count):
+    with in_stripes_of():
         first, second = (SwapSpace(folders(tmp_path, count), 8 * PAGE) for _ in range(2))
         store(first, 0, pages(8, 0))
         store(second, 0, pages(8, 100))
@@ -180,7 +196,7 @@ def test_two_spaces_on_the_same_paths_never_share_bytes(tmp_path: Path, count: i
 
 
 def test_the_same_folder_given_twice_is_two_files(tmp_path: Path) -> None:
-    with striped([1.0, 1.0]):
+    with in_stripes_of():
         space = SwapSpace([tmp_path, tmp_path], 8 * PAGE)
         store(space, 0, pages(8, 0))
         assert load(space, 0, 8 * PAGE) == pages(8, 0)
@@ -268,13 +284,14 @@ def test_the_path_that_has_too_little_is_the_one_that_is_named(
     other = folders(tmp_path, 1)[0]
     room(monkeypatch, {str(other): 60 * MIB, str(small_fs): 40 * MIB})
     with pytest.raises(ConfigError, match=rf"need {50 * MIB:,} bytes, have {40 * MIB:,} at {small_fs}"):
-        SwapSpace([other, small_fs], 100 * MIB)
+        SwapSpace([other, small_fs], 100 * MIB, [1.0, 1.0])
 
 
-def test_room_for_measuring_the_drives_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room(monkeypatch, 2 * swapfile.PROBE_BYTES - 1)
-    with pytest.raises(ConfigError, match=rf"need {2 * swapfile.PROBE_BYTES:,} bytes"):
-        SwapSpace(folders(tmp_path, 2), PAGE)
+def test_a_faster_path_needs_more_room(tmp_path: Path, small_fs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = folders(tmp_path, 1)[0]
+    room(monkeypatch, {str(other): 60 * MIB, str(small_fs): 29 * MIB})
+    with pytest.raises(ConfigError, match=rf"need {30 * MIB:,} bytes, have {29 * MIB:,} at {small_fs}"):
+        SwapSpace([other, small_fs], 40 * MIB, [1.0, 3.0])
 
 
 def test_a_file_system_that_is_full_after_all_refuses_the_reservation_and_keeps_what_was(small_fs: Path) -> None:
@@ -291,14 +308,15 @@ def test_a_file_system_that_is_full_after_all_refuses_the_reservation_and_keeps_
     space.close()
 
 
-def test_a_full_drive_found_while_measuring_is_a_storage_error(small_fs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drive_that_turns_out_full_while_opening_is_an_error_and_everything_is_closed(
+    small_fs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = swapfile.free_bytes(small_fs)
-    (small_fs / "other").write_bytes(bytes(20 * MIB))
     with monkeypatch.context() as patch:
         room(patch, 1 << 40)
         with pytest.raises(StorageError, match="ENOSPC"):
-            SwapSpace(folders(small_fs, 2), PAGE)
-    assert before - swapfile.free_bytes(small_fs) < 21 * MIB  # what was opened is closed
+            SwapSpace(folders(small_fs, 2), 60 * MIB)
+    assert before - swapfile.free_bytes(small_fs) < MIB  # what was opened is closed
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.write_text("a file")])

@@ -476,7 +476,6 @@ REFUSED = {
     "zero_optimization.zero_quantized_nontrainable_weights": (True, "set it to false"),
     "zero_optimization.zero_hpz_partition_size": (8, "set it to 1"),
     "zero_optimization.mics_shard_size": (4, "set it to -1"),
-    "zero_optimization.offload_optimizer.ratio": (0.5, "1.0"),
     "zero_optimization.offload_optimizer.super_offload": (True, "set it to false"),
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "remove it"),
     "scheduler": ({"type": "WarmupLR"}, "lr_scheduler"),

@@ -104,6 +104,9 @@ class AioConfig(Block):
     thread_count: Annotated[Whole, Field(ge=1, le=64)] = 4
     single_submit: Flag = False
     overlap_events: Flag = True
+    tune: Annotated[Literal["cached", "probe", "off"], choice("cached", "probe", "off")] = "cached"
+    """Ours. Keys above that the user has not set come from measuring the device of nvme_path. "cached": if `zero tune`
+    or another run has done it; "probe": it is done now (up to half a minute) if nobody has; "off": never."""
     use_gds: Annotated[Flag, Only((False,), "GPUDirect Storage is not available; set it to false")] = False
 
 

@@ -29,6 +29,7 @@ from zero.config.fields import (
 )
 
 Device = Literal["none", "cpu", "nvme"]
+StateDtype = Literal["fp32", "bf16", "8bit"]
 
 
 def _parse_paths(value: object) -> tuple[str, ...]:
@@ -81,9 +82,12 @@ class OffloadOptimizerConfig(_Offload):
     pipeline_read: Flag = False
     pipeline_write: Flag = False
     fast_init: InertFlag = None
-    ratio: Annotated[Number, Only((1.0,), "partial offload is not available; remove it or set it to 1.0")] = 1.0
+    ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    """Share of the states that is offloaded; the rest stays on the device and is updated there."""
     super_offload: Annotated[Flag, Only((False,), "SuperOffload is not available; set it to false")] = False
     cpuadam_cores_perc: InertNumber = None
+    state_dtype: Annotated[StateDtype, choice("fp32", "bf16", "8bit")] = "fp32"
+    """Ours: what the two moments are stored as. bf16 and 8bit move fewer bytes, and change the numbers."""
     update_in_backward: Flag = False
     """Ours: update inside backward into a second slot; costs the space of the states again."""
 

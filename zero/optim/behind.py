@@ -51,15 +51,12 @@ class DueUpdates:
 
     def __init__(self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int) -> None:
         self._storage, self._pipeline, self._threads = storage, pipeline, threads
-        self._arguments = StepArguments({}, 1.0)
-        self._number = 0
+        self._arguments = StepArguments({}, 1.0, 0)
         self._due: set[SubGroup] = set()
         self._unapplied: set[SubGroup] = set()
         self._running: dict[SubGroup, Running] = {}
         self.failure: StorageError | None = None
         """A result could not be stored since the last `retry`."""
-        self.reported: BaseException | None = None
-        """The last failure that somebody was told of."""
         self._layout = layout
         self._groups: dict[int, list[SubGroup]] = {unit.index: [] for unit in layout.units}
         for group in storage.plan.sub_groups:
@@ -68,15 +65,14 @@ class DueUpdates:
 
     # ---- any thread ---------------------------------------------------------------------------
 
-    def begin_step(self, number: int, arguments: StepArguments, due: Iterable[SubGroup]) -> None:
+    def begin_step(self, arguments: StepArguments, due: Iterable[SubGroup]) -> None:
         """A step is fixed; nothing of the one before is due or under way.
 
         Args:
-            number: of the step, counted from 1; errors name it.
             arguments: the step's.
             due: the sub-groups it changes.
         """
-        self._number, self._arguments = number, arguments
+        self._arguments = arguments
         self._due = set(due)
         self._unapplied = set(self._due)
 
@@ -116,7 +112,8 @@ class DueUpdates:
         groups = self._groups[unit.index]
         if any(group in self._due or group in self._running for group in groups):
             delivery = Delivery(into, fences)
-            await settle_all([self._fetch_part(unit, group, delivery) for group in groups])
+            # Tasks, also where there is one: units that are fetched at the same moment are updated in that order.
+            await settle_all([asyncio.create_task(self._fetch_part(unit, group, delivery)) for group in groups])
         else:
             await self._read(unit, unit.begin, unit.end, Delivery(into, fences))
         return self._storage.streams.behind_copies_in()
@@ -153,7 +150,10 @@ class DueUpdates:
     async def retry(self) -> None:
         """Write what could not be written. Raises StorageError if it still cannot be."""
         await self._settle(list(self._running))
-        await self._storage.rewrite_stranded()
+        try:
+            await self._storage.rewrite_stranded()
+        except StorageError as error:
+            raise error.within(f"update of step {self._arguments.number}") from error
         self.failure = None
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
@@ -216,7 +216,7 @@ class DueUpdates:
         except BaseException as error:
             named = error
             if isinstance(error, StorageError) and error is not self.failure:
-                named = error.within(f"update of step {self._number}")
+                named = error.within(f"update of step {self._arguments.number}")
             if running.applied.done():
                 self.failure = self.failure or named  # type: ignore[assignment]
             else:

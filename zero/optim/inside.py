@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from offload.errors import StorageError
 from offload.mover import Transfer
 from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
-from zero.optim.pipeline import AdamValues, StepArguments, SubGroupPipeline
+from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import SubGroup, Unit
 from zero.storage import Storage
 
@@ -34,7 +34,7 @@ VOID_SHARE_MAX = 0.1
 class Attempt:
     """One unit's updates ahead of the step."""
 
-    values: Mapping[int, AdamValues]
+    arguments: StepArguments
     groups: list[SubGroup]
     done: set[SubGroup] = field(default_factory=set)
     """Sub-groups whose other slot holds the result."""
@@ -47,7 +47,7 @@ class UpdatesInBackward:
     """The attempts since the last step.
 
     Args:
-        values_now: hyper-parameters a step would use now, by parameter index.
+        arguments_now: what a step would use now that does not clip, for every parameter.
         boundary: will the next `step()` update the parameters?
     """
 
@@ -57,12 +57,12 @@ class UpdatesInBackward:
         pipeline: SubGroupPipeline,
         updates: DueUpdates,
         gradients: Gradients,
-        values_now: Callable[[], Mapping[int, AdamValues]],
+        arguments_now: Callable[[], StepArguments],
         boundary: Callable[[], bool],
     ) -> None:
         self._storage, self._pipeline, self._updates, self._gradients = storage, pipeline, updates, gradients
-        self._values_now, self._boundary = values_now, boundary
-        self._expected: Mapping[int, AdamValues] = {}
+        self._arguments_now, self._boundary = arguments_now, boundary
+        self._expected = StepArguments({}, 1.0, 0)
         self._attempts: dict[int, Attempt] = {}
         self._ended: dict[int, Attempt] = {}
         """Void ones; something of them may still move."""
@@ -81,8 +81,9 @@ class UpdatesInBackward:
             return
         self._settle([self._ended.pop(unit.index)] if unit.index in self._ended else [])
         if not self._attempts:
-            self._expected = self._values_now()
-        attempt = Attempt({index: self._expected[index] for index in contributed}, groups)
+            self._expected = self._arguments_now()
+        values = {index: self._expected.values[index] for index in contributed}
+        attempt = Attempt(replace(self._expected, values=values), groups)
         self._attempts[unit.index] = attempt
         attempt.transfer = self._storage.mover.post(f"updating {unit.name} in backward", self._run(unit, attempt))
 
@@ -110,8 +111,9 @@ class UpdatesInBackward:
         self._ended = {}
         committed: set[SubGroup] = set()
         for attempt in attempts.values():
-            as_expected = all(arguments.values.get(index) == values for index, values in attempt.values.items())
-            if as_expected and arguments.grad_scale == 1.0:
+            expected = attempt.arguments
+            as_expected = all(arguments.values.get(index) == values for index, values in expected.values.items())
+            if as_expected and (arguments.grad_scale, arguments.number) == (expected.grad_scale, expected.number):
                 committed |= attempt.done
         for group in committed:
             self._storage.exchange_slots(group)
@@ -139,14 +141,13 @@ class UpdatesInBackward:
     async def _run(self, unit: Unit, attempt: Attempt) -> None:
         await self._updates.settle_unit(unit)  # the last step's result may still be on its way
         await self._gradients.arrived(unit.index)
-        arguments = StepArguments(attempt.values, 1.0)
 
         async def update(group: SubGroup) -> None:
             async with self._pipeline.slots:
                 if attempt.over:
                     return
                 try:
-                    await self._pipeline.update_aside(group, arguments, threads=1)
+                    await self._pipeline.update_aside(group, attempt.arguments, threads=1)
                 except StorageError as error:
                     logger.debug("%s is updated behind the step: %s", unit.name, error)
                     return

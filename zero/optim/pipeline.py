@@ -26,9 +26,10 @@ from offload.errors import StateError
 from offload.pinned import aligned_copy
 from offload.planes import settle_all
 from offload.streams import Fence
+from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
-from zero.staging import Record, Staged, Staging
+from zero.staging import Staged, Staging
 from zero.storage import Storage
 
 
@@ -52,6 +53,8 @@ class StepArguments:
     values: Mapping[int, AdamValues]
     """Parameter index -> values; a parameter that is missing had no gradient and is skipped."""
     grad_scale: float
+    number: int
+    """Of the step, counted from 1: errors name it, and moments that are not fp32 are rounded by it."""
     fence: Fence = None
     """Behind the last use of the old weights and the gradients on the device."""
 
@@ -70,6 +73,7 @@ class Delivery:
 class _Work:
     """What one update reads and writes."""
 
+    group: SubGroup
     space: Space
     units: list[Unit]
     record: Staged
@@ -83,14 +87,10 @@ class _Work:
 
 
 class SubGroupPipeline:
-    """Updates sub-groups, one call each.
+    """Updates sub-groups, one call each."""
 
-    Args:
-        compute: where the update runs: the device when the states live there, else the CPU.
-    """
-
-    def __init__(self, layout: Layout, storage: Storage, gradients: Gradients, compute: torch.device) -> None:
-        self._layout, self._storage, self._gradients, self._compute = layout, storage, gradients, compute
+    def __init__(self, layout: Layout, storage: Storage, gradients: Gradients) -> None:
+        self._layout, self._storage, self._gradients = layout, storage, gradients
         self.slots = asyncio.Semaphore(storage.plan.records_in_flight)
         """Who updates a sub-group holds one."""
 
@@ -102,8 +102,13 @@ class SubGroupPipeline:
             if any(_overlap(unit, slot, group) and slot.index in arguments.values for slot in unit.slots)
         ]
 
-    def in_memory(self, group: SubGroup, arguments: StepArguments) -> bool:
-        """True when no byte of the update crosses the swap space."""
+    def at_once(self, group: SubGroup, arguments: StepArguments) -> bool:
+        """True when the update needs neither the disk nor another device than the forward's.
+
+        Behind the step it would take the processor from the forward and gain nothing.
+        """
+        if self._storage.compute(group) != self._storage.device:
+            return False
         planes = [self._storage.records[group.space], self._storage.weights[group.space]]
         runs = [(plane, group.begin, group.end) for plane in planes if plane is not None]
         for unit in self.trained_units(group, arguments):
@@ -176,28 +181,29 @@ class SubGroupPipeline:
         records, weights = self._storage.records[group.space], self._storage.weights[group.space]
         streams = self._storage.streams
         targets = self._storage.other_slots[group.space] if other else None
+        compute = self._storage.compute(group)
         if records is None:
             raise StateError(f"sub-group {group}: its space is not trained")
 
         def weight_of(unit: Unit) -> Staged:
             begin, end = max(unit.begin, group.begin), min(unit.end, group.end)
             given = _part(unit, wanted[unit.index].into, begin, end) if unit.index in wanted else None
-            return Staged(weights, begin, end, self._compute, streams, given, targets.weights if targets else None)
+            return Staged(weights, begin, end, compute, streams, given, targets.weights if targets else None)
 
         def gradient_of(unit: Unit) -> Staged:
             plane = self._gradients.taken(unit.index).plane
-            return Staged(plane, max(unit.begin, group.begin), min(unit.end, group.end), self._compute, streams)
+            return Staged(plane, max(unit.begin, group.begin), min(unit.end, group.end), compute, streams)
 
         target = targets.records if targets else None
-        record = Staged(records, group.begin, group.end, self._compute, streams, target=target)
-        return _Work(
-            self._layout.spaces[group.space], units, record, [*map(weight_of, units)], [*map(gradient_of, units)]
-        )
+        record = Staged(records, group.begin, group.end, compute, streams, target=target)
+        space = self._layout.spaces[group.space]
+        return _Work(group, space, units, record, [*map(weight_of, units)], [*map(gradient_of, units)])
 
     async def _compute_into(self, work: _Work, arguments: StepArguments, threads: int) -> None:
         await settle_all([part.read() for part in work.parts])
         for unit, weight, gradient in zip(work.units, work.weights, work.gradients, strict=True):
-            self._apply(work, unit, weight, gradient, arguments, threads)
+            with self._storage.timeline.span(UPDATES, f"{unit.name} in {work.group.name}", weight.bytes.numel()):
+                self._apply(work, unit, weight, gradient, arguments, threads)
 
     async def _write_back(self, staging: Staging, parts: list[Staged]) -> tuple[bool, BaseException | None]:
         """Store the results: (is `staging` still needed, first error).
@@ -228,7 +234,8 @@ class SubGroupPipeline:
     ) -> None:
         """One kernel call for the part of a unit that lies in a sub-group."""
         space, record = work.space, work.record
-        state = Record.over(record.bytes, record.end - record.begin, space.split)
+        layout = self._storage.plan.record_format(space)
+        state = layout.over(record.bytes, record.begin, record.end, arguments.number)
         lo, hi = weight.begin - record.begin, weight.end - record.begin
         first = weight.begin - unit.begin
         segments = [
@@ -239,8 +246,7 @@ class SubGroupPipeline:
         kernels.adamw(
             weight.bytes.view(space.dtype),
             None if state.remainder is None else state.remainder[lo:hi],
-            state.exp_avg[lo:hi],
-            state.exp_avg_sq[lo:hi],
+            state.moments.part(lo, hi),
             gradient.bytes.view(self._gradients.taken(unit.index).dtype),
             segments,
             grad_scale=arguments.grad_scale,

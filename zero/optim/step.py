@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from offload.errors import StorageError
+from offload.errors import StorageError, tell, was_told
 from zero.optim.behind import DueUpdates
 from zero.optim.clipping import clip_coefficient
 from zero.optim.gradients import Gradients
@@ -26,8 +26,6 @@ class Stepper:
 
     Args:
         ahead: what was updated inside backward, if anything is.
-        eager_in_memory: updates that touch no disk are done inside the step: behind it they would take the
-            processor from the forward and gain nothing.
     """
 
     def __init__(
@@ -38,23 +36,27 @@ class Stepper:
         pipeline: SubGroupPipeline,
         updates: DueUpdates,
         ahead: UpdatesInBackward | None,
-        *,
-        eager_in_memory: bool,
     ) -> None:
         self._layout, self._storage, self._gradients = layout, storage, gradients
-        self._pipeline, self._updates, self._ahead, self._eager_in_memory = pipeline, updates, ahead, eager_in_memory
+        self._pipeline, self._updates, self._ahead = pipeline, updates, ahead
         self._persistent = [unit.index for unit in layout.units if unit.persistent]
-        self._at_once: list[SubGroup] = []
+        self._arguments = StepArguments({}, 1.0, 0)
+        self.decided = False
+        """`fix` has decided; set to False when the next step is asked for."""
         self.norm: float | None = None
         """2-norm of the last step's gradients, before clipping."""
 
     def fix(self, number: int, optimizer: ZeroOptimizer, index_of: dict[int, int], norm_max: float) -> None:
         """Decide everything about a step. No weight has changed yet when this returns or raises.
 
+        A step that is decided stays so: a further call does nothing.
+
         Raises:
             StorageError: a gradient could not be stored, or the step before cannot be completed; the next attempt
                 goes on where this one stopped.
         """
+        if self.decided:
+            return
         self.finish()
         self._gradients.flush_all()
         self._gradients.settle()
@@ -67,14 +69,14 @@ class Stepper:
             if has
         }
         scale = clip_coefficient(self.norm, norm_max)
-        arguments = StepArguments(optimizer.values(index_of, contributed), scale, self._storage.streams.fence())
+        arguments = StepArguments(optimizer.values(index_of, contributed), scale, number, self._storage.streams.fence())
+        due = [group for group in self._storage.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
+        # No waiting and no searching from here on: half of this is no step.
         done = self._ahead.commit(arguments) if self._ahead is not None else set()
         optimizer.count_step(index_of, contributed)
         self._gradients.seal()
-        rest = [group for group in self._storage.plan.sub_groups if group not in done]
-        due = [group for group in rest if self._pipeline.trained_units(group, arguments)]
-        self._at_once = [g for g in due if self._eager_in_memory and self._pipeline.in_memory(g, arguments)]
-        self._updates.begin_step(number, arguments, due)
+        self._updates.begin_step(arguments, [group for group in due if group not in done])
+        self._arguments, self.decided = arguments, True
 
     def start(self) -> None:
         """Begin with what cannot wait for a fetch: what needs no disk, and units that are always bound.
@@ -82,9 +84,8 @@ class Stepper:
         Raises:
             StorageError: as `finish`.
         """
-        if self._at_once:
-            self._finish_groups(self._at_once)
-            self._at_once = []
+        due = self._updates.groups_of(None)
+        self._finish_groups([group for group in due if self._pipeline.at_once(group, self._arguments)])
         bound = self._updates.groups_of(self._persistent)
         if bound:
             self._storage.mover.post("updating what is always bound", self._updates.bring(bound))
@@ -98,8 +99,8 @@ class Stepper:
         failure = self._updates.failure
         if failure is None:
             return
-        if failure is not self._updates.reported:
-            self._updates.reported = failure
+        if not was_told(failure):
+            tell(failure)
             raise failure
         self._storage.mover.run("storing the results of a step", self._updates.retry())
 
@@ -131,5 +132,5 @@ class Stepper:
         try:
             self._storage.mover.run("optimizer step", self._updates.finish(groups))
         except StorageError as error:
-            self._updates.reported = error
+            tell(error)
             raise

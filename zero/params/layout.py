@@ -87,11 +87,6 @@ class Space:
         """True when the fp32 master is the bf16 weight plus a 16-bit remainder."""
         return self.dtype == torch.bfloat16
 
-    @property
-    def record_bytes(self) -> int:
-        """State bytes per coordinate: remainder (split only), exp_avg and exp_avg_sq."""
-        return (2 if self.split else 0) + 8
-
     def overlapping(self, begin: int, end: int) -> Iterator[Unit]:
         """Units with coordinates in [begin, end), in order."""
         return (unit for unit in self.units if unit.begin < end and begin < unit.end)
@@ -104,6 +99,11 @@ class SubGroup:
     space: int
     begin: int
     end: int
+
+    @property
+    def name(self) -> str:
+        """For people: its coordinates."""
+        return f"sub-group {self.space}:[{self.begin:,}, {self.end:,})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.binding import exact_alias
-from offload.errors import BudgetError, StateError
+from offload.errors import BudgetError, StateError, tell
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
 from zero.schedule.loading import Arrival, Loader
@@ -228,6 +228,9 @@ class Coordinator:
                 self._loader.follow(self._live[index])
             return
         arrival = self._arrivals.get(index)
+        if arrival is not None and arrival.outdated:
+            self._discard(index)
+            arrival = None
         if arrival is None:
             counters.misses += 1
             self._load(index)
@@ -239,7 +242,7 @@ class Coordinator:
         try:
             self._loader.await_values(arrival)
         except BaseException as error:
-            self._loader.reported(error)
+            tell(error)
             self._discard(index)
             raise
         del self._arrivals[index]

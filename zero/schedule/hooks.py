@@ -9,6 +9,7 @@ another module's parameter directly, are used by the innermost call that is open
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import BoundUnit
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, exchange, open_frame, tensors_in
@@ -50,6 +52,9 @@ class OpenCall:
     recompute: bool
     units: list[int] = field(default_factory=list)
     """Units that the call uses, borrowed ones included."""
+    forward_ns: int = 0
+    """When its units were there; `backward_ns`: when gradients had reached it and they were there again."""
+    backward_ns: int = 0
     begun: list[int] = field(default_factory=list)
     """Forward uses that end with the call."""
     sentinel: torch.Tensor | None = None
@@ -96,9 +101,11 @@ class ModuleHooks:
         bound: list[BoundUnit],
         coordinator: Coordinator,
         events: BackwardEvents,
+        timeline: Timeline,
     ) -> None:
         self._root, self._scopes, self._bound = root, {root: [], **scopes}, bound
-        self._coordinator, self._events = coordinator, events
+        self._coordinator, self._events, self._timeline = coordinator, events, timeline
+        self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
         self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
         self._calls: list[OpenCall] = []
         self._handles: list[RemovableHandle] = []
@@ -189,6 +196,7 @@ class ModuleHooks:
                     self._coordinator.begin_forward_use(index, backward_follows=grad)
                     call.begun.append(index)
                 call.units.append(index)
+            call.forward_ns = time.perf_counter_ns()
             if grad and units:
                 call.versions = [(t, t._version, t.grad_fn) for t in tensors_in((args, kwargs), 2)]
                 self._open_frame(call)
@@ -203,6 +211,7 @@ class ModuleHooks:
             if not self._calls or self._calls[-1].module is not module:
                 return None  # the call ended before our hook saw it begin: somebody else's hook raised
             call = self._calls.pop()
+            self._record("recompute" if call.recompute else "forward", call, call.forward_ns)
             if output is not None:
                 output = self._own_memory(call, output)
             if call.sentinel is not None and torch.is_grad_enabled():
@@ -219,10 +228,16 @@ class ModuleHooks:
 
     def _passed(self, call: OpenCall) -> Callable[[], None]:
         def passed() -> None:
+            self._record("backward", call, call.backward_ns)
+            call.backward_ns = 0  # a retained graph may be walked again
             for index in call.units:
                 self._events.unit_passed(index)
 
         return passed
+
+    def _record(self, what: str, call: OpenCall, begin_ns: int) -> None:
+        if self._timeline.on and call.units and begin_ns:
+            self._timeline.add(COMPUTE, f"{what} {self._names[call.module]}", begin_ns)
 
     def _reached(self, call: OpenCall) -> Callable[[], None]:
         generation, events, coordinator = self._events.generation, self._events, self._coordinator
@@ -231,6 +246,7 @@ class ModuleHooks:
             events.before_backward(generation)
             for index in call.units:
                 coordinator.begin_backward_use(index)
+            call.backward_ns = call.backward_ns or time.perf_counter_ns()
 
         return reached
 

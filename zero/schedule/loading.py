@@ -11,6 +11,7 @@ import torch
 from offload.arena import Block
 from offload.binding import exact_alias
 from offload.copies import write_plane
+from offload.errors import was_told
 from offload.mover import Transfer
 from offload.streams import Fence
 from zero.optim.behind import DueUpdates
@@ -35,6 +36,11 @@ class Arrival:
     def settled(self) -> bool:
         """True once the values are there, or will not be."""
         return self.transfer is None or self.transfer.settled()
+
+    @property
+    def outdated(self) -> bool:
+        """True if the values will not be there because of a failure that somebody was told of already."""
+        return self.transfer is not None and self.transfer.settled() and was_told(self.transfer.settle())
 
 
 class Loader:
@@ -69,7 +75,8 @@ class Loader:
         block = self._lease(unit)
         if block is None:
             return None
-        job = self._updates.fetch(unit, block.data, block.fences)
+        # An alias: binding swaps the memory behind `block.data`, and the update goes on writing from there.
+        job = self._updates.fetch(unit, exact_alias(block.data), block.fences)
         return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
 
     def await_values(self, arrival: Arrival) -> None:
@@ -120,10 +127,6 @@ class Loader:
             self._draining[unit.index] = arrival.block
         else:
             arrival.block.release(self._storage.streams.fence())
-
-    def reported(self, error: BaseException) -> None:
-        """Somebody was told of a transfer's error: the next call of the engine need not repeat it."""
-        self._updates.reported = error
 
     def drain(self) -> None:
         """Give back all memory that is kept for writes; waits for them."""

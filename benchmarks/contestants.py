@@ -1,0 +1,141 @@
+"""Who trains in the training questions, and with what JSON: each run is a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import COMPUTE_WALL_MAX, Candidate, Round, Rule, run_child
+from benchmarks.rivals.deepspeed_setup import BEST_SETTINGS, SUB_GROUP_SIZES
+from benchmarks.shapes import SHAPES, Shape
+
+OURS, RIVAL = "benchmarks.train_worker", "benchmarks.rivals.deepspeed_training"
+RIVAL_BUFFER_NUMEL = 100_000_000
+"""DeepSpeed's default `buffer_size` of offload_param."""
+
+RIVAL_SUB_GROUP_NUMEL = 1_000_000_000
+"""Its default `sub_group_size`."""
+
+
+def training_config(tier: str, path: Path | str, shape: Shape) -> dict[str, Any]:
+    """The JSON that both engines get: weights and optimizer states on `tier`, bf16, AdamW, clipping."""
+    where = {"device": tier, **({"nvme_path": str(path)} if tier == "nvme" else {})}
+    return {
+        "train_micro_batch_size_per_gpu": shape.batch,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": dict(where),
+            "offload_optimizer": dict(where),
+            "stage3_param_persistence_threshold": 0,
+        },
+    }
+
+
+def our_config(tier: str, path: Path | str, shape: Shape, budget: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Ours: lean unless a `memory_budget` is given."""
+    config = training_config(tier, path, shape)
+    return config if budget is None else {**config, "memory_budget": dict(budget)}
+
+
+def rival_config(tier: str, path: Path | str, shape: Shape, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's; `settings` are some of `rival_settings`."""
+    config = training_config(tier, path, shape)
+    zero = config["zero_optimization"]
+    if tier == "nvme":
+        # It fetches parameter by parameter, so the largest one must fit a buffer.
+        largest_numel = max(4 * shape.width**2, shape.vocabulary * shape.width)
+        zero["offload_param"]["buffer_size"] = max(RIVAL_BUFFER_NUMEL, largest_numel)
+    for name, value in settings.items():
+        (zero if name == "sub_group_size" else zero["offload_optimizer"])[name] = value
+    return config
+
+
+def rival_settings(tier: str) -> dict[str, dict[str, Any]]:
+    """What DeepSpeed is tried with, by name. Only its NVMe path can be pipelined."""
+    best = {name: dict(given) for name, given in BEST_SETTINGS.items() if tier == "nvme" or not given}
+    sizes = [numel for numel in SUB_GROUP_SIZES if numel != RIVAL_SUB_GROUP_NUMEL]  # that one is "default"
+    return {**best, **{f"sub_group_size {numel:,}": {"sub_group_size": numel} for numel in sizes}}
+
+
+def add_arguments(parsed: argparse.ArgumentParser, *, shape: str = "336M", warmup: int = 3, steps: int = 4) -> None:
+    """The arguments that the training questions share."""
+    parsed.add_argument("--shape", choices=list(SHAPES), default=shape)
+    parsed.add_argument("--warmup", type=int, default=warmup, help=f"steps discarded in each process ({warmup})")
+    parsed.add_argument("--steps", type=int, default=steps, help=f"steps timed in each process ({steps})")
+    parsed.add_argument("--lock", default=None, metavar="FILE", help="held during each run: measurements take turns")
+
+
+class Bench:
+    """Makes the candidates of one question from its arguments.
+
+    Attributes:
+        inside: what a child process is started with, to run in a control group say.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.shape = SHAPES[options.shape]
+        self.path = Path(options.path).resolve()
+        self.counts = {"warmup": options.warmup, "steps": options.steps}
+        self.inside: tuple[str, ...] = ()
+        self._lock: tuple[str, ...] = () if options.lock is None else ("flock", options.lock)
+
+    def ours(self, tier: str, budget: Mapping[str, Any] | None = None, shape: Shape | None = None) -> Candidate:
+        """This project's engine."""
+        shape = shape or self.shape
+        config = our_config(tier, self.path, shape, budget)
+        return lambda: self._run(OURS, shape, contestant="ours", config=config, path=str(self.path))
+
+    def rival(self, tier: str, settings: Mapping[str, Any], shape: Shape | None = None) -> Candidate:
+        """DeepSpeed. Its files stay where they are when it ends, so they get a folder of their own."""
+        shape = shape or self.shape
+
+        def run() -> dict[str, Any]:
+            with tempfile.TemporaryDirectory(prefix="rival-", dir=self.path) as folder:
+                return self._run(RIVAL, shape, config=rival_config(tier, folder, shape, settings), path=str(self.path))
+
+        return run
+
+    def compute_floor(self, shape: Shape | None = None) -> Candidate:
+        """Forward and backward in plain torch."""
+        return lambda: self._run(OURS, shape or self.shape, contestant="plain")
+
+    def disk_floor(self, read_bytes: float, write_bytes: float) -> Candidate:
+        """The bytes of a step, read alone and then written alone."""
+        sizes = {"read_bytes": round(read_bytes), "write_bytes": round(write_bytes)}
+        return lambda: self._run(OURS, self.shape, contestant="disk", path=str(self.path), **sizes)
+
+    def activations(self, shape: Shape) -> Candidate:
+        """Memory that a step of plain torch takes beside weights and gradients."""
+        return lambda: self._run(OURS, shape, contestant="activations")
+
+    def _run(self, module: str, shape: Shape, **spec: Any) -> dict[str, Any]:
+        spec = {**spec, **self.counts, "shape": asdict(shape)}
+        figures = run_child(["-m", module, json.dumps(spec)], prefix=(*self._lock, *self.inside))
+        figures.pop("event", None)
+        return figures
+
+
+def floor_contended(name: str, threads: int = 2) -> Rule:
+    """`common.compute_contended` asked of the timed steps alone: starting a process runs on one thread."""
+
+    def rule(this: Round, tried: Sequence[Round]) -> str | None:
+        run = this[name]
+        used = run.figures["cpu_seconds_per_step"]
+        if run.seconds * threads <= COMPUTE_WALL_MAX * used:
+            return None
+        return f"{name}: {run.seconds:.3f} s a step for {used:.3f} CPU seconds on {threads} threads"
+
+    return rule
+
+
+def longer(shape: Shape, tokens: int) -> Shape:
+    """The same model with that many tokens in a step."""
+    return replace(shape, sequence=tokens // shape.batch)

@@ -1,0 +1,93 @@
+"""How large a model trains in a memory cgroup of 4 GiB, and how near is its step to what its bytes cost?
+
+A 3 B-parameter GPT does full steps, gradients included, with everything on NVMe; DeepSpeed is tried with its own
+sizes. Needs the right to make a control group and about 60 GB of disk for the default size.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from benchmarks.cgroup import MemoryCgroup
+from benchmarks.common import Report, RivalMissing, measure, parser
+from benchmarks.contestants import Bench, add_arguments
+from benchmarks.rivals import deepspeed_setup
+from benchmarks.shapes import SHAPES, Shape
+
+SAMPLE_BYTES = 4_000_000_000
+"""The disk's speed is measured with at most so many bytes each way: a step moves far more."""
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parsed = parser(__doc__, rounds=1, disk=True)
+    add_arguments(parsed, shape="3B", warmup=1, steps=2)
+    parsed.add_argument("--limit-gib", type=float, default=4.0)
+    parsed.add_argument("--host", default="700MB", help="our memory_budget.host")
+    parsed.add_argument("--device", default="1200MB", help="our memory_budget.device")
+    parsed.add_argument("--rival-shapes", nargs="*", choices=list(SHAPES), default=["168M", "336M"])
+    options = parsed.parse_args()
+    report = Report("largest_model", __doc__, options, folders=[options.path])
+    bench = Bench(options)
+    for name in options.rival_shapes:
+        rival(report, bench, options, SHAPES[name], name)
+    ours(report, bench, options)
+    report.finish()
+
+
+def ours(report: Report, bench: Bench, options: argparse.Namespace) -> None:
+    """Our steps inside the group, and the byte floor outside of it."""
+    budget = {"host": options.host, "device": options.device}
+    with MemoryCgroup(int(options.limit_gib * 2**30)) as group:
+        bench.inside = group.prefix
+        series = measure(options.shape, {"ours": bench.ours("nvme", budget)}, rounds=options.rounds, warmups=0)
+        report.keep(series)
+        used = {"kills": group.kills, "peak_bytes": group.peak_bytes}
+    bench.inside = ()
+    figures = series.rounds[0]["ours"].figures
+    report.figure(
+        f"{options.shape} ({bench.shape.numel / 1e9:.2f} B parameters) in {options.limit_gib:g} GiB",
+        {"runs": True, **used},
+        f"runs; peak resident {figures['peak_rss_bytes'] / 1e9:.2f} GB, {used['kills']} processes killed",
+    )
+    moved = {way: figures[f"nvme_{way}_bytes"] for way in ("read", "write")}
+    share = min(1.0, SAMPLE_BYTES / max(*moved.values(), 1))
+    floor = measure(
+        "byte floor", {"disk": bench.disk_floor(moved["read"] * share, moved["write"] * share)}, rounds=1, warmups=0
+    )
+    report.keep(floor)
+    floor_seconds = floor.median("disk") / share
+    report.figure(
+        "bytes of a step alone [s]", floor_seconds, f"{floor_seconds:.1f} s for {sum(moved.values()) / 1e9:.1f} GB"
+    )
+    report.mark(
+        f"{options.shape}: step / bytes of the step alone", series.ratios(lambda r: r["ours"].seconds / floor_seconds)
+    )
+
+
+def rival(report: Report, bench: Bench, options: argparse.Namespace, shape: Shape, name: str) -> None:
+    """Whether DeepSpeed trains a model of that size in the same group."""
+    reason = deepspeed_setup.why_missing()
+    if reason is not None:
+        report.lack("deepspeed", reason)
+        return
+    # Its smallest working set, as far as its settings go.
+    settings: dict[str, Any] = {"sub_group_size": min(deepspeed_setup.SUB_GROUP_SIZES)}
+    with MemoryCgroup(int(options.limit_gib * 2**30)) as group:
+        bench.inside = group.prefix
+        try:
+            series = measure(
+                f"deepspeed {name}", {"deepspeed": bench.rival("nvme", settings, shape)}, rounds=1, warmups=0
+            )
+            report.keep(series)
+            outcome = "runs"
+        except RivalMissing as error:
+            outcome = "is killed" if group.kills else f"fails: {error}"
+        bench.inside = ()
+        figures = {"outcome": outcome, "kills": group.kills, "peak_bytes": group.peak_bytes}
+    report.figure(f"deepspeed {name} ({shape.numel / 1e6:,.0f} M) in {options.limit_gib:g} GiB", figures, outcome)
+
+
+if __name__ == "__main__":
+    main()

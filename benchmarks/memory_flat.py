@@ -1,0 +1,59 @@
+"""Does peak memory stay at the plan, whatever the size of the model?
+
+Models of 110 M, 440 M and 1.3 B parameters with everything on NVMe and one fixed memory budget. The bound is what
+was resident before the plan was made, the plan's host and device bytes, and the activations, which are measured with
+plain torch on one layer of the same model (resident growth) and on a second one (what autograd keeps for it).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.common import Report, measure, parser
+from benchmarks.contestants import Bench, add_arguments
+from benchmarks.shapes import SHAPES
+
+PEAK_MARK = 1.05
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parsed = parser(__doc__, rounds=1, disk=True)
+    add_arguments(parsed, warmup=2, steps=1)
+    parsed.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["110M", "440M", "1.3B"])
+    parsed.add_argument("--host", default="800MB", help="memory_budget.host of every run")
+    parsed.add_argument("--device", default="1200MB", help="memory_budget.device of every run")
+    options = parsed.parse_args()
+    report = Report("memory_flat", __doc__, options, folders=[options.path])
+    bench = Bench(options)
+    for name in options.shapes:
+        one(report, bench, options, name)
+    report.finish()
+
+
+def one(report: Report, bench: Bench, options: argparse.Namespace, name: str) -> None:
+    """One size of model."""
+    shape = SHAPES[name]
+    budget = {"host": options.host, "device": options.device}
+    candidates = {"ours": bench.ours("nvme", budget, shape=shape), "activations": bench.activations(shape)}
+    series = measure(name, candidates, rounds=options.rounds, warmups=0, disk=options.path)
+    report.keep(series)
+    ratios = []
+    for r in series.rounds:
+        ours, activations = r["ours"].figures, r["activations"].figures["activation_bytes"]
+        plan = ours["plan_bytes"]["host"] + ours["plan_bytes"]["device"]
+        bound = ours["baseline_rss_bytes"] + plan + activations
+        ratios.append(ours["peak_rss_bytes"] / bound)
+        parts = {
+            "peak": ours["peak_rss_bytes"],
+            "before the plan": ours["baseline_rss_bytes"],
+            "plan": plan,
+            "activations": activations,
+        }
+        text = ", ".join(f"{what} {nbytes / 1e6:,.0f} MB" for what, nbytes in parts.items())
+        report.figure(f"{name} ({shape.numel / 1e6:,.0f} M parameters)", parts, text)
+    report.mark(f"{name}: peak / (before the plan + plan + activations)", ratios, at_most=PEAK_MARK)
+
+
+if __name__ == "__main__":
+    main()

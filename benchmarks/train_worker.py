@@ -1,0 +1,201 @@
+"""One contestant of a training question, once, in a process of its own: `python -m benchmarks.train_worker SPEC`.
+
+SPEC is JSON: `contestant` (ours, plain, activations, disk), `shape`, `warmup`, `steps`, and what the functions below
+ask for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import zero
+from benchmarks.loop import emit, peak_rss_bytes, timed_steps
+from benchmarks.models import GPT, Samples
+from benchmarks.shapes import Shape
+from offload.aio import AioOptions, open_aio
+from offload.pinned import keep_freed_memory, map_host, return_freed_memory, tensor_over
+from offload.planes import Disk
+from offload.sizes import PAGE_BYTES, align_up
+from offload.swapfile import SwapSpace
+
+RECORD_BYTES = 48 << 20
+"""A sub-group's record and weights: what a step moves at once."""
+RECORDS_IN_FLIGHT = 4
+
+
+def ours(spec: dict[str, Any]) -> dict[str, Any]:
+    """Train with this project's engine. `config`: the JSON; `path`: folder of the swap files, None without."""
+    shape, config, path = Shape(**spec["shape"]), spec["config"], spec.get("path")
+    begin = time.perf_counter()
+    with zero.Init(config_dict_or_path=config):
+        model = GPT(shape)
+    engine = zero.initialize(model=model, config=config)[0]
+    emit("ready", seconds=time.perf_counter() - begin)
+    samples = Samples(shape, engine.device)
+    before = engine.statistics()
+
+    def step() -> None:
+        nonlocal before
+        if engine.global_steps == spec["warmup"]:
+            before = engine.statistics()
+        engine.backward(engine(samples.next()))
+        engine.step()
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    with engine:
+        measured = timed_steps(step, warmup=spec["warmup"], steps=spec["steps"], path=path)
+        after = engine.statistics()
+        spans = {
+            name: (getattr(after, name) - getattr(before, name)) / spec["steps"]
+            for name in (
+                *("forward_seconds", "backward_seconds", "optimizer_seconds", "exposed_wait_seconds"),
+                *("nvme_read_bytes", "nvme_write_bytes", "nvme_read_seconds", "nvme_write_seconds"),
+                *("prefetch_hits", "prefetch_late", "prefetch_misses"),
+            )
+        }
+        return {
+            **measured,
+            **spans,
+            "plan_bytes": {tier: engine.plan.tier_bytes(tier) for tier in ("device", "host", "nvme")},
+            "plan_rows": [(row.tier, row.plane, row.nbytes) for row in engine.plan.rows],
+            "baseline_rss_bytes": engine.plan.baseline_bytes,
+            "sub_groups": len(engine.plan.sub_groups),
+            "backend": after.aio_backend,
+            "isa": after.isa,
+        }
+
+
+def plain(spec: dict[str, Any]) -> dict[str, Any]:
+    """The compute floor: forward and backward of plain torch with resident weights, no optimizer.
+
+    Gradients are dropped, which spares adding to them, and what they lay in is kept, which spares page faults.
+    """
+    shape = Shape(**spec["shape"])
+    model, samples = GPT(shape).bfloat16(), Samples(shape)
+    keep_freed_memory()
+    forward: list[float] = []
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        begin = time.perf_counter()
+        loss = model(samples.next())
+        forward.append(time.perf_counter() - begin)
+        loss.backward()
+
+    measured = timed_steps(step, warmup=spec["warmup"], steps=spec["steps"])
+    return {**measured, "forward_seconds": statistics.mean(forward[spec["warmup"] :])}
+
+
+def activations(spec: dict[str, Any]) -> dict[str, Any]:
+    """Memory of a step of plain torch beside weights and gradients: `activation_bytes`.
+
+    One layer is run for real and its process watched: that gives the fixed part, what torch's libraries take at first
+    use included. Each further layer adds what autograd keeps for it.
+    """
+    shape = Shape(**spec["shape"])
+    samples = Samples(shape)
+    saved = [_saved_bytes(GPT(replace(shape, layers=layers)).bfloat16(), samples) for layers in (1, 2)]
+    return_freed_memory()
+    model = GPT(replace(shape, layers=1)).bfloat16()
+    return_freed_memory()
+    # From the first step on gradients stay, so the growth below has none of them in it.
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    for _ in range(spec["warmup"] + spec["steps"]):
+        model(samples.next()).backward()
+    grown = peak_rss_bytes() - before
+    return {
+        "seconds": 0.0,
+        "activation_bytes": grown + (shape.layers - 1) * (saved[1] - saved[0]),
+        "grown_bytes": grown,
+    }
+
+
+def _saved_bytes(model: GPT, samples: Samples) -> int:
+    """Bytes of the storages autograd keeps for one backward, the parameters' own apart."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(samples.next()).backward()
+    return sum(kept.values())
+
+
+def disk(spec: dict[str, Any]) -> dict[str, Any]:
+    """The I/O floor: `read_bytes` read, then `write_bytes` written, with nothing else going on.
+
+    Records of the step's size through this project's I/O engine, after all of the file has been written with
+    random bytes. `seconds` is the median of their sum over the rounds.
+    """
+    wanted = {"write": spec["write_bytes"], "read": spec["read_bytes"]}
+    records = max(-(-max(wanted.values()) // RECORD_BYTES), 1)
+    buffers = [tensor_over(map_host(RECORD_BYTES)) for _ in range(RECORDS_IN_FLIGHT)]
+    for buffer in buffers:
+        buffer.random_(0, 256)
+    device = Disk(
+        open_aio(AioOptions(backend=os.environ.get("ZERO_AIO_BACKEND", "auto"))),
+        SwapSpace([spec["path"]], records * RECORD_BYTES),
+    )
+    loop = asyncio.new_event_loop()
+
+    async def lane(first: int, *, write: bool, nbytes: int) -> None:
+        for begin in range(first * RECORD_BYTES, nbytes, len(buffers) * RECORD_BYTES):
+            part = buffers[first][: min(RECORD_BYTES, nbytes - begin)]
+            await (device.write(begin, part) if write else device.read(begin, part))
+
+    async def everything(*, write: bool, nbytes: int) -> None:
+        await asyncio.gather(*(lane(first, write=write, nbytes=nbytes) for first in range(len(buffers))))
+
+    def once(what: str, nbytes: int) -> float:
+        begin = time.perf_counter()
+        loop.run_until_complete(everything(write=what == "write", nbytes=nbytes))
+        return time.perf_counter() - begin
+
+    try:
+        once("write", records * RECORD_BYTES)
+        rounds = [
+            {what: once(what, align_up(nbytes, PAGE_BYTES)) for what, nbytes in wanted.items()}
+            for _ in range(spec["steps"])
+        ]
+    finally:
+        device.aio.close()
+        device.swap.close()
+        loop.close()
+    sums = [sum(each.values()) for each in rounds]
+    return {
+        "seconds": statistics.median(sums),
+        **{f"{what}_seconds": [each[what] for each in rounds] for what in wanted},
+    }
+
+
+def main() -> None:
+    """Run the contestant that the specification names and print its figures."""
+    spec = json.loads(sys.argv[1])
+    torch.manual_seed(0)
+    contestant = {"ours": ours, "plain": plain, "disk": disk, "activations": activations}[spec["contestant"]]
+    result = contestant(spec)
+    emit("done", **result, peak_rss_bytes=peak_rss_bytes(), torch=torch.__version__)
+
+
+if __name__ == "__main__":
+    main()

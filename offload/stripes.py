@@ -1,0 +1,135 @@
+"""How a byte range is laid out over several files: pure arithmetic, no file is touched.
+
+[Note: even in every window] A round of stripes gives each file as many as its weight asks for, spread
+over the round so that after any number of stripes each file has its share to within one. A run of
+equal turns per file would do for the whole space, but a record is shorter than a round: all of it
+could lie on one drive while the others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from offload.errors import ConfigError
+
+STRIPE_BYTES = 2 << 20
+"""One chunk of the I/O engine's default, one huge page."""
+ROUND_STRIPES_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a transfer that lies in one file, contiguous there."""
+
+    file: int
+    file_offset: int
+    begin: int
+    """First byte of the transfer that this piece covers."""
+    nbytes: int
+
+
+class StripeMap:
+    """A byte range [0, infinity) over files with weights.
+
+    Args:
+        weights: one a file, positive: its share of the bytes is weight / sum, to about 1/64.
+        stripe_bytes: longest run that is not interrupted on purpose.
+
+    Attributes:
+        counts: stripes of each round that go to each file, at least one.
+    """
+
+    def __init__(self, weights: Sequence[float], stripe_bytes: int = STRIPE_BYTES) -> None:
+        self.counts = shares(weights)
+        self.stripe_bytes = stripe_bytes
+        self._order = spread(self.counts)
+        seen = [0] * len(self.counts)
+        self._local = []  # which of its file's stripes of the round a position is
+        for file in self._order:
+            self._local.append(seen[file])
+            seen[file] += 1
+
+    def pieces(self, offset: int, nbytes: int) -> Iterator[Piece]:
+        """The file ranges behind [offset, offset + nbytes), in order; neighbours in one file merged."""
+        if len(self.counts) == 1:
+            yield Piece(0, offset, 0, nbytes)
+            return
+        held: Piece | None = None
+        position, end = offset, offset + nbytes
+        while position < end:
+            file, file_offset, length = self._at(position, end)
+            if held is not None and held.file == file and held.file_offset + held.nbytes == file_offset:
+                held = Piece(file, held.file_offset, held.begin, held.nbytes + length)
+            else:
+                if held is not None:
+                    yield held
+                held = Piece(file, file_offset, position - offset, length)
+            position += length
+        if held is not None:
+            yield held
+
+    def file_bytes(self, file: int, capacity_bytes: int) -> int:
+        """How long a file has to be for the first `capacity_bytes` to be in place. Over all files: no byte more."""
+        if len(self.counts) == 1:
+            return capacity_bytes
+        turns, rest = divmod(capacity_bytes, len(self._order) * self.stripe_bytes)
+        stripes, inside = divmod(rest, self.stripe_bytes)
+        whole = turns * self.counts[file] + self._order[:stripes].count(file)
+        return whole * self.stripe_bytes + (inside if self._order[stripes] == file else 0)
+
+    def _at(self, position: int, end: int) -> tuple[int, int, int]:
+        stripe, inside = divmod(position, self.stripe_bytes)
+        turn, place = divmod(stripe, len(self._order))
+        file = self._order[place]
+        file_offset = (turn * self.counts[file] + self._local[place]) * self.stripe_bytes + inside
+        return file, file_offset, min(self.stripe_bytes - inside, end - position)
+
+
+def shares(weights: Sequence[float], stripes_max: int = ROUND_STRIPES_MAX) -> tuple[int, ...]:
+    """Stripes per round for each weight: the shortest round that is nowhere more than 2 % off, else the nearest.
+
+    Raises:
+        ConfigError: a weight is not positive, or there are none.
+    """
+    if not weights or not all(0 < weight < float("inf") for weight in weights):
+        raise ConfigError(f"stripe weights: expected positive numbers, got {list(weights)}")
+    total = sum(weights)
+    best, best_error = tuple([1] * len(weights)), float("inf")
+    for length in range(len(weights), max(stripes_max, len(weights)) + 1):
+        counts = _apportion([weight / total for weight in weights], length)
+        # What counts is how long the slowest file takes beyond its share.
+        error = max(count / length / (weight / total) for count, weight in zip(counts, weights, strict=True)) - 1
+        if error < best_error - 1e-12:
+            best, best_error = counts, error
+        if best_error <= 0.02:
+            break
+    return best
+
+
+def _apportion(parts: Sequence[float], length: int) -> tuple[int, ...]:
+    """`length` stripes over parts of 1: at least one each, the largest remainders rounded up."""
+    counts = [max(int(part * length), 1) for part in parts]
+    while sum(counts) < length:
+        counts[max(range(len(parts)), key=lambda i: parts[i] * length - counts[i])] += 1
+    while sum(counts) > length:
+        counts[min((i for i in range(len(parts)) if counts[i] > 1), key=lambda i: parts[i] * length - counts[i])] -= 1
+    return tuple(counts)
+
+
+def spread(counts: Sequence[int]) -> tuple[int, ...]:
+    """Whose turn each stripe of a round is: after any number of them each file is within one of its share.
+
+    The j-th stripe of a file belongs between position j * length / count, rounded down, and the end of
+    the j-th such interval, rounded up. Serving the earliest end first keeps all of them (Baruah et al.,
+    "Proportionate progress", Algorithmica 1996; for one resource it is never stuck).
+    """
+    length = sum(counts)
+    given = [0] * len(counts)
+    order = []
+    for position in range(length):
+        eligible = [i for i, count in enumerate(counts) if given[i] < count and given[i] * length // count <= position]
+        file = min(eligible, key=lambda i: -(-(given[i] + 1) * length // counts[i]))
+        given[file] += 1
+        order.append(file)
+    return tuple(order)

@@ -1,0 +1,211 @@
+"""The training questions run to their end on a tiny model, and what they rest on counts right; nothing is timed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import contestants, plot
+from benchmarks.cgroup import MemoryCgroup
+from benchmarks.contestants import our_config, rival_config, rival_settings
+from benchmarks.loop import peak_rss_bytes, timed_steps
+from benchmarks.models import GPT, Samples
+from benchmarks.rivals import deepspeed_setup
+from benchmarks.shapes import SHAPES
+from zero.config import load_config
+
+TINY = ["--shape", "tiny", "--rounds", "1", "--warmup", "1", "--steps", "1"]
+PAGES = 300
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, folder: Path, question: str, *arguments: str) -> dict[str, Any]:
+    """The JSON of a question on a machine without DeepSpeed, however busy it is."""
+    file = folder / "answer.json"
+    monkeypatch.setattr(deepspeed_setup, "why_missing", lambda: "left out by the test")
+    monkeypatch.setattr(contestants, "COMPUTE_WALL_MAX", math.inf)
+    monkeypatch.setattr("sys.argv", [question, "--json", str(file), "--path", str(folder), *arguments])
+    importlib.import_module(f"benchmarks.{question}").main()
+    return dict(json.loads(file.read_text()))
+
+
+def marks(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {mark["what"]: mark for mark in content["marks"]}
+
+
+# ---- models and configurations ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_knows_how_many_parameters_its_model_has(name: str) -> None:
+    with torch.device("meta"):
+        model = GPT(SHAPES[name])
+    assert sum(parameter.numel() for parameter in model.parameters()) == SHAPES[name].numel
+
+
+def test_every_contestant_sees_the_same_tokens() -> None:
+    shape = SHAPES["tiny"]
+    first, second = Samples(shape), Samples(shape)
+    for _ in range(3):
+        tokens = first.next()
+        assert torch.equal(tokens, second.next()) and tokens.shape == (shape.batch, shape.sequence)
+
+
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+def test_rival_and_we_train_the_same_model_in_the_same_way(tier: str) -> None:
+    ours = our_config(tier, "/disk", SHAPES["336M"])
+    load_config(ours)
+    for settings in rival_settings(tier).values():
+        theirs = rival_config(tier, "/disk", SHAPES["336M"], settings)
+        blocks = ours.keys() - {"zero_optimization"}
+        assert {name: theirs[name] for name in blocks} == {name: ours[name] for name in blocks}
+        zero, own = theirs["zero_optimization"], ours["zero_optimization"]
+        for block in ("offload_param", "offload_optimizer"):
+            assert own[block].items() <= zero[block].items()
+
+
+# ---- what every contestant counts ---------------------------------------------------------------
+
+
+def test_warm_up_steps_are_discarded_and_the_others_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[int] = []
+    figures = timed_steps(lambda: calls.append(1), warmup=2, steps=3)
+    assert len(calls) == 5 and len(figures["step_seconds"]) == len(figures["minor_faults"]) == 3
+    events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+    assert events == ["warmup"] * 2 + ["step"] * 3
+
+
+def test_a_page_that_a_step_touches_first_is_a_fault() -> None:
+    def touch() -> None:
+        with mmap.mmap(-1, PAGES * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
+            fresh.madvise(mmap.MADV_NOHUGEPAGE)
+            for page in range(PAGES):
+                fresh[page * mmap.PAGESIZE] = 1
+
+    assert min(timed_steps(touch, warmup=1, steps=3)["minor_faults"]) >= PAGES
+
+
+def test_peak_memory_of_a_child_is_not_its_parents() -> None:
+    ballast = torch.ones(300 << 20, dtype=torch.uint8)
+    code = "from benchmarks.loop import peak_rss_bytes; print(peak_rss_bytes())"
+    root = Path(__file__).parents[2]
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root).stdout
+    assert peak_rss_bytes() > ballast.numel()
+    assert 0 < int(told) < peak_rss_bytes() - ballast.numel() // 2
+
+
+# ---- the questions ------------------------------------------------------------------------------
+
+
+def test_train_step_holds_a_lean_step_against_its_floor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    content = answer(monkeypatch, tmp_path, "train_step", *TINY, "--tier", "nvme")
+    assert content["missing"] == {"deepspeed": "left out by the test"}
+    assert set(marks(content)) == {"nvme: lean / max(compute floor, read + write alone)"}
+    last = content["series"][-1]["tried"][0]
+    assert set(last) == {"lean", "auto", "compute floor", "read + write alone"}
+    lean = last["lean"]["figures"]
+    moved = lean["nvme_read_bytes"] + lean["nvme_write_bytes"]
+    told = content["figures"]["nvme: lean, bytes per parameter and step"]
+    assert told["ours"] == moved > 0
+    # Spilled states are read and written: the kernel must have seen what we say we moved.
+    assert told["kernel"] in (0, pytest.approx(moved, rel=0.01))
+    assert list(tmp_path.iterdir()) == [tmp_path / "answer.json"]
+
+
+def test_train_step_alone_measures_our_engine_on_each_tier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    content = answer(monkeypatch, tmp_path, "train_step", *TINY, "--alone", "--tier", "cpu", "none")
+    assert [series["name"] for series in content["series"]] == ["cpu", "none"] and content["marks"] == []
+    assert content["figures"]["parameters"] == SHAPES["tiny"].numel
+
+
+def test_faults_are_counted_for_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    content = answer(monkeypatch, tmp_path, "faults", *TINY, "--tokens", "32")
+    assert {what: mark["at_most"] for what, mark in marks(content).items()} == {
+        f"{tier}, 32 tokens: minor faults in a step": 1000 for tier in ("nvme", "cpu")
+    }
+
+
+def test_memory_flat_holds_the_peak_against_plan_and_activations(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    content = answer(monkeypatch, tmp_path, "memory_flat", *TINY[2:], "--shapes", "tiny")
+    (mark,) = content["marks"]
+    (parts,) = content["figures"].values()
+    bound = parts["before the plan"] + parts["plan"] + parts["activations"]
+    assert mark["values"] == [parts["peak"] / bound] and parts["activations"] > 0
+
+
+def test_overlap_demands_hiding_only_where_there_is_time_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    content = answer(monkeypatch, tmp_path, "overlap", *TINY, "--tokens", "16", "32")
+    told = content["figures"]
+    for tokens in (16, 32):
+        io = told[f"{tokens} tokens: forward and update I/O alone"]
+        bound = marks(content)[f"{tokens} tokens: exposed wait / step time"]["at_most"]
+        assert (bound is not None) == (io["forward_seconds"] >= io["update_io_seconds"])
+
+
+# ---- the memory cgroup --------------------------------------------------------------------------
+
+
+def may_limit() -> bool:
+    """The right to make a control group, and a kernel that has them."""
+    try:
+        with MemoryCgroup(256 << 20, "zero-infinity-test"):
+            return True
+    except OSError:
+        return False
+
+
+needs_groups = pytest.mark.skipif(not may_limit(), reason="no right to make a memory cgroup here")
+
+
+def in_group(group: MemoryCgroup, nbytes: int) -> int:
+    code = f"data = bytearray({nbytes}); data[::4096] = bytes(1) * len(data[::4096])"
+    return subprocess.run([*group.prefix, sys.executable, "-c", code], check=False).returncode
+
+
+def test_what_passes_the_limit_is_killed_and_counted(group: MemoryCgroup) -> None:
+    assert in_group(group, 32 << 20) == 0 and group.kills == 0
+    assert in_group(group, 400 << 20) == -9 and group.kills == 1
+    assert group.peak_bytes is None or 32 << 20 < group.peak_bytes <= 256 << 20
+
+
+@needs_groups
+def test_largest_model_trains_in_the_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    content = answer(monkeypatch, tmp_path, "largest_model", *TINY, "--limit-gib", "2")
+    assert content["figures"]["tiny (0.00 B parameters) in 2 GiB"]["kills"] == 0
+    assert set(marks(content)) == {"tiny: step / bytes of the step alone"}
+
+
+# ---- the plot -----------------------------------------------------------------------------------
+
+
+def result(numel: int, seconds: list[float], complaints: list[str | None], *, is_contended: bool) -> dict[str, Any]:
+    tried = [{"lean": {"seconds": s, "figures": {"peak_rss_bytes": 100 * s}}} for s in seconds]
+    series = {"name": "nvme", "tried": tried, "complaints": complaints, "is_contended": is_contended}
+    return {"figures": {"parameters": numel}, "series": [series]}
+
+
+def test_the_plot_takes_medians_of_the_rounds_that_count_by_size() -> None:
+    lines = plot.points_of(
+        [
+            result(20, [1.0, 9.0, 3.0], [None, "busy", None], is_contended=False),
+            result(10, [1.0, 9.0, 3.0], [None, "busy", "busy"], is_contended=True),
+        ]
+    )
+    assert lines == {"ours, NVMe, lean": [plot.Point(10, 3.0, 300.0), plot.Point(20, 2.0, 200.0)]}
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = plot.points_of([result(10, [1.0], [None], is_contended=False)])
+    plot.draw(lines, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

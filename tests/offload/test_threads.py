@@ -1,0 +1,56 @@
+"""The number of threads for an update: the fewest that are good, within what the process may use."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from offload import threads
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({1: 1.0}, 1),
+        ({1: 1.0, 2: 0.95}, 1),
+        ({1: 1.0, 2: 0.6}, 2),
+        ({1: 1.0, 2: 0.52, 4: 0.5}, 2),
+        ({1: 1.0, 2: 0.9, 4: 0.4, 8: 0.41}, 4),
+        ({1: 1.0, 2: 2.0}, 1),
+    ],
+)
+def test_the_fewest_threads_win_that_nothing_beats_by_a_tenth(seconds: dict[int, float], expected: int) -> None:
+    assert threads.fewest_good(seconds) == expected
+
+
+@pytest.mark.parametrize(("limit", "tried"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_powers_of_two_and_the_limit_are_tried(limit: int, tried: list[int]) -> None:
+    calls: list[int] = []
+    assert sorted(threads.measure(calls.append, limit)) == tried
+    assert set(calls) == set(tried)
+
+
+def test_a_measurement_ends_after_the_round_in_which_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: float(next(clock)))
+    calls: list[int] = []
+    threads.measure(calls.append, 4)
+    assert calls == [1, 2, 4]
+
+
+def test_what_is_small_is_not_measured_and_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(threads, "_measured", lambda limit: measured.append(limit) or 1)
+    monkeypatch.setattr(threads, "physical_cores", lambda: 4)
+    assert threads.update_threads(4096, 8) == 4
+    assert threads.update_threads(1 << 40, 1) == 1 and threads.update_threads(0, 0) == 1
+    assert measured == []
+    assert threads.update_threads(1 << 40, 8) == 1
+    assert measured == [4]
+
+
+def test_the_real_measurement_chooses_what_the_process_has() -> None:
+    assert 1 <= threads.physical_cores() <= len(os.sched_getaffinity(0))
+    threads._measured.cache_clear()
+    assert 1 <= threads.update_threads(threads.WORTH_MEASURING_NUMEL, 64) <= threads.physical_cores()

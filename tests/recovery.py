@@ -1,0 +1,222 @@
+"""What the tests of faults, interrupts and ends share: trainers to compare, disks that fail, and ways to look."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ADAMW, build, make_config, tokens, trainability
+from reference import Hyper, Reference, differences, layout_of, snapshot
+from torch import Tensor
+
+import zero
+from offload.aio import AioFault
+from offload.errors import BudgetError, StorageError
+from zero.params.released import ReleasedParameter
+
+Open = Callable[..., Any]
+NVME = ("nvme", "nvme")
+HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
+SLOW = AioFault(delay_rate=1.0, delay_seconds=0.1)
+
+
+def failing(operation: Any, **more: Any) -> AioFault:
+    return AioFault(fail_rate=1.0, ops=(operation,), **more)
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def micro_batch(trainer: Any, index: int) -> None:
+    trainer.backward(trainer(tokens(index)))
+    trainer.step()
+
+
+def train(trainer: Any, *indices: int) -> Any:
+    for index in indices:
+        micro_batch(trainer, index)
+    return trainer
+
+
+def reference_of(engine: Any, model: str = "gpt", **more: Any) -> Reference:
+    return Reference(build(model), lambda name: HYPER, layout=layout_of(engine), **more)
+
+
+def unequal(engine: Any, other: Any, model: str = "gpt") -> list[str]:
+    names = trainability(build(model))
+    return differences(snapshot(engine, names), snapshot(other, names))
+
+
+def scheduled(model: Any, pair: tuple[str, str], nvme_path: Path, **more: Any) -> dict[str, Any]:
+    """What `initialize` takes, with a learning rate that halves every step: a step done twice would show."""
+    return {
+        "model": model,
+        "config": make_config(pair, nvme_path, **more),
+        "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done),
+    }
+
+
+def scheduled_reference(engine: Any, accumulation: int = 1, model: str = "gpt") -> Reference:
+    done = 0
+
+    def stepped() -> None:
+        nonlocal done
+        done += 1
+
+    def hyper_of(name: str) -> Hyper:
+        return replace(HYPER, lr=HYPER.lr * 0.5**done)
+
+    return Reference(build(model), hyper_of, accumulation=accumulation, layout=layout_of(engine), on_step=stepped)
+
+
+# ---- whoever looks at what a step has left to do --------------------------------------------------------------------
+
+
+def _gathered(engine: Any) -> None:
+    with zero.GatheredParameters([engine.module.norm.bias]):
+        pass
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "synchronize": lambda engine: engine.synchronize(),
+    "forward": lambda engine: engine(tokens(9)),
+    "eval": lambda engine: torch.no_grad()(engine)(tokens(9)),
+    "full_parameter": lambda engine: engine.full_parameter("norm.bias"),
+    "full_state": lambda engine: engine.full_state("head.weight"),
+    "named_full_parameters": lambda engine: list(engine.named_full_parameters()),
+    "gathering": _gathered,
+}
+
+
+def once_more(action: Callable[[], Any], attempts: int = 4) -> int:
+    """Repeat `action` while it raises StorageError; how many times it did. A read ahead that has failed is reported
+    when somebody wants it, on a disk that is well again too."""
+    for failed in range(attempts):
+        try:
+            action()
+        except StorageError:
+            continue
+        return failed
+    raise AssertionError(f"still failing after {attempts} attempts on a disk that is well again")
+
+
+# ---- disks ----------------------------------------------------------------------------------------------------------
+
+
+class FaultyDisk:
+    """The disk of one plane; the next transfer of the plane's home number `home` fails, once."""
+
+    def __init__(self, plane: Any, operation: str, home: int) -> None:
+        self._disk, self._operation, self.met = plane._disk, operation, False
+        self._offset = plane._homes[home].swap_offset
+
+    async def read(self, offset: int, buffer: Tensor, what: str = "") -> None:
+        self._fail("read", offset)
+        await self._disk.read(offset, buffer, what)
+
+    async def write(self, offset: int, buffer: Tensor, what: str = "") -> None:
+        self._fail("write", offset)
+        await self._disk.write(offset, buffer, what)
+
+    def _fail(self, operation: str, offset: int) -> None:
+        if operation == self._operation and offset == self._offset and not self.met:
+            self.met = True
+            raise StorageError(operation, errno=5, path="plane", offset=offset, free_bytes=None)
+
+
+def break_gradients(engine: Any, operation: str, home: int) -> FaultyDisk:
+    (plane,) = (plane for plane in engine._storage.gradients if plane is not None)
+    plane._disk = FaultyDisk(plane, operation, home)
+    return plane._disk
+
+
+def least_host_bytes(config: dict[str, Any], model: str, **sizes: Any) -> int:
+    with pytest.raises(BudgetError, match="at least") as refusal:
+        zero.initialize(model=build(model, **sizes), config={**config, "memory_budget": {"host": 1}})
+    return int(re.findall(r"at least ([\d,]+)", str(refusal.value))[0].replace(",", ""))
+
+
+def spilling(open_engine: Open, nvme_path: Path, model: str = "gpt", **more: Any) -> Any:
+    """An engine whose gradients are on NVMe."""
+    config = make_config(NVME, nvme_path, **more)
+    config["memory_budget"] = {"host": least_host_bytes(config, model)}
+    engine = open_engine(build(model), config)
+    assert set(engine.plan.gradient_tiers.values()) == {"nvme"}
+    return engine
+
+
+# ---- interrupts -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def interrupted_when(ready: Callable[[], bool]) -> Iterator[None]:
+    """A KeyboardInterrupt in the main thread, inside, as soon as `ready()`."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        if not ready():
+            signal.setitimer(signal.ITIMER_REAL, 0.005)
+            return
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 0.005)  # somebody else's, such as the time limit of a test
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left)
+
+
+def waiting(engine: Any) -> Callable[[], bool]:
+    """True while the training thread waits for the mover."""
+    return lambda: engine._storage.mover.exposed._depth > 0
+
+
+def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
+    """Interrupt `action` while it waits for updates of the last step; they go on."""
+    engine.inject(SLOW)
+    with interrupted_when(waiting(engine)):
+        action()
+    assert not engine._stepper._updates.all_settled, "the delays are to outlast the interrupt"
+    engine.inject(None)
+
+
+# ---- ends -----------------------------------------------------------------------------------------------------------
+
+
+def released(engine: Any) -> bool:
+    return all(isinstance(p, ReleasedParameter) for p in engine.module.parameters())
+
+
+def movers() -> int:
+    return sum(thread.name == "zero-mover" for thread in threading.enumerate())
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def leaving_nothing(nvme_path: Path) -> Iterator[None]:
+    """No thread, no descriptor and no file more at the end than at the begin."""
+    threads, files = movers(), descriptors()
+    yield
+    for _ in range(50):  # an abandoned engine's thread ends by itself
+        if movers() <= threads and descriptors() <= files:
+            break
+        gc.collect()
+        time.sleep(0.02)
+    assert movers() <= threads and descriptors() <= files
+    assert os.listdir(nvme_path) == []

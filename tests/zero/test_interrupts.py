@@ -1,0 +1,292 @@
+"""After an interrupt the run is the run without it: nothing lost, nothing done twice.
+
+Every test trains on after the interrupt and compares with an undisturbed run bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import Stumbling, build, make_config, tokens
+from recovery import (
+    NVME,
+    SLOW,
+    Open,
+    interrupted_when,
+    interrupted_while_waiting,
+    reference_of,
+    released,
+    scheduled,
+    scheduled_reference,
+    train,
+    unequal,
+    waiting,
+)
+from torch import nn
+
+import offload.mover
+import zero
+from offload.aio import AioFault
+from offload.errors import WatchdogError
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+
+# ---- interrupts -----------------------------------------------------------------------------------------------------
+
+
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "synchronize": lambda engine: engine.synchronize(),
+    "forward": lambda engine: engine(tokens(8)),
+    "full_state": lambda engine: engine.full_state("head.weight"),
+    "named_full_parameters": lambda engine: list(engine.named_full_parameters()),
+    "gathering": lambda engine: zero.GatheredParameters([engine.module.head.weight]).__enter__(),
+}
+GOING_ON: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda engine: None,  # the training that follows begins with a forward
+    "zero_grad": lambda engine: engine.zero_grad(),
+    "synchronize": lambda engine: engine.synchronize(),
+}
+
+
+@pytest.mark.parametrize("going_on", GOING_ON)
+@pytest.mark.parametrize("wait", WAITS)
+def test_updates_go_on_when_whoever_waits_for_them_is_interrupted(
+    open_engine: Open, nvme_path: Path, wait: str, going_on: str
+) -> None:
+    engine = open_engine(**scheduled(build("gpt"), NVME, nvme_path, zero={"sub_group_size": 8192}))
+    reference = train(scheduled_reference(engine), 0, 1, 2)
+    train(engine, 0)
+    engine.backward(engine(tokens(1)))
+    engine.synchronize()
+    engine.inject(SLOW)
+    engine.step()
+    interrupted_while_waiting(engine, lambda: WAITS[wait](engine))
+    assert not engine._keeper.editing
+    GOING_ON[going_on](engine)
+    train(engine, 2)
+    assert (engine.global_steps, engine.micro_steps, engine.lr_scheduler.last_epoch) == (3, 3, 3)
+    assert unequal(engine, reference) == []
+
+
+RETRIES: dict[str, Callable[[Any], Any]] = {
+    "engine.step": lambda engine: engine.step(),
+    "optimizer.step": lambda engine: engine.optimizer.step(),
+    **GOING_ON,
+}
+
+
+def interrupted_step(engine: Any) -> None:
+    """A step waits for the one before, of which the forward between has left some due; and is interrupted."""
+    train(engine, 0)
+    engine.backward(engine(tokens(1), 1))
+    assert not engine._stepper._updates.all_settled
+    interrupted_while_waiting(engine, engine.step)
+
+
+@pytest.mark.parametrize("retry", RETRIES)
+def test_an_interrupted_step_is_taken_once(open_engine: Open, nvme_path: Path, retry: str) -> None:
+    engine = open_engine(**scheduled(build("early_exit"), NVME, nvme_path, zero={"sub_group_size": 8192}))
+    interrupted_step(engine)
+    assert engine.global_steps == 1
+    RETRIES[retry](engine)
+    train(engine, 2)
+    reference = train(scheduled_reference(engine, model="early_exit"), 0)
+    reference.backward(reference(tokens(1), 1))
+    reference.step()
+    train(reference, 2)
+    assert (engine.global_steps, engine.micro_steps, engine.lr_scheduler.last_epoch) == (3, 3, 3)
+    assert unequal(engine, reference, "early_exit") == []
+
+
+STAGES: dict[str, Callable[[Any], Any]] = {
+    # What a step calls, in this order: owner, method.
+    "check": lambda engine: (engine._stepper, "check"),
+    "store_edits": lambda engine: (engine._keeper, "store_edits"),
+    "release_all": lambda engine: (engine._coordinator, "release_all"),
+    "finish": lambda engine: (engine._stepper, "finish"),
+    "flush_all": lambda engine: (engine._gradients, "flush_all"),
+    "settle": lambda engine: (engine._gradients, "settle"),
+    "norm": lambda engine: (engine._gradients, "norm"),
+    "values": lambda engine: (engine.optimizer, "values"),
+    "trained_units": lambda engine: (engine._stepper._pipeline, "trained_units"),
+    "fix": lambda engine: (engine._stepper, "fix"),
+    "at_once": lambda engine: (engine._stepper._pipeline, "at_once"),
+    "update": lambda engine: (engine._stepper, "_finish_groups"),
+    "start": lambda engine: (engine._stepper, "start"),
+    "expect_forward": lambda engine: (engine._coordinator, "expect_forward"),
+}
+
+
+class InterruptOnce:
+    """Stands for a method; the first call is interrupted before it does anything, or when it has done it."""
+
+    def __init__(self, owner: Any, name: str, when: str) -> None:
+        self._owner, self._name, self._when, self._method = owner, name, when, getattr(owner, name)
+        self.met = False
+        setattr(owner, name, self)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        setattr(self._owner, self._name, self._method)
+        self.met = True
+        if self._when == "after":
+            self._method(*arguments, **named)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("pair", [NVME, ("cpu", "cpu")], ids="-".join)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("retry", ["engine.step", "nothing"])
+def test_a_step_interrupted_at_any_stage_is_taken_once(
+    open_engine: Open, nvme_path: Path, stage: str, when: str, retry: str, pair: tuple[str, str]
+) -> None:
+    keys = {"sub_group_size": 8192, "stage3_param_persistence_threshold": 64}
+    engine = open_engine(**scheduled(build("gpt"), pair, nvme_path, zero=keys))
+    reference = train(scheduled_reference(engine), 0, 1)
+    train(engine, 0)
+    engine.backward(engine(tokens(1)))
+    interrupt = InterruptOnce(*STAGES[stage](engine), when)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert interrupt.met
+    asked = engine._step_asked
+    if retry == "engine.step" and asked:
+        engine.step()
+    else:
+        engine.synchronize()
+    assert asked or (stage, when) in {("expect_forward", "before"), ("expect_forward", "after")}
+    assert engine.get_global_grad_norm() == reference.norms[-1]
+    train(engine, 2)
+    train(reference, 2)
+    assert (engine.global_steps, engine.micro_steps, engine.lr_scheduler.last_epoch) == (3, 3, 3)
+    assert unequal(engine, reference) == []
+
+
+def test_an_engine_closes_after_an_interrupted_step(open_engine: Open, nvme_path: Path, nothing_left: None) -> None:
+    engine = open_engine(build("early_exit"), make_config(NVME, nvme_path))
+    interrupted_step(engine)
+    engine.close()
+
+
+def test_an_interrupted_close_can_be_repeated(open_engine: Open, nvme_path: Path, nothing_left: None) -> None:
+    engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
+    engine.backward(engine(tokens(0)))
+    engine.synchronize()
+    engine.inject(SLOW)
+    engine.step()
+    with interrupted_when(lambda: engine._closed and waiting(engine)()):
+        engine.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("where", ["in a fetch", "in user code"])
+def test_an_interrupted_forward_leaves_no_trace(open_engine: Open, nvme_path: Path, where: str) -> None:
+    model = build("gpt")
+    engine = open_engine(model, make_config(NVME, nvme_path))
+    reference = train(reference_of(engine), 0, 1, 2)
+    train(engine, 0)
+    if where == "in a fetch":
+        engine.inject(SLOW)
+        with interrupted_when(waiting(engine)):
+            engine(tokens(7))
+        engine.inject(None)
+    else:
+
+        def stop(module: nn.Module, args: Any) -> None:
+            raise KeyboardInterrupt
+
+        handle = model.blocks[1].up.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            engine(tokens(7))
+        handle.remove()
+    assert released(engine)
+    train(engine, 1, 2)
+    assert unequal(engine, reference) == []
+
+
+@pytest.mark.parametrize("call", ["engine.backward", "loss.backward"])
+@pytest.mark.parametrize("block", [0, 2])
+def test_a_backward_that_raises_leaves_no_trace_after_zero_grad(
+    open_engine: Open, nvme_path: Path, call: str, block: int
+) -> None:
+    model = build("stumbling")
+    engine = open_engine(model, make_config(NVME, nvme_path))
+    reference = train(reference_of(engine, "stumbling"), 0, 1, 2)
+    train(engine, 0)
+    model.fail_back_at = block
+    loss = engine(tokens(1))
+    model.fail_back_at = None
+    with pytest.raises(Stumbling.Stumble):
+        engine.backward(loss) if call == "engine.backward" else loss.backward()
+    engine.zero_grad()
+    train(engine, 1, 2)
+    assert released(engine)
+    assert unequal(engine, reference, "stumbling") == []
+
+
+# ---- the watchdog ---------------------------------------------------------------------------------------------------
+
+
+def test_the_watchdog_is_patient_while_bytes_move(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each transfer takes 0.1 s, all of them together several times what a standstill may last."""
+    monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.8)
+    monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.9)
+    keys = {"sub_group_size": 4096, "offload_optimizer": {"buffer_count": 2}}
+    engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero=keys))
+    reference = train(reference_of(engine), 0)
+    engine.backward(engine(tokens(0)))
+    engine.synchronize()
+    engine.inject(AioFault(delay_rate=1.0, delay_seconds=0.1))
+    engine.step()
+    begin = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.synchronize()
+    assert time.monotonic() - begin > 0.9, "the updates are to take longer than the watchdog waits"
+    engine.inject(None)
+    assert unequal(engine, reference) == []
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_watchdog_raises_when_nothing_moves_and_the_step_is_still_completed(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
+    reference = train(reference_of(engine), 0, 1)
+    engine.backward(engine(tokens(0)))
+    with monkeypatch.context() as patch:
+        patch.setattr(offload.mover, "WARN_SECONDS", 0.1)
+        patch.setattr(offload.mover, "RAISE_SECONDS", 0.2)
+        engine.inject(AioFault(delay_rate=1.0, delay_seconds=1.5, count_max=8))
+        engine.step()
+        with pytest.raises(WatchdogError, match=re.escape(str(nvme_path))):
+            engine.synchronize()
+    engine.synchronize()
+    engine.inject(None)
+    assert unequal(train(engine, 1), reference) == []
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_settle_outlasts_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload.mover, "WARN_SECONDS", 0.02)
+    monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.05)
+    mover = offload.mover.Mover()
+    try:
+        good = mover.post("slow", asyncio.sleep(0.4))
+        with pytest.raises(WatchdogError):
+            good.result()
+        assert good.settle() is None
+        assert good.settled()
+    finally:
+        monkeypatch.undo()
+        mover.close()

@@ -1,0 +1,211 @@
+"""`offload_optimizer.state_dtype`: fewer bytes, the same bits wherever they live, and the same loss."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import GPT, VOCAB, build, make_config, seeded, tokens, trainability
+from reference import differences, snapshot
+from torch import Tensor, nn
+
+from offload import kernels
+from offload.errors import ConfigError
+from offload.kernels import Moments, Segment
+from zero.record import RecordFormat
+
+Open = Callable[..., Any]
+NVME = ("nvme", "nvme")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+STEPS = 6
+
+
+def opened(
+    open_engine: Open, nvme_path: Path, state_dtype: str, pair: tuple[str, str] = NVME, model: str = "gpt", **more: Any
+) -> Any:
+    offload = {"state_dtype": state_dtype, **more.pop("offload_optimizer", {})}
+    keys = {**more.pop("zero", {}), "offload_optimizer": offload}
+    return open_engine(build(model), make_config(pair, nvme_path, zero=keys, **more))
+
+
+def trained(engine: Any, steps: int = STEPS) -> Any:
+    for index in range(steps):
+        named = {"branch": index} if hasattr(engine.module, "branch") else {}
+        engine.backward(engine(tokens(index), **named))
+        engine.step()
+    return engine
+
+
+@cache
+def expected(state_dtype: str, model: str, clipping: float) -> dict[str, Tensor]:
+    """What training on the device gives."""
+    import zero
+
+    keys = {"offload_optimizer": {"state_dtype": state_dtype}}
+    config = make_config(("none", "none"), "", zero=keys, clipping=clipping)
+    with zero.initialize(model=build(model), config=config)[0] as engine:
+        return snapshot(trained(engine), trainability(build(model)))
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
+@pytest.mark.parametrize("model", ["gpt", "mixed", "branching"])
+@pytest.mark.parametrize("pair", [("none", "cpu"), ("cpu", "none"), ("cpu", "nvme"), ("nvme", "cpu"), NVME])
+@pytest.mark.parametrize("sub_group_numel", [4096, 10**9])
+def test_where_narrow_moments_live_and_how_they_are_cut_changes_no_bit(
+    open_engine: Open, nvme_path: Path, state_dtype: str, model: str, pair: tuple[str, str], sub_group_numel: int
+) -> None:
+    engine = opened(open_engine, nvme_path, state_dtype, pair, model, zero={"sub_group_size": sub_group_numel})
+    ours = snapshot(trained(engine), trainability(build(model)))
+    assert differences(ours, expected(state_dtype, model, 0.0)) == []
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
+@pytest.mark.parametrize("clipping", [0.0, 0.3])
+def test_updates_inside_backward_round_as_those_behind_the_step(
+    open_engine: Open, nvme_path: Path, state_dtype: str, clipping: float
+) -> None:
+    more = {"offload_optimizer": {"update_in_backward": True}, "clipping": clipping}
+    engine = trained(opened(open_engine, nvme_path, state_dtype, **more))
+    ours = snapshot(engine, trainability(build("gpt")))
+    assert differences(ours, expected(state_dtype, "gpt", clipping)) == []
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
+def test_narrow_moments_differ_from_fp32_ones_and_are_read_as_fp32(
+    open_engine: Open, nvme_path: Path, state_dtype: str
+) -> None:
+    engine = trained(opened(open_engine, nvme_path, state_dtype))
+    exact = expected("fp32", "gpt", 0.0)
+    ours = snapshot(engine, trainability(build("gpt")))
+    for key in (key for key in exact if key.endswith(("/exp_avg", "/exp_avg_sq"))):
+        assert ours[key].dtype == torch.float32
+        assert not torch.equal(ours[key], exact[key])
+        assert torch.nn.functional.cosine_similarity(ours[key].flatten(), exact[key].flatten(), dim=0) > 0.9
+
+
+@cache
+def bytes_of_a_step(state_dtype: str, folder: Path) -> tuple[float, int, int]:
+    """(moved per step, those of the records by the plan, elements) with room for little more than a unit."""
+    import zero
+
+    keys = {
+        **{"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "sub_group_size": 65_536},
+        **{"stage3_max_live_parameters": 600_000, "stage3_prefetch_bucket_size": 0},
+        "offload_optimizer": {"state_dtype": state_dtype},
+    }
+    with zero.initialize(model=build("middle"), config=make_config(NVME, folder, zero=keys))[0] as engine:
+
+        def moved_before_the_step_after(steps: int) -> int:
+            """Then nothing is due: forward has asked for every update of the step before."""
+            trained(engine, steps)
+            engine.backward(engine(tokens(steps)))
+            engine.synchronize()
+            done = engine.statistics()
+            engine.step()
+            return int(done.nvme_read_bytes + done.nvme_write_bytes)
+
+        before = moved_before_the_step_after(3)
+        moved = (moved_before_the_step_after(3) - before) / 4
+        plan, layout = engine.plan, engine._layout
+        records = [plan.record_format(layout.spaces[g.space]).nbytes(g.end - g.begin) for g in plan.sub_groups]
+        return moved, 2 * sum(records), sum(unit.numel for unit in engine.units)
+
+
+@pytest.mark.parametrize(("state_dtype", "per_numel"), [("fp32", 26), ("bf16", 18), ("8bit", 14 + 2 * 2 * 4 / 256)])
+def test_bytes_per_parameter_and_step_follow_the_formula(nvme_path: Path, state_dtype: str, per_numel: float) -> None:
+    """Records in and out; weights in with them, in once more for backward, and out: 6 bytes."""
+    folder = nvme_path.parent
+    moved, records, numel = bytes_of_a_step(state_dtype, folder)
+    padding = records - numel * (per_numel - 6)
+    assert 0 <= padding < 0.02 * records
+    # What ends forward begins backward, and is read once for both if the live limit lets it stay.
+    assert 5 * numel <= moved - records <= 6 * numel
+    exact, exact_records, _ = bytes_of_a_step("fp32", folder)
+    assert exact - moved == exact_records - records
+
+
+def test_a_record_is_whole_pages_of_what_it_holds() -> None:
+    for split, numel in itertools.product((False, True), (4096, 3 * 4096, 1000 * 4096)):
+        exact = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 * 4 / 256}
+        for name, dtype in DTYPES.items():
+            nbytes = RecordFormat(split, dtype).nbytes(numel)
+            least = numel * (exact[name] + 2 * split)
+            assert nbytes % 4096 == 0 and least <= nbytes < least + 4096
+            data = torch.zeros(nbytes, dtype=torch.uint8)
+            record = RecordFormat(split, dtype).over(data, 8192, 8192 + numel, step=3)
+            assert (record.remainder is not None) == split and record.moments.origin == 8192
+            assert [x.numel() for x in (record.moments.exp_avg, record.moments.exp_avg_sq)] == [numel, numel]
+
+
+def test_an_unknown_state_dtype_is_refused(open_engine: Open, nvme_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"state_dtype.*fp32.*bf16.*8bit"):
+        opened(open_engine, nvme_path, "int8")
+
+
+# ---- loss ---------------------------------------------------------------------------------------------------------
+
+
+def text(index: int, batch: int = 8, length: int = 8) -> Tensor:
+    """Micro-batch of a text in which a token follows from the one before, but for one in ten."""
+    generator = torch.Generator().manual_seed(index)
+    rows = [torch.randint(VOCAB, (batch,), generator=generator)]
+    for _ in range(length - 1):
+        strays = torch.rand(batch, generator=generator) < 0.1
+        anything = torch.randint(VOCAB, (batch,), generator=generator)
+        rows.append(torch.where(strays, anything, (rows[-1] * 5 + 3) % VOCAB))
+    return torch.stack(rows, 1)
+
+
+def flat_model(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A small GPT whose parameters and gradients are views of two flat tensors."""
+    with seeded(seed):
+        model = GPT()
+    numel = -(-sum(p.numel() for p in model.parameters()) // 256) * 256
+    weight, grad, position = torch.zeros(numel), torch.zeros(numel), 0
+    for parameter in model.parameters():
+        weight[position : position + parameter.numel()] = parameter.data.flatten()
+        parameter.data = weight[position : position + parameter.numel()].view(parameter.shape)
+        parameter.grad = grad[position : position + parameter.numel()].view(parameter.shape)
+        position += parameter.numel()
+    return model, weight, grad
+
+
+@cache
+def held_out_loss(state_dtype: str, seed: int, steps: int = 300) -> float:
+    """After training on the seed's own text from the seed's own weights."""
+    model, weight, grad = flat_model(seed)
+    dtype = DTYPES[state_dtype]
+    record = torch.zeros(Moments.nbytes(dtype, len(weight)), dtype=torch.uint8)
+    beta1, beta2, rate = 0.9, 0.999, 3e-3
+    for step in range(1, steps + 1):
+        grad.zero_()
+        model(text(1_000_000 * seed + step)).backward()
+        segment = Segment(
+            *(0, len(weight)),
+            step_size=rate * min(1.0, 2 * (1 - step / (steps + 1))) / (1 - beta1**step),
+            bias2_sqrt=(1 - beta2**step) ** 0.5,
+            beta1=beta1,
+            beta2=beta2,
+        )
+        moments = Moments.over(record, dtype, len(weight), 0, step)
+        kernels.adamw(weight, None, moments, grad, [segment])
+    with torch.no_grad():
+        return statistics.fmean(float(model(text(-1 - index, batch=64))) for index in range(8))
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
+def test_narrow_moments_reach_the_loss_of_fp32_ones(state_dtype: str) -> None:
+    """The mean difference over seeds is less than three standard errors of what the seeds themselves differ by."""
+    seeds = range(6)
+    exact = [held_out_loss("fp32", seed) for seed in seeds]
+    ours = [held_out_loss(state_dtype, seed) for seed in seeds]
+    start = statistics.fmean(held_out_loss("fp32", seed, steps=0) for seed in seeds)
+    bound = 3 * statistics.stdev(exact) / len(exact) ** 0.5
+    assert bound < (start - statistics.fmean(exact)) / 10, "the model was meant to learn"
+    assert abs(statistics.fmean(ours) - statistics.fmean(exact)) <= bound

@@ -1,0 +1,70 @@
+"""What a step writes to NVMe is what the plan says, and the counters say it per step and per day."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import build, make_config, tokens
+
+from offload.errors import BudgetError
+
+Open = Callable[..., Any]
+STEPS = 3
+
+
+def measured(engine: Any, accumulation: int) -> Any:
+    """Wear of STEPS steps, from a point where nothing is due to another."""
+    marks = []
+    for step in range(STEPS + 1):
+        for micro in range(accumulation):
+            engine.backward(engine(tokens(step * accumulation + micro)))
+            engine.step()
+        engine.synchronize()
+        if step in (0, STEPS):
+            marks.append(engine.statistics())
+    return marks[1].wear_since(marks[0])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("spare_bytes", [None, 0, 100_000, 400_000])
+@pytest.mark.parametrize("pair", [("nvme", "nvme"), ("none", "nvme"), ("nvme", "cpu"), ("cpu", "cpu")], ids="-".join)
+def test_a_step_writes_what_the_plan_says(
+    open_engine: Open, nvme_path: Path, pair: tuple[str, str], spare_bytes: int | None, accumulation: int
+) -> None:
+    """Also where a host budget lets weights, gradients and records stay in memory in part."""
+    config = make_config(pair, nvme_path, zero={"sub_group_size": 4096})
+    config["gradient_accumulation_steps"] = accumulation
+    if spare_bytes is not None:
+        with pytest.raises(BudgetError) as too_few:
+            open_engine(build("gpt"), {**config, "memory_budget": {"host": 8192}})
+        least = int(re.findall(r"at least ([\d,]+)", str(too_few.value))[0].replace(",", ""))
+        config["memory_budget"] = {"host": least + spare_bytes}
+    engine = open_engine(build("gpt"), config)
+    predicted = engine.plan.step_write_bytes(engine._layout, accumulation)
+    assert measured(engine, accumulation).nvme_written_bytes_per_step == predicted
+    if spare_bytes is None:
+        assert (predicted == 0) == ("nvme" not in pair)
+    if spare_bytes == 0 and pair == ("nvme", "nvme"):
+        assert "nvme" in engine.plan.gradient_tiers.values()  # they are written as well, once a backward
+    assert any(f"{predicted:,} bytes" in note for note in engine.plan.notes) == (predicted > 0)
+
+
+def test_a_day_is_the_measured_time_drawn_out(open_engine: Open, nvme_path: Path) -> None:
+    engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
+    before = engine.statistics()
+    after = dataclasses.replace(
+        before,
+        steps=before.steps + 4,
+        nvme_write_bytes=before.nvme_write_bytes + 1000,
+        taken_at_seconds=before.taken_at_seconds + 8.0,
+    )
+    wear = after.wear_since(before)
+    assert wear.nvme_written_bytes_per_step == 250
+    assert wear.nvme_written_bytes_per_day == pytest.approx(1000 / 8 * 86_400)
+    nothing = before.wear_since(before)
+    assert (nothing.nvme_written_bytes_per_step, nothing.nvme_written_bytes_per_day) == (0.0, 0.0)

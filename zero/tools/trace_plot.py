@@ -1,0 +1,166 @@
+"""A picture of a timeline: lanes as rows, waits in red through all of them, throughput below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.errors import ConfigError
+from offload.timeline import COMPUTE, LANES, STALLS
+from offload.trace_events import COUNTERS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH_PIXELS, HEIGHT_PIXELS = 1600, 900
+DOTS_PER_INCH = 100
+LEVELS_MAX = 3
+"""Of nested computation: the call, the unit's module, and one below."""
+LABEL_SHARE, LABEL_HEIGHT_MIN = 0.0042, 0.12
+"""Part of the picture's width that a letter takes, and of a lane's height that it needs."""
+EMPTY_HEIGHT = 0.3
+"""Of a lane without spans, in lanes."""
+COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#54a24b",
+    "step": "#b279a2",
+    "recompute": "#9ecae9",
+    "stalls": "#e45756",
+    "updates": "#f58518",
+    "reads": "#72b7b2",
+    "writes": "#eeca3b",
+    "copies": "#9d755d",
+    "collectives": "#ff9da6",
+}
+"""By the first word of a span's name in the compute lane, by lane elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One span in the picture."""
+
+    lane: str
+    row: int
+    name: str
+    begin_ms: float
+    width_ms: float
+
+    @property
+    def colour(self) -> str:
+        """Of its kind."""
+        return COLOURS.get(self.name.partition(" ")[0] if self.lane == COMPUTE else self.lane, "0.6")
+
+
+def require_matplotlib() -> None:
+    """Raise ConfigError with the command to run if matplotlib is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "drawing a timeline needs matplotlib, which is not installed: pip install 'zero-infinity[trace]', or leave "
+            "--png out and open the JSON in ui.perfetto.dev"
+        ) from error
+
+
+def summary(document: Mapping[str, Any]) -> str:
+    """One line: steps, seconds, share of exposed wait, bytes and GB/s (while at least one transfer was in flight).
+
+    Raises:
+        ConfigError: the document is not one that an engine has written.
+    """
+    try:
+        facts = document["otherData"]
+        seconds, steps, exposed = facts["seconds"], facts["steps"], facts["exposed_wait_seconds"]
+        moved = [(word, facts[f"nvme_{key}_bytes"], facts[f"nvme_{key}_seconds"]) for key, word in _DIRECTIONS]
+        dropped = facts["spans_dropped"]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"not a timeline of an engine: {error} is missing") from error
+    parts = [f"{steps} step{'s' * (steps != 1)} in {seconds:.3f} s", f"exposed wait {exposed / max(seconds, 1e-9):.0%}"]
+    for word, nbytes, busy in moved:
+        if nbytes:
+            parts.append(f"{word} {nbytes / 1e9:.2f} GB at {nbytes / max(busy, 1e-9) / 1e9:.2f} GB/s")
+    if dropped:
+        parts.append(f"{dropped:,} oldest spans dropped")
+    return ", ".join(parts)
+
+
+_DIRECTIONS = (("read", "read"), ("write", "written"))
+
+
+def draw(document: Mapping[str, Any], path: Path) -> None:
+    """Write the picture, WIDTH_PIXELS x HEIGHT_PIXELS, as PNG.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the document is not one that an engine has written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    size = WIDTH_PIXELS / DOTS_PER_INCH, HEIGHT_PIXELS / DOTS_PER_INCH
+    figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
+    lanes, speed = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    lanes.set_title(summary(document))
+    _draw_lanes(lanes, list(bars(document)), document["otherData"]["seconds"] * 1e3)
+    _draw_throughput(speed, document)
+    figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
+
+
+def bars(document: Mapping[str, Any]) -> Iterator[Bar]:
+    """Every span with its row inside its lane: the thread's, or in the compute lane how deep it is nested."""
+    events = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    first = {lane: min((e["tid"] for e in events if e["cat"] == lane), default=0) for lane in LANES}
+    open_ends: list[float] = []
+    for event in sorted(events, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
+        lane, begin, width = event["cat"], event["ts"] / 1e3, event["dur"] / 1e3
+        row = event["tid"] - first[lane]
+        if lane == COMPUTE:
+            while open_ends and open_ends[-1] <= begin:
+                open_ends.pop()
+            row = len(open_ends)
+            open_ends.append(begin + width)
+        yield Bar(lane, row, event["name"], begin, width)
+
+
+def _draw_lanes(axes: Axes, shown: list[Bar], end_ms: float) -> None:
+    used = {bar.lane for bar in shown}
+    top = 0.0
+    middles = []
+    for lane in LANES:
+        mine = [bar for bar in shown if bar.lane == lane and (lane != COMPUTE or bar.row < LEVELS_MAX)]
+        height = 1.0 if lane in used else EMPTY_HEIGHT
+        rows = max((bar.row for bar in mine), default=0) + 1
+        for row in range(rows):
+            line = [bar for bar in mine if bar.row == row]
+            _draw_row(axes, line, top - height * (0.05 + 0.9 * row / rows), 0.85 * height / rows, end_ms)
+        middles.append(top - height / 2)
+        top -= height
+        axes.axhline(top, color="0.85", lw=0.5)
+    stalls = [(bar.begin_ms, bar.width_ms) for bar in shown if bar.lane == STALLS]
+    axes.broken_barh(stalls, (top, -top), facecolors=COLOURS[STALLS], alpha=0.15, zorder=0)
+    axes.set_yticks(middles, LANES)
+    axes.set(ylim=(top, 0), xlim=(0, max(end_ms, 1e-3)))
+
+
+def _draw_row(axes: Axes, line: list[Bar], top: float, height: float, end_ms: float) -> None:
+    spans, colours = [(bar.begin_ms, bar.width_ms) for bar in line], [bar.colour for bar in line]
+    # The thin edge keeps bars visible that are narrower than a pixel.
+    axes.broken_barh(spans, (top - height, height), facecolors=colours, edgecolors=colours, lw=0.2)
+    for bar in line:
+        if height > LABEL_HEIGHT_MIN and bar.width_ms > LABEL_SHARE * len(bar.name) * end_ms:
+            place = bar.begin_ms + bar.width_ms / 2, top - height / 2
+            axes.text(*place, bar.name, ha="center", va="center", fontsize=7, clip_on=True)
+
+
+def _draw_throughput(axes: Axes, document: Mapping[str, Any]) -> None:
+    for name, lane in COUNTERS.items():
+        points = [(e["ts"] / 1e3, e["args"]["GB/s"]) for e in document["traceEvents"] if e["name"] == name]
+        if points:
+            milliseconds, rates = zip(*points, strict=True)
+            axes.step(milliseconds, rates, where="post", color=COLOURS[lane], label=lane)
+            axes.fill_between(milliseconds, rates, step="post", color=COLOURS[lane], alpha=0.3)
+    if axes.has_data():
+        axes.legend(loc="upper right")
+    axes.set(xlabel="ms", ylabel="NVMe GB/s")
+    axes.set_ylim(bottom=0)
