@@ -149,17 +149,20 @@ class Storage:
         """Let what moves finish, then free everything. Idempotent."""
         self._prepare_end()
         self.mover.close()
-        self._end_disk()
-        self.streams.close()
+        self._end_moves()
         self._free()
 
     def abandon(self) -> None:
         """`close` for an engine that nobody holds any more; safe on any thread, and when Python exits."""
         if self.mover.is_current_thread():
             self._prepare_end()
-            self.mover.end_soon(self._end_disk)
+            self.mover.end_soon(self._end_moves)
         else:
             self.close()
+
+    def _end_moves(self) -> None:
+        self._end_disk()
+        self.streams.close()
 
     def _prepare_end(self) -> None:
         while self.at_end:

@@ -143,6 +143,15 @@ def test_gradients_go_to_the_disk_when_memory_is_short(
     assert spilled
 
 
+@pytest.mark.parametrize("keys", [{"ratio": 0.5}, {"state_dtype": "bf16"}], ids=["ratio", "bf16 states"])
+@pytest.mark.parametrize("pair", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_states_on_both_sides_and_narrow_ones_agree(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], keys: dict[str, Any]
+) -> None:
+    config = make_config(pair, nvme_path, clipping=0.1, zero={"offload_optimizer": keys, "sub_group_size": 8192})
+    assert_same(open_engine, monkeypatch, config, run_loop, eager=False)
+
+
 @pytest.mark.parametrize("persistence", [0, 200])
 def test_small_units_that_stay_on_the_device_are_current(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, persistence: int

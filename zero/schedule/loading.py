@@ -121,7 +121,8 @@ class Loader:
             self._storage.mover.run(f"letting {unit.name} go", self._updates.settle_unit(unit))
         if modified:
             self._store_modified(unit, arrival.data)
-        if self._updates.borrows(unit.index):
+        # Only memory that the disk can address is written from; the update of a GPU's goes through the host.
+        if self._storage.streams.shared and self._updates.borrows(unit.index):
             if unit.index in self._draining:
                 self._drain(unit.index)
             self._draining[unit.index] = arrival.block
