@@ -232,8 +232,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         """Forget the gradients accumulated since the last step."""
         if not self._closed:
             self._take_step()
-            if self._ahead is not None:
-                self._ahead.void_all()
+            self._changed()
             self._gradients.clear()
             self._watch.torn = False
 
@@ -281,10 +280,10 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         values = {} if self.optimizer is None else self.optimizer.values(self._index_of, everything)
         return StepArguments(values, 1.0, self.global_steps + 1)
 
-    def _changed(self, index: int) -> None:
-        """Stored weights of the unit change by other means than a step."""
+    def _changed(self, index: int | None = None) -> None:
+        """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
         if self._ahead is not None:
-            self._ahead.void(index)
+            self._ahead.void_all() if index is None else self._ahead.void(index)
 
     def _fix_step(self, optimizer: ZeroOptimizer) -> None:
         """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""
@@ -362,6 +361,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         self._closed = True
         self._finalizer.detach()
         try:
+            self._stepper.stop()
+            self._changed()
             self._hooks.remove()
             self._watch.remove()
             self._gradients.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -160,6 +161,25 @@ def test_updates_that_need_no_disk_are_over_when_step_returns(
     for index in range(2):
         micro_batch(engine, index)
         assert updates_of(engine).all_settled
+
+
+def test_asking_what_is_due_never_trips_over_the_mover(open_engine: Open, nvme_path: Path) -> None:
+    """The training thread asks while updates begin and end on the mover's."""
+    keys = {"sub_group_size": 4096, "offload_optimizer": {"buffer_count": 16}}
+    engine = open_engine(build("gpt", blocks=12), make_config(NVME, nvme_path, zero=keys))
+    updates, before = updates_of(engine), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for index in range(10):
+            micro_batch(engine, index)
+            transfer = engine._storage.mover.post("finishing", updates.finish(updates.groups_of(None)))
+            while not transfer.settled():
+                groups = updates.groups_of(None)
+                assert len(groups) <= len(engine.plan.sub_groups)
+                assert [updates.borrows(unit.index) for unit in engine.units]
+            assert updates.groups_of(None) == []
+    finally:
+        sys.setswitchinterval(before)
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------
@@ -400,6 +420,30 @@ def test_what_forward_modifies_while_its_update_is_being_stored_is_kept(open_eng
     calm(tokens(9))
     halved = calm.full_parameter("blocks.1.norm_in.bias")
     assert torch.equal(halved, held["blocks.1.norm_in.bias/weight"] * 0.5)
+
+
+def test_what_forward_modifies_outlasts_a_disk_that_fails(open_engine: Open, nvme_path: Path) -> None:
+    with seeded(0):
+        engine = open_engine(Annealing(), make_config(NVME, nvme_path))
+    name = "blocks.0.norm_in.bias"
+    train(engine, 0, 1)
+    engine.synchronize()
+    disk = LateDisk(engine._storage.weights[0])
+    for _ in range(5):  # the pool holds fewer units than this: none of them may get lost
+        before = engine.full_parameter(name)
+        disk.failing = True
+        with pytest.raises(StorageError):
+            engine(tokens(2))
+            engine.synchronize()
+        disk.failing = False
+        assert torch.equal(engine.full_parameter(name), before * 0.5)
+    before = engine.full_parameter(name)
+    engine(tokens(2))
+    engine.synchronize()
+    assert not any(plane._stranded for plane in engine._storage.weights)
+    engine._coordinator.release_all()
+    assert engine._storage.unit_pool.used_bytes == 0
+    assert torch.equal(engine.full_parameter(name), before * 0.5)
 
 
 # ---- gradients of the next step -------------------------------------------------------------------------------------

@@ -232,6 +232,24 @@ def test_a_backward_that_raises_leaves_no_trace_after_zero_grad(
     assert unequal(engine, reference, "stumbling") == []
 
 
+def test_an_interrupt_while_a_unit_is_let_go_loses_no_memory(open_engine: Open, nvme_path: Path) -> None:
+    """Its values are still on their way into the block."""
+    engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
+    reference = train(reference_of(engine), 0, 1)
+    train(engine, 0)
+    engine.synchronize()
+    for _ in range(5):  # the pool holds fewer units than this
+        engine._coordinator.release_all()
+        engine.inject(SLOW)
+        engine._coordinator.expect_forward()
+        with interrupted_when(waiting(engine)):
+            engine._coordinator.release_all()
+        engine.inject(None)
+    engine._coordinator.release_all()
+    assert engine._storage.unit_pool.used_bytes == 0
+    assert unequal(train(engine, 1), reference) == []
+
+
 # ---- the watchdog ---------------------------------------------------------------------------------------------------
 
 

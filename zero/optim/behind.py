@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.copies import fetch_plane
-from offload.errors import StorageError
+from offload.errors import StateError, StorageError
 from offload.planes import settle_all
 from offload.streams import Fence
 from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline
@@ -37,7 +37,7 @@ class Running:
     applied: asyncio.Future[frozenset[int]]
     """The units whose new weights were delivered; or the error that left the sub-group due."""
     borrowed: frozenset[int]
-    """Units whose own memory is written from until the result is stored."""
+    """Units whose own memory is written from until the result is stored; never memory of a GPU."""
     stored: asyncio.Task[None] | None = None
     """Ends once nothing of it moves any more; never raises."""
 
@@ -57,6 +57,8 @@ class DueUpdates:
         self._running: dict[SubGroup, Running] = {}
         self.failure: StorageError | None = None
         """A result could not be stored since the last `retry`."""
+        self.stopped = False
+        """The engine closes: no further update begins."""
         self._layout = layout
         self._groups: dict[int, list[SubGroup]] = {unit.index: [] for unit in layout.units}
         for group in storage.plan.sub_groups:
@@ -157,8 +159,9 @@ class DueUpdates:
         self.failure = None
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
-        """The sub-groups of these units (None: all) that are due or under way, in coordinate order."""
-        busy = self._due | self._unapplied | self._running.keys()
+        """The sub-groups of these units (None: all) that are due or under way, in coordinate order. For any thread."""
+        # A snapshot first: hashing sub-groups runs Python code, and the mover may end an update meanwhile.
+        busy = self._due | self._unapplied | set(tuple(self._running))
         wanted = busy if units is None else {group for index in units for group in self._groups[index]} & busy
         return sorted(wanted, key=lambda group: (group.space, group.begin))
 
@@ -198,7 +201,8 @@ class DueUpdates:
         if self.failure is not None:
             raise self.failure
         self._due.discard(group)
-        running = Running(asyncio.get_running_loop().create_future(), frozenset(wanted))
+        on_host = frozenset(index for index, delivery in wanted.items() if delivery.into.device.type == "cpu")
+        running = Running(asyncio.get_running_loop().create_future(), on_host)
         running.stored = asyncio.create_task(self._run(group, wanted, running, threads))
         self._running[group] = running
         return running
@@ -212,6 +216,8 @@ class DueUpdates:
             async with self._pipeline.slots:
                 if self.failure is not None:
                     raise self.failure
+                if self.stopped:
+                    raise StateError("update: the engine is closed")
                 await self._pipeline.update(group, self._arguments, wanted, applied, threads)
         except BaseException as error:
             named = error

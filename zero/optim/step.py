@@ -8,7 +8,8 @@ sees its weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 from offload.errors import StorageError, tell, was_told
 from zero.optim.behind import DueUpdates
@@ -110,7 +111,8 @@ class Stepper:
         Raises:
             StorageError: names the step; the next call goes on.
         """
-        if self._updates.failure is None and self._updates.all_settled:
+        # In this order: an update that fails says so before it ends.
+        if self._updates.all_settled and self._updates.failure is None:
             return
         self.check()
         self._finish_groups(self._updates.groups_of(units))
@@ -119,7 +121,11 @@ class Stepper:
         """Update the unit: its gradient is used no longer, its weights are those of the step."""
         if not self._updates.current(index):
             unit = self._layout.units[index]
-            self._storage.mover.run(f"updating unit {unit.name}", self._updates.bring_unit(unit))
+            self._run(f"updating unit {unit.name}", self._updates.bring_unit(unit))
+
+    def stop(self) -> None:
+        """The engine closes: updates that have not begun never will, nobody could see them."""
+        self._updates.stopped = True
 
     def apply_persistent(self) -> None:
         """Update the units that are always bound."""
@@ -127,10 +133,12 @@ class Stepper:
             self.apply(index)
 
     def _finish_groups(self, groups: list[SubGroup]) -> None:
-        if not groups:
-            return
+        if groups:
+            self._run("optimizer step", self._updates.finish(groups))
+
+    def _run(self, what: str, job: Coroutine[Any, Any, None]) -> None:
         try:
-            self._storage.mover.run("optimizer step", self._updates.finish(groups))
+            self._storage.mover.run(what, job)
         except StorageError as error:
             tell(error)
             raise

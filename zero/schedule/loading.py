@@ -11,8 +11,9 @@ import torch
 from offload.arena import Block
 from offload.binding import exact_alias
 from offload.copies import write_plane
-from offload.errors import was_told
+from offload.errors import StorageError, tell, was_told
 from offload.mover import Transfer
+from offload.pinned import aligned_copy
 from offload.streams import Fence
 from zero.optim.behind import DueUpdates
 from zero.params.binding import BoundUnit
@@ -43,6 +44,17 @@ class Arrival:
         return self.transfer is not None and self.transfer.settled() and was_told(self.transfer.settle())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Draining:
+    """Memory of a unit that was let go while bytes moved in it."""
+
+    unit: Unit
+    block: Block
+    transfer: Transfer[Any] | None
+    fence: Fence = None
+    """Behind its last use on a device."""
+
+
 class Loader:
     """Leases memory for units and has them read into it.
 
@@ -64,7 +76,7 @@ class Loader:
     ) -> None:
         self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
         self._in_place, self._changed = in_place, changed
-        self._draining: dict[int, Block] = {}
+        self._draining: list[Draining] = []
 
     def begin(self, unit: Unit) -> Arrival | None:
         """Start the unit's way in; None if no block is free."""
@@ -111,28 +123,22 @@ class Loader:
             modified: the model has changed a weight inside its forward (a clamped temperature, a codebook): keep it.
 
         Raises:
-            StorageError: what was modified could not be stored.
+            StorageError: what was modified could not be stored; the plane keeps it in memory.
         """
-        error = None if arrival.transfer is None else arrival.transfer.settle()
-        arrival.transfer = None
-        if arrival.block is None:
-            return
-        if error is not None:  # some of it may be on its way to the disk, but nobody may use it again
-            self._storage.mover.run(f"letting {unit.name} go", self._updates.settle_unit(unit))
-        if modified:
-            self._store_modified(unit, arrival.data)
-        # Only memory that the disk can address is written from; the update of a GPU's goes through the host.
-        if self._storage.streams.shared and self._updates.borrows(unit.index):
-            if unit.index in self._draining:
-                self._drain(unit.index)
-            self._draining[unit.index] = arrival.block
-        else:
-            arrival.block.release(self._storage.streams.fence())
+        try:
+            if arrival.transfer is not None:
+                arrival.transfer.settle()
+            if modified and arrival.block is not None:
+                self._store_modified(unit, arrival.data)
+        finally:  # an interrupt may have ended the wait: then something still moves
+            if arrival.block is not None:
+                self._draining.append(Draining(unit, arrival.block, arrival.transfer, self._storage.streams.fence()))
+                self._reclaim()
 
     def drain(self) -> None:
         """Give back all memory that is kept for writes; waits for them."""
         while self._draining:
-            self._drain(next(iter(self._draining)))
+            self._drain_one()
 
     def _bring(self, unit: Unit) -> Transfer[None] | None:
         if self._updates.current(unit.index):
@@ -141,18 +147,35 @@ class Loader:
         return self._storage.mover.post(f"updating unit {unit.name}", job)
 
     def _lease(self, unit: Unit) -> Block | None:
-        for index in [i for i in self._draining if not self._updates.borrows(i)]:
-            self._draining.pop(index).release()
+        self._reclaim()
         block = self._storage.unit_pool.try_lease(unit.nbytes)
         while block is None and self._draining:
-            self._drain(next(iter(self._draining)))
+            self._drain_one()
             block = self._storage.unit_pool.try_lease(unit.nbytes)
         return block
 
-    def _drain(self, index: int) -> None:
-        unit = self._layout.units[index]
+    def _reclaim(self) -> None:
+        """Give back what nothing moves in any more."""
+        moving = [leaving for leaving in self._draining if self._moves(leaving)]
+        for leaving in self._draining:
+            if leaving not in moving:
+                leaving.block.release(leaving.fence)
+        self._draining = moving
+
+    def _moves(self, leaving: Draining) -> bool:
+        if leaving.transfer is not None and not leaving.transfer.settled():
+            return True
+        # Only memory that the disk can address is written from; the update of a GPU's goes through the host.
+        return self._storage.streams.shared and self._updates.borrows(leaving.unit.index)
+
+    def _drain_one(self) -> None:
+        """Wait for the one that was let go first."""
+        leaving = self._draining[0]
+        if leaving.transfer is not None:
+            leaving.transfer.settle()
+        unit = leaving.unit
         self._storage.mover.run(f"storing unit {unit.name}", self._updates.settle_unit(unit))
-        self._draining.pop(index).release()
+        self._reclaim()
 
     def _store_modified(self, unit: Unit, data: torch.Tensor) -> None:
         plane, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
@@ -163,6 +186,15 @@ class Loader:
             streams.wait(modified)
             await streams.reached(modified, streams.behind_copies_in())
             await self._updates.settle_unit(unit)  # its update writes to the same place
-            await write_plane(plane, unit.begin, unit.end, data, self._storage.arena)
+            try:
+                await write_plane(plane, unit.begin, unit.end, data, self._storage.arena)
+            except StorageError as error:
+                plane.strand(unit.begin, unit.end, aligned_copy(data.cpu()), lambda: None)
+                self._updates.failure = self._updates.failure or error
+                raise
 
-        self._storage.mover.run(f"storing what forward has modified in {unit.name}", store())
+        try:
+            self._storage.mover.run(f"storing what forward has modified in {unit.name}", store())
+        except StorageError as error:
+            tell(error)
+            raise
