@@ -46,15 +46,16 @@ def our_config(tier: str, path: Path | str, shape: Shape, budget: Mapping[str, A
 
 
 def rival_config(tier: str, path: Path | str, shape: Shape, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's; `settings` are some of `rival_settings`."""
+    """DeepSpeed's; `settings` are some of `rival_settings`, and `buffer_size` [elements] of its parameter buffers."""
     config = training_config(tier, path, shape)
     zero = config["zero_optimization"]
     if tier == "nvme":
         # It fetches parameter by parameter, so the largest one must fit a buffer.
         largest_numel = max(4 * shape.width**2, shape.vocabulary * shape.width)
-        zero["offload_param"]["buffer_size"] = max(RIVAL_BUFFER_NUMEL, largest_numel)
+        zero["offload_param"]["buffer_size"] = max(settings.get("buffer_size", RIVAL_BUFFER_NUMEL), largest_numel)
     for name, value in settings.items():
-        (zero if name == "sub_group_size" else zero["offload_optimizer"])[name] = value
+        if name != "buffer_size":
+            (zero if name == "sub_group_size" else zero["offload_optimizer"])[name] = value
     return config
 
 

@@ -15,6 +15,13 @@ from benchmarks.contestants import Bench, add_arguments
 from benchmarks.rivals import deepspeed_setup
 from benchmarks.shapes import SHAPES, Shape
 
+RIVAL_SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "small buffers": {"buffer_size": 1},
+    "small buffers, small sub-groups": {"buffer_size": 1, "sub_group_size": min(deepspeed_setup.SUB_GROUP_SIZES)},
+    "no pinned memory, small buffers": {"buffer_size": 1, "pin_memory": False},
+}
+"""A buffer is as large as the largest parameter at least."""
 SAMPLE_BYTES = 4_000_000_000
 """The disk's speed is measured with at most so many bytes each way: a step moves far more."""
 
@@ -72,21 +79,19 @@ def rival(report: Report, bench: Bench, options: argparse.Namespace, shape: Shap
     if reason is not None:
         report.lack("deepspeed", reason)
         return
-    # Its smallest working set, as far as its settings go.
-    settings: dict[str, Any] = {"sub_group_size": min(deepspeed_setup.SUB_GROUP_SIZES)}
-    with MemoryCgroup(int(options.limit_gib * 2**30)) as group:
-        bench.inside = group.prefix
-        try:
-            series = measure(
-                f"deepspeed {name}", {"deepspeed": bench.rival("nvme", settings, shape)}, rounds=1, warmups=0
-            )
-            report.keep(series)
-            outcome = "runs"
-        except RivalMissing as error:
-            outcome = "is killed" if group.kills else f"fails: {error}"
-        bench.inside = ()
-        figures = {"outcome": outcome, "kills": group.kills, "peak_bytes": group.peak_bytes}
-    report.figure(f"deepspeed {name} ({shape.numel / 1e6:,.0f} M) in {options.limit_gib:g} GiB", figures, outcome)
+    outcomes: dict[str, str] = {}
+    for what, settings in RIVAL_SETTINGS.items():
+        with MemoryCgroup(int(options.limit_gib * 2**30)) as group:
+            bench.inside = group.prefix
+            try:
+                candidates = {"deepspeed": bench.rival("nvme", settings, shape)}
+                report.keep(measure(f"deepspeed {name}, {what}", candidates, rounds=1, warmups=0))
+                outcomes[what] = "runs"
+            except RivalMissing as error:
+                outcomes[what] = "is killed" if group.kills else f"fails: {error}"
+            bench.inside = ()
+    text = "; ".join(f"{what}: {outcome}" for what, outcome in outcomes.items())
+    report.figure(f"deepspeed {name} ({shape.numel / 1e6:,.0f} M) in {options.limit_gib:g} GiB", outcomes, text)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import math
 import mmap
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,22 +167,17 @@ def may_limit() -> bool:
 needs_groups = pytest.mark.skipif(not may_limit(), reason="no right to make a memory cgroup here")
 
 
-@pytest.fixture
-def group() -> Iterator[MemoryCgroup]:
-    with MemoryCgroup(256 << 20, "zero-infinity-test") as made:
-        yield made
-
-
 def in_group(group: MemoryCgroup, nbytes: int) -> int:
     code = f"data = bytearray({nbytes}); data[::4096] = bytes(1) * len(data[::4096])"
     return subprocess.run([*group.prefix, sys.executable, "-c", code], check=False).returncode
 
 
 @needs_groups
-def test_what_passes_the_limit_is_killed_and_counted(group: MemoryCgroup) -> None:
-    assert in_group(group, 32 << 20) == 0 and group.kills == 0
-    assert in_group(group, 400 << 20) == -9 and group.kills == 1
-    assert group.peak_bytes is None or 32 << 20 < group.peak_bytes <= 256 << 20
+def test_what_passes_the_limit_is_killed_and_counted() -> None:
+    with MemoryCgroup(256 << 20) as group:
+        assert in_group(group, 32 << 20) == 0 and group.kills == 0
+        assert in_group(group, 400 << 20) == -9 and group.kills == 1
+        assert group.peak_bytes is None or 32 << 20 < group.peak_bytes <= 256 << 20
 
 
 @needs_groups
