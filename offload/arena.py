@@ -16,6 +16,7 @@ from offload.errors import BudgetError, StateError
 from offload.extents import Extents
 from offload.pinned import hide_from_children, map_host, pin, tensor_over
 from offload.sizes import PAGE_BYTES, align_up
+from offload.streams import Fence, Mark
 
 
 class MemoryRegion:
@@ -57,19 +58,24 @@ class Block:
 
     Attributes:
         data: uint8, with a storage exactly as long as was asked for.
+        fences: behind earlier uses of that memory on a device; whoever gives the device work with it waits for them.
     """
 
-    def __init__(self, arena: Arena, offset: int, data: torch.Tensor) -> None:
-        self._arena, self._offset, self.data = arena, offset, data
+    def __init__(self, arena: Arena, offset: int, data: torch.Tensor, fences: tuple[Fence, ...] = ()) -> None:
+        self._arena, self._offset, self.data, self.fences = arena, offset, data, fences
 
     def view(self, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
         """`numel` elements of `dtype` starting `offset_bytes` into the block."""
         return self.data[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
 
-    def release(self) -> None:
-        """Return it. Idempotent."""
+    def release(self, *fences: Fence) -> None:
+        """Return it. Idempotent.
+
+        Args:
+            fences: behind the last uses on a device; only memory of the device may be returned before they are passed.
+        """
         if self._offset >= 0:
-            self._arena.take_back(self._offset)
+            self._arena.take_back(self._offset, self.data.numel(), fences)
             self._offset = -1
 
 
@@ -101,6 +107,8 @@ class Arena:
         self._data: torch.Tensor | None = None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []
+        self._left: list[tuple[int, int, Mark]] = []
+        """(first byte, end, fence) of what was returned before the device was done with it."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -127,7 +135,8 @@ class Arena:
         if offset is None:
             return None
         try:
-            return Block(self, offset, exact_alias(self._memory()[offset : offset + nbytes]))
+            data = exact_alias(self._memory()[offset : offset + nbytes])
+            return Block(self, offset, data, self._fences_of(offset, offset + nbytes))
         except BaseException:
             self._extents.free(offset)
             raise
@@ -175,8 +184,15 @@ class Arena:
                 self._undo.append(self._register(self._data))
         return self._data
 
-    def take_back(self, offset: int) -> None:
+    def _fences_of(self, begin: int, end: int) -> tuple[Fence, ...]:
+        if not self._left:
+            return ()
+        self._left = [(first, last, fence) for first, last, fence in self._left if not fence.query()]
+        return tuple(fence for first, last, fence in self._left if first < end and begin < last)
+
+    def take_back(self, offset: int, nbytes: int, fences: tuple[Fence, ...]) -> None:
         """Called by `Block.release`."""
+        self._left += [(offset, offset + nbytes, fence) for fence in fences if fence is not None]
         self._extents.free(offset)
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
@@ -193,4 +209,7 @@ class Arena:
 def _allocate(nbytes: int, device: torch.device, *, touched: bool = True) -> torch.Tensor:
     if device.type == "cpu":
         return tensor_over(map_host(nbytes, touched=touched))[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
-    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    # Other streams use it at once: whoever had this memory before, and the zeros, must be done.
+    torch.cuda.synchronize(device)
+    return data

@@ -2,67 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from typing import TypeAlias
 
 import torch
 
 from offload.arena import Arena
-from offload.planes import Plane
+from offload.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL
-from offload.timeline import COPIES, Timeline
+from offload.streams import Fence, Streams
 
 CHUNK_BYTES = 2 << 20
-
-
-Fence: TypeAlias = "torch.cuda.Event | None"
-"""A mark in the order of work on a device; None on a CPU-only machine."""
-
-
-class CopyLane:
-    """Orders copies to a device after the work that last used their target.
-
-    On a CPU-only machine a copy is done when it returns, and nothing here does anything.
-    """
-
-    def __init__(self, device: torch.device, timeline: Timeline | None = None) -> None:
-        self._timeline = timeline or Timeline()
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def fence(self) -> Fence:
-        """A mark behind everything the calling thread has enqueued: a block it released is free after it."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    async def copy(self, target: torch.Tensor, source: torch.Tensor, *fences: Fence) -> None:
-        """Copy on the lane's own stream, beside the computation, and wait for it; the loop goes on meanwhile.
-
-        Args:
-            target: what it is written to.
-            source: as long.
-            fences: behind the last use of `target`, and behind what makes `source` if that is on a device.
-        """
-        with self._timeline.span(COPIES, f"to {target.device}", source.nbytes):
-            await self._copy(target, source, fences)
-
-    async def _copy(self, target: torch.Tensor, source: torch.Tensor, fences: tuple[Fence, ...]) -> None:
-        if self._stream is None:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
-            for fence in fences:
-                if fence is not None:
-                    self._stream.wait_event(fence)
-            target.copy_(source, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._stream)
-        await asyncio.get_running_loop().run_in_executor(None, copied.synchronize)
+CHUNKS_IN_FLIGHT = 4
+"""Of one fetch: reads that go on while others are copied to the device."""
 
 
 async def fetch_plane(
@@ -71,28 +22,39 @@ async def fetch_plane(
     end: int,
     into: torch.Tensor,
     arena: Arena,
-    lane: CopyLane,
-    fence: Fence,
+    streams: Streams,
+    after: tuple[Fence, ...],
 ) -> None:
     """Fill `into` (uint8, on the compute device) with [begin, end) of `plane`.
 
     On the CPU the disk writes into `into` itself; to a GPU the bytes go through chunks of the arena,
-    so a unit may be larger than the arena.
+    so a unit may be larger than the arena. Returns once the last copy has been given to the device:
+    `streams.behind_copies_in()` is behind all of them. `after` are fences behind the last uses of `into`.
     """
-    if into.device.type == "cpu":
+    if streams.shared:
         await plane.read(begin, end, into)
         return
+    chunks: list[tuple[int, int]] = []
     for first, last, memory in plane.runs(begin, end):
-        if memory is not None:
-            await lane.copy(into[plane.nbytes(begin, first) : plane.nbytes(begin, last)], memory, fence)
-            continue
-        for lo, hi in _chunks(plane, first, last):
+        if memory is None:
+            chunks += _chunks(plane, first, last)
+        else:  # behind the mover's own work: an update may have written there last
+            streams.copy_in(
+                into[plane.nbytes(begin, first) : plane.nbytes(begin, last)], memory, *after, streams.fence()
+            )
+    waiting = iter(chunks)
+
+    async def take_chunks() -> None:
+        for lo, hi in waiting:
             block = await arena.lease_when_free(plane.nbytes(lo, hi), f"chunk of {plane.name}")
+            copied: Fence = None
             try:
                 await plane.read(lo, hi, block.data)
-                await lane.copy(into[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)], block.data, fence)
+                copied = streams.copy_in(into[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)], block.data, *after)
             finally:
-                block.release()
+                streams.release(block, copied)
+
+    await settle_all([take_chunks() for _ in range(min(CHUNKS_IN_FLIGHT, len(chunks)))])
 
 
 async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, arena: Arena) -> None:

@@ -54,7 +54,9 @@ class Backend:
         """`table` as bytes on a CUDA device; None on the CPU, where the table itself serves."""
         if self.device.type == "cpu":
             return None
-        return torch.frombuffer(bytearray(self.native.ffi.buffer(table)), dtype=torch.uint8).to(self.device)
+        # Pinned and not waited for: the stream may have to wait for a whole backward, and the caller must not.
+        host = torch.frombuffer(bytearray(self.native.ffi.buffer(table)), dtype=torch.uint8).pin_memory()
+        return host.to(self.device, non_blocking=True)
 
     def call(self, name: str, *arguments: Any, threads: int) -> None:
         """Call zn_cpu_`name` or zn_cuda_`name`. Raises NativeError when it refuses."""

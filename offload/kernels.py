@@ -26,6 +26,7 @@ __all__ = [
     "adamw",
     "block_sumsq",
     "cast",
+    "cast_sumsq",
     "crc32c",
     "isa",
     "join",
@@ -236,11 +237,12 @@ def join(out: Tensor, weight: Tensor, remainder: Tensor, threads: int = 1) -> No
     backend.call("join", backend.pointer(out, "float *"), *inputs, out.numel(), threads=threads)
 
 
-def block_sumsq(src: Tensor, threads: int = 1) -> tuple[Tensor, Tensor]:
+def block_sumsq(src: Tensor, into: tuple[Tensor, Tensor] | None = None, threads: int = 1) -> tuple[Tensor, Tensor]:
     """Sum of squares and count of inf/NaN of every block of 4096 elements (the last may be shorter).
 
     Args:
         src: (N,) fp32, bf16 or fp16.
+        into: where the results go, as returned; None allocates.
         threads: at most this many CPU threads.
 
     Returns:
@@ -248,13 +250,11 @@ def block_sumsq(src: Tensor, threads: int = 1) -> tuple[Tensor, Tensor]:
         every sixteenth element in order and are folded in order: the bits do not depend on the machine.
 
     Raises:
-        TypeError: dtype or layout of `src` is wrong.
+        TypeError: dtype, device, length or layout of a tensor is wrong.
     """
     _check("src", src, _FLOATS, src.numel(), src.device)
-    blocks = -(-src.numel() // BLOCK_NUMEL)
-    sums = torch.empty(blocks, dtype=torch.float64, device=src.device)
-    nonfinite = torch.empty(blocks, dtype=torch.int64, device=src.device)
-    if blocks == 0:
+    sums, nonfinite = _block_sums(src, into)
+    if src.numel() == 0:
         return sums, nonfinite
     backend = backend_for(src.device)
     if backend is None:
@@ -263,6 +263,52 @@ def block_sumsq(src: Tensor, threads: int = 1) -> tuple[Tensor, Tensor]:
     outputs = backend.pointer(sums, "double *"), backend.pointer(nonfinite, "int64_t *")
     backend.call("block_sumsq", *outputs, backend.pointer(src), _DTYPES[src.dtype], src.numel(), threads=threads)
     return sums, nonfinite
+
+
+def cast_sumsq(
+    out: Tensor, src: Tensor, scale: float = 1.0, into: tuple[Tensor, Tensor] | None = None, threads: int = 1
+) -> tuple[Tensor, Tensor]:
+    """`cast`, and `block_sumsq` of what it stored, in one pass over memory.
+
+    Args:
+        out: (N,) fp32, bf16 or fp16; may be `src`.
+        src: (N,) fp32, bf16 or fp16.
+        scale: fp32 factor.
+        into: as for `block_sumsq`.
+        threads: at most this many CPU threads.
+
+    Returns:
+        As `block_sumsq(out)`.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+    """
+    _check("src", src, _FLOATS, src.numel(), src.device)
+    _check("out", out, _FLOATS, src.numel(), src.device)
+    sums, nonfinite = _block_sums(out, into)
+    if src.numel() == 0:
+        return sums, nonfinite
+    backend = backend_for(src.device)
+    if backend is None:
+        fallback.cast_sumsq(out, sums, nonfinite, src, scale)
+        return sums, nonfinite
+    outputs = backend.pointer(sums, "double *"), backend.pointer(nonfinite, "int64_t *")
+    source = backend.pointer(src), _DTYPES[src.dtype]
+    backend.call(
+        *("cast_sumsq", backend.pointer(out), _DTYPES[out.dtype], *outputs, *source, src.numel(), scale),
+        threads=threads,
+    )
+    return sums, nonfinite
+
+
+def _block_sums(src: Tensor, into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Where the block sums of `src` go, checked."""
+    blocks = -(-src.numel() // BLOCK_NUMEL)
+    if into is None:
+        return tuple(torch.empty(blocks, dtype=t, device=src.device) for t in (torch.float64, torch.int64))  # type: ignore[return-value]
+    _check("sums", into[0], (torch.float64,), blocks, src.device)
+    _check("nonfinite", into[1], (torch.int64,), blocks, src.device)
+    return into
 
 
 def crc32c(tensor: Tensor, crc: int = 0) -> int:

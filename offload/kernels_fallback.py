@@ -198,6 +198,12 @@ def block_sumsq(sums: Tensor, nonfinite: Tensor, src: Tensor) -> None:
         nonfinite[first : first + blocks] = values.isfinite().logical_not_().view(blocks, BLOCK_NUMEL).sum(1)
 
 
+def cast_sumsq(out: Tensor, sums: Tensor, nonfinite: Tensor, src: Tensor, scale: float) -> None:
+    """See `offload.kernels.cast_sumsq`."""
+    cast(out, src, scale)
+    block_sumsq(sums, nonfinite, out)
+
+
 @functools.cache
 def _crc_table() -> np.ndarray:
     table = np.arange(256, dtype=np.uint32)

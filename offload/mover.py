@@ -64,6 +64,7 @@ class Mover:
         describe: called for the watchdog; returns one line per transfer in flight.
         progress: called for the watchdog; a number that changes whenever bytes move.
         timeline: where waits are recorded.
+        enter: called first on the new thread.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class Mover:
         describe: Callable[[], list[str]] | None = None,
         progress: Callable[[], int] | None = None,
         timeline: Timeline | None = None,
+        enter: Callable[[], None] | None = None,
     ) -> None:
+        self._enter = enter or (lambda: None)
         self._describe = describe or (lambda: [])
         self._progress = progress or (lambda: 0)
         self.exposed = Stopwatch()
@@ -159,6 +162,7 @@ class Mover:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._enter()
         self._loop.run_forever()
 
     async def _drain(self) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from offload.aio import Aio
 from offload.errors import StateError, StorageError
+from offload.streams import Streams
 from offload.swapfile import SwapSpace
 
 
@@ -105,10 +106,19 @@ class Plane:
         width: bytes per element; or, for records that move as a whole, what gives a home's bytes from its elements.
         homes: disjoint and sorted; what no home covers cannot be read or written.
         disk: needed when a home lies in the swap space.
+        streams: needed when a home lies on a device; what the mover does to it is behind all it did before.
     """
 
-    def __init__(self, name: str, width: int | Callable[[int], int], homes: list[Home], disk: Disk | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        width: int | Callable[[int], int],
+        homes: list[Home],
+        disk: Disk | None,
+        streams: Streams | None = None,
+    ) -> None:
         self.name, self._width = name, width
+        self._streams = streams or Streams()
         self._homes, self._disk = homes, disk
         self._begins = [home.begin for home in homes]
         self._stranded: list[Stranded] = []
@@ -219,13 +229,21 @@ class Plane:
             part = buffer[self.nbytes(begin, lo) : self.nbytes(begin, hi)]
             if home.memory is not None:
                 stored = self._slice(home, lo, hi)
-                (stored if write else part).copy_(part if write else stored)
+                target, source = (stored, part) if write else (part, stored)
+                if target.device == source.device:
+                    target.copy_(source)
+                else:
+                    moves.append(self._transfer_device(target, source))
             else:
                 moves.append(self._transfer_swap(home, lo, hi, part, write=write))
         if moves:
             await settle_all(moves)
         if write:
             self._supersede(begin, end, buffer)
+
+    async def _transfer_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        copy = self._streams.copy_out if target.device.type == "cpu" else self._streams.copy_in
+        await self._streams.reached(copy(target, source, self._streams.fence()))
 
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
         if self._disk is None:

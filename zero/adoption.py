@@ -17,7 +17,7 @@ from offload.pinned import return_freed_memory
 from offload.planes import settle_all
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
-from zero.staging import Staged
+from zero.staging import Staged, Staging
 from zero.storage import Storage
 
 RETURN_NUMEL = 16 << 20
@@ -50,6 +50,13 @@ class Adoption:
 
     def run(self) -> None:
         """Store every unit."""
+        streams = self._storage.streams
+        made = streams.fence()
+
+        async def follow() -> None:
+            streams.wait(made)  # a model that was made on the device may still be in the making
+
+        self._storage.mover.run("waiting for initial values", follow())
         for group in self._storage.plan.sub_groups:
             self._storage.mover.run("storing initial values", self._adopt_group(group))
             self._finish(self._layout.spaces[group.space], group.begin, group.end)
@@ -70,16 +77,16 @@ class Adoption:
         weights = self._storage.weights[group.space]
         if records is None:
             return
-        compute = self._storage.compute(group)
-        record = Staged(records, group.begin, group.end, compute)
+        compute, streams = self._storage.compute(group), self._storage.streams
+        record = Staged(records, group.begin, group.end, compute, streams)
         units = list(space.overlapping(group.begin, group.end))
-        runs = [Staged(weights, max(unit.begin, group.begin), min(unit.end, group.end), compute) for unit in units]
+        runs = [
+            Staged(weights, max(unit.begin, group.begin), min(unit.end, group.end), compute, streams) for unit in units
+        ]
         parts = [record, *runs]
-        block = await self._storage.arena.lease_when_free(sum(part.nbytes for part in parts), "sub-group")
+        staging = await Staging.lease(self._storage, parts, "sub-group")
         try:
-            offset = 0
             for part in parts:
-                offset = part.stage(block, offset)
                 if not part.in_place:  # a plane in memory is zero already, and moments that nobody writes cost nothing
                     part.bytes.zero_()
             state = self._storage.plan.record_format(space).over(record.bytes, group.begin, group.end)
@@ -88,7 +95,7 @@ class Adoption:
                 self._encode(unit, weight, remainder)
             await settle_all([part.write() for part in parts])
         finally:
-            block.release()
+            staging.release()
 
     def _encode(self, unit: Unit, weight: Staged, remainder: torch.Tensor | None) -> None:
         """Fill one unit's run of a sub-group: the weight, and for a split space the remainder."""
@@ -106,10 +113,11 @@ class Adoption:
         step = max(CHUNK_BYTES // unit.dtype.itemsize // 4096, 1) * 4096
         for lo in range(0, unit.shard_numel, step):
             hi = min(lo + step, unit.shard_numel)
-            part = Staged(plane, unit.begin + lo, unit.begin + hi, self._storage.device)
-            block = await self._storage.arena.lease_when_free(part.nbytes, "frozen weights")
+            memory = plane.memory(unit.begin + lo, unit.begin + hi)
+            where = torch.device("cpu") if memory is None else memory.device
+            part = Staged(plane, unit.begin + lo, unit.begin + hi, where, self._storage.streams)
+            staging = await Staging.lease(self._storage, [part], "frozen weights")
             try:
-                part.stage(block, 0)
                 if not part.in_place:
                     part.bytes.zero_()
                 stored = part.bytes.view(unit.dtype)
@@ -118,7 +126,7 @@ class Adoption:
                     stored[at : at + last - first].copy_(source)
                 await part.write()
             finally:
-                block.release()
+                staging.release()
 
     def _sources(self, unit: Unit, lo: int, hi: int) -> list[tuple[Slot, int, int, torch.Tensor]]:
         """(slot, first, last, values [first, last) of the parameter) for elements [lo, hi) of the unit."""

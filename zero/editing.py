@@ -14,7 +14,7 @@ from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
 from zero.record import Record
 from zero.schedule.coordinator import Coordinator
-from zero.staging import Staged
+from zero.staging import Staged, Staging
 from zero.storage import Storage
 
 Visit = Callable[[Record, int, int], Awaitable[bool]]
@@ -158,7 +158,8 @@ class UnitEditor:
     async def _store(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
         """New weights; where one changed, its remainder no longer means anything and becomes 0."""
         space = self._layout.space_of(unit)
-        plane = self._storage.weights[space]
+        plane, streams = self._storage.weights[space], self._storage.streams
+        await streams.reached(streams.behind_copies_in())  # a forward that ran before may still be reading this
         await write_plane(plane, unit.begin, unit.end, after, self._storage.arena)
         await self._clear_remainders(unit, before, after)
 
@@ -189,10 +190,9 @@ class UnitEditor:
         for group in self._storage.plan.sub_groups:
             if group.space != index or group.end <= unit.begin or unit.end <= group.begin:
                 continue
-            staged = Staged(records, group.begin, group.end, self._storage.compute(group))
-            block = await self._storage.arena.lease_when_free(staged.nbytes, "state record")
+            staged = Staged(records, group.begin, group.end, self._storage.compute(group), self._storage.streams)
+            staging = await Staging.lease(self._storage, [staged], "state record")
             try:
-                staged.stage(block, 0)
                 await staged.read()
                 layout = self._storage.plan.record_format(self._layout.spaces[index])
                 record = layout.over(staged.bytes, group.begin, group.end)
@@ -200,4 +200,4 @@ class UnitEditor:
                 if await visit(record, lo, hi):
                     await staged.write()
             finally:
-                block.release()
+                staging.release()

@@ -22,6 +22,11 @@ from zero.schedule.policy import Limits
 DEVICE, HOST, NVME = "device", "host", "nvme"
 
 
+def tier_of(device: object) -> str:
+    """The tier that an offload block's `device` (none, cpu, nvme) stands for."""
+    return {"none": DEVICE, "cpu": HOST, "nvme": NVME}[str(getattr(device, "value", device))]
+
+
 @dataclass(frozen=True, slots=True)
 class PlanRow:
     """Bytes of one purpose on one tier, on this rank."""
@@ -56,6 +61,8 @@ class Plan:
     """Device memory that gathered units are read into."""
     gradient_pool_bytes: int = 0
     """Device memory for flat gradients that cannot be written in place."""
+    update_pool_bytes: int = 0
+    """Device memory that an update on a GPU passes through what does not live there."""
     swap_bytes: int = 0
     rows: tuple[PlanRow, ...] = ()
     notes: list[str] = field(default_factory=list)

@@ -8,11 +8,13 @@ import torch
 
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import BLOCK_NUMEL, align_up, format_bytes
+from offload.streams import shares_host_memory
 from zero.config import Config
 from zero.machine import Machine
 from zero.params.layout import Layout, Space, SubGroup, Unit
-from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow
+from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow, tier_of
 from zero.plan_check import check_fits
+from zero.pools import PoolSizes, prefix_that_fits
 from zero.record import RecordFormat
 from zero.schedule.policy import Limits
 
@@ -42,16 +44,17 @@ class Planner:
     ) -> None:
         zero = config.zero_optimization
         self.layout, self.config, self.machine, self.device, self.in_place = layout, config, machine, device, in_place
-        self.param_tier = _tier(zero.offload_param.device)
-        self.state_tier = _tier(zero.offload_optimizer.device)
+        self.param_tier = tier_of(zero.offload_param.device)
+        self.state_tier = tier_of(zero.offload_optimizer.device)
         self.state_dtype = STATE_DTYPES[zero.offload_optimizer.state_dtype]
         self.wide = (config.gradient_accumulation_steps or 1) > 1
-        self.on_cpu = device.type == "cpu"
+        self.on_cpu = shares_host_memory(device)
         self.nested_numel = nested_numel
         self.host_budget = self._budget(config.memory_budget.host, machine.available_bytes)
         self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
         self.movable = [unit for unit in layout.units if not unit.persistent]
         self.trained = [unit for unit in layout.units if unit.trainable]
+        self.pools = PoolSizes(layout, on_gpu=not self.on_cpu, wide=self.wide)
 
     def make(self) -> Plan:
         """The plan, checked against budgets and machine.
@@ -72,6 +75,8 @@ class Planner:
         rest = self._place_host(plan)
         self._size_pools(plan)
         self._cache_records(plan, rest, self._states_on_device(plan))
+        groups = [group for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True) if tier == DEVICE]
+        plan.update_pool_bytes = self.pools.updates(groups, self._staged_on_device(), plan.records_in_flight)
         plan.swap_bytes = sum(
             self._weight_bytes(unit) for unit in self.layout.units if plan.weight_tiers[unit.index] == NVME
         )
@@ -180,7 +185,7 @@ class Planner:
             fixed += sum(self._gradient_bytes(unit) for unit in self.trained)
         fixed += int(self._device_share() * self._records_bytes(self._full_sub_group_numel()))
         width = max((unit.dtype.itemsize for unit in self.movable), default=2)
-        gradient_pool = self._gradient_pool_bytes()
+        gradient_pool = self.pools.gradients() + self._passing_bytes()
         fits = (self.device_budget - fixed - gradient_pool) // width - largest_numel
         need = largest_numel + self.nested_numel
         if fits < need:
@@ -192,9 +197,15 @@ class Planner:
         total = sum(numels)
         return min(fits, total)
 
-    def _gradient_pool_bytes(self) -> int:
-        """Room for two flat gradients of the largest unit."""
-        return 2 * max((unit.numel * unit.dtype.itemsize for unit in self.trained), default=0)
+    def _staged_on_device(self) -> int:
+        widened = self.wide or (self.host_budget is not None and self._uses_disk())
+        return self.pools.staged_width(self.param_tier != DEVICE, self.state_tier != DEVICE, widened)
+
+    def _passing_bytes(self) -> int:
+        """The most that takes part of the device budget and holds no state for long."""
+        on_device = self.state_tier == DEVICE or self._device_share() > 0 or self.device_budget is not None
+        groups = self.layout.sub_groups(self._full_sub_group_numel()) if on_device else ()
+        return self.pools.stand_in() + self.pools.updates(groups, self._staged_on_device(), RECORDS_IN_FLIGHT)
 
     def _size_pools(self, plan: Plan) -> None:
         pooled = [
@@ -209,7 +220,7 @@ class Planner:
             slack = max(unit.numel for unit in pooled)
             plan.unit_pool_bytes = min(plan.limits.live_numel_max + slack, total) * width
         # Used when a gradient cannot be collected where it is stored; a second backward needs it always.
-        plan.gradient_pool_bytes = self._gradient_pool_bytes()
+        plan.gradient_pool_bytes = self.pools.gradients()
 
     def _addressable(self, tier: str) -> bool:
         """True when the compute device can read that tier's memory where it is."""
@@ -225,7 +236,7 @@ class Planner:
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
         plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
         can_spill = gradient_home == HOST and self._uses_disk()
-        fixed = 0
+        fixed = self.pools.sums()
         if self.param_tier == HOST:
             fixed += sum(self._weight_bytes(unit) for unit in self.movable)
         gradients = sum(self._gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
@@ -303,7 +314,8 @@ class Planner:
         if offload.buffer_count and offload.buffer_size:
             width = max((unit.dtype.itemsize for unit in self.layout.units), default=2)
             wanted = min(wanted, max(offload.buffer_count * offload.buffer_size * width // chunk, 2) * chunk)
-        return wanted if self._uses_disk() else 0
+        # On a GPU with states on the host, gradients after the first of a step are added up through chunks.
+        return wanted if self._uses_disk() or (not self.on_cpu and self.state_tier != DEVICE) else 0
 
     def _arena_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
         # One page per leased part: a record, its weights and its gradients are leased apart.
@@ -321,16 +333,16 @@ class Planner:
             return rest
         count = len(self.movable)
         if cap_numel is not None:
-            count, _ = _prefix_that_fits((unit.shard_numel for unit in self.movable), cap_numel)
+            count, _ = prefix_that_fits((unit.shard_numel for unit in self.movable), cap_numel)
         if rest is not None:
-            count, rest = _prefix_that_fits(map(self._weight_bytes, self.movable[:count]), rest)
+            count, rest = prefix_that_fits(map(self._weight_bytes, self.movable[:count]), rest)
         for unit in self.movable[:count]:
             plan.weight_tiers[unit.index] = HOST
         return rest
 
     def _cache_gradients(self, plan: Plan, rest: int) -> int:
         on_host = [unit for unit in self.trained if plan.gradient_tiers[unit.index] == HOST]
-        count, rest = _prefix_that_fits(map(self._gradient_bytes, on_host), rest)
+        count, rest = prefix_that_fits(map(self._gradient_bytes, on_host), rest)
         for unit in on_host[count:]:
             plan.gradient_tiers[unit.index] = NVME
         return rest
@@ -339,7 +351,7 @@ class Planner:
         groups = plan.sub_groups[on_device:]
         count = 0
         if self.state_tier == NVME and rest is not None:
-            count, _ = _prefix_that_fits(map(self._record_bytes, groups), rest)
+            count, _ = prefix_that_fits(map(self._record_bytes, groups), rest)
         tiers = [DEVICE] * on_device + [HOST] * count + [self.state_tier] * (len(groups) - count)
         plan.record_tiers = tuple(tiers)
 
@@ -352,13 +364,13 @@ class Planner:
             return 0
         if self.config.origin("zero_optimization.offload_optimizer.ratio") == "user":
             share_bytes = int(self._device_share() * sum(map(self._record_bytes, plan.sub_groups)))
-            return _prefix_that_fits(map(self._record_bytes, plan.sub_groups), share_bytes)[0]
+            return prefix_that_fits(map(self._record_bytes, plan.sub_groups), share_bytes)[0]
         if self.device_budget is None or self.on_cpu:
             return 0
-        used = plan.unit_pool_bytes + plan.gradient_pool_bytes
+        used = plan.unit_pool_bytes + plan.gradient_pool_bytes + self._passing_bytes()
         used += sum(self._weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == DEVICE)
         spare = max(self.device_budget - used, 0)
-        return _prefix_that_fits(map(self._record_bytes, plan.sub_groups), spare)[0]
+        return prefix_that_fits(map(self._record_bytes, plan.sub_groups), spare)[0]
 
     # ---- rows and checks ----------------------------------------------------------------------
 
@@ -378,19 +390,8 @@ class Planner:
             yield PlanRow(tier, "optimizer states", sum(self._record_bytes(g) for g, t in groups if t == tier))
         yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
         yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
+        yield PlanRow(DEVICE, "updates in flight", plan.update_pool_bytes)
+        yield PlanRow(DEVICE, "stand-in for what is away", self.pools.stand_in())
+        yield PlanRow(HOST, "block sums of gradients", self.pools.sums())
         yield PlanRow(NVME, "second slots", self._second_slot_bytes(plan))
         yield PlanRow(HOST, "arena: records and chunks in flight", plan.arena_bytes)
-
-
-def _prefix_that_fits(sizes: Iterable[int], limit: int) -> tuple[int, int]:
-    """(how many of the first sizes fit into `limit` together, what they leave of it)."""
-    count = 0
-    for size in sizes:
-        if size > limit:
-            break
-        count, limit = count + 1, limit - size
-    return count, limit
-
-
-def _tier(device: str) -> str:
-    return {"none": DEVICE, "cpu": HOST, "nvme": NVME}[str(getattr(device, "value", device))]

@@ -1,19 +1,24 @@
-"""Ranges of planes made addressable for a moment: in place, or in a leased block."""
+"""Ranges of planes made addressable for a moment: in place, or in leased memory."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from offload.arena import Block
 from offload.errors import StateError
 from offload.planes import Plane
+from offload.sizes import PAGE_BYTES, align_up
+from offload.streams import Fence, Streams
+from zero.storage import Storage
 
 
 class Staged:
     """One range of a plane for the time of an update.
 
     Where the range lies in memory of the compute device, it is used in place. Otherwise it passes
-    through a leased host block, and if the computation runs on a GPU through a buffer there too.
+    through leased host memory, and if the computation runs on a GPU through leased memory there too.
 
     Args:
         given: memory of the caller's that the range may pass through instead, uint8; used if the computation can
@@ -27,33 +32,35 @@ class Staged:
         begin: int,
         end: int,
         compute: torch.device,
+        streams: Streams,
         given: torch.Tensor | None = None,
         target: Plane | None = None,
     ) -> None:
-        self.plane, self.begin, self.end, self._target = plane, begin, end, target or plane
-        self._compute = compute
+        self.plane, self.begin, self.end, self._target, self._streams = plane, begin, end, target or plane, streams
         self._memory = plane.memory(begin, end)
         self.in_place = target is None and self._memory is not None and self._memory.device == compute
         self._data = self._memory if self.in_place else None
         self._host: torch.Tensor | None = None
-        self.borrowed = not self.in_place and given is not None and given.device == compute and compute.type == "cpu"
+        self.borrowed = not self.in_place and given is not None and streams.shared
         """The range passes through the caller's memory."""
         if self.borrowed:
             self._host = self._data = given
-        passes_host = self._memory is None or compute.type == "cpu" or target is not None
-        needs_block = not self.in_place and not self.borrowed and passes_host
-        self.nbytes = plane.nbytes(begin, end) if needs_block else 0
-        """Bytes of a host block that `stage` needs."""
+        self.copied_home = not self.in_place and target is None and self._memory is not None
+        """The range lives in memory, but not in the computation's: `write` copies it there and cannot fail."""
+        nbytes = plane.nbytes(begin, end)
+        on_host = compute.type == "cpu"
+        passes = not self.in_place and not self.borrowed
+        self.host_nbytes = nbytes if passes and (self._memory is None or on_host or target is not None) else 0
+        """Bytes of host memory that `stage` needs."""
+        self.device_nbytes = nbytes if passes and not on_host else 0
+        """Bytes of the compute device's memory that it needs, where that is not the host's."""
 
-    def stage(self, block: Block, offset_bytes: int) -> int:
-        """Use `block` from `offset_bytes` on, as far as it is needed; returns the first byte after."""
-        if self.nbytes:
-            self._host = block.data[offset_bytes : offset_bytes + self.nbytes]
-        if not self.in_place and not self.borrowed:
-            nbytes = self.plane.nbytes(self.begin, self.end)
-            on_host = self._compute.type == "cpu"
-            self._data = self._host if on_host else torch.empty(nbytes, dtype=torch.uint8, device=self._compute)
-        return offset_bytes + self.nbytes
+    def stage(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        """Pass through these, as long as `host_nbytes` and `device_nbytes` say."""
+        if self.host_nbytes:
+            self._host = self._data = host
+        if self.device_nbytes:
+            self._data = device
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -67,14 +74,14 @@ class Staged:
         return self._data
 
     async def read(self) -> None:
-        """Bring the range in, unless it is in place."""
+        """Bring the range in, unless it is in place: on a GPU, for what the mover gives it from now on."""
         if self.in_place:
             return
         if self._host is not None:
             await self.plane.read(self.begin, self.end, self._host)
         source = self._host if self._host is not None else self._memory
         if source is not None and source is not self._data:
-            self.bytes.copy_(source)
+            self._streams.wait(self._streams.copy_in(self.bytes, source, self._streams.fence()))
 
     async def write(self) -> None:
         """Bring it back, unless it is in place."""
@@ -84,10 +91,52 @@ class Staged:
             await self._target.write(self.begin, self.end, self.bytes)
             return
         if self._host is not self._data:
-            self._host.copy_(self.bytes)
+            await self._streams.reached(self._streams.copy_out(self._host, self.bytes, self._streams.fence()))
         await self._target.write(self.begin, self.end, self._host)
 
     @property
     def host_bytes(self) -> torch.Tensor:
         """What `write` hands to the plane: of host memory when it goes to the swap space."""
         return self._host if self._host is not None else self.bytes
+
+
+class Staging:
+    """Memory that some ranges pass through, of the host and of the device. Used on the mover's loop.
+
+    Make it with `lease`.
+    """
+
+    def __init__(self, host: Block, device: Block, streams: Streams) -> None:
+        self._host, self._device, self._streams = host, device, streams
+        self._fences: list[Fence] = []
+
+    @staticmethod
+    async def lease(storage: Storage, parts: Sequence[Staged], what: str) -> Staging:
+        """Lease what `parts` need, as soon as it is free, and stage them."""
+        host_bytes = sum(part.host_nbytes for part in parts)
+        device_bytes = sum(align_up(part.device_nbytes, PAGE_BYTES) for part in parts)
+        host = await storage.arena.lease_when_free(host_bytes, what)
+        try:  # whoever holds memory of the device waits for none of the host
+            device = await storage.update_pool.lease_when_free(device_bytes, what)
+        except BaseException:
+            host.release()
+            raise
+        storage.streams.wait(*device.fences)
+        at_host = at_device = 0
+        for part in parts:
+            part.stage(
+                host.data[at_host : at_host + part.host_nbytes],
+                device.data[at_device : at_device + part.device_nbytes],
+            )
+            at_host += part.host_nbytes
+            at_device += align_up(part.device_nbytes, PAGE_BYTES)
+        return Staging(host, device, storage.streams)
+
+    def keep_until(self, fence: Fence) -> None:
+        """Something that `fence` is behind still uses the memory."""
+        self._fences.append(fence)
+
+    def release(self) -> None:
+        """Give it back once the device is done with it. Idempotent."""
+        self._device.release(self._streams.fence(), *self._fences)
+        self._streams.release(self._host, self._streams.fence(), *self._fences)

@@ -10,16 +10,17 @@ import torch
 
 from offload.aio import AioOptions
 from offload.arena import Arena, MemoryRegion
-from offload.copies import CopyLane
 from offload.errors import BudgetError, ConfigError, StateError
 from offload.mover import Mover
 from offload.planes import Disk, Home, Plane
+from offload.streams import open_streams
 from offload.swapfile import SwapSpace
 from offload.timeline import Timeline
 from zero.config import Config
 from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan
+from zero.pools import gradient_sums_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,12 @@ class Storage:
         self.at_end: list[Callable[[], None]] = []
         self.disk = self._open_disk(config)
         aio = self.disk.aio if self.disk else None
+        self.streams = open_streams(device, self.timeline)
         if aio is None:
-            self.mover = Mover(timeline=self.timeline)
+            self.mover = Mover(timeline=self.timeline, enter=self.streams.enter)
         else:
             aio.timeline = self.timeline
-            self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks, self.timeline)
+            self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks, self.timeline, self.streams.enter)
         try:
             self.arena = Arena(
                 "host",
@@ -70,7 +72,8 @@ class Storage:
             )
             self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
             self.gradient_pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device)
-            self.lane = CopyLane(device, self.timeline)
+            self.update_pool = Arena("updates", plan.update_pool_bytes, "memory_budget.device", device)
+            self._sums: MemoryRegion | None = None
             self._swap_used_bytes = 0
             self.weights = [self._weight_plane(space) for space in layout.spaces]
             self.records = [self._record_plane(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
@@ -105,7 +108,17 @@ class Storage:
                 f"gradient of {unit.name}: a second backward before step() needs {nbytes:,} more bytes for fp32 "
                 "accumulation; raise memory_budget.host, or announce it with gradient_accumulation_steps"
             )
-        return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk))
+        return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk, self.streams))
+
+    def block_sums(self, unit: Unit) -> torch.Tensor:
+        """A home in host memory for what the norm needs of one unit's gradient, uint8: 16 bytes per 4096 elements."""
+        nbytes = gradient_sums_bytes(unit)
+        if self.streams.shared:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        if self._sums is None:  # one allocation, page-locked: the device writes there
+            trained = [unit for unit in self.layout.units if unit.trainable]
+            self._sums = self._region(HOST, sum(gradient_sums_bytes(unit) for unit in trained))
+        return self._sums.take(nbytes)
 
     def compute(self, group: SubGroup) -> torch.device:
         """Where the sub-group is updated: on the device when its states live there, else on the CPU."""
@@ -136,16 +149,20 @@ class Storage:
         """Let what moves finish, then free everything. Idempotent."""
         self._prepare_end()
         self.mover.close()
-        self._end_disk()
+        self._end_moves()
         self._free()
 
     def abandon(self) -> None:
         """`close` for an engine that nobody holds any more; safe on any thread, and when Python exits."""
         if self.mover.is_current_thread():
             self._prepare_end()
-            self.mover.end_soon(self._end_disk)
+            self.mover.end_soon(self._end_moves)
         else:
             self.close()
+
+    def _end_moves(self) -> None:
+        self._end_disk()
+        self.streams.close()
 
     def _prepare_end(self) -> None:
         while self.at_end:
@@ -161,7 +178,7 @@ class Storage:
             plane.close()
         for region in self._regions:
             region.close()
-        for name in ("arena", "unit_pool", "gradient_pool"):
+        for name in ("arena", "unit_pool", "gradient_pool", "update_pool"):
             if hasattr(self, name):
                 getattr(self, name).close()
         self.weights, self.records, self.gradients, self.other_slots = [], [], [], []
@@ -254,7 +271,7 @@ class Storage:
                 self._swap_used_bytes += nbytes
             else:
                 homes.append(Home(begin, end, regions[tier].take(nbytes)))
-        return self._kept(Plane(name, width, homes, self.disk))
+        return self._kept(Plane(name, width, homes, self.disk, self.streams))
 
     def _kept(self, plane: Plane) -> Plane:
         self._planes.append(plane)

@@ -1,63 +1,56 @@
-/* Block sums of squares on the device, in the CPU's order of additions. */
-#include "kernels.cuh"
+/* Block sums of squares on the device, alone or while casting: as the CPU, bit for bit. */
+#include "block_sums.cuh"
 
 namespace {
 
-constexpr int LANES = 16;
-
-/* One CUDA block of 256 threads per block of 4096 elements. The squares are made by all threads;
- * then sixteen of them add one lane each, in element order, and thread 0 folds the lanes 0..15. The
- * additions are serial by contract; they read shared memory, so the disk or the bus stays the limit. */
 template <int DTYPE>
 __global__ void sumsq_kernel(double *out, int64_t *nonfinite, const void *in, int64_t numel) {
-  __shared__ float staged[ZN_BLOCK_NUMEL];
-  __shared__ double lanes[LANES];
-  __shared__ int bad;
-  const int64_t block_count = (numel + ZN_BLOCK_NUMEL - 1) / ZN_BLOCK_NUMEL;
-  for (int64_t block = blockIdx.x; block < block_count; block += gridDim.x) {
+  __shared__ zn_block_scratch scratch;
+  for (int64_t block = blockIdx.x; block < zn_block_count(numel); block += gridDim.x) {
     const int64_t begin = block * ZN_BLOCK_NUMEL;
-    const int count = (int)(numel - begin < ZN_BLOCK_NUMEL ? numel - begin : ZN_BLOCK_NUMEL);
-    if (threadIdx.x == 0) bad = 0;
-    __syncthreads();
-    int own_bad = 0;
-    for (int k = threadIdx.x; k < count; k += ZN_THREADS) {
-      const float x = zn_load<DTYPE>(in, begin + k);
-      staged[k] = x;
-      own_bad += (__float_as_uint(x) & ZN_INF_F32) == ZN_INF_F32;
-    }
-    if (own_bad) atomicAdd(&bad, own_bad);
-    __syncthreads();
-    if (threadIdx.x < LANES) {
-      double sum = 0.0;
-      for (int k = threadIdx.x; k < count; k += LANES) {
-        const double x = staged[k];
-        sum = __dadd_rn(sum, __dmul_rn(x, x));
-      }
-      lanes[threadIdx.x] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      double sum = lanes[0];
-      for (int lane = 1; lane < LANES; lane++) sum = __dadd_rn(sum, lanes[lane]);
-      out[block] = sum == sum ? sum : __longlong_as_double(0x7FF8000000000000LL);
-      nonfinite[block] = bad;
-    }
-    __syncthreads();
+    zn_sum_block(scratch, out + block, nonfinite + block, zn_block_length(block, numel),
+                 [&](int k) { return zn_load<DTYPE>(in, begin + k); });
+  }
+}
+
+/* The value that is summed is the one that was stored: scaled, rounded, and widened again. */
+template <int OUT_DTYPE, int IN_DTYPE>
+__global__ void cast_sumsq_kernel(void *out, double *sums, int64_t *nonfinite, const void *in, int64_t numel,
+                                  float scale) {
+  __shared__ zn_block_scratch scratch;
+  for (int64_t block = blockIdx.x; block < zn_block_count(numel); block += gridDim.x) {
+    const int64_t begin = block * ZN_BLOCK_NUMEL;
+    zn_sum_block(scratch, sums + block, nonfinite + block, zn_block_length(block, numel), [&](int k) {
+      zn_store<OUT_DTYPE>(out, begin + k, __fmul_rn(zn_load<IN_DTYPE>(in, begin + k), scale));
+      return zn_load<OUT_DTYPE>(out, begin + k);
+    });
   }
 }
 
 }  // namespace
 
-int32_t zn_cuda_block_sumsq(double *out, int64_t *nonfinite, const void *in, int32_t in_dtype,
-                                      int64_t numel, void *stream) {
+int32_t zn_cuda_block_sumsq(double *out, int64_t *nonfinite, const void *in, int32_t in_dtype, int64_t numel,
+                            void *stream) {
   if (!zn_is_dtype(in_dtype) || numel < 0) return -EINVAL;
   if (numel == 0) return 0;
   if (!out || !nonfinite || !in) return -EINVAL;
-  const int64_t blocks = (numel + ZN_BLOCK_NUMEL - 1) / ZN_BLOCK_NUMEL;
-  const unsigned grid = (unsigned)(blocks < ZN_GRID_MAX ? blocks : ZN_GRID_MAX);
   zn_with_dtype(in_dtype, [&](auto dtype) {
     sumsq_kernel<decltype(dtype)::value>
-        <<<grid, ZN_THREADS, 0, (cudaStream_t)stream>>>(out, nonfinite, in, numel);
+        <<<zn_block_grid(numel), ZN_THREADS, 0, (cudaStream_t)stream>>>(out, nonfinite, in, numel);
+  });
+  return zn_launched();
+}
+
+int32_t zn_cuda_cast_sumsq(void *out, int32_t out_dtype, double *sums, int64_t *nonfinite, const void *in,
+                           int32_t in_dtype, int64_t numel, float scale, void *stream) {
+  if (!zn_is_dtype(out_dtype) || !zn_is_dtype(in_dtype) || numel < 0) return -EINVAL;
+  if (numel == 0) return 0;
+  if (!out || !sums || !nonfinite || !in) return -EINVAL;
+  zn_with_dtype(out_dtype, [&](auto to) {
+    zn_with_dtype(in_dtype, [&](auto from) {
+      cast_sumsq_kernel<decltype(to)::value, decltype(from)::value>
+          <<<zn_block_grid(numel), ZN_THREADS, 0, (cudaStream_t)stream>>>(out, sums, nonfinite, in, numel, scale);
+    });
   });
   return zn_launched();
 }

@@ -269,6 +269,12 @@ int32_t zn_cpu_join(float *out, const void *weight_bf16, const int16_t *remainde
 int32_t zn_cpu_block_sumsq(double *out, int64_t *nonfinite, const void *in, int32_t in_dtype,
                            int64_t numel, int32_t threads);
 
+/* zn_cpu_cast and the block sums of what it stored, in one pass over memory: the bits of
+ * zn_cpu_cast(out, ...) followed by zn_cpu_block_sumsq(sums, nonfinite, out, ...). */
+int32_t zn_cpu_cast_sumsq(void *out, int32_t out_dtype, double *sums, int64_t *nonfinite,
+                          const void *in, int32_t in_dtype, int64_t numel, float scale,
+                          int32_t threads);
+
 /* CRC-32C (Castagnoli) of `nbytes` at `in`, continued from `crc` (0 to begin). */
 uint32_t zn_cpu_crc32c(uint32_t crc, const void *in, int64_t nbytes);
 
@@ -298,6 +304,9 @@ int32_t zn_cuda_join(float *out, const void *weight_bf16, const int16_t *remaind
                      void *stream);
 int32_t zn_cuda_block_sumsq(double *out, int64_t *nonfinite, const void *in, int32_t in_dtype,
                             int64_t numel, void *stream);
+int32_t zn_cuda_cast_sumsq(void *out, int32_t out_dtype, double *sums, int64_t *nonfinite,
+                           const void *in, int32_t in_dtype, int64_t numel, float scale,
+                           void *stream);
 
 /* CDEF END */
 

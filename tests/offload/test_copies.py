@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from offload import copies
 from offload.aio import AioFault, AioOptions, open_aio
 from offload.arena import Arena
-from offload.copies import CopyLane, fetch_plane, read_plane, write_plane
+from offload.copies import fetch_plane, read_plane, write_plane
 from offload.errors import BudgetError, StorageError
 from offload.pinned import map_host, tensor_over
 from offload.planes import Disk, Home, Plane
+from offload.streams import Streams
 from offload.swapfile import SwapSpace
 
 BLOCK = 4096
@@ -144,16 +145,8 @@ def test_a_fault_gives_its_chunk_back(disk: Disk, op: str) -> None:
 def test_on_the_cpu_a_fetch_lands_in_the_target_itself(disk: Disk, blocks: list[tuple[int, bool]]) -> None:
     plane, arena = plane_of(disk, blocks, 2), Arena("host", 4 * BLOCK, "memory_budget.host", CPU)
     truth, into = noise(12 * BLOCK, 1), tensor_over(map_host(12 * BLOCK))
-    lane = CopyLane(CPU)
     run(write_plane(plane, 0, 6 * BLOCK, truth, arena))
     peak, arena = arena.peak_bytes, Arena("none", 0, "memory_budget.host", CPU)
-    run(fetch_plane(plane, 0, 6 * BLOCK, into, arena, lane, lane.fence()))
+    run(fetch_plane(plane, 0, 6 * BLOCK, into, arena, Streams(), ()))
     assert torch.equal(into, truth)
     assert arena.peak_bytes == 0 <= peak
-
-
-def test_a_lane_of_the_cpu_copies_at_once_and_marks_nothing() -> None:
-    lane, target = CopyLane(CPU), torch.zeros(5)
-    assert lane.fence() is None
-    asyncio.run(lane.copy(target, torch.arange(5.0), None))
-    assert target.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]

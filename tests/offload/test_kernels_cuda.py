@@ -121,3 +121,24 @@ def test_accumulation_and_block_sums_give_the_bits_of_the_cpu(numel: int, dtype:
         kernels.accumulate(total, given)
         results.append([total, *kernels.block_sumsq(given)])
     assert same(*results)
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_a_cast_that_sums_gives_the_bits_of_the_cpu(numel: int, source: torch.dtype, target: torch.dtype) -> None:
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        (given,) = on(device, [values(numel, 7, source)])
+        out = torch.empty(numel, dtype=target, device=device)
+        sums = kernels.cast_sumsq(out, given, scale=0.3)
+        results.append([out, *sums])
+    assert same(*results)
+
+
+def test_a_cast_that_sums_works_where_the_values_are() -> None:
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        (given,) = on(device, [values(100_003, 8, torch.bfloat16)])
+        results.append([*kernels.cast_sumsq(given, given, scale=0.3), given])
+    assert same(*results)

@@ -58,3 +58,55 @@ def test_a_closed_engine_leaves_no_device_memory(open_engine: Callable[..., Any]
     trained(open_engine, make_config(("nvme", "nvme"), nvme_path), steps=2)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before
+
+
+def test_a_stream_of_the_users_changes_no_bit(open_engine: Callable[..., Any], nvme_path: Path) -> None:
+    for pair in itertools.product(DEVICES, DEVICES):
+        config = make_config(pair, nvme_path, clipping=1.0)
+        reference = trained(open_engine, config)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = trained(open_engine, config)
+        assert [name for name in reference if not torch.equal(reference[name], found[name])] == [], pair
+
+
+def test_a_host_that_runs_ahead_of_the_device_changes_no_bit(open_engine: Callable[..., Any], nvme_path: Path) -> None:
+    """The device sleeps before each forward and each backward: what forgets to wait for it comes too early."""
+    for pair in itertools.product(DEVICES, DEVICES):
+        config = make_config(pair, nvme_path, clipping=1.0)
+        reference = trained(open_engine, config, steps=4)
+        engine = open_engine(build("gpt"), config)
+        for index in range(4):
+            torch.cuda._sleep(50_000_000)
+            loss = engine(tokens(index).cuda())
+            torch.cuda._sleep(50_000_000)
+            engine.backward(loss)
+            engine.step()
+        found = dict(engine.named_full_parameters())
+        engine.close()
+        assert [name for name in reference if not torch.equal(reference[name], found[name])] == [], pair
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_states_that_stay_on_the_device_are_updated_there_to_the_same_bits(
+    open_engine: Callable[..., Any], nvme_path: Path, ratio: float
+) -> None:
+    for param, states in itertools.product(DEVICES, ("cpu", "nvme")):
+        plain = make_config((param, states), nvme_path, clipping=1.0)
+        keys = {"offload_optimizer": {"ratio": ratio}}
+        shared = make_config((param, states), nvme_path, clipping=1.0, zero=keys)
+        reference, found = trained(open_engine, plain), trained(open_engine, shared)
+        assert [name for name in reference if not torch.equal(reference[name], found[name])] == [], (param, states)
+
+
+@pytest.mark.parametrize("pair", list(itertools.product(DEVICES, DEVICES)), ids="-".join)
+def test_no_memory_of_the_device_is_allocated_after_the_third_step(
+    open_engine: Callable[..., Any], nvme_path: Path, pair: tuple[str, str]
+) -> None:
+    engine = open_engine(build("gpt"), make_config(pair, nvme_path, clipping=1.0))
+    counts = []
+    for index in range(8):
+        engine.backward(engine(tokens(index).cuda()))
+        engine.step()
+        torch.cuda.synchronize()
+        counts.append(torch.cuda.memory_stats()["num_device_alloc"])
+    assert counts[3:] == counts[2:3] * 5

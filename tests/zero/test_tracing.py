@@ -188,9 +188,9 @@ def test_waits_are_those_that_count_as_exposed(open_engine: OpenEngine, nvme_pat
 
 def test_copies_carry_their_bytes(open_engine: OpenEngine, nvme_path: Path) -> None:
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
-    lane, target = engine._storage.lane, torch.zeros(4096, dtype=torch.uint8)
+    streams, target = engine._storage.streams, torch.zeros(4096, dtype=torch.uint8)
     with engine.trace(nvme_path / "trace.json"):
-        engine._storage.mover.run("copying", lane.copy(target, torch.ones_like(target), None))
+        streams.copy_in(target, torch.ones_like(target))
     (span,) = spans_of(nvme_path / "trace.json", "copies")
     assert span["args"]["bytes"] == 4096 and torch.all(target == 1)
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.copies import Fence, fetch_plane
+from offload.copies import fetch_plane
 from offload.errors import StateError, StorageError
 from offload.planes import settle_all
+from offload.streams import Fence
 from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.storage import Storage
@@ -96,19 +97,28 @@ class DueUpdates:
 
     # ---- the mover ----------------------------------------------------------------------------
 
-    async def fetch(self, unit: Unit, into: torch.Tensor, fence: Fence) -> None:
+    async def fetch(self, unit: Unit, into: torch.Tensor, fences: tuple[Fence, ...]) -> Fence:
         """Fill `into` (uint8, flat unit, on the compute device) with the unit's weights of the last step.
+
+        Args:
+            unit: any.
+            into: where its weights are wanted.
+            fences: behind the last uses of that memory on the device.
+
+        Returns:
+            Behind the copies, which may be under way still.
 
         Raises:
             StorageError: `into` holds nothing of use; what was not updated stays due.
         """
         groups = self._groups[unit.index]
         if any(group in self._due or group in self._running for group in groups):
-            delivery = Delivery(into, fence)
+            delivery = Delivery(into, fences)
             # Tasks, also where there is one: units that are fetched at the same moment are updated in that order.
             await settle_all([asyncio.create_task(self._fetch_part(unit, group, delivery)) for group in groups])
         else:
-            await self._read(unit, unit.begin, unit.end, Delivery(into, fence))
+            await self._read(unit, unit.begin, unit.end, Delivery(into, fences))
+        return self._storage.streams.behind_copies_in()
 
     async def bring(self, groups: Iterable[SubGroup]) -> None:
         """Update sub-groups whose weights are used where they are stored.
@@ -185,7 +195,7 @@ class DueUpdates:
         storage, width = self._storage, unit.dtype.itemsize
         plane = storage.weights[self._layout.space_of(unit)]
         part = delivery.into[(begin - unit.begin) * width : (end - unit.begin) * width]
-        await fetch_plane(plane, begin, end, part, storage.arena, storage.lane, delivery.fence)
+        await fetch_plane(plane, begin, end, part, storage.arena, storage.streams, delivery.fences)
 
     def _start(self, group: SubGroup, wanted: dict[int, Delivery], threads: int) -> Running:
         if self.failure is not None:

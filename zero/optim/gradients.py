@@ -14,41 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
 
-from offload import kernels
 from offload.arena import Block
-from offload.copies import Fence
-from offload.errors import StateError, StorageError
-from offload.mover import Transfer
-from offload.pinned import aligned_copy
+from offload.errors import StateError
 from offload.planes import Plane
-from zero.params.layout import Layout, Slot, Unit
+from offload.streams import Fence
+from zero.optim.contributions import BlockSums, Contribution, ContributionStore
+from zero.params.layout import Layout, Unit
+from zero.pools import gradient_sums_bytes
 from zero.storage import Storage
-
-CHUNK_NUMEL = 256 * 1024
-
-
-@dataclass(slots=True)
-class Flush:
-    """One contribution on its way to the disk, chunk by chunk. It goes on where a failure stopped it."""
-
-    buffer: torch.Tensor
-    block: Block
-    arrived: list[Slot]
-    again: list[bool]
-    """Per slot in `arrived`: is it added to an earlier contribution?"""
-    first: bool
-    """The plane holds nothing for this step yet."""
-    fence: Fence
-    position: int = 0
-    """Elements that have been dealt with."""
-    sums: list[np.ndarray] = field(default_factory=list)
-    nonfinite: int = 0
-    transfer: Transfer[None] | None = None
-    """The attempt under way; None after a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +47,22 @@ class UnitGradient:
     narrow_plane: Plane
     contributions: list[int]
     """Per slot, how many contributions the plane holds."""
+    sums: BlockSums
+    """Of what the plane holds, in host memory."""
+    summed: bool = False
+    """Something has been stored since the last step."""
     arrived: list[int] = field(default_factory=list)
     """Slots whose latest contribution waits in `buffer`."""
     buffer: torch.Tensor | None = None
     """Flat gradient, unit.numel elements of unit.dtype."""
     block: Block | None = None
-    """The lease behind `buffer`; None when it is the plane's own memory."""
-    flush: Flush | None = None
+    """The lease behind `buffer`, with room for its sums on a GPU; None when it is the plane's own memory."""
+    stream: Any = None
+    """On a GPU, the stream that the buffer is being filled on."""
+    storing: Contribution | None = None
     """What is being stored; its block is leased until that has succeeded."""
-    sums: np.ndarray | None = None
-    """fp64 sum of squares per block of 4096."""
-    nonfinite: int = 0
+    copied: Fence = None
+    """Behind what the device is copying to the host, sums included."""
     sealed: Sealed | None = None
 
     @property
@@ -100,15 +82,16 @@ class Gradients:
     """
 
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
-        self._storage, self._device, self._in_place, self._threads = storage, device, in_place, threads
+        self._storage, self._device, self._in_place = storage, device, in_place
+        self._streams, self._store = storage.streams, ContributionStore(storage, threads)
         self.update: Callable[[int], None] = _nothing_to_do
         self._units: dict[int, UnitGradient] = {}
         self._wide: dict[int, Plane] = {}
         for unit in layout.units:
             plane = storage.gradients[layout.space_of(unit)] if unit.trainable else None
             if plane is not None:
-                dtype = storage.gradient_dtype(unit)
-                self._units[unit.index] = UnitGradient(unit, plane, dtype, plane, [0] * len(unit.slots))
+                dtype, sums = storage.gradient_dtype(unit), BlockSums(storage.block_sums(unit))
+                self._units[unit.index] = UnitGradient(unit, plane, dtype, plane, [0] * len(unit.slots), sums)
 
     # ---- arrival ------------------------------------------------------------------------------
 
@@ -128,6 +111,7 @@ class Gradients:
         slot = state.unit.slots[position]
         if state.buffer is None:
             raise StateError(f"gradient of {slot.name}: no buffer")
+        state.stream = self._streams.follow(state.stream)
         state.buffer[slot.offset_numel : slot.end_numel].copy_(gradient.reshape(-1))
         state.arrived.append(position)
         return len(state.arrived) == len(state.unit.slots)
@@ -139,30 +123,44 @@ class Gradients:
             return
         if not state.empty and state.dtype != torch.float32 and any(state.contributions[p] for p in state.arrived):
             self._widen(state)
+        self._streams.follow(state.stream)
+        item = self._take(state, state.buffer)
+        home = state.plane.memory(state.unit.begin, state.unit.end)
+        if home is not None and self._store.can_address(home, item.buffer):
+            self._put(state, item, home)
+        elif home is not None and item.first and item.block is not None:
+            state.copied = self._store.copy_out(item, home, _sums_in(item.block, item.unit))
+            item.block.release(state.copied)
+        else:
+            if not self._streams.shared and item.block is not None:
+                self._store.sum_on_device(item, _sums_in(item.block, item.unit))
+            item.fence, state.storing = self._streams.fence(), item
+            self._start(state, item)
+
+    def _take(self, state: UnitGradient, buffer: torch.Tensor) -> Contribution:
+        """What has arrived, as one contribution; the unit can be opened again."""
         arrived = [state.unit.slots[position] for position in state.arrived]
         again = [state.contributions[position] > 0 for position in state.arrived]
-        buffer, block, first = state.buffer, state.block, state.empty
-        home = state.plane.memory(state.unit.begin, state.unit.end)
-        state.buffer = state.block = None
+        item = Contribution(state.unit, state.plane, state.dtype, buffer, arrived, again, state.empty, state.sums)
+        item.block = state.block
         for position in state.arrived:
             state.contributions[position] += 1
-        state.arrived = []
-        if block is not None and home is None:
-            state.flush = Flush(buffer, block, arrived, again, first, self._storage.lane.fence())
-            self._start_flush(state, state.flush)
+        state.buffer = state.block = state.stream = None
+        state.arrived, state.summed = [], True
+        return item
+
+    def _put(self, state: UnitGradient, item: Contribution, home: torch.Tensor) -> None:
+        """Store it where the device it is on can write; from a GPU only the sums have to travel."""
+        if self._streams.shared:
+            self._store.put(item, home, item.sums)
+            if item.block is not None:
+                item.block.release()
             return
-        if home is None:
-            raise StateError(f"gradient of {state.unit.name}: no home in memory")
-        stored = home.view(state.dtype)
-        if block is not None:
-            source = buffer.to(stored.device)
-            for slot, is_again in zip(arrived, again, strict=True):
-                self._add(stored, source, slot, 0, state.unit.numel, again=is_again)
-            block.release()
-        if first:
-            _zero_gaps(stored, state.unit, arrived, 0)
-        sums, nonfinite = kernels.block_sumsq(stored, threads=self._threads)
-        state.sums, state.nonfinite = sums.cpu().numpy(), int(nonfinite.sum())
+        block = item.block or self._lease(state, gradient_sums_bytes(state.unit))
+        sums = _sums_in(block, state.unit)
+        self._store.put(item, home, sums)
+        state.copied = self._streams.copy_out(item.sums.data, sums.data, self._streams.fence())
+        block.release(state.copied)
 
     def flush_all(self) -> None:
         """End of a backward: nothing waits in a buffer any more."""
@@ -173,17 +171,21 @@ class Gradients:
         """Wait until every gradient is where it belongs. Raises StorageError."""
         for state in self._units.values():
             self._settle(state)
+        on_their_way = [state.copied for state in self._units.values() if state.copied is not None]
+        if on_their_way:
+            self._storage.mover.run("copying gradients to the host", self._streams.reached(*on_their_way))
+        for state in self._units.values():
+            state.copied = None
 
     def clear(self) -> None:
         """Forget the contributions since the last step: after zero_grad. What a step has sealed stays."""
         for state in self._units.values():
-            if state.flush is not None:
-                if state.flush.transfer is not None:
-                    state.flush.transfer.settle()
-                state.flush.block.release()
-            if state.block is not None:
-                state.block.release()
-            state.flush = state.buffer = state.block = None
+            if state.storing is not None and state.storing.transfer is not None:
+                state.storing.transfer.settle()
+            for holder in (state.storing, state):
+                if holder is not None and holder.block is not None:
+                    holder.block.release(self._streams.fence())
+            state.storing = state.buffer = state.block = state.stream = None
             state.arrived = []
             self._begin_anew(state)
 
@@ -194,7 +196,7 @@ class Gradients:
             self._begin_anew(state)
 
     def _begin_anew(self, state: UnitGradient) -> None:
-        state.sums, state.nonfinite, state.contributions = None, 0, [0] * len(state.unit.slots)
+        state.summed, state.contributions = False, [0] * len(state.unit.slots)
         state.plane, state.dtype = state.narrow_plane, self._storage.gradient_dtype(state.unit)
 
     # ---- what the step wants to know ----------------------------------------------------------
@@ -204,11 +206,15 @@ class Gradients:
         return [count > 0 for count in self._units[index].contributions]
 
     def contributed_at_rest(self, index: int) -> list[int]:
-        """Parameters (indices) of the unit with a gradient; none while any of it is not in its place in memory yet."""
+        """Parameters (indices) of the unit with a gradient; none while any of it is in a buffer or goes to the disk."""
         state = self._units.get(index)
-        if state is None or state.buffer is not None or state.flush is not None:
+        if state is None or state.buffer is not None or state.storing is not None:
             return []
         return [slot.index for slot, count in zip(state.unit.slots, state.contributions, strict=True) if count]
+
+    async def arrived(self, index: int) -> None:
+        """On the mover's loop: return once the host has what the device is copying there for the unit."""
+        await self._streams.reached(self._units[index].copied)
 
     def taken(self, index: int) -> Sealed:
         """The unit's gradient that an update works with: the last step's, else what has been collected since."""
@@ -217,28 +223,34 @@ class Gradients:
 
     def norm(self) -> float:
         """2-norm of all gradients: fp64 block sums, summed exactly, so independent of order and tier."""
-        sums = [state.sums for state in self._units.values() if state.sums is not None]
+        sums = [state.sums.sums for state in self._units.values() if state.summed]
         return math.sqrt(math.fsum(value for part in sums for value in part.tolist()))
 
     def nonfinite(self) -> int:
         """How many gradient elements are inf or NaN."""
-        return sum(state.nonfinite for state in self._units.values())
+        return sum(int(state.sums.nonfinite.sum()) for state in self._units.values() if state.summed)
 
     # ---- inside -------------------------------------------------------------------------------
 
     def _open(self, state: UnitGradient) -> None:
         self._settle(state)
-        unit = state.unit
+        unit, streams = state.unit, self._streams
         if state.sealed is not None:
             self.update(unit.index)
+            streams.wait(streams.behind_updates())  # on a GPU the update may only have been begun
             state.sealed = None
         if self._in_place and state.empty and state.dtype == unit.dtype:
             home = state.plane.memory(unit.begin, unit.end)
             if home is not None and home.device == self._device:
                 state.buffer = home.view(unit.dtype)
                 return
+        state.block = self._lease(state, unit.nbytes + (0 if streams.shared else gradient_sums_bytes(unit)))
+        state.buffer = state.block.view(unit.dtype, unit.numel)
+
+    def _lease(self, state: UnitGradient, nbytes: int) -> Block:
+        """Memory of the device that its current stream may use."""
         pool = self._storage.gradient_pool
-        block = pool.try_lease(unit.nbytes)
+        block = pool.try_lease(nbytes)
         for other in self._units.values():
             if block is not None:
                 break
@@ -246,36 +258,37 @@ class Gradients:
             if other is not state and other.block is not None:
                 self.flush(other.unit.index)
             self._settle(other)
-            block = pool.try_lease(unit.nbytes)
-        state.block = block or pool.lease(unit.nbytes, f"gradient of {unit.name}")
-        state.buffer = state.block.data.view(unit.dtype)
+            block = pool.try_lease(nbytes)
+        block = block or pool.lease(nbytes, f"gradient of {state.unit.name}")
+        self._streams.wait(*block.fences)
+        return block
 
-    def _start_flush(self, state: UnitGradient, flush: Flush) -> None:
-        job = self._flush_to_disk(state, flush)
-        flush.transfer = self._storage.mover.post(f"storing the gradient of {state.unit.name}", job)
+    def _start(self, state: UnitGradient, item: Contribution) -> None:
+        job = self._store.store(item)
+        item.transfer = self._storage.mover.post(f"storing the gradient of {state.unit.name}", job)
 
     def _settle(self, state: UnitGradient) -> None:
-        """Wait until nothing of the unit is on its way. After a failure the next call tries again.
+        """Wait until the mover has stored what it was given of the unit. After a failure the next call tries again.
 
         Blocks are given back here and not by the mover: one thread owns the pool.
         """
-        flush = state.flush
-        if flush is None:
+        item = state.storing
+        if item is None:
             return
-        if flush.transfer is None:
-            self._start_flush(state, flush)
-        transfer = flush.transfer
+        if item.transfer is None:
+            self._start(state, item)
+        transfer = item.transfer
         if transfer is None:
             raise StateError(f"gradient of {state.unit.name}: nothing is on its way")
         try:
             transfer.result()
         finally:
             if transfer.settled():
-                flush.transfer = None
-            if transfer.settled() and flush.position == state.unit.numel:
-                state.sums, state.nonfinite = np.concatenate(flush.sums), flush.nonfinite
-                state.flush = None
-                flush.block.release()
+                item.transfer = None
+            if transfer.settled() and item.position == state.unit.numel:
+                state.storing = None
+                if item.block is not None:
+                    item.block.release()
 
     def _widen(self, state: UnitGradient) -> None:
         """Move a 16-bit gradient to an fp32 home: a second contribution is about to be added."""
@@ -283,100 +296,23 @@ class Gradients:
         unit = state.unit
         if unit.index not in self._wide:
             self._wide[unit.index] = self._storage.wide_gradient(unit)
-        wide = self._wide[unit.index]
-        self._storage.mover.run(f"widening the gradient of {unit.name}", self._copy_wide(state, wide))
+        wide, narrow, dtype = self._wide[unit.index], state.plane, state.dtype
+        made = self._streams.fence()
+
+        async def widen() -> None:
+            self._streams.wait(made)
+            await self._streams.reached(state.copied)
+            await self._store.widen(unit, narrow, dtype, wide)
+
+        self._storage.mover.run(f"widening the gradient of {unit.name}", widen())
+        self._streams.wait(self._streams.behind_updates())
         state.plane, state.dtype = wide, torch.float32
 
-    async def _copy_wide(self, state: UnitGradient, wide: Plane) -> None:
-        width = state.dtype.itemsize
-        for lo in range(state.unit.begin, state.unit.end, CHUNK_NUMEL):
-            hi = min(lo + CHUNK_NUMEL, state.unit.end)
-            source, target = state.plane.memory(lo, hi), wide.memory(lo, hi)
-            if source is not None and target is not None:
-                kernels.cast(target.view(torch.float32), source.view(state.dtype), threads=self._threads)
-                continue
-            block = await self._storage.arena.lease_when_free((hi - lo) * (4 + width), "gradient chunk")
-            try:
-                narrow = block.data[(hi - lo) * 4 :]
-                await state.plane.read(lo, hi, narrow)
-                kernels.cast(block.view(torch.float32, hi - lo), narrow.view(state.dtype), threads=self._threads)
-                await wide.write(lo, hi, block.data[: (hi - lo) * 4])
-            finally:
-                block.release()
 
-    async def _flush_to_disk(self, state: UnitGradient, flush: Flush) -> None:
-        """Store or add the contribution, from `flush.position` on.
-
-        A chunk whose old values cannot be read is untouched, and the flush goes on there next time. A
-        chunk that cannot be written is complete in memory: the plane keeps a copy until it can be.
-        """
-        unit, width, arena = state.unit, state.dtype.itemsize, self._storage.arena
-        error: BaseException | None = None
-        while flush.position < unit.numel:
-            lo, hi = flush.position, min(flush.position + CHUNK_NUMEL, unit.numel)
-            chunk = await arena.lease_when_free((hi - lo) * (width + flush.buffer.element_size()), "gradient chunk")
-            try:
-                raw = chunk.data[: (hi - lo) * width]
-                if not flush.first:
-                    await state.plane.read(unit.begin + lo, unit.begin + hi, raw)
-                source = flush.buffer[lo:hi]
-                if source.device != raw.device:
-                    copied = chunk.data[(hi - lo) * width :].view(source.dtype)
-                    await self._storage.lane.copy(copied, source, flush.fence)
-                    source = copied
-                self._store_chunk(state, flush, raw.view(state.dtype), source, lo)
-                flush.position = hi
-                try:
-                    await state.plane.write(unit.begin + lo, unit.begin + hi, raw)
-                except StorageError as failure:
-                    state.plane.strand(unit.begin + lo, unit.begin + hi, aligned_copy(raw), _nothing)
-                    error = error or failure
-            finally:
-                chunk.release()
-        if error is not None:
-            raise error
-
-    def _store_chunk(
-        self, state: UnitGradient, flush: Flush, stored: torch.Tensor, source: torch.Tensor, lo: int
-    ) -> None:
-        for slot, again in zip(flush.arrived, flush.again, strict=True):
-            self._add(stored, source, slot, lo, lo + stored.numel(), again=again)
-        if flush.first:
-            _zero_gaps(stored, state.unit, flush.arrived, lo)
-        sums, nonfinite = kernels.block_sumsq(stored, threads=self._threads)
-        flush.sums.append(sums.numpy())
-        flush.nonfinite += int(nonfinite.sum())
-
-    def _add(self, stored: torch.Tensor, source: torch.Tensor, slot: Slot, lo: int, hi: int, *, again: bool) -> None:
-        """Put or add the slot's part of [lo, hi); `stored` and `source` begin at element lo of the unit."""
-        begin = max(slot.offset_numel, lo) - lo
-        end = min(slot.end_numel, hi) - lo
-        if begin >= end:
-            return
-        if again:
-            kernels.accumulate(stored[begin:end], source[begin:end], threads=self._threads)
-        elif stored.dtype == source.dtype:
-            stored[begin:end].copy_(source[begin:end])
-        else:
-            kernels.cast(stored[begin:end], source[begin:end], threads=self._threads)
-
-
-def _zero_gaps(stored: torch.Tensor, unit: Unit, arrived: list[Slot], lo: int) -> None:
-    """Zero what no slot in `arrived` covers; `stored` begins at element `lo` of the unit."""
-    hi = lo + stored.numel()
-    position = lo
-    for slot in sorted(arrived, key=lambda s: s.offset_numel):
-        if slot.offset_numel > position:
-            stored[position - lo : min(slot.offset_numel, hi) - lo].zero_()
-        position = max(position, slot.end_numel)
-        if position >= hi:
-            return
-    stored[position - lo :].zero_()
+def _sums_in(block: Block, unit: Unit) -> BlockSums:
+    """Where a block of the device has room for the sums of the unit's gradient: at its end."""
+    return BlockSums(block.data[block.data.numel() - gradient_sums_bytes(unit) :])
 
 
 def _nothing_to_do(index: int) -> None:
     """Until a step can be taken no gradient is sealed."""
-
-
-def _nothing() -> None:
-    """A stranded copy of its own needs nobody to be told."""

@@ -140,6 +140,7 @@ class UpdatesInBackward:
 
     async def _run(self, unit: Unit, attempt: Attempt) -> None:
         await self._updates.settle_unit(unit)  # the last step's result may still be on its way
+        await self._gradients.arrived(unit.index)
 
         async def update(group: SubGroup) -> None:
             async with self._pipeline.slots:

@@ -22,15 +22,14 @@ from dataclasses import dataclass
 import torch
 
 from offload import kernels
-from offload.arena import Block
-from offload.copies import Fence
 from offload.errors import StateError
 from offload.pinned import aligned_copy
 from offload.planes import settle_all
+from offload.streams import Fence
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
-from zero.staging import Staged
+from zero.staging import Staged, Staging
 from zero.storage import Storage
 
 
@@ -56,6 +55,8 @@ class StepArguments:
     grad_scale: float
     number: int
     """Of the step, counted from 1: errors name it, and moments that are not fp32 are rounded by it."""
+    fence: Fence = None
+    """Behind the last use of the old weights and the gradients on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,8 @@ class Delivery:
 
     into: torch.Tensor
     """uint8, the flat unit."""
-    fence: Fence
-    """Behind the last use of that memory."""
+    fences: tuple[Fence, ...]
+    """Behind the last uses of that memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,6 @@ class _Work:
     @property
     def parts(self) -> list[Staged]:
         return [self.record, *self.weights, *self.gradients]
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
 
 class SubGroupPipeline:
@@ -142,24 +139,27 @@ class SubGroupPipeline:
                 values in memory.
         """
         units = self.trained_units(group, arguments)
-        work = self._work(group, units, wanted, other=False)
-        block = await self._storage.arena.lease_when_free(work.block_bytes, "sub-group")
+        work, streams = self._work(group, units, wanted, other=False), self._storage.streams
+        streams.wait(arguments.fence)
+        staging = await Staging.lease(self._storage, work.parts, "sub-group")
         error: BaseException | None = None
         kept = False
         try:
-            await self._compute_into(block, work, arguments, threads)
+            await self._compute_into(work, arguments, threads)
             for unit, weight in zip(units, work.weights, strict=True):
                 if unit.index in wanted and not weight.borrowed:
                     delivery = wanted[unit.index]
                     target = _part(unit, delivery.into, weight.begin, weight.end)
-                    # A kernel on a device has only been enqueued, on the stream of this thread.
-                    made = self._storage.lane.fence() if weight.bytes.device.type == "cuda" else None
-                    await self._storage.lane.copy(target, weight.bytes, delivery.fence, made)
+                    staging.keep_until(streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence()))
+            # Who uses weights on the device where they live has no other way to see them.
+            await settle_all([weight.write() for weight in work.weights if weight.copied_home])
             applied(frozenset(unit.index for unit in units) & wanted.keys())
-            kept, error = await self._write_back(block, [work.record, *work.weights])
+            kept, error = await self._write_back(
+                staging, [work.record, *(weight for weight in work.weights if not weight.copied_home)]
+            )
         finally:
             if not kept:
-                block.release()
+                staging.release()
         if error is not None:
             raise error
 
@@ -170,15 +170,16 @@ class SubGroupPipeline:
             StorageError: nothing has changed.
         """
         work = self._work(group, self.trained_units(group, arguments), {}, other=True)
-        block = await self._storage.arena.lease_when_free(work.block_bytes, "sub-group")
+        staging = await Staging.lease(self._storage, work.parts, "sub-group")
         try:
-            await self._compute_into(block, work, arguments, threads)
+            await self._compute_into(work, arguments, threads)
             await settle_all([part.write() for part in (work.record, *work.weights)])
         finally:
-            block.release()
+            staging.release()
 
     def _work(self, group: SubGroup, units: list[Unit], wanted: Mapping[int, Delivery], *, other: bool) -> _Work:
         records, weights = self._storage.records[group.space], self._storage.weights[group.space]
+        streams = self._storage.streams
         targets = self._storage.other_slots[group.space] if other else None
         compute = self._storage.compute(group)
         if records is None:
@@ -187,29 +188,27 @@ class SubGroupPipeline:
         def weight_of(unit: Unit) -> Staged:
             begin, end = max(unit.begin, group.begin), min(unit.end, group.end)
             given = _part(unit, wanted[unit.index].into, begin, end) if unit.index in wanted else None
-            return Staged(weights, begin, end, compute, given, targets.weights if targets else None)
+            return Staged(weights, begin, end, compute, streams, given, targets.weights if targets else None)
 
         def gradient_of(unit: Unit) -> Staged:
             plane = self._gradients.taken(unit.index).plane
-            return Staged(plane, max(unit.begin, group.begin), min(unit.end, group.end), compute)
+            return Staged(plane, max(unit.begin, group.begin), min(unit.end, group.end), compute, streams)
 
-        record = Staged(records, group.begin, group.end, compute, target=targets.records if targets else None)
+        target = targets.records if targets else None
+        record = Staged(records, group.begin, group.end, compute, streams, target=target)
         space = self._layout.spaces[group.space]
         return _Work(group, space, units, record, [*map(weight_of, units)], [*map(gradient_of, units)])
 
-    async def _compute_into(self, block: Block, work: _Work, arguments: StepArguments, threads: int) -> None:
-        offset = 0
-        for part in work.parts:
-            offset = part.stage(block, offset)
+    async def _compute_into(self, work: _Work, arguments: StepArguments, threads: int) -> None:
         await settle_all([part.read() for part in work.parts])
         for unit, weight, gradient in zip(work.units, work.weights, work.gradients, strict=True):
             with self._storage.timeline.span(UPDATES, f"{unit.name} in {work.group.name}", weight.bytes.numel()):
                 self._apply(work, unit, weight, gradient, arguments, threads)
 
-    async def _write_back(self, block: Block, parts: list[Staged]) -> tuple[bool, BaseException | None]:
-        """Store the results: (is `block` still needed, first error).
+    async def _write_back(self, staging: Staging, parts: list[Staged]) -> tuple[bool, BaseException | None]:
+        """Store the results: (is `staging` still needed, first error).
 
-        A part that cannot be stored stays in `block`, or in a copy if it lies elsewhere; its plane reads it
+        A part that cannot be stored stays in it, or in a copy if it lies elsewhere; its plane reads it
         from there until a write succeeds.
         """
         results = await asyncio.gather(*(part.write() for part in parts), return_exceptions=True)
@@ -220,7 +219,7 @@ class SubGroupPipeline:
             nonlocal holders
             holders -= 1
             if holders == 0:
-                block.release()
+                staging.release()
 
         needed = holders > 0
         for part, _ in failed:

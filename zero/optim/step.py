@@ -70,7 +70,7 @@ class Stepper:
             if has
         }
         scale = clip_coefficient(self.norm, norm_max)
-        arguments = StepArguments(optimizer.values(index_of, contributed), scale, number)
+        arguments = StepArguments(optimizer.values(index_of, contributed), scale, number, self._storage.streams.fence())
         due = [group for group in self._storage.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
         # No waiting and no searching from here on: half of this is no step.
         done = self._ahead.commit(arguments) if self._ahead is not None else set()

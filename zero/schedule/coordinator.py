@@ -174,6 +174,7 @@ class Coordinator:
 
     def bind_persistent(self) -> None:
         """Bind the units that never leave the device to their home, where they are not."""
+        self._storage.streams.wait(self._storage.streams.behind_updates())
         for unit in self._layout.units:
             if unit.persistent and not self._bound[unit.index].bound:
                 memory = self._storage.weights[self._layout.space_of(unit)].memory(unit.begin, unit.end)
@@ -223,6 +224,8 @@ class Coordinator:
         counters = self.counters
         if index in self._live or index in self._held:
             counters.hits += 1
+            if index in self._live:
+                self._loader.follow(self._live[index])
             return
         arrival = self._arrivals.get(index)
         if arrival is not None and arrival.outdated:
@@ -237,8 +240,7 @@ class Coordinator:
         else:
             counters.late += 1
         try:
-            if arrival.transfer is not None:
-                arrival.transfer.result()
+            self._loader.await_values(arrival)
         except BaseException as error:
             tell(error)
             self._discard(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from offload.copies import write_plane
 from offload.errors import StorageError, tell, was_told
 from offload.mover import Transfer
 from offload.pinned import aligned_copy
+from offload.streams import Fence
 from zero.optim.behind import DueUpdates
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
@@ -27,7 +29,9 @@ class Arrival:
     """uint8, the unit's bytes, its storage exactly as long."""
     block: Block | None
     """What to give back on release; None when the values are used where they live."""
-    transfer: Transfer[None] | None
+    transfer: Transfer[Any] | None
+    fence: Fence = None
+    """On a device the values are there behind it; known once the transfer has settled."""
 
     @property
     def settled(self) -> bool:
@@ -46,7 +50,9 @@ class Draining:
 
     unit: Unit
     block: Block
-    transfer: Transfer[None] | None
+    transfer: Transfer[Any] | None
+    fence: Fence = None
+    """Behind its last use on a device."""
 
 
 class Loader:
@@ -82,8 +88,27 @@ class Loader:
         if block is None:
             return None
         # An alias: binding swaps the memory behind `block.data`, and the update goes on writing from there.
-        job = self._updates.fetch(unit, exact_alias(block.data), self._storage.lane.fence())
+        job = self._updates.fetch(unit, exact_alias(block.data), block.fences)
         return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
+
+    def await_values(self, arrival: Arrival) -> None:
+        """Return once the values are on their way to the device, if not there: what follows on it waits for them.
+
+        Raises:
+            StorageError: they are not.
+        """
+        streams = self._storage.streams
+        if arrival.transfer is not None:
+            arrival.fence = arrival.transfer.result()
+        if arrival.block is None:  # used where they live, and where updates write them
+            arrival.fence = streams.behind_updates()
+        self.follow(arrival)
+
+    def follow(self, arrival: Arrival) -> None:
+        """The calling thread's stream uses the values from now on; they may have been awaited by another."""
+        self._storage.streams.wait(arrival.fence)
+        if arrival.fence is not None and arrival.fence.query():
+            arrival.fence = None
 
     def lease_error(self, unit: Unit) -> Block:
         """Lease the unit's memory or raise BudgetError; for when nothing can make room any more."""
@@ -107,7 +132,7 @@ class Loader:
                 self._store_modified(unit, arrival.data)
         finally:  # an interrupt may have ended the wait: then something still moves
             if arrival.block is not None:
-                self._draining.append(Draining(unit, arrival.block, arrival.transfer))
+                self._draining.append(Draining(unit, arrival.block, arrival.transfer, self._storage.streams.fence()))
                 self._reclaim()
 
     def drain(self) -> None:
@@ -134,11 +159,14 @@ class Loader:
         moving = [leaving for leaving in self._draining if self._moves(leaving)]
         for leaving in self._draining:
             if leaving not in moving:
-                leaving.block.release()
+                leaving.block.release(leaving.fence)
         self._draining = moving
 
     def _moves(self, leaving: Draining) -> bool:
-        return not (leaving.transfer is None or leaving.transfer.settled()) or self._updates.borrows(leaving.unit.index)
+        if leaving.transfer is not None and not leaving.transfer.settled():
+            return True
+        # Only memory that the disk can address is written from; the update of a GPU's goes through the host.
+        return self._storage.streams.shared and self._updates.borrows(leaving.unit.index)
 
     def _drain_one(self) -> None:
         """Wait for the one that was let go first."""
@@ -150,10 +178,13 @@ class Loader:
         self._reclaim()
 
     def _store_modified(self, unit: Unit, data: torch.Tensor) -> None:
-        plane = self._storage.weights[self._layout.space_of(unit)]
+        plane, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
         self._changed(unit.index)
+        modified = streams.fence()
 
         async def store() -> None:
+            streams.wait(modified)
+            await streams.reached(modified, streams.behind_copies_in())
             await self._updates.settle_unit(unit)  # its update writes to the same place
             try:
                 await write_plane(plane, unit.begin, unit.end, data, self._storage.arena)

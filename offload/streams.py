@@ -1,0 +1,221 @@
+"""The order of work on a device: streams of our own beside the user's, and fences between them.
+
+[Note: streams] The user's streams compute: a hook runs with that stream current on which the model's work around it
+runs. Three are ours: one copies to the device, one copies to the host, and on the third the mover works with what
+lives on the device. A fence is a mark behind all that a stream has been given so far. Streams wait for fences; the
+host waits only where it needs the bytes itself: memory that it is going to read, or to overwrite.
+
+[Note: one logic] A machine without a GPU has no streams: there `Streams` copies at once and no fence exists. The same
+callers run with copies that lag behind in the tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from offload.timeline import COPIES, Timeline
+
+
+class Mark(Protocol):
+    """A point in the order of a stream's work."""
+
+    def query(self) -> bool:
+        """True once the stream has come so far. Never blocks."""
+
+
+Fence: TypeAlias = "Mark | None"
+"""None: there is nothing to wait for."""
+
+
+class Leased(Protocol):
+    """Something to give back."""
+
+    def release(self) -> None:
+        """Do so."""
+
+
+class Streams:
+    """Those of a device that is the host itself: everything has happened when a call returns."""
+
+    shared = True
+    """The device's memory is the host's: the disk and the CPU's kernels can address it."""
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline or Timeline()
+        self._leaving: deque[tuple[Leased, tuple[Fence, ...]]] = deque()
+        self._reaper: asyncio.Future[None] | None = None
+
+    # ---- any thread ---------------------------------------------------------------------------
+
+    def fence(self) -> Fence:
+        """Behind all that the calling thread's current stream has been given."""
+        return None
+
+    def behind_copies_in(self) -> Fence:
+        """Behind every copy to the device so far."""
+        return None
+
+    def behind_updates(self) -> Fence:
+        """Behind all that the mover has given the device so far."""
+        return None
+
+    def wait(self, *fences: Fence) -> None:
+        """Let the calling thread's current stream wait for them. The thread itself goes on."""
+
+    def follow(self, stream: Any) -> Any:
+        """The calling thread's current stream, made to wait for all that `stream` has been given.
+
+        Args:
+            stream: what an earlier call returned, or None.
+        """
+        return None
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+        """Copy once the device has come to `after`; returns a fence behind the copy. Until then both stay as they are.
+
+        Args:
+            target: (N,) of the device.
+            source: (N,) of the same dtype, of the host (pinned: else the thread may have to wait) or the device.
+            after: fences.
+        """
+        with self._timeline.span(COPIES, f"to {target.device}", source.nbytes):
+            target.copy_(source)
+        return None
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+        """As `copy_in`, from the device to the host."""
+        return self.copy_in(target, source, *after)
+
+    # ---- the mover's loop ---------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """The calling thread is the mover: what it gives the device goes to a stream of its own."""
+
+    async def reached(self, *fences: Fence) -> None:
+        """Return once all are passed; the loop goes on meanwhile."""
+
+    def release(self, block: Leased, *fences: Fence) -> None:
+        """Give `block` back once all are passed; returns at once."""
+        waiting = tuple(fence for fence in fences if fence is not None)
+        if not waiting:
+            block.release()
+            return
+        self._leaving.append((block, waiting))
+        if self._reaper is None or self._reaper.done():
+            self._reaper = asyncio.ensure_future(self._reap())
+
+    def close(self) -> None:
+        """Wait until the device is idle: its memory is about to be freed."""
+
+    async def _reap(self) -> None:
+        while self._leaving:
+            block, fences = self._leaving[0]
+            await self.reached(*fences)
+            self._leaving.popleft()
+            block.release()
+
+
+class CudaStreams(Streams):
+    """Those of one GPU."""
+
+    shared = False
+
+    def __init__(self, device: torch.device, timeline: Timeline | None = None) -> None:
+        super().__init__(timeline)
+        self._device = device
+        self._in, self._out, self._updates = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for _ in range(3)
+        )
+        self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence")
+
+    def fence(self) -> Fence:
+        """See `Streams`."""
+        return self._mark(torch.cuda.current_stream(self._device))
+
+    def behind_copies_in(self) -> Fence:
+        """See `Streams`."""
+        return self._mark(self._in)
+
+    def behind_updates(self) -> Fence:
+        """See `Streams`."""
+        return self._mark(self._updates)
+
+    def wait(self, *fences: Fence) -> None:
+        """See `Streams`."""
+        self._hold(torch.cuda.current_stream(self._device), fences)
+
+    def follow(self, stream: Any) -> Any:
+        """See `Streams`."""
+        current = torch.cuda.current_stream(self._device)
+        if stream is not None and stream != current:
+            self._hold(current, (self._mark(stream),))
+        return current
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+        """See `Streams`."""
+        return self._copy(self._in, target, source, after)
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+        """See `Streams`."""
+        return self._copy(self._out, target, source, after)
+
+    def enter(self) -> None:
+        """See `Streams`. Sets the thread's device too."""
+        torch.cuda.set_stream(self._updates)
+
+    async def reached(self, *fences: Fence) -> None:
+        """See `Streams`. A thread sleeps in the driver for each; polling would cost the loop its time."""
+        for fence in fences:
+            if isinstance(fence, torch.cuda.Event) and not fence.query():  # type: ignore[no-untyped-call]
+                await asyncio.get_running_loop().run_in_executor(self._waiters, fence.synchronize)
+
+    def close(self) -> None:
+        """See `Streams`. Waits for the user's streams too: they may still compute with our memory."""
+        torch.cuda.synchronize(self._device)
+        self._waiters.shutdown()
+
+    def _copy(
+        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: tuple[Fence, ...]
+    ) -> Fence:
+        self._hold(stream, after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        copied = self._mark(stream)
+        if self._timeline.on and copied is not None:
+            self._waiters.submit(self._record, copied, f"to {target.device}", time.perf_counter_ns(), source.nbytes)
+        return copied
+
+    def _record(self, copied: Any, name: str, begin_ns: int, nbytes: int) -> None:
+        """Note a copy from when it was asked for until it is done; only while somebody records."""
+        copied.synchronize()
+        self._timeline.add(COPIES, name, begin_ns, nbytes)
+
+    @staticmethod
+    def _hold(stream: torch.cuda.Stream, fences: tuple[Fence, ...]) -> None:
+        for fence in fences:
+            if isinstance(fence, torch.cuda.Event):
+                stream.wait_event(fence)
+
+    @staticmethod
+    def _mark(stream: torch.cuda.Stream) -> Fence:
+        # Blocking: a host thread that waits for it sleeps instead of spinning on a core.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+def open_streams(device: torch.device, timeline: Timeline | None = None) -> Streams:
+    """The streams of `device`; copies are noted in `timeline`."""
+    return CudaStreams(device, timeline) if device.type == "cuda" else Streams(timeline)
+
+
+def shares_host_memory(device: torch.device) -> bool:
+    """True when the disk and the CPU can address the device's memory."""
+    return device.type == "cpu"

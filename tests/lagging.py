@@ -1,0 +1,128 @@
+"""A device whose copies lag behind, without a GPU: what forgets to wait for one reads old bytes or loses new ones.
+
+Its memory is the host's, but nothing treats it so: units, gradients and deliveries pass through pools and chunks as
+they would on a GPU. A copy runs when somebody waits for it, and not before; one that is due on a real device at once
+may be late there too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from offload.streams import Fence, Streams
+from offload.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Position:
+    """Behind the first `count` copies of a stream."""
+
+    stream: LaggingStream
+    count: int
+
+    def query(self) -> bool:
+        return self.stream.done >= self.count
+
+
+class LaggingStream:
+    """Copies in order, each run when somebody needs it."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[torch.Tensor, torch.Tensor, tuple[Fence, ...]]] = deque()
+        self.given = self.done = 0
+
+    def add(self, target: torch.Tensor, source: torch.Tensor, after: tuple[Fence, ...]) -> Position:
+        assert (target.dtype, target.shape) == (source.dtype, source.shape)
+        self._waiting.append((target, source, after))
+        self.given += 1
+        return self.now()
+
+    def now(self) -> Position:
+        return Position(self, self.given)
+
+    def run(self, count: int) -> None:
+        while self.done < count:
+            target, source, after = self._waiting.popleft()
+            run_to(after)
+            target.copy_(source)
+            self.done += 1
+
+
+def run_to(fences: tuple[Fence, ...]) -> None:
+    for fence in fences:
+        if fence is not None:
+            assert isinstance(fence, Position)
+            fence.stream.run(fence.count)
+
+
+class LaggingStreams(Streams):
+    """The host computes at once, so its own work needs no fence: what a stream would wait for is run first."""
+
+    shared = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.incoming, self.outgoing = LaggingStream(), LaggingStream()
+        self.waited_by_host = 0
+        self._lock = threading.RLock()
+
+    def behind_copies_in(self) -> Fence:
+        return self.incoming.now()
+
+    def wait(self, *fences: Fence) -> None:
+        with self._lock:
+            run_to(fences)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+        with self._lock:
+            return self.incoming.add(target, source, after)
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor, *after: Fence) -> Fence:
+        with self._lock:
+            return self.outgoing.add(target, source, after)
+
+    async def reached(self, *fences: Fence) -> None:
+        if all(fence is None or fence.query() for fence in fences):
+            return
+        await asyncio.sleep(0.001)  # others get their turn first, with the copies still outstanding
+        self.waited_by_host += 1
+        self.wait(*fences)
+
+    def close(self) -> None:
+        self.wait(self.incoming.now(), self.outgoing.now())
+
+
+@contextmanager
+def lagging_device(monkeypatch: pytest.MonkeyPatch, *, eager: bool = True) -> Iterator[list[LaggingStreams]]:
+    """Engines opened inside have such a device; yields their streams.
+
+    Args:
+        eager: updates that need no disk run inside the step, as where states live on the device; else behind it.
+    """
+    from zero.optim.pipeline import SubGroupPipeline
+
+    at_once = SubGroupPipeline.at_once
+    made: list[LaggingStreams] = []
+
+    def opened(device: torch.device, timeline: Timeline) -> LaggingStreams:
+        made.append(LaggingStreams())
+        return made[-1]
+
+    def at_once_if_eager(pipeline: SubGroupPipeline, *given: Any) -> bool:
+        return eager and at_once(pipeline, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setenv("ZERO_NO_ALIAS", "1")
+        patch.setattr("zero.storage.open_streams", opened)
+        patch.setattr("zero.planner.shares_host_memory", lambda device: False)
+        patch.setattr(SubGroupPipeline, "at_once", at_once_if_eager)
+        yield made

@@ -1,0 +1,189 @@
+"""Copies to and from a device are never waited for too little: a device whose copies lag trains to the same bits.
+
+The paths are those of a GPU; see `lagging.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lagging import LaggingStreams, lagging_device
+from models import build, make_config, tokens, trainability
+from reference import differences, snapshot
+from torch import Tensor
+
+import zero
+from offload.errors import BudgetError
+
+Open = Callable[..., Any]
+DEVICES = ("none", "cpu", "nvme")
+PAIRS = tuple(itertools.product(DEVICES, DEVICES))
+OFFLOADED = tuple(pair for pair in PAIRS if pair != ("none", "none"))
+STEPS = 4
+
+
+def run_loop(engine: Any, *, backwards: int = 1, steps: int = STEPS) -> None:
+    index = 0
+    for _ in range(steps):
+        for _ in range(engine.gradient_accumulation_steps()):
+            for _ in range(backwards):
+                engine.backward(engine(tokens(index)))
+                index += 1
+            engine.step()
+
+
+def held(engine: Any, names: Any) -> dict[str, Any]:
+    found: dict[str, Any] = snapshot(engine, names)
+    return found
+
+
+def assert_same(
+    open_engine: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    use: Callable[[Any], None],
+    *,
+    model: str = "gpt",
+    eager: bool = True,
+) -> list[LaggingStreams]:
+    """`use` an engine on the CPU and one with a lagging device; both hold the same values then."""
+    names = trainability(build(model))
+    plain = open_engine(build(model), config)
+    use(plain)
+    expected = held(plain, names)
+    with lagging_device(monkeypatch, eager=eager) as made:
+        engine = open_engine(build(model), config)
+        use(engine)
+        assert differences(held(engine, names), expected) == []
+        assert engine.get_global_grad_norm() == plain.get_global_grad_norm()
+        engine.close()
+    (streams,) = made
+    assert streams.incoming.given == streams.incoming.done and streams.outgoing.given == streams.outgoing.done
+    return made
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["in the step", "behind it"])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_every_pair_of_tiers_trains_to_the_same_bits(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], eager: bool
+) -> None:
+    config = make_config(pair, nvme_path, clipping=0.1)
+    (streams,) = assert_same(open_engine, monkeypatch, config, run_loop, eager=eager)
+    assert streams.incoming.given > 0 and streams.outgoing.given > 0
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several in each unit, so that the memory of one serves for another of the same unit."""
+    monkeypatch.setattr("zero.optim.contributions.CHUNK_NUMEL", 4096)
+    monkeypatch.setattr("zero.optim.contributions.WIDE_CHUNK_NUMEL", 4096)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("pair", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_gradients_are_added_up_on_the_host(
+    open_engine: Open,
+    nvme_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[str, str],
+    backwards: int,
+    accumulation: int,
+) -> None:
+    """Announced or not: widened on the device or on the host."""
+    config = make_config(pair, nvme_path, accumulation=accumulation, clipping=0.1)
+    assert_same(open_engine, monkeypatch, config, lambda engine: run_loop(engine, backwards=backwards), eager=False)
+
+
+@pytest.mark.parametrize("model", ["tied", "lora", "mixed", "odd_sizes", "reused"])
+def test_models_of_every_structure_agree(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    config = make_config(("nvme", "nvme"), nvme_path, clipping=0.1)
+    assert_same(open_engine, monkeypatch, config, run_loop, model=model)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("more_bytes", [0, 40_000, 80_000])
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_go_to_the_disk_when_memory_is_short(
+    open_engine: Open,
+    nvme_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    accumulation: int,
+    backwards: int,
+    more_bytes: int,
+) -> None:
+    """With room for none of them, for some, and for most."""
+
+    def config(host_bytes: int) -> dict[str, Any]:
+        budget = {"memory_budget": {"host": host_bytes}}
+        return make_config(("nvme", "nvme"), nvme_path, accumulation=accumulation, clipping=0.1, **budget)
+
+    with lagging_device(monkeypatch), pytest.raises(BudgetError, match="takes at least") as refused:
+        zero.initialize(model=build("gpt"), config=config(1))
+    found = re.search(r"takes at least ([\d,]+)", str(refused.value))
+    assert found is not None
+    host_bytes = int(found[1].replace(",", "")) + more_bytes
+    spilled: list[str] = []
+
+    def use(engine: Any) -> None:
+        run_loop(engine, backwards=backwards)
+        spilled.extend(tier for tier in engine.plan.gradient_tiers.values() if tier == "nvme")
+
+    assert_same(open_engine, monkeypatch, config(host_bytes), use)
+    assert spilled
+
+
+@pytest.mark.parametrize("keys", [{"ratio": 0.5}, {"state_dtype": "bf16"}], ids=["ratio", "bf16 states"])
+@pytest.mark.parametrize("pair", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_states_on_both_sides_and_narrow_ones_agree(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], keys: dict[str, Any]
+) -> None:
+    config = make_config(pair, nvme_path, clipping=0.1, zero={"offload_optimizer": keys, "sub_group_size": 8192})
+    assert_same(open_engine, monkeypatch, config, run_loop, eager=False)
+
+
+@pytest.mark.parametrize("persistence", [0, 200])
+def test_small_units_that_stay_on_the_device_are_current(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, persistence: int
+) -> None:
+    config = make_config(("cpu", "cpu"), nvme_path, zero={"stage3_param_persistence_threshold": persistence})
+    assert_same(open_engine, monkeypatch, config, run_loop, eager=False)
+
+
+def test_updates_inside_backward_wait_for_their_gradients(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(("nvme", "nvme"), nvme_path, zero={"offload_optimizer": {"update_in_backward": True}})
+    assert_same(open_engine, monkeypatch, config, run_loop)
+
+
+def test_what_is_edited_and_what_is_dropped_agree(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses: list[Tensor] = []
+
+    def use(engine: Any) -> None:
+        run_loop(engine, steps=2)
+        engine.backward(engine(tokens(20)))
+        engine.zero_grad()
+        with torch.no_grad():
+            losses.append(engine(tokens(21)).clone())
+            with zero.GatheredParameters([engine.module.head.weight]):
+                engine.module.head.weight.mul_(0.5)
+            losses.append(engine(tokens(21)).clone())
+        run_loop(engine, steps=2)
+
+    for pair in (("cpu", "cpu"), ("nvme", "nvme")):
+        assert_same(open_engine, monkeypatch, make_config(pair, nvme_path), use, eager=False)
+        assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:]))
+        losses.clear()

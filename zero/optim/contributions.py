@@ -1,0 +1,246 @@
+"""One contribution to a unit's gradient, on its way from the buffer autograd filled to its home.
+
+What has a home in memory that the buffer's device can address is put there at once. From a GPU to the host it is
+copied beside the computation, with the block sums made on the device; what has to be added to earlier
+contributions there, and everything that goes to the disk, passes through chunks of the arena on the mover's loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from offload import kernels
+from offload.arena import Block
+from offload.errors import StorageError
+from offload.mover import Transfer
+from offload.pinned import aligned_copy
+from offload.planes import Plane
+from offload.sizes import BLOCK_NUMEL
+from offload.streams import Fence
+from zero.params.layout import Slot, Unit
+from zero.pools import WIDE_CHUNK_NUMEL, WIDE_CHUNKS
+from zero.storage import Storage
+
+CHUNK_NUMEL = 256 * 1024
+"""A multiple of the block."""
+
+
+class BlockSums:
+    """What the norm needs of one flat gradient: views of uint8 memory, 16 bytes for each block of 4096 elements.
+
+    Attributes:
+        sums: fp64, a sum of squares per block.
+        nonfinite: int64, the number of inf and NaN in it.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        half = data.numel() // 2
+        self.sums, self.nonfinite = data[:half].view(torch.float64), data[half:].view(torch.int64)
+
+    def part(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of elements [lo, hi); `lo` is a multiple of the block."""
+        first, last = lo // BLOCK_NUMEL, -(-hi // BLOCK_NUMEL)
+        return self.sums[first:last], self.nonfinite[first:last]
+
+
+@dataclass(slots=True)
+class Contribution:
+    """What has arrived for one unit. Storing it goes on where a failure stopped it."""
+
+    unit: Unit
+    plane: Plane
+    dtype: torch.dtype
+    """What the plane holds for this unit."""
+    buffer: torch.Tensor
+    """The flat gradient, unit.numel elements of unit.dtype; garbage where nothing has arrived."""
+    arrived: list[Slot]
+    again: list[bool]
+    """Per slot in `arrived`: is it added to an earlier contribution?"""
+    first: bool
+    """The plane holds nothing for this step yet."""
+    sums: BlockSums
+    """In host memory; rewritten wherever the gradient is."""
+    summed: bool = False
+    """The device has made the sums, and they are on their way."""
+    fence: Fence = None
+    """Behind what filled the buffer."""
+    block: Block | None = None
+    """The lease behind the buffer."""
+    position: int = 0
+    """Elements that have been dealt with."""
+    transfer: Transfer[None] | None = None
+    """The attempt under way; None after a failure."""
+
+
+class ContributionStore:
+    """Puts contributions where they belong.
+
+    Args:
+        threads: of the CPU kernels.
+    """
+
+    def __init__(self, storage: Storage, threads: int) -> None:
+        self._storage, self._streams, self._threads = storage, storage.streams, threads
+
+    def can_address(self, memory: torch.Tensor | None, buffer: torch.Tensor) -> bool:
+        """True when kernels that run on the buffer can write to `memory`."""
+        if memory is None or memory.device != buffer.device:
+            return False
+        return self._streams.shared or memory.device.type != "cpu"
+
+    def put(self, item: Contribution, home: torch.Tensor, sums: BlockSums) -> None:
+        """Store all of it in addressable memory, with the sums in `sums` there."""
+        stored = home.view(item.dtype)
+        if item.block is None:  # collected where it is stored
+            zero_gaps(stored, item.unit, item.arrived, 0)
+            kernels.block_sumsq(stored, sums.part(0, item.unit.numel), threads=self._threads)
+        else:
+            self._store_run(item, stored, item.buffer, 0, sums)
+
+    def copy_out(self, item: Contribution, home: torch.Tensor, sums: BlockSums) -> Fence:
+        """Have a first contribution copied from the device to `home`, pinned host memory; returns at once.
+
+        Args:
+            item: the first of its step.
+            home: of the plane.
+            sums: of the device, as long as item.sums.
+
+        Returns:
+            Behind the copies.
+        """
+        unit, stored = item.unit, home.view(item.dtype)
+        zero_gaps(item.buffer, unit, item.arrived, 0)
+        if item.dtype == unit.dtype:
+            kernels.block_sumsq(item.buffer, sums.part(0, unit.numel))
+            self._streams.copy_out(stored, item.buffer, self._streams.fence())
+        else:
+            self._widen_out(item, stored, sums)
+        return self._streams.copy_out(item.sums.data, sums.data, self._streams.fence())
+
+    def sum_on_device(self, item: Contribution, sums: BlockSums) -> None:
+        """Have the sums of a first contribution made where it is, so that `store` need not touch it."""
+        if item.first and item.dtype == item.unit.dtype:
+            zero_gaps(item.buffer, item.unit, item.arrived, 0)
+            kernels.block_sumsq(item.buffer, sums.part(0, item.unit.numel))
+            self._streams.copy_out(item.sums.data, sums.data, self._streams.fence())
+            item.summed = True
+
+    def _widen_out(self, item: Contribution, stored: torch.Tensor, sums: BlockSums) -> None:
+        """Cast and sum on the device, chunk by chunk: some are copied while the next is made."""
+        streams, pool = self._streams, self._storage.gradient_pool
+        leaving: deque[tuple[Block, Fence]] = deque()
+        for lo in range(0, item.unit.numel, WIDE_CHUNK_NUMEL):
+            hi = min(lo + WIDE_CHUNK_NUMEL, item.unit.numel)
+            if len(leaving) == WIDE_CHUNKS:
+                oldest, copied = leaving.popleft()
+                oldest.release(copied)
+            block = pool.lease((hi - lo) * item.dtype.itemsize, f"gradient of {item.unit.name}")
+            streams.wait(*block.fences)
+            wide = block.view(item.dtype, hi - lo)
+            kernels.cast_sumsq(wide, item.buffer[lo:hi], into=sums.part(lo, hi))
+            leaving.append((block, streams.copy_out(stored[lo:hi], wide, streams.fence())))
+        for block, copied in leaving:
+            block.release(copied)
+
+    async def store(self, item: Contribution) -> None:
+        """Store or add it through the arena, from `item.position` on.
+
+        A chunk whose old values cannot be read is untouched, and the next attempt goes on there. A chunk that
+        cannot be written is complete in memory: the plane keeps a copy until it can be. What the device is still
+        copying to the same place arrives before the chunk does: copies to the host are made in order.
+
+        Raises:
+            StorageError: of the first chunk that failed.
+        """
+        unit, plane = item.unit, item.plane
+        error: BaseException | None = None
+        while item.position < unit.numel:
+            lo, hi = item.position, min(item.position + CHUNK_NUMEL, unit.numel)
+            home = plane.memory(unit.begin + lo, unit.begin + hi)
+            stored_bytes = 0 if home is not None else (hi - lo) * item.dtype.itemsize
+            passes = not (self._streams.shared or item.summed)
+            source_bytes = (hi - lo) * unit.dtype.itemsize if passes else 0
+            chunk = await self._storage.arena.lease_when_free(stored_bytes + source_bytes, "gradient chunk")
+            try:
+                raw = chunk.data[:stored_bytes] if home is None else home
+                if home is None and not item.first:
+                    await plane.read(unit.begin + lo, unit.begin + hi, raw)
+                source = item.buffer[lo:hi]
+                if not self._streams.shared:
+                    copied = chunk.data[stored_bytes:].view(unit.dtype) if passes else raw.view(unit.dtype)
+                    await self._streams.reached(self._streams.copy_out(copied, source, item.fence))
+                    source = copied
+                if not item.summed:
+                    self._store_run(item, raw.view(item.dtype), source, lo, item.sums)
+                item.position = hi
+                if home is None:
+                    error = await self._write(plane, unit.begin + lo, unit.begin + hi, raw) or error
+            finally:
+                chunk.release()
+        if error is not None:
+            raise error
+
+    async def _write(self, plane: Plane, begin: int, end: int, raw: torch.Tensor) -> StorageError | None:
+        try:
+            await plane.write(begin, end, raw)
+        except StorageError as failure:
+            plane.strand(begin, end, aligned_copy(raw), _nothing)
+            return failure
+        return None
+
+    def _store_run(
+        self, item: Contribution, stored: torch.Tensor, source: torch.Tensor, lo: int, sums: BlockSums
+    ) -> None:
+        """Put or add elements from `lo` on; `stored` and `source` begin there. The sums are rewritten."""
+        hi = lo + stored.numel()
+        into = sums.part(lo, hi)
+        if item.first:  # one pass over memory: what has not arrived is zero at the source
+            zero_gaps(source, item.unit, item.arrived, lo)
+            kernels.cast_sumsq(stored, source, into=into, threads=self._threads)
+            return
+        for slot, again in zip(item.arrived, item.again, strict=True):
+            begin, end = max(slot.offset_numel, lo) - lo, min(slot.end_numel, hi) - lo
+            if begin < end and again:
+                kernels.accumulate(stored[begin:end], source[begin:end], threads=self._threads)
+            elif begin < end:
+                kernels.cast(stored[begin:end], source[begin:end], threads=self._threads)
+        kernels.block_sumsq(stored, into, threads=self._threads)
+
+    async def widen(self, unit: Unit, narrow: Plane, dtype: torch.dtype, wide: Plane) -> None:
+        """Copy a 16-bit gradient to its fp32 home. Raises StorageError."""
+        for lo in range(unit.begin, unit.end, CHUNK_NUMEL):
+            hi = min(lo + CHUNK_NUMEL, unit.end)
+            source, target = narrow.memory(lo, hi), wide.memory(lo, hi)
+            if source is not None and target is not None:
+                kernels.cast(target.view(torch.float32), source.view(dtype), threads=self._threads)
+                continue
+            block = await self._storage.arena.lease_when_free((hi - lo) * (4 + dtype.itemsize), "gradient chunk")
+            try:
+                raw = block.data[(hi - lo) * 4 :]
+                await narrow.read(lo, hi, raw)
+                kernels.cast(block.view(torch.float32, hi - lo), raw.view(dtype), threads=self._threads)
+                await wide.write(lo, hi, block.data[: (hi - lo) * 4])
+            finally:
+                block.release()
+
+
+def zero_gaps(flat: torch.Tensor, unit: Unit, arrived: Iterable[Slot], lo: int) -> None:
+    """Zero what no slot in `arrived` covers; `flat` begins at element `lo` of the unit."""
+    hi = lo + flat.numel()
+    position = lo
+    for slot in sorted(arrived, key=lambda s: s.offset_numel):
+        if slot.offset_numel > position:
+            flat[position - lo : min(slot.offset_numel, hi) - lo].zero_()
+        position = max(position, slot.end_numel)
+        if position >= hi:
+            return
+    flat[position - lo :].zero_()
+
+
+def _nothing() -> None:
+    """A stranded copy of its own needs nobody to be told."""

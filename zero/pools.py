@@ -1,0 +1,75 @@
+"""How much memory is set aside for what passes through it, on a GPU above all: on the CPU less has to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up
+from zero.params.layout import Layout, SubGroup, Unit
+
+WIDE_CHUNK_NUMEL, WIDE_CHUNKS = 1 << 20, 3
+"""Elements of a gradient that are widened at once on a GPU, and how many such chunks are on their way."""
+
+
+def gradient_sums_bytes(unit: Unit) -> int:
+    """Bytes of the block sums and non-finite counts of one unit's gradient."""
+    return 16 * -(-unit.numel // BLOCK_NUMEL)
+
+
+class PoolSizes:
+    """Sizes for one model.
+
+    Args:
+        on_gpu: the device's memory is not the host's.
+        wide: gradients are accumulated in fp32 from the start.
+    """
+
+    def __init__(self, layout: Layout, *, on_gpu: bool, wide: bool) -> None:
+        self._layout, self._on_gpu, self._wide = layout, on_gpu, wide
+        self._trained = [unit for unit in layout.units if unit.trainable]
+
+    def stand_in(self) -> int:
+        """Bytes that released parameters look at; on the CPU its pages share one small block."""
+        return max((unit.nbytes for unit in self._layout.units), default=0) if self._on_gpu else 0
+
+    def sums(self) -> int:
+        """Pinned bytes of the host for all block sums: a GPU can write to no other memory there."""
+        return sum(map(gradient_sums_bytes, self._trained)) if self._on_gpu else 0
+
+    def gradients(self) -> int:
+        """Room for two flat gradients of the largest unit; on a GPU with their sums, and with chunks widened there."""
+        flat = 2 * max((unit.numel * unit.dtype.itemsize for unit in self._trained), default=0)
+        if not self._on_gpu or not flat:
+            return flat
+        sums = max(align_up(gradient_sums_bytes(unit), PAGE_BYTES) for unit in self._trained)
+        return flat + 2 * sums + (WIDE_CHUNKS * WIDE_CHUNK_NUMEL * 4 if self._wide else 0)
+
+    def staged_width(self, weights: bool, gradients: bool, widened: bool) -> int:
+        """Bytes per element that an update on a GPU brings there: weights, gradients, or such as may become fp32."""
+        width = max((unit.dtype.itemsize for unit in self._trained), default=0)
+        return (width if weights else 0) + (4 if widened else width if gradients else 0)
+
+    def updates(self, groups: Sequence[SubGroup], staged_bytes_per_element: int, in_flight: int) -> int:
+        """Room for what updates on a GPU work on and does not live there.
+
+        Args:
+            groups: sub-groups updated on the GPU.
+            staged_bytes_per_element: widths of the planes that pass through, added up.
+            in_flight: sub-groups at a time.
+        """
+        if not self._on_gpu or not staged_bytes_per_element or not groups:
+            return 0
+        # Each unit's part of a plane begins on a page of its own.
+        units = max(len(list(self._layout.spaces[g.space].overlapping(g.begin, g.end))) for g in groups)
+        numel = max(group.end - group.begin for group in groups)
+        return in_flight * (numel * staged_bytes_per_element + 2 * (units + 1) * PAGE_BYTES)
+
+
+def prefix_that_fits(sizes: Iterable[int], limit: int) -> tuple[int, int]:
+    """(how many of the first sizes fit into `limit` together, what they leave of it)."""
+    count = 0
+    for size in sizes:
+        if size > limit:
+            break
+        count, limit = count + 1, limit - size
+    return count, limit
