@@ -7,7 +7,7 @@ from torch import nn
 
 from offload.binding import FlatStorage, Poison
 from zero.params.layout import Slot, Unit
-from zero.params.released import Keeper, mark, set_present, set_released, unmark
+from zero.params.released import Keeper, mark, set_present, set_released
 
 
 class BoundUnit:
@@ -67,8 +67,3 @@ class BoundUnit:
         for parameter in self.parameters:
             set_released(parameter)
         return self._storage.unbind()
-
-    def disown(self) -> None:
-        """End of the engine: parameters keep no tie to it. They stay as they are, bound or poison."""
-        for parameter in self.parameters:
-            unmark(parameter)
