@@ -6,11 +6,31 @@ The names users know from DeepSpeed: `initialize`, `Init`, `GatheredParameters`.
 from __future__ import annotations
 
 from zero.engine import ZeroEngine
+from zero.estimates import (
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from zero.initialize import initialize
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init
+from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
 from zero.statistics import Statistics
 
 __version__ = "0.1.0"
 
-__all__ = ["GatheredParameters", "Init", "Statistics", "ZeroEngine", "__version__", "initialize"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "Statistics",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeroEngine",
+    "__version__",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "initialize",
+]

@@ -23,8 +23,8 @@ from zero.storage import Storage
 RETURN_NUMEL = 16 << 20
 """Handing freed memory back walks the whole heap, so it is done once for so many elements stored."""
 
-ReadSource = Callable[[nn.Parameter, int, int], torch.Tensor]
-"""(parameter, begin, end) -> its initial values [begin, end), 1-D, on the CPU or the device."""
+ReadSource = Callable[[Slot, int, int], torch.Tensor]
+"""(slot, begin, end) -> its initial values [begin, end), 1-D, on the CPU or the device."""
 
 
 class Adoption:
@@ -131,11 +131,10 @@ class Adoption:
     def _sources(self, unit: Unit, lo: int, hi: int) -> list[tuple[Slot, int, int, torch.Tensor]]:
         """(slot, first, last, values [first, last) of the parameter) for elements [lo, hi) of the unit."""
         found = []
-        parameters = self._bound[unit.index].parameters
-        for slot, parameter in zip(unit.slots, parameters, strict=True):
+        for slot in unit.slots:
             first, last = max(lo - slot.offset_numel, 0), min(hi - slot.offset_numel, slot.numel)
             if first < last:
-                found.append((slot, first, last, self._read(parameter, first, last)))
+                found.append((slot, first, last, self._read(slot, first, last)))
         return found
 
     def _finish(self, space: Space, begin: int, end: int) -> None:

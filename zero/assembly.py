@@ -19,7 +19,6 @@ from offload.threads import update_threads
 from zero.adoption import Adoption, read_parameter
 from zero.backward import BackwardWatch
 from zero.config import Config
-from zero.covering import cover_model
 from zero.editing import UnitEditor
 from zero.keeping import EngineKeeper, take_back
 from zero.machine import read_machine
@@ -31,9 +30,10 @@ from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
 from zero.params.initialisation import forget, provisional_source
-from zero.params.layout import Slot, build_layout
-from zero.params.units import collect_leaves, nested_numel
-from zero.planner import Planner
+from zero.params.layout import Slot, Unit
+from zero.params.tiles import Tile, TiledKeeper
+from zero.params.units import CoveredUnit, collect_leaves
+from zero.planning import lay_out, make_plan
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
@@ -91,13 +91,12 @@ class Assembly:
         self._owner, self._model, self._config = owner, model, config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
-        self._covered = cover_model(model, self.leaves, trainable, config)
-        self.layout = build_layout([unit.content for unit in self._covered], world_size=1)
+        self._covered, self.layout = lay_out(model, self.leaves, trainable, config)
         take_back(leaf.parameter for leaf in self.leaves)
-        device, nested = owner.device, nested_numel(self._covered, self.layout)
-        self.plan = Planner(self.layout, config, read_machine(device), device, owner.in_place, nested).make()
+        machine = read_machine(owner.device)
+        self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place)
         logger.info("%s", self.plan.table())
-        self.storage = Storage(self.layout, self.plan, config, device)
+        self.storage = Storage(self.layout, self.plan, config, owner.device)
         self._built = False
 
     def build(self) -> None:
@@ -105,8 +104,8 @@ class Assembly:
         owner, layout, storage, device = self._owner, self.layout, self.storage, self._owner.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
         self.bound = [
-            BoundUnit(unit, [self.leaves[slot.index].parameter for slot in unit.slots], poison, device)
-            for unit in layout.units
+            BoundUnit(unit, self._parameters(unit, covered), poison, device)
+            for unit, covered in zip(layout.units, self._covered, strict=True)
         ]
         self.gradients = Gradients(layout, storage, device, owner.in_place, owner.threads)
         pipeline = SubGroupPipeline(layout, storage, self.gradients)
@@ -124,8 +123,23 @@ class Assembly:
             self._model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline
         )
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed)
-        self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor)
+        self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor, self._wholes())
+        self._tiled = self._tiled_keepers()
         self._built = True
+
+    def _parameters(self, unit: Unit, covered: CoveredUnit) -> list[nn.Parameter]:
+        return [covered.tile.weight] if covered.tile else [self.leaves[slot.index].parameter for slot in unit.slots]
+
+    def _wholes(self) -> list[nn.Parameter]:
+        return [leaf.parameter for leaf in self.leaves]
+
+    def _tiled_keepers(self) -> dict[int, TiledKeeper]:
+        """Parameter index -> its keeper, of those in tiles."""
+        tiles: dict[int, list[Tile]] = {}
+        for unit, covered in zip(self.layout.units, self._covered, strict=True):
+            if covered.tile is not None:
+                tiles.setdefault(unit.slots[0].index, []).append(covered.tile)
+        return {i: TiledKeeper(self.leaves[i].parameter, parts, self.keeper) for i, parts in tiles.items()}
 
     def _scopes(self) -> dict[nn.Module, list[int]]:
         scopes: dict[nn.Module, list[int]] = {}
@@ -137,13 +151,20 @@ class Assembly:
     def adopt(self) -> None:
         """Move the model's values into the planes; each parameter is released as soon as its own are stored."""
 
-        def read(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+        def read(slot: Slot, begin: int, end: int) -> torch.Tensor:
+            parameter, first = self.leaves[slot.index].parameter, slot.first_numel
             keeper = provisional_source(parameter)
-            return keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end)
+            source = keeper.read if keeper else read_parameter
+            return source(parameter, first + begin, first + end)
 
         def done(bound: BoundUnit, slot: Slot) -> None:
-            forget(self.leaves[slot.index].parameter)
+            tiled = self._tiled.get(slot.index)
+            if tiled is None:
+                forget(self.leaves[slot.index].parameter)
             bound.adopt(slot, self.keeper)
+            if tiled is not None and tiled.adopted():
+                forget(tiled.whole)
+                tiled.release(slot.name)
 
         Adoption(self.layout, self.bound, self.storage, read, done).run()
         return_freed_memory()

@@ -31,6 +31,7 @@ def cover_model(model: nn.Module, leaves: list[Leaf], trainable: set[int], confi
         numel_max=None if explicit is None else explicit // LIVE_UNITS,
         persistence_numel=zero.stage3_param_persistence_threshold,
         compute_dtype=torch.bfloat16 if config.bf16.enabled else None,
+        live_numel_max=explicit,
     )
     for leaf in leaves:
         p = leaf.parameter

@@ -164,7 +164,8 @@ class Planner:
         elif largest is not None and largest_numel > live:
             raise ConfigError(
                 f"zero_optimization.stage3_max_live_parameters: unit {largest.name} alone has {largest_numel:,} "
-                f"elements (padding included), more than the limit of {live:,}; raise it to at least {largest_numel:,}"
+                f"elements (padding included), more than the limit of {live:,}; raise it to at least {largest_numel:,} "
+                "(only weights that nothing but nn.Linear and nn.Embedding owns are tiled; or use zero.TiledLinear)"
             )
         prefetch = zero.stage3_prefetch_bucket_size
         reuse = zero.stage3_max_reuse_distance

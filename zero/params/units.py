@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from offload.sizes import BLOCK_NUMEL, align_up
 from zero.params.layout import Layout, UnitContent
+from zero.params.tiles import Tile, can_tile, row_ranges
 
 
 @dataclass(slots=True)
@@ -27,12 +29,18 @@ class Leaf:
     owners: list[nn.Module] = field(default_factory=list)
 
 
+class SeparateUnits(nn.ModuleList):
+    """A list whose modules are units of their own, also if there is only one: they are called one after the other."""
+
+
 @dataclass(slots=True)
 class CoveredUnit:
     """A unit's content and the modules whose calls are uses of it."""
 
     content: UnitContent
     scopes: list[nn.Module]
+    tile: Tile | None = None
+    """What holds the unit's parameter, where that is some rows of one of the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,12 @@ class CoverRules:
     """Parameters of at most this many elements never leave the device; 0: none."""
     compute_dtype: torch.dtype | None
     """Floating parameters are kept in this dtype; None: as they are."""
+    live_numel_max: int | None = None
+    """Explicit `stage3_max_live_parameters`: what is larger is cut into tiles of at most `numel_max`. None: nothing."""
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """What a parameter is kept in."""
+        return self.compute_dtype or parameter.dtype if parameter.is_floating_point() else parameter.dtype
 
 
 def collect_leaves(model: nn.Module) -> list[Leaf]:
@@ -98,6 +112,9 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: Cove
             if id(parameter) not in taken:
                 taken.add(id(parameter))
                 group.append(by_id[id(parameter)])
+        for leaf in _too_large(group, rules):
+            group.remove(leaf)
+            units.extend(_tile_units(leaf, id(leaf.parameter) in trainable, rules))
         units.extend(_uniform_units(root, group_name, group, trainable, rules))
     return units
 
@@ -124,7 +141,7 @@ def _is_boundary(module: nn.Module) -> bool:
     children = list(module.children())
     return (
         isinstance(module, nn.ModuleList)
-        and len(children) > 1
+        and len(children) > (0 if isinstance(module, SeparateUnits) else 1)
         and all(type(child) is type(children[0]) for child in children)
         and _subtree_numel(children[0]) > 0
         and can_root(children[0])
@@ -142,9 +159,8 @@ def _uniform_units(
     kinds: dict[tuple[torch.dtype, bool, bool], list[Leaf]] = {}
     for leaf in group:
         p = leaf.parameter
-        dtype = rules.compute_dtype if rules.compute_dtype is not None and p.is_floating_point() else p.dtype
         persistent = 0 < rules.persistence_numel >= p.numel()
-        kinds.setdefault((dtype, id(p) in trainable, persistent), []).append(leaf)
+        kinds.setdefault((rules.dtype_of(p), id(p) in trainable, persistent), []).append(leaf)
     for (dtype, is_trainable, persistent), members in kinds.items():
         suffix = "" if len(kinds) == 1 else f"[{'+'.join(_kind_words(dtype, is_trainable, persistent))}]"
         content = UnitContent(
@@ -155,6 +171,36 @@ def _uniform_units(
             persistent,
         )
         yield CoveredUnit(content, _scopes(root, members))
+
+
+def _too_large(group: list[Leaf], rules: CoverRules) -> list[Leaf]:
+    """Parameters that have to be tiled, the largest first, so that the rest of the group can be live at once."""
+    if rules.live_numel_max is None:
+        return []
+    numel = sum(leaf.parameter.numel() for leaf in group)
+    large: list[Leaf] = []
+    for leaf in sorted(group, key=lambda leaf: -leaf.parameter.numel()):
+        if align_up(numel, BLOCK_NUMEL) <= rules.live_numel_max:
+            break
+        if can_tile(leaf.parameter, leaf.owners):
+            large.append(leaf)
+            numel -= leaf.parameter.numel()
+    return large
+
+
+def _tile_units(leaf: Leaf, trainable: bool, rules: CoverRules) -> Iterator[CoveredUnit]:
+    rows, width = leaf.parameter.shape
+    for begin, end in row_ranges(rows, width, rules.numel_max or rows * width):
+        tile = Tile(leaf.parameter, begin, end)
+        content = UnitContent(
+            f"{leaf.names[0]}[{begin}:{end}]",
+            ((leaf.index, tuple(leaf.names), tile.weight.shape),),
+            rules.dtype_of(leaf.parameter),
+            trainable,
+            persistent=False,
+            first_numel=begin * width,
+        )
+        yield CoveredUnit(content, [tile], tile)
 
 
 def _kind_words(dtype: torch.dtype, trainable: bool, persistent: bool) -> list[str]:

@@ -7,7 +7,7 @@ parameters see them). Hooks say when uses begin and end; the policy says what to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +58,8 @@ class Coordinator:
         self._in_backward = False
         self._recomputed: set[int] = set()
         """Units that a backward has brought in; they stay until a backward use of them ends, or the backward."""
+        self._recomputing: Counter[int] = Counter()
+        """Open calls of a recomputation."""
         self._held: set[int] = set()
         """Units bound by an editor."""
 
@@ -107,8 +109,14 @@ class Coordinator:
             self.begin_recompute(index)
         self._backward_uses[index] += 1
 
-    def begin_recompute(self, index: int) -> None:
-        """A forward inside backward uses the unit: it stays until a backward use of it ends."""
+    def begin_recompute(self, index: int, *, by_call: bool = False) -> None:
+        """A forward inside backward uses the unit: it stays until a backward use of it ends, where there is room.
+
+        Args:
+            index: the unit.
+            by_call: a call does, and `end_recompute` will say when it returns.
+        """
+        self._recomputing[index] += by_call
         if self._persistent(index) or self._backward_uses[index] or index in self._recomputed:
             return
         self._in_backward = True
@@ -116,6 +124,11 @@ class Coordinator:
         self._bring(index)
         self._recomputed.add(index)
         self._prefetch(with_backward=True)
+
+    def end_recompute(self, indices: Iterable[int]) -> None:
+        """A call returned that began to recompute: until gradients reach it, its units may go for others."""
+        for index in indices:
+            self._recomputing[index] = max(self._recomputing[index] - 1, 0)
 
     def end_backward_use(self, index: int) -> bool:
         """Gradients have passed such a call. True if that was the last open use; ignored if none was open."""
@@ -134,6 +147,7 @@ class Coordinator:
         open_uses = {index for index, count in self._backward_uses.items() if count} | self._recomputed
         self._backward_uses.clear()
         self._recomputed.clear()
+        self._recomputing.clear()
         for index in open_uses:
             if not self._forward_uses[index] and not self._persistent(index):
                 self._keep_or_release(index, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
@@ -256,14 +270,12 @@ class Coordinator:
             BudgetError: what is in use now leaves no room.
         """
         unit = self._layout.units[index]
-        evict = make_room(
-            index,
-            self._resident(),
-            self._in_use(),
-            self._horizon(with_backward=True),
-            self._numel,
-            self._limits.live_numel_max,
-        )
+        horizon = self._horizon(with_backward=True)
+        # What is used goes under no circumstances; what has been recomputed and waits for its gradients, if it must.
+        for pinned in (self._in_use(), self._in_use() - self._waiting()):
+            evict = make_room(index, self._resident(), pinned, horizon, self._numel, self._limits.live_numel_max)
+            if evict is not None:
+                break
         if evict is None:
             in_use = sorted((self._layout.units[i] for i in self._in_use()), key=lambda u: u.index)
             names = ", ".join(f"{u.name} ({u.numel:,})" for u in in_use)
@@ -281,7 +293,8 @@ class Coordinator:
         arrival = self._loader.begin(unit)
         while arrival is None and must:
             # Enough is free, but in holes: the unit needed last makes room for a contiguous run.
-            candidates = [i for i in self._resident() if i not in self._in_use()]
+            free = [i for i in self._resident() if i not in self._in_use()]
+            candidates = free or [i for i in self._resident() if i in self._waiting()]
             if not candidates:
                 self._loader.lease_error(unit).release()
             upcoming = list(self._horizon(with_backward=True))
@@ -311,6 +324,12 @@ class Coordinator:
 
     def _in_use(self) -> set[int]:
         return {i for i in self._live if self._used(i)}
+
+    def _waiting(self) -> set[int]:
+        """Recomputed units that no open call uses: gradients will bring them back."""
+        return {
+            i for i in self._recomputed if not (self._forward_uses[i] or self._backward_uses[i] or self._recomputing[i])
+        }
 
     def _used(self, index: int) -> bool:
         return bool(self._forward_uses[index] or self._backward_uses[index] or index in self._recomputed)
@@ -351,6 +370,7 @@ class Coordinator:
         arrival = self._live.pop(index, None)
         if arrival is None:
             return
+        self._recomputed.discard(index)
         bound = self._bound[index]
         modified = bound.modified
         bound.unbind()
