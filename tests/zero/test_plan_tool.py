@@ -40,6 +40,9 @@ LLAMA = {
 """70.6 billion parameters."""
 
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str, Any], str]:
     def written(name: str, content: Any) -> str:
@@ -49,8 +52,9 @@ def write(tmp_path: Path) -> Callable[[str, Any], str]:
     return written
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("name", ["gpt", "tied", "lora"])
+@pytest.mark.parametrize(
+    ("name", "pair"), [*(("gpt", pair) for pair in PAIRS), ("tied", ("nvme", "nvme")), ("lora", ("nvme", "nvme"))]
+)
 def test_the_plan_on_the_meta_device_is_the_plan_that_the_engine_allocates(
     open_engine: Open, nvme_path: Path, pair: tuple[str, str], name: str
 ) -> None:

@@ -175,7 +175,7 @@ def _uniform_units(
 
 def _too_large(group: list[Leaf], rules: CoverRules) -> list[Leaf]:
     """Parameters that have to be tiled, the largest first, so that the rest of the group can be live at once."""
-    if rules.live_numel_max is None:
+    if rules.live_numel_max is None or rules.live_numel_max < BLOCK_NUMEL:  # no unit is that small
         return []
     numel = sum(leaf.parameter.numel() for leaf in group)
     large: list[Leaf] = []
