@@ -232,6 +232,7 @@ class DueUpdates:
             running.returned.set_result(None)
 
         try:
+            turn()
             await self._pipeline.update(group, self._arguments, wanted, Told(turn, applied, returned), threads)
         except BaseException as error:
             named = error
