@@ -30,6 +30,8 @@ class Home:
     memory: torch.Tensor | None
     """uint8, as long as the plane says [begin, end) is; None when the home is the swap space."""
     swap_offset: int = -1
+    host_offset: int = -1
+    """Where `memory` begins in the plane's host memory, if it does."""
 
 
 @dataclass(slots=True)
@@ -107,7 +109,12 @@ class Plane:
         homes: disjoint and sorted; what no home covers cannot be read or written.
         disk: needed when a home lies in the swap space.
         streams: needed when a home lies on a device; what the mover does to it is behind all it did before.
+
+    Attributes:
+        host: the memory that the homes in host memory are pieces of, uint8; None if unknown, or there are none.
     """
+
+    host: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -150,7 +157,7 @@ class Plane:
 
     def close(self) -> None:
         """Let go of the memory homes; the plane holds nothing any more."""
-        self._homes, self._begins, self._stranded, self._disk = [], [], [], None
+        self._homes, self._begins, self._stranded, self._disk, self.host = [], [], [], None, None
 
     def memory(self, begin: int, end: int) -> torch.Tensor | None:
         """The bytes of [begin, end) where they are, if one memory home holds them all; else None."""
@@ -160,6 +167,13 @@ class Plane:
         if home.memory is None or end > home.end:
             return None
         return self._slice(home, begin, end)
+
+    def host_range(self, begin: int, end: int) -> tuple[int, int] | None:
+        """Which bytes of `host` hold [begin, end), if one home there holds them all; else None."""
+        home = self._home_at(begin)
+        if home.host_offset < 0 or end > home.end:
+            return None
+        return home.host_offset + self.nbytes(home.begin, begin), home.host_offset + self.nbytes(home.begin, end)
 
     def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, torch.Tensor | None]]:
         """(first, last, bytes where they are in memory or None) of each home's part of [begin, end), in order."""

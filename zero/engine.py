@@ -282,16 +282,16 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
 
     def close(self) -> None:
         """Give everything back: hooks, memory, threads, files. The parameters' values are gone. Idempotent."""
-        if self._closed:
-            self._storage.close()  # an interrupt may have stopped the first attempt
+        begun, self._closed = self._closed, True
+        self._hooks.remove()
+        self._watch.remove()
+        if begun:  # an interrupt may have stopped the first attempt
+            self._storage.close()
             return
-        self._closed = True
         self._finalizer.detach()
         try:
             self._stepper.stop()
             self.changed()
-            self._hooks.remove()
-            self._watch.remove()
             self._gradients.clear()
             self._hooks.reset()
             self._coordinator.end_backward()

@@ -263,15 +263,20 @@ class Storage:
             for tier in (DEVICE, HOST)
             if any(t == tier for _, _, t in runs)
         }
-        homes = []
+        homes, host_bytes = [], 0
         for begin, end, tier in runs:
             nbytes = nbytes_of(begin, end)
             if tier == NVME:
                 homes.append(Home(begin, end, None, self._swap_used_bytes))
                 self._swap_used_bytes += nbytes
             else:
-                homes.append(Home(begin, end, regions[tier].take(nbytes)))
-        return self._kept(Plane(name, width, homes, self.disk, self.streams))
+                homes.append(
+                    Home(begin, end, regions[tier].take(nbytes), host_offset=host_bytes if tier == HOST else -1)
+                )
+                host_bytes += nbytes if tier == HOST else 0
+        plane = Plane(name, width, homes, self.disk, self.streams)
+        plane.host = regions[HOST].data if HOST in regions else None
+        return self._kept(plane)
 
     def _kept(self, plane: Plane) -> Plane:
         self._planes.append(plane)
