@@ -7,7 +7,7 @@ planes hold comes with its exact master and its moments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ class Adoption:
     Args:
         read: where values come from.
         done: called with (unit, slot) once a parameter is stored completely.
+        only: indices of the parameters that are stored over what the planes hold; everything else stays, moments too.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class Adoption:
         storage: Storage,
         read: ReadSource,
         done: Callable[[BoundUnit, Slot], None],
+        only: Collection[int] | None = None,
     ) -> None:
         self._layout, self._bound, self._storage = layout, bound, storage
-        self._read, self._done = read, done
+        self._read, self._done, self._only = read, done, only
         self._stored_numel = 0
         """Since freed memory was last handed back."""
 
@@ -75,6 +77,8 @@ class Adoption:
 
         self._storage.mover.run("waiting for initial values", follow())
         for group in self._storage.plan.sub_groups:
+            if not self._concerns(self._layout.spaces[group.space].overlapping(group.begin, group.end)):
+                continue
             self._storage.mover.run("storing initial values", self._adopt_group(group))
             self._finish(self._layout.spaces[group.space], group.begin, group.end)
             self._stored_numel += group.end - group.begin
@@ -84,9 +88,22 @@ class Adoption:
                 return_freed_memory()
         for index, space in enumerate(self._layout.spaces):
             if not space.trainable:
-                for unit in space.units:
+                for unit in filter(lambda unit: self._concerns([unit]), space.units):
                     self._storage.mover.run(f"storing {unit.name}", self._adopt_frozen(index, unit))
                     self._finish(space, unit.begin, unit.end)
+
+    def _concerns(self, units: Iterable[Unit]) -> bool:
+        only = self._only
+        return only is None or any(slot.index in only for unit in units for slot in unit.slots)
+
+    async def _begin(self, parts: list[Staged]) -> None:
+        """Nothing, or what the planes hold."""
+        if self._only is not None:
+            await settle_all([part.read() for part in parts])
+            return
+        for part in parts:
+            if not part.in_place:  # a plane in memory is zero already, and moments that nobody writes cost nothing
+                part.bytes.zero_()
 
     async def _adopt_group(self, group: SubGroup) -> None:
         space = self._layout.spaces[group.space]
@@ -103,9 +120,7 @@ class Adoption:
         parts = [record, *runs]
         staging = await Staging.lease(self._storage, parts, "sub-group")
         try:
-            for part in parts:
-                if not part.in_place:  # a plane in memory is zero already, and moments that nobody writes cost nothing
-                    part.bytes.zero_()
+            await self._begin(parts)
             state = self._storage.plan.record_format(space).over(record.bytes, group.begin, group.end)
             for unit, weight in zip(units, runs, strict=True):
                 self._encode(unit, weight, state, weight.begin - group.begin)
@@ -126,8 +141,8 @@ class Adoption:
                 kernels.split(target, remainder, piece.weight.to(target.device, torch.float32))
             else:
                 target.copy_(piece.weight)
-                if remainder is not None and piece.remainder is not None:
-                    remainder.copy_(piece.remainder)
+                if remainder is not None:
+                    remainder.zero_() if piece.remainder is None else remainder.copy_(piece.remainder)
             if piece.moments is not None:
                 if moments is None:
                     moments = (
@@ -149,8 +164,7 @@ class Adoption:
             part = Staged(plane, unit.begin + lo, unit.begin + hi, where, self._storage.streams)
             staging = await Staging.lease(self._storage, [part], "frozen weights")
             try:
-                if not part.in_place:
-                    part.bytes.zero_()
+                await self._begin([part])
                 stored = part.bytes.view(unit.dtype)
                 for slot, piece in self._pieces(unit, lo, hi, state=False):
                     at = slot.offset_numel + piece.first - lo
@@ -164,7 +178,7 @@ class Adoption:
         parameters = self._bound[unit.index].parameters
         for slot, parameter in zip(unit.slots, parameters, strict=True):
             first, last = max(lo - slot.offset_numel, 0), min(hi - slot.offset_numel, slot.numel)
-            if first < last:
+            if first < last and (self._only is None or slot.index in self._only):
                 for piece in self._read(parameter, first, last, state):
                     yield slot, piece
 

@@ -32,8 +32,8 @@ from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
-from zero.params.initialisation import forget, provisional_source
 from zero.params.layout import Slot, build_layout
+from zero.params.provisional import forget, provisional_source
 from zero.params.units import collect_leaves, nested_numel
 from zero.planner import Planner
 from zero.schedule.coordinator import Coordinator

@@ -58,6 +58,11 @@ class EngineKeeper:
             for name in slot.names
         }
 
+    @property
+    def owner(self) -> Owner:
+        """The engine."""
+        return self._owner
+
     def inherit(self, other: EngineKeeper) -> None:
         """Remember in which dtype the model had what `other` kept until now."""
         self._dtype_of.update((key, dtype) for key, dtype in other._dtype_of.items() if key in self._dtype_of)

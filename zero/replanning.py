@@ -134,6 +134,15 @@ class FollowsModel:
             )
         return self._follow()
 
+    def at_rest(self) -> Assembly:
+        """The parts, to rewrite their planes: nothing of them moves, no unit is bound, no graph counts any more."""
+        parts = self._parts
+        _rest(parts)
+        self._persistent_bound = False
+        parts.coordinator.release_all()
+        parts.watch.generation += 1
+        return parts
+
     def ready(self, what: str) -> None:
         """Take the step that was asked for; the engine's."""
         raise NotImplementedError
@@ -162,9 +171,7 @@ class FollowsModel:
     def _exchange(self, old: Assembly, census: Census) -> None:
         """Make parts for the model as it is, fill them from the old ones, and go on with them."""
         began = time.perf_counter()
-        _rest(old)
-        self._persistent_bound = False
-        old.coordinator.release_all()
+        self.at_rest()
         present = {id(p) for p in census.parameters()}
         new = Assembly(self, self.module, census.held & present, self._config, old)  # type: ignore[arg-type]
         source = old.stored()
@@ -213,7 +220,6 @@ def _switch(old: Assembly, new: Assembly, leaving: list[tuple[Leaf, torch.Tensor
         old.keeper.release(leaf.parameter, value)
     new.take_all()
     new.keeper.inherit(old.keeper)
-    old.watch.generation += 1  # graphs ask the watch that saw them made
     new.watch.generation, new.watch.torn = old.watch.generation, old.watch.torn
     new.stepper.norm = old.stepper.norm
     new.install()
@@ -242,8 +248,9 @@ def _first_gradients(parts: Assembly) -> None:
     """A parameter that was run as an ordinary one before (`model(x)`, not the engine) may have a gradient already."""
     for bound in parts.bound:
         for position, parameter in enumerate(bound.parameters):
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None and bound.unit.trainable and parameter.requires_grad:
+            gradient = parameter.grad if bound.unit.trainable and parameter.requires_grad else None
+            if gradient is not None:
+                parameter.grad = None
                 parts.gradients.arrive(bound.unit.index, position, gradient)
     parts.gradients.flush_all()
 
