@@ -60,8 +60,7 @@ def half_up(value: torch.Tensor) -> torch.Tensor:
 # ---- the bits arrive ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("name", ["tied", "mixed", "odd_sizes"])
+@pytest.mark.parametrize(("name", "shards"), [("tied", 1), ("tied", 3), ("mixed", 3), ("odd_sizes", 1)])
 def test_a_model_under_init_gets_the_checkpoint_and_keeps_fp32_bits_in_its_masters(
     open_engine: Open, nvme_path: Path, tmp_path: Path, name: str, shards: int
 ) -> None:
@@ -83,8 +82,9 @@ def test_a_model_under_init_gets_the_checkpoint_and_keeps_fp32_bits_in_its_maste
     engine.step()
 
 
-@pytest.mark.parametrize("pair", [("none", "none"), ("cpu", "nvme"), NVME], ids="-".join)
-@pytest.mark.parametrize("persistent", [0, 600])
+@pytest.mark.parametrize(
+    ("pair", "persistent"), [(("none", "none"), 0), (("cpu", "nvme"), 600), (NVME, 0), (NVME, 600)]
+)
 def test_an_engine_takes_new_weights_and_keeps_its_states(
     open_engine: Open, nvme_path: Path, tmp_path: Path, pair: tuple[str, str], persistent: int
 ) -> None:
@@ -206,7 +206,7 @@ def make_integer(values: dict[str, Any]) -> None:
         (make_integer, ["norm.weight", "model.safetensors", "expected torch.", "got torch.int32", "does not convert"]),
     ],
 )
-@pytest.mark.parametrize("wrapped", [False, True], ids=["under init", "engine"])
+@pytest.mark.parametrize("wrapped", [pytest.param(False, marks=pytest.mark.slow), True], ids=["under init", "engine"])
 def test_what_does_not_fit_is_named_and_nothing_changes(
     open_engine: Open,
     nvme_path: Path,

@@ -73,8 +73,9 @@ def assert_masters(engine: Any, plain: nn.Module) -> None:
         assert torch.equal(engine.full_master(name), value.detach().float()), name
 
 
-@pytest.mark.parametrize("fetched_bytes_max", [None, 4096], ids=["", "little memory"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "fetched_bytes_max"), [*((name, None) for name in MAKERS), ("t5", 4096), ("inside_another", 4096)]
+)
 def test_a_model_has_the_bits_of_one_built_in_memory(
     open_engine: Open,
     nvme_path: Path,
