@@ -40,6 +40,9 @@ class Traffic:
 
     read_bytes: int = 0
     write_bytes: int = 0
+    earlier_read_seconds: float = 0.0
+    """With reads in flight, before this disk took over from another."""
+    earlier_write_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -59,6 +62,14 @@ class Disk:
         """Write `buffer` (uint8, host) to the swap space; `what` is its name in a timeline. Raises StorageError."""
         await self._move(self.aio.write, offset, buffer, what)
         self.traffic.write_bytes += buffer.numel()
+
+    def follow(self, other: Disk) -> None:
+        """Go on counting where `other`, which is at rest, stops."""
+        mine, theirs, seconds = self.traffic, other.traffic, other.aio.stats()
+        mine.read_bytes += theirs.read_bytes
+        mine.write_bytes += theirs.write_bytes
+        mine.earlier_read_seconds += theirs.earlier_read_seconds + seconds.read_seconds
+        mine.earlier_write_seconds += theirs.earlier_write_seconds + seconds.write_seconds
 
     def close(self) -> None:
         """Free the files, whatever the engine says: nothing may move any more."""

@@ -9,8 +9,9 @@ from zero.engine import ZeroEngine
 from zero.initialize import initialize
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init
+from zero.pretrained import load_pretrained
 from zero.statistics import Statistics
 
 __version__ = "0.1.0"
 
-__all__ = ["GatheredParameters", "Init", "Statistics", "ZeroEngine", "__version__", "initialize"]
+__all__ = ["GatheredParameters", "Init", "Statistics", "ZeroEngine", "__version__", "initialize", "load_pretrained"]

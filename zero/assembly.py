@@ -7,6 +7,7 @@ one from the first and goes on with that.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -15,8 +16,9 @@ from torch import nn
 
 from offload.binding import Poison
 from offload.pinned import keep_freed_memory, return_freed_memory
+from offload.sizes import format_bytes
 from offload.threads import update_threads
-from zero.adoption import Adoption, read_parameter
+from zero.adoption import Adoption, Piece, read_parameter
 from zero.backward import BackwardWatch
 from zero.config import Config
 from zero.covering import cover_model
@@ -30,14 +32,15 @@ from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
-from zero.params.initialisation import forget, provisional_source
 from zero.params.layout import Slot, build_layout
+from zero.params.provisional import forget, provisional_source
 from zero.params.units import collect_leaves, nested_numel
 from zero.planner import Planner
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
 from zero.storage import Storage
+from zero.stored_values import StoredValues
 
 logger = logging.getLogger("zero")
 
@@ -81,22 +84,32 @@ class Assembly:
         model: the whole tree.
         trainable: id(parameter) of those the optimizer holds.
         config: validated configuration.
+        previous: the owner's parts until now; they keep their values until `switch`.
 
     Raises:
         ConfigError: a knob or a parameter that cannot be; names it.
         BudgetError: the plan does not fit; nothing was allocated.
     """
 
-    def __init__(self, owner: Owner, model: nn.Module, trainable: set[int], config: Config) -> None:
+    keeper: EngineKeeper
+
+    def __init__(
+        self,
+        owner: Owner,
+        model: nn.Module,
+        trainable: set[int],
+        config: Config,
+        previous: Assembly | None = None,
+    ) -> None:
         self._owner, self._model, self._config = owner, model, config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
         self._covered = cover_model(model, self.leaves, trainable, config)
         self.layout = build_layout([unit.content for unit in self._covered], world_size=1)
-        take_back(leaf.parameter for leaf in self.leaves)
+        take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
         device, nested = owner.device, nested_numel(self._covered, self.layout)
         self.plan = Planner(self.layout, config, read_machine(device), device, owner.in_place, nested).make()
-        logger.info("%s", self.plan.table())
+        logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
         self.storage = Storage(self.layout, self.plan, config, device)
         self._built = False
 
@@ -136,18 +149,50 @@ class Assembly:
 
     def adopt(self) -> None:
         """Move the model's values into the planes; each parameter is released as soon as its own are stored."""
-
-        def read(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
-            keeper = provisional_source(parameter)
-            return keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end)
-
-        def done(bound: BoundUnit, slot: Slot) -> None:
-            forget(self.leaves[slot.index].parameter)
-            bound.adopt(slot, self.keeper)
-
-        Adoption(self.layout, self.bound, self.storage, read, done).run()
+        began = time.perf_counter()
+        from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
+        Adoption(self.layout, self.bound, self.storage, _read_model, self._take).run()
         return_freed_memory()
         keep_freed_memory()
+        logger.info(
+            "model cut in place in %.1f s: %s of its values were in memory%s, %s where zero.Init had put them",
+            time.perf_counter() - began,
+            format_bytes(from_memory),
+            " (none would be if it were built under zero.Init)" if from_memory else "",
+            format_bytes(spilled),
+        )
+
+    def _by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters whose values are in memory, and those that `Init` has cut."""
+        kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+        for leaf in self.leaves:
+            kinds[provisional_source(leaf.parameter) is not None].append(leaf.parameter)
+        return kinds
+
+    def fill(self, source: StoredValues) -> None:
+        """Copy what another assembly's planes hold, and what the model itself holds. The model stays as it is."""
+
+        def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
+            if source.holds(parameter):
+                return source.pieces(parameter, begin, end, state)
+            return _read_model(parameter, begin, end, state)
+
+        Adoption(self.layout, self.bound, self.storage, read, lambda bound, slot: None).run()
+
+    def take_all(self) -> None:
+        """After `fill`: from here on the planes keep the parameters' values."""
+        for bound in self.bound:
+            for slot in bound.unit.slots:
+                self._take(bound, slot)
+
+    def _take(self, bound: BoundUnit, slot: Slot) -> None:
+        forget(self.leaves[slot.index].parameter)
+        bound.adopt(slot, self.keeper)
+
+    def stored(self) -> StoredValues:
+        """Reads the planes, once nothing is due or under way."""
+        places = {id(p): (b.unit, slot) for b in self.bound for slot, p in zip(b.unit.slots, b.parameters, strict=True)}
+        return StoredValues(self.layout, self.storage, places)
 
     def install(self) -> None:
         """Put hooks on the model; from here on the parts run it."""
@@ -164,3 +209,9 @@ class Assembly:
                 self.keeper.return_values()
         finally:
             self.storage.close()
+
+
+def _read_model(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
+    """Values of a parameter that no engine keeps: `Init` has cut it, or it is an ordinary one."""
+    keeper = provisional_source(parameter)
+    yield Piece(begin, keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end))

@@ -48,9 +48,12 @@ class BackwardWatch:
         """Receive the gradient of every parameter."""
         for unit in bound:
             for position, parameter in enumerate(unit.parameters):
-                if parameter.requires_grad:
+                trained = parameter.requires_grad
+                if trained or unit.unit.trainable:
                     receiver = self._receiver(unit.unit, position)
+                    parameter.requires_grad_(True)  # torch asks for it here; one that is frozen now may not be later
                     handle = parameter.register_post_accumulate_grad_hook(receiver)  # type: ignore[no-untyped-call]
+                    parameter.requires_grad_(trained)
                     self._handles.append(handle)
 
     def remove(self) -> None:
@@ -82,8 +85,8 @@ class BackwardWatch:
         self._check_open("backward")
         if generation != self.generation:
             raise StateError(
-                "backward: this graph was made before the last step(); its weights have changed since. "
-                "Run the forward again"
+                "backward: this graph was made before the last step() or change of the model; its weights have changed "
+                "since. Run the forward again"
             )
         self._announce()
 

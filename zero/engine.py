@@ -21,6 +21,7 @@ from zero.config import Config
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
 from zero.params.layout import Unit
+from zero.replanning import Census, FollowsModel
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
 from zero.tracing import Traced, Tracer, traced
@@ -28,7 +29,7 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
+class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -70,6 +71,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             parts.undo()
             raise
         self.module = model
+        self._census = Census(model, self.optimizer)
+        self._census.decline()
         self.train(model.training)
 
     def _use(self, parts: Assembly) -> None:
@@ -86,6 +89,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched."""
         self.ready("forward")
+        self._follow()
         try:
             with self._forward.running():
                 return self.module(*args, **kwargs)

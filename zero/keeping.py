@@ -58,6 +58,20 @@ class EngineKeeper:
             for name in slot.names
         }
 
+    @property
+    def owner(self) -> Owner:
+        """The engine."""
+        return self._owner
+
+    def inherit(self, other: EngineKeeper) -> None:
+        """Remember in which dtype the model had what `other` kept until now."""
+        self._dtype_of.update((key, dtype) for key, dtype in other._dtype_of.items() if key in self._dtype_of)
+
+    def exact(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's values as the model would have them: the fp32 master of one that was fp32."""
+        is_fp32 = self._dtype_of[id(self._place(name)[2])] == torch.float32
+        return self.master(name) if is_fp32 else self.weights(name)
+
     # ---- the face of released parameters ------------------------------------------------------
 
     def touch(self, parameter: nn.Parameter) -> None:
@@ -117,14 +131,17 @@ class EngineKeeper:
         for bound in self._bound:
             for slot, parameter in zip(bound.unit.slots, bound.parameters, strict=True):
                 if is_kept(parameter) and keeper_of(parameter) is self:
-                    exact = self._dtype_of[id(parameter)] == torch.float32
-                    values.append((parameter, self.master(slot.name) if exact else self.weights(slot.name)))
+                    values.append((parameter, self.exact(slot.name)))
         if close is not None:
             close()
         for parameter, value in values:
-            unmark(parameter)
-            with torch.no_grad():
-                parameter.data = value
+            self.release(parameter, value)
+
+    def release(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Make one an ordinary parameter with these values."""
+        unmark(parameter)
+        with torch.no_grad():
+            parameter.data = value
 
     # ---- whole values -------------------------------------------------------------------------
 
@@ -180,10 +197,15 @@ class EngineKeeper:
         return sorted({self._unit_of[id(p)] for p in parameters})
 
 
-def take_back(parameters: Iterable[nn.Parameter]) -> None:
-    """The same model may be wrapped again: the engine that kept it gives its values back and closes."""
+def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = None) -> None:
+    """The same model may be wrapped again: the engine that kept it gives its values back and closes.
+
+    Args:
+        parameters: any.
+        but: what this one keeps stays with it.
+    """
     for parameter in parameters:
         if is_kept(parameter):
             keeper = keeper_of(parameter)
-            if isinstance(keeper, EngineKeeper):
+            if isinstance(keeper, EngineKeeper) and keeper is not but:
                 keeper.give_back()

@@ -201,6 +201,18 @@ class Gradients:
         state.summed, state.contributions = False, [0] * len(state.unit.slots)
         state.plane, state.dtype = state.narrow_plane, self._storage.gradient_dtype(state.unit)
 
+    # ---- everything, for who moves it elsewhere -------------------------------------------------
+
+    def states(self) -> list[UnitGradient]:
+        """What is known of every trained unit; nothing waits in a buffer after `flush_all` and `settle`."""
+        return list(self._units.values())
+
+    def make_wide(self, state: UnitGradient) -> None:
+        """Give a unit that holds nothing yet an fp32 home. Raises BudgetError: there is no room for one."""
+        if state.dtype != torch.float32:
+            self._wide[state.unit.index] = self._storage.wide_gradient(state.unit)
+            state.plane, state.dtype = self._wide[state.unit.index], torch.float32
+
     # ---- what the step wants to know ----------------------------------------------------------
 
     def contributed(self, index: int) -> list[bool]:

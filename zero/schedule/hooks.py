@@ -109,6 +109,8 @@ class ModuleHooks:
         self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
         self._calls: list[OpenCall] = []
         self._handles: list[RemovableHandle] = []
+        self._watched: list[nn.Module] = []
+        """Modules whose parameters are watched; some may have left the tree since."""
         self._root_depth = 0
 
     @property
@@ -129,15 +131,17 @@ class ModuleHooks:
         for module in self._root.modules():
             if module._parameters:
                 module._parameters = _WatchedParameters(module._parameters, self._read)
+                self._watched.append(module)
 
     def remove(self) -> None:
         """Take every hook off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for module in self._root.modules():
+        for module in self._watched:
             if isinstance(module._parameters, _WatchedParameters):
                 module._parameters = dict(module._parameters)
+        self._watched.clear()
 
     def reset(self) -> None:
         """No forward is running, whatever calls were seen to begin: one was interrupted."""
