@@ -201,7 +201,7 @@ class Coordinator:
         where torch cannot swap storages they look at a copy.
 
         Raises:
-            StateError: a unit is in use.
+            StateError: a unit is in use, or a parameter was given another shape; it keeps its values.
         """
         self.check_idle()
         self.trace.forget_forwards()
@@ -210,9 +210,13 @@ class Coordinator:
         for index in list(self._live):
             self._release(index)
         self._loader.drain()
+        refused: list[str] = []
         for unit in self._layout.units:
             if unit.persistent and self._bound[unit.index].bound:
+                refused += self._bound[unit.index].recapture()
                 self._bound[unit.index].unbind()
+        if refused:
+            raise StateError("; ".join(refused))
 
     # ---- movement -----------------------------------------------------------------------------
 
@@ -352,10 +356,13 @@ class Coordinator:
         if arrival is None:
             return
         bound = self._bound[index]
+        refused = bound.recapture()
         modified = bound.modified
         bound.unbind()
         self.counters.releases[index] += 1
         self._loader.end(self._layout.units[index], arrival, modified=modified)
+        if refused:
+            raise StateError(f"unit {self._layout.units[index].name}: {'; '.join(refused)}")
 
     def _discard(self, index: int) -> None:
         """Drop values that were loaded and never bound; waits until no byte moves any more."""
