@@ -98,6 +98,8 @@ class Coordinator:
         if self._forward_uses[index]:
             return False
         if not self._persistent(index) and not self._backward_uses[index]:
+            if backward_follows:
+                self.trace.end_use(index)
             self._keep_or_release(index, self.trace.upcoming_in_forward(with_backward=backward_follows))
         return True
 
@@ -139,14 +141,22 @@ class Coordinator:
                 self._keep_or_release(index, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
         self.trace.end_backward()
 
-    def end_forward(self) -> None:
-        """The root's forward is over, well or not: no forward use is open."""
+    def end_forward(self, next_phase: str | None = None) -> None:
+        """The root's forward is over, well or not: no forward use is open.
+
+        Args:
+            next_phase: a forward of that phase may follow at once, with no backward between.
+        """
         self.trace.end_forward()
         open_uses = [index for index, count in self._forward_uses.items() if count]
         self._forward_uses.clear()
         for index in open_uses:
             if not self._persistent(index) and not self._used(index):
                 self._release(index)
+        if next_phase is not None:
+            self._in_backward = False
+            self.trace.expect_forward(next_phase)
+            self._prefetch(with_backward=False)
 
     def let_go(self, index: int) -> None:
         """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
