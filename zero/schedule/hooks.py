@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import BoundUnit
+from zero.schedule.compiling import edge, inside, register
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, exchange, open_frame, tensors_in
 
@@ -76,7 +77,7 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
-        if parameter is not None:
+        if parameter is not None and not torch.compiler.is_compiling():
             self._read(parameter)
         return parameter
 
@@ -119,17 +120,34 @@ class ModuleHooks:
 
     def install(self) -> None:
         """Put the hooks on. Until then the model is as it was."""
-        self._handles.append(self._root.register_forward_pre_hook(self._begin_root, prepend=True))
+        self._handles.append(self._root.register_forward_pre_hook(edge(self._begin_root), prepend=True))
+        enclosed, number = self._enclosed(), RemovableHandle.next_id
         for module, units in self._scopes.items():
-            pre, post = self._pre_forward(units), self._post_forward(units)
+            stand = inside if module in enclosed else edge
+            pre, post = stand(self._pre_forward(units)), stand(self._post_forward(units))
             first = module is not self._root  # the root's own hook above comes before
-            self._handles.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=first))
+            before = register(module.register_forward_pre_hook, pre, number, with_kwargs=True, prepend=first)
             # First in line: what users' hooks capture has then been joined, and a loss on it finds the weights.
-            self._handles.append(module.register_forward_hook(post, with_kwargs=True, prepend=True, always_call=True))
-        self._handles.append(self._root.register_forward_hook(self._end_root, always_call=True))
+            after = register(
+                module.register_forward_hook, post, number, with_kwargs=True, prepend=True, always_call=True
+            )
+            self._handles += [before, after]
+        self._handles.append(self._root.register_forward_hook(edge(self._end_root), always_call=True))
         for module in self._root.modules():
             if module._parameters:
                 module._parameters = _WatchedParameters(module._parameters, self._read)
+
+    def _enclosed(self) -> set[nn.Module]:
+        """Modules all of whose units have another scope around them: their calls begin and end no use."""
+        around: set[tuple[nn.Module, int]] = set()
+        for module, units in self._scopes.items():
+            below = [child for child in module.modules() if child is not module and child in self._scopes]
+            around.update((child, index) for child in below for index in units)
+        return {
+            module
+            for module, units in self._scopes.items()
+            if units and all((module, index) in around for index in units)
+        }
 
     def remove(self) -> None:
         """Take every hook off."""
