@@ -98,6 +98,7 @@ class UnitEditor:
         self._coordinator.let_go(index)
         if bound.bound:
             # In use by a forward around us, or persistent: edits happen in place.
+            self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
             return
         before = self.read(self._layout.units[index]).to(bound.flat.device)
@@ -157,12 +158,18 @@ class UnitEditor:
         """A copy of the unit's weights as uint8 in host memory."""
         bound = self._bound[unit.index]
         if bound.bound:  # as new as the plane, and newer if forward has modified a weight in place
+            self._recapture(bound)
             return bound.flat.detach().view(torch.uint8).cpu().clone()
         out = torch.empty(unit.nbytes, dtype=torch.uint8)
         plane = self._storage.weights[self._layout.space_of(unit)]
         job = read_plane(plane, unit.begin, unit.end, out, self._storage.arena)
         self._storage.mover.run(f"reading {unit.name}", job)
         return out
+
+    def _recapture(self, bound: BoundUnit) -> None:
+        refused = bound.recapture()
+        if refused:
+            raise StateError("; ".join(refused))
 
     def read_records(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Copies of the unit's state, unit.numel long each: remainder (split spaces), exp_avg, exp_avg_sq (fp32)."""

@@ -92,7 +92,8 @@ class BoundUnit:
     def _in_place(self, parameter: nn.Parameter, view: torch.Tensor) -> bool:
         return (
             parameter.shape == view.shape
-            and parameter.data_ptr() == view.data_ptr()
+            and self._storage.holds(parameter)
+            and parameter.storage_offset() == view.storage_offset()
             and parameter.stride() == view.stride()
             and parameter.dtype == view.dtype
         )

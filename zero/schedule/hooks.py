@@ -188,7 +188,7 @@ class ModuleHooks:
             self.borrow(index)
 
     def _begin_root(self, module: nn.Module, args: Any) -> None:
-        if in_backward():
+        if in_backward() or module is not self._root:
             return
         self._root_depth += 1
         if self._root_depth == 1:
@@ -198,16 +198,18 @@ class ModuleHooks:
             self._coordinator.trace.begin_forward(phase, backward_follows=self._backward_follows)
 
     def _end_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward():
+        if in_backward() or module is not self._root:
             return
         self._root_depth = max(self._root_depth - 1, 0)
         if self._root_depth == 0:
             self._forget_calls()
             # What has run without gradients runs again soon, a token or a batch later.
-            self._coordinator.end_forward(None if self._backward_follows else "eval")
+            self._coordinator.end_forward(None if self._backward_follows or output is None else "eval")
 
     def _pre_forward(self, units: list[int]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module not in self._scopes:
+                return  # a copy of one of ours, hooks and all: it has parameters of its own
             grad = torch.is_grad_enabled()
             call = OpenCall(module, in_backward())
             self._calls.append(call)
@@ -242,7 +244,7 @@ class ModuleHooks:
                     output = close_frame(call.sentinel, output, reached)
                 self._watch_modified(call, reached)
             call.close()
-            for index in call.begun:
+            for index in reversed(call.begun):  # what began first encloses the others
                 self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
             return output
 
