@@ -16,9 +16,10 @@ from offload.binding import exact_alias
 from offload.errors import BudgetError, StateError, tell
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
+from zero.schedule.hot import HotUnits
 from zero.schedule.loading import Arrival, Loader
 from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance
-from zero.schedule.trace import Trace
+from zero.schedule.trace import GENERATE, Trace
 from zero.storage import Storage
 
 
@@ -51,6 +52,8 @@ class Coordinator:
         self._layout, self._bound, self._storage, self._limits = layout, bound, storage, limits
         self._loader = loader
         self._numel = {unit.index: unit.numel for unit in layout.units}
+        movable = {unit.index: unit.numel for unit in layout.units if not unit.persistent}
+        self._hot = HotUnits(movable, limits.live_numel_max)
         self._arrivals: dict[int, Arrival] = {}
         self._live: dict[int, Arrival] = {}
         self._forward_uses: Counter[int] = Counter()
@@ -76,6 +79,23 @@ class Coordinator:
         """True while a forward use of the unit is open, and for a unit that is always there."""
         return bool(self._forward_uses[index]) or self._persistent(index)
 
+    def begin_forward(self, *, training: bool, backward_follows: bool) -> None:
+        """The root's forward begins: bring in what it uses first."""
+        self._in_backward = False
+        self.trace.begin_forward(GENERATE if self._hot.on else "train" if training else "eval")
+        self._prefetch(with_backward=backward_follows)
+
+    def begin_generation(self) -> None:
+        """Forward will follow forward, with the same weights: what fits stays from one to the next."""
+        self._hot.begin()
+        self._expect(GENERATE, with_backward=False)
+
+    def end_generation(self) -> None:
+        """What was kept is let go, unless it is in use."""
+        for index in self._hot.end():
+            if index in self._live and not self._used(index):
+                self._release(index)
+
     def begin_forward_use(self, index: int, *, backward_follows: bool) -> bool:
         """A module that uses the unit is called. True if this is the outermost such call."""
         self._forward_uses[index] += 1
@@ -84,6 +104,7 @@ class Coordinator:
         if not self._persistent(index):
             self._in_backward = False
             self.trace.use_forward(index, backward_follows=backward_follows)
+            self._hot.used(index)
             try:
                 self._bring(index)
             except BaseException:
@@ -184,9 +205,12 @@ class Coordinator:
 
     def expect_forward(self) -> None:
         """A training forward comes next: begin to bring in what it uses first."""
+        self._expect("train", with_backward=True)
+
+    def _expect(self, phase: str, *, with_backward: bool) -> None:
         self._in_backward = False
-        self.trace.expect_forward("train")
-        self._prefetch(with_backward=True)
+        self.trace.expect_forward(phase)
+        self._prefetch(with_backward=with_backward)
 
     def check_idle(self) -> None:
         """Raise StateError if a unit is in use: a step or a close was asked for inside forward or backward."""
@@ -256,14 +280,14 @@ class Coordinator:
             BudgetError: what is in use now leaves no room.
         """
         unit = self._layout.units[index]
-        evict = make_room(
-            index,
+        resident, upcoming, live_numel_max = (
             self._resident(),
-            self._in_use(),
             self._horizon(with_backward=True),
-            self._numel,
             self._limits.live_numel_max,
         )
+        pins = [self._in_use() | self._hot.kept, self._in_use()]  # what a generation keeps yields to what is needed now
+        choices = (make_room(index, resident, pinned, upcoming, self._numel, live_numel_max) for pinned in pins)
+        evict = next((choice for choice in choices if choice is not None), None)
         if evict is None:
             in_use = sorted((self._layout.units[i] for i in self._in_use()), key=lambda u: u.index)
             names = ", ".join(f"{u.name} ({u.numel:,})" for u in in_use)
@@ -285,7 +309,8 @@ class Coordinator:
             if not candidates:
                 self._loader.lease_error(unit).release()
             upcoming = list(self._horizon(with_backward=True))
-            self._evict(max(candidates, key=lambda i: upcoming.index(i) if i in upcoming else len(upcoming)))
+            last = {i: upcoming.index(i) if i in upcoming else len(upcoming) for i in candidates}
+            self._evict(max(candidates, key=lambda i: (i not in self._hot.kept, last[i])))
             arrival = self._loader.begin(unit)
         if arrival is None:
             return False
@@ -316,8 +341,8 @@ class Coordinator:
         return bool(self._forward_uses[index] or self._backward_uses[index] or index in self._recomputed)
 
     def _pinned(self) -> set[int]:
-        """What a prefetch must not touch: units in use, and those on their way."""
-        return self._in_use() | {i for i, a in self._arrivals.items() if not a.settled}
+        """What a prefetch must not touch: units in use, those kept, and those on their way."""
+        return self._in_use() | self._hot.kept | {i for i, a in self._arrivals.items() if not a.settled}
 
     def _horizon(self, *, with_backward: bool) -> list[int]:
         """Predicted uses as far ahead as the policy can act on."""
@@ -336,6 +361,11 @@ class Coordinator:
                 return
 
     def _keep_or_release(self, index: int, upcoming: Iterator[int]) -> None:
+        colder = self._hot.offer(index, self._in_use()) if index in self._live else None
+        if colder is not None:
+            for other in colder:
+                self._release(other)
+            return
         reach = min(self._limits.reuse_numel_max, self._limits.live_numel_max)
         distance = reuse_distance(index, self._until(upcoming, reach), self._numel)
         if distance is None or distance > reach:
@@ -351,6 +381,7 @@ class Coordinator:
         arrival = self._live.pop(index, None)
         if arrival is None:
             return
+        self._hot.forget(index)
         bound = self._bound[index]
         modified = bound.modified
         bound.unbind()

@@ -192,7 +192,7 @@ class ModuleHooks:
         self._root_depth += 1
         if self._root_depth == 1:
             self._events.forward_begins()
-            self._coordinator.trace.begin_forward("train" if module.training else "eval")
+            self._coordinator.begin_forward(training=module.training, backward_follows=torch.is_grad_enabled())
 
     def _end_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
