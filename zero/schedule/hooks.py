@@ -194,8 +194,7 @@ class ModuleHooks:
         if self._root_depth == 1:
             self._events.forward_begins()
             self._backward_follows = torch.is_grad_enabled()
-            phase = "train" if module.training else "eval"
-            self._coordinator.trace.begin_forward(phase, backward_follows=self._backward_follows)
+            self._coordinator.begin_forward(training=module.training, backward_follows=self._backward_follows)
 
     def _end_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward() or module is not self._root:

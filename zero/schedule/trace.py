@@ -19,11 +19,14 @@ END = -2
 FORWARDS_MAX = 16
 """Forwards remembered for their backward; older ones cost a miss per unit if their backward comes after all."""
 
+GENERATE = "generate"
+"""The phase in which forward follows forward."""
+
 Key = tuple[int, int]
 
 
 class Trace:
-    """Successors of uses, per phase ("train", "eval"); units are ints."""
+    """Successors of uses, per phase ("train", "eval", "generate"); units are ints."""
 
     def __init__(self) -> None:
         self._tables: dict[str, dict[Key, list[int]]] = {}
@@ -98,20 +101,25 @@ class Trace:
     def upcoming_in_forward(self, *, with_backward: bool) -> Iterator[int]:
         """Units in the order of their predicted use, from now on; at a fork every known successor.
 
-        With `with_backward`, the reverse of the forward (as far as it ran or is predicted) follows.
+        With `with_backward`, the reverse of the forward (as far as it ran or is predicted) follows. While a model
+        generates, the next forward follows.
         """
         table = self._tables.get(self._phase, {})
         key, predicted, seen = self._key, [], {self._key}
+        again = self._phase == GENERATE
         while successors := table.get(key):
             likely = self._likely(self._phase, key, successors)
             others = [unit for unit in successors if unit not in (likely, END)]
-            if likely == END:
-                yield from others
-                break
-            predicted.append(likely)
-            yield likely
+            if likely != END:
+                predicted.append(likely)
+                yield likely
             yield from others
-            key = (key[1], likely)
+            if likely == END and not again:
+                break
+            if likely == END:
+                again, key = False, (START, START)
+            else:
+                key = (key[1], likely)
             if key in seen:
                 break  # the path repeats itself; further steps would only loop
             seen.add(key)
