@@ -132,7 +132,7 @@ class Assembly:
         self.gradients.update = self.stepper.apply
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
-        self.watch = BackwardWatch(self.coordinator, self.gradients, self.ahead, owner.check_open)
+        self.watch = BackwardWatch(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready)
         self.hooks = ModuleHooks(
             self._model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline
         )

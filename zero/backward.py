@@ -24,6 +24,7 @@ class BackwardWatch:
     Args:
         ahead: updates units inside backward, or None.
         check_open: raises if the engine is closed; given what was attempted.
+        ready: the same, and binds what is always bound; for models that are called past their engine.
 
     Attributes:
         generation: steps taken so far; a graph made before the last one is stale.
@@ -36,9 +37,10 @@ class BackwardWatch:
         gradients: Gradients,
         ahead: UpdatesInBackward | None,
         check_open: Callable[[str], None],
+        ready: Callable[[str], None],
     ) -> None:
         self._coordinator, self._gradients, self._ahead = coordinator, gradients, ahead
-        self._check_open = check_open
+        self._check_open, self._ready = check_open, ready
         self._running = False
         self._handles: list[RemovableHandle] = []
         self.generation = 0
@@ -100,6 +102,7 @@ class BackwardWatch:
     def forward_begins(self) -> None:
         """The root is called outside any backward: none can be running, whatever became of the last one."""
         self.end_stray()
+        self._ready("forward")
 
     def end_stray(self) -> None:
         """End a backward that raised: torch drops the callback that would have said so."""

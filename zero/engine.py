@@ -18,6 +18,7 @@ from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.assembly import Assembly
 from zero.config import Config
+from zero.generation import Generates
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
 from zero.params.layout import Unit
@@ -29,7 +30,7 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Traced, nn.Module):
+class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload import kernels
-from zero.schedule.coordinator import FetchCounters
+from zero.schedule.counters import FetchCounters
 from zero.storage import Storage
 
 SECONDS_PER_DAY = 86_400

@@ -16,7 +16,16 @@ from offload.binding import FlatStorage, Poison
 from offload.errors import StateError
 from offload.pinned import return_freed_memory
 from offload.provisional import ProvisionalFile
-from zero.params.released import ReleasedParameter, keeper_of, mark, name_of, set_present, set_released, unmark
+from zero.params.released import (
+    ReleasedParameter,
+    hide_shard,
+    keeper_of,
+    mark,
+    name_of,
+    set_present,
+    set_released,
+    show_shard,
+)
 
 LARGE_BYTES = 1 << 20
 """From this size on a spilled parameter's memory is handed back to the kernel at once."""
@@ -65,7 +74,7 @@ class ProvisionalKeeper:
     def cut(self, parameter: nn.Parameter) -> None:
         """Spill the parameter's values and release it."""
         self._store(parameter)
-        mark(parameter, self, f"of shape {tuple(parameter.shape)}, built under zero.Init")
+        mark(parameter, self, _provisional_name(parameter))
         self._release(parameter)
 
     def read(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
@@ -129,6 +138,7 @@ class ProvisionalKeeper:
                 set_present(parameter)
                 with torch.no_grad():
                     parameter.data = values
+                show_shard(parameter)
 
     def close(self, parameters: list[nn.Parameter]) -> None:
         """Spill them again."""
@@ -136,6 +146,7 @@ class ProvisionalKeeper:
             self._open[parameter] -= 1
             if self._open[parameter] == 0:
                 self._store(parameter)
+                mark(parameter, self, _provisional_name(parameter))  # its shape may be another now
                 self._release(parameter)
 
     def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -164,6 +175,7 @@ class ProvisionalKeeper:
         self._places[parameter] = Spilled(self._file, offset, parameter.dtype, nbytes)
 
     def _release(self, parameter: nn.Parameter) -> None:
+        hide_shard(parameter)
         nbytes = parameter.numel() * parameter.element_size()
         if nbytes > self._poison_bytes:
             self._poison, self._poison_bytes = Poison(nbytes, torch.device("cpu")), nbytes
@@ -190,7 +202,11 @@ def forget(parameter: nn.Parameter) -> None:
     keeper = provisional_source(parameter)
     if keeper is not None:
         keeper.adopted(parameter)
-        unmark(parameter)
+        set_present(parameter)
+
+
+def _provisional_name(parameter: nn.Parameter) -> str:
+    return f"of shape {tuple(parameter.shape)}, built under zero.Init"
 
 
 def _is_looked_at(parameter: nn.Parameter) -> bool:
