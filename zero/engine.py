@@ -16,6 +16,7 @@ from offload.errors import StateError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
+from zero.activations import Activations
 from zero.assembly import Assembly
 from zero.config import Config
 from zero.optim.optimizer import ZeroOptimizer
@@ -53,6 +54,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
+        self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
         self._persistent_bound = True
         parts = Assembly(self, model, {id(p) for group in groups or () for p in group["params"]}, config)
@@ -79,6 +81,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         self._index_of, self._gradients, self._ahead = parts.index_of, parts.gradients, parts.ahead
         self._stepper, self._coordinator, self._watch = parts.stepper, parts.coordinator, parts.watch
         self._hooks, self._keeper = parts.hooks, parts.keeper
+        self.activations.use(self._storage.activations, parts.model, self._bound, self._watch.tear)
 
     # ---- the training loop --------------------------------------------------------------------
 
@@ -87,7 +90,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         """The model's forward; arguments are passed on untouched."""
         self.ready("forward")
         try:
-            with self._forward.running():
+            with self._forward.running(), self.activations.forward():
                 return self.module(*args, **kwargs)
         except BaseException:
             # torch calls no hooks for an interrupt: uses would stay open for ever.
@@ -193,6 +196,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         """Do what an earlier call had to leave undone: edits first, they came before the step."""
         with self._step.running():
             self._stepper.check()
+            self.activations.check()
             self._keeper.store_edits()
             if self._step_asked and self.optimizer is not None:
                 self._fix_step(self.optimizer)
@@ -298,6 +302,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             self._coordinator.release_all()
         finally:
             self._storage.close()
+            self.activations.store = None
             return_freed_memory()
         logger.debug("engine closed after %d steps", self.global_steps)
 
