@@ -5,6 +5,7 @@ The names users know from DeepSpeed: `initialize`, `Init`, `GatheredParameters`.
 
 from __future__ import annotations
 
+from zero import checkpointing
 from zero.engine import ZeroEngine
 from zero.initialize import initialize
 from zero.params.gathering import GatheredParameters
@@ -14,4 +15,13 @@ from zero.statistics import Statistics
 
 __version__ = "0.1.0"
 
-__all__ = ["GatheredParameters", "Init", "Statistics", "ZeroEngine", "__version__", "initialize", "load_pretrained"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "Statistics",
+    "ZeroEngine",
+    "__version__",
+    "checkpointing",
+    "initialize",
+    "load_pretrained",
+]

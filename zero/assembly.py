@@ -101,7 +101,7 @@ class Assembly:
         config: Config,
         previous: Assembly | None = None,
     ) -> None:
-        self._owner, self._model, self._config = owner, model, config
+        self._owner, self.model, self._config = owner, model, config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
         self._covered = cover_model(model, self.leaves, trainable, config)
@@ -133,9 +133,7 @@ class Assembly:
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
         self.watch = BackwardWatch(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready)
-        self.hooks = ModuleHooks(
-            self._model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline
-        )
+        self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed)
         self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor)
         self._built = True
@@ -197,7 +195,7 @@ class Assembly:
     def install(self) -> None:
         """Put hooks on the model; from here on the parts run it."""
         self.hooks.install()
-        move_buffers(self._model, self._owner.device, torch.bfloat16 if self._config.bf16.enabled else None)
+        move_buffers(self.model, self._owner.device, torch.bfloat16 if self._config.bf16.enabled else None)
         self.coordinator.bind_persistent()
         self.watch.install(self.bound)
 

@@ -78,6 +78,10 @@ class BackwardWatch:
             self._running = False
             self._end()
 
+    def tear(self) -> None:
+        """What a backward needs cannot be had: the gradients it has not reached will be missing."""
+        self.torn = True
+
     def before_backward(self, generation: int) -> None:
         """Gradients reach a graph that was made in step `generation`.
 

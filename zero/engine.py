@@ -16,6 +16,7 @@ from offload.errors import StateError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
+from zero.activations import Activations
 from zero.assembly import Assembly
 from zero.config import Config
 from zero.generation import Generates
@@ -55,6 +56,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
+        self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
         self._persistent_bound = True
         parts = Assembly(self, model, {id(p) for group in groups or () for p in group["params"]}, config)
@@ -83,6 +85,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         self._index_of, self._gradients, self._ahead = parts.index_of, parts.gradients, parts.ahead
         self._stepper, self._coordinator, self._watch = parts.stepper, parts.coordinator, parts.watch
         self._hooks, self._keeper = parts.hooks, parts.keeper
+        self.activations.use(self._storage.activations, parts.model, self._bound, self._watch.tear)
 
     # ---- the training loop --------------------------------------------------------------------
 
@@ -92,7 +95,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         self.ready("forward")
         self._follow()
         try:
-            with self._forward.running():
+            with self._forward.running(), self.activations.forward():
                 return self.module(*args, **kwargs)
         except BaseException:
             # torch calls no hooks for an interrupt: uses would stay open for ever.
@@ -198,6 +201,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         """Do what an earlier call had to leave undone: edits first, they came before the step."""
         with self._step.running():
             self._stepper.check()
+            self.activations.check()
             self._keeper.store_edits()
             if self._step_asked and self.optimizer is not None:
                 self._fix_step(self.optimizer)
@@ -303,6 +307,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
             self._coordinator.release_all()
         finally:
             self._storage.close()
+            self.activations.store = None
             return_freed_memory()
         logger.debug("engine closed after %d steps", self.global_steps)
 

@@ -222,4 +222,5 @@ def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
             idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
         acting = {prefix + name for name, known in type(block).model_fields.items() if role_of(known) == "acts"}
         paths += [path for path in idle if origins.get(path) == "user" and path in acting]
-    return paths
+    named = [f"activation_checkpointing.{key}" for key in config.activation_checkpointing.idle]
+    return paths + [path for path in named if origins.get(path) == "user"]
