@@ -184,8 +184,13 @@ def test_no_parameter_and_no_buffer_is_kept(open_engine: Open, nvme_path: Path) 
     assert kept(engine) == 0
 
 
-@pytest.mark.parametrize("mode", few(("all on nvme", "inputs on the host"),
-                                     ["all on the host", "all on nvme", "inputs on the host", "inputs on nvme"]))  # fmt: skip
+@pytest.mark.parametrize(
+    "mode",
+    few(
+        ("all on nvme", "inputs on the host"),
+        ["all on the host", "all on nvme", "inputs on the host", "inputs on nvme"],
+    ),
+)
 def test_copies_that_lag_behind_change_nothing(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
@@ -398,7 +403,7 @@ def test_a_backward_goes_on_with_what_could_not_be_stored(open_engine: Open, nvm
     disk.now.set()
     for piece in list(pieces._moving):
         piece.write.settle()
-    with pytest.raises(StorageError, match="storing saved activations: .*EIO"):
+    with pytest.raises(StorageError, match=r"storing saved activations: .*EIO"):
         engine.backward(loss)
     engine.backward(loss)
     engine.step()
