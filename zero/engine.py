@@ -302,7 +302,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             self._coordinator.release_all()
         finally:
             self._storage.close()
-            self.activations.store = None
+            self.activations.close()
             return_freed_memory()
         logger.debug("engine closed after %d steps", self.global_steps)
 
