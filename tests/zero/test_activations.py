@@ -186,7 +186,10 @@ def test_no_parameter_and_no_buffer_is_kept(open_engine: Open, nvme_path: Path) 
 
 @pytest.mark.parametrize(
     "mode",
-    few(("all on nvme", "inputs on the host"), ["all on the host", "all on nvme", "inputs on the host", "inputs on nvme"]),
+    few(
+        ("all on nvme", "inputs on the host"),
+        ["all on the host", "all on nvme", "inputs on the host", "inputs on nvme"],
+    ),
 )
 def test_copies_that_lag_behind_change_nothing(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
