@@ -83,6 +83,10 @@ class Activations:
         self._room_added = False
         self._look_at_buffers()
 
+    def close(self) -> None:
+        """The engine is closed: its settings count for nobody, and its store keeps nothing."""
+        self.block, self.store = ActivationCheckpointing(), None
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The engine's forward runs inside."""

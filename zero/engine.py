@@ -307,7 +307,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
             self._coordinator.release_all()
         finally:
             self._storage.close()
-            self.activations.store = None
+            self.activations.close()
             return_freed_memory()
         logger.debug("engine closed after %d steps", self.global_steps)
 

@@ -93,7 +93,8 @@ def settled(place: Place, bytes_left: int = 0) -> bool:
     for _ in range(500):
         if place.store.kept_bytes == bytes_left:
             return True
-        place.pieces._streams.wait(*(fence for _, fence in place.pieces._leaving))  # what lags waits to be waited for
+        lagging = (*place.pieces._leaving, *place.pieces._copied)
+        place.pieces._streams.wait(*(entry[1] for entry in lagging))  # what lags waits to be waited for
         if place.store.kept_bytes == bytes_left:
             return True
         threading.Event().wait(0.01)

@@ -244,7 +244,7 @@ def test_recomputation_draws_the_same_random_numbers(
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 
 
-def test_named_random_states_are_replayed_too() -> None:
+def test_named_random_states_are_replayed_too(unconfigured: Any) -> None:
     drawn: list[Tensor] = []
 
     def region(x: Tensor) -> Tensor:
