@@ -6,6 +6,7 @@ The names users know from DeepSpeed: `initialize`, `Init`, `GatheredParameters`.
 from __future__ import annotations
 
 from zero.engine import ZeroEngine
+from zero.inference import InferenceEngine, init_inference
 from zero.initialize import initialize
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init
@@ -13,4 +14,13 @@ from zero.statistics import Statistics
 
 __version__ = "0.1.0"
 
-__all__ = ["GatheredParameters", "Init", "Statistics", "ZeroEngine", "__version__", "initialize"]
+__all__ = [
+    "GatheredParameters",
+    "InferenceEngine",
+    "Init",
+    "Statistics",
+    "ZeroEngine",
+    "__version__",
+    "init_inference",
+    "initialize",
+]

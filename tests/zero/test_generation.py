@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import LIVE_NUMEL, build, make_config, seeded, tokens, trainability
+from models import build, make_config, seeded, tokens, trainability
 from reference import differences, snapshot
 from torch import Tensor, nn
 
