@@ -216,3 +216,41 @@ def test_rss_of_a_steady_run_does_not_grow(nvme_path: Path) -> None:
     sizes = {"vocab": 1024, "width": 256, "blocks": 4, "heads": 4, "tokens": 32}
     rss = child(STEADY, json.dumps(sizes), nvme_path)["rss"]
     assert rss[-1] <= rss[5] * 1.01, rss
+
+
+ENDURANCE = """
+import zero
+from models import build
+
+engines = [zero.initialize(model=build("gpt", seed=seed), config=make_config(("nvme", "nvme"), sys.argv[2]))[0]
+           for seed in range(2)]
+RECORDED = []
+for step in range(500):
+    for engine in engines:
+        engine.train()
+        engine.backward(engine(tokens(step)))
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            engine(tokens(step))
+            with engine.generation():
+                for length in range(4, 8):  # growing shapes, as a generation has them
+                    engine.module(tokens(step, length=length))
+    if step % 50 == 49:
+        gc.collect()
+        RECORDED.append({"rss": status("VmRSS"), "locked": status("VmLck"), "fds": len(os.listdir("/proc/self/fd")),
+                         "threads": len(os.listdir("/proc/self/task"))})
+for engine in engines:
+    engine.close()
+print(json.dumps({"recorded": RECORDED}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_500_steps_of_two_engines_with_eval_and_generation_do_not_grow(nvme_path: Path) -> None:
+    recorded = child(ENDURANCE, json.dumps({"tokens": 8}), nvme_path, timeout=1100)["recorded"]
+    first, last = recorded[0], recorded[-1]
+    assert last["rss"] - first["rss"] < 450 * 20_000, [entry["rss"] for entry in recorded]
+    for what in ("locked", "fds", "threads"):
+        assert last[what] == first[what], [entry[what] for entry in recorded]
