@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from zero import checkpointing
 from zero.engine import ZeroEngine
+from zero.inference import InferenceEngine, init_inference
 from zero.initialize import initialize
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init
@@ -17,11 +18,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GatheredParameters",
+    "InferenceEngine",
     "Init",
     "Statistics",
     "ZeroEngine",
     "__version__",
     "checkpointing",
+    "init_inference",
     "initialize",
     "load_pretrained",
 ]

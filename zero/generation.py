@@ -41,9 +41,7 @@ class Generates:
         try:
             yield
         except BaseException:
-            # torch calls no hooks for an interrupt: uses would stay open for ever.
-            if self._generations == 1:
-                self._hooks.reset()
+            self._hooks.reset()  # torch calls no hooks for an interrupt: uses would stay open for ever
             raise
         finally:
             self._generations -= 1

@@ -69,7 +69,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             "lr_scheduler: ReduceLROnPlateau needs a metric at each step; call its step(metric) yourself "
             "on the optimizer that initialize returns"
         )
-    _show_log()
+    show_log()
     loaded = _read_config(args, config if config is not None else config_params)
     groups = groups_from(optimizer, model_parameters, model, loaded)
     engine = ZeroEngine(model, groups, loaded, compute_device())
@@ -122,7 +122,7 @@ def _make_loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, conf
     )
 
 
-def _show_log() -> None:
+def show_log() -> None:
     """Let the plan and notes be seen unless the application has set up logging itself."""
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)
