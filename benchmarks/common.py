@@ -319,8 +319,14 @@ def parser(doc: str | None, *, rounds: int = PAIRS_MIN, disk: bool = False) -> a
     parsed.add_argument("--json", type=Path, default=None, metavar="FILE", help="where every run is written")
     parsed.add_argument("--rounds", type=int, default=rounds, help=f"interleaved rounds (default {rounds})")
     if disk:
-        parsed.add_argument("--path", type=Path, default=Path("."), help="folder on the disk in question")
+        parsed.add_argument("--path", type=_folder, default=Path("."), help="folder on the disk in question; made")
     return parsed
+
+
+def _folder(given: str) -> Path:
+    path = Path(given)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def run_child(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -46,11 +47,23 @@ class MemoryRegion:
         self._taken_bytes += nbytes
         return exact_alias(self._data[begin : begin + nbytes])
 
+    @property
+    def data(self) -> torch.Tensor | None:
+        """uint8, all of it; None once closed."""
+        return self._data
+
     def close(self) -> None:
         """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
         unpin, self._unpin, self._data = self._unpin, None, None
         if unpin is not None:
             unpin()
+
+
+class Lender(Protocol):
+    """Whoever leases blocks."""
+
+    def take_back(self, offset: int, nbytes: int, fences: tuple[Fence, ...]) -> None:
+        """Called by `Block.release`."""
 
 
 class Block:
@@ -61,7 +74,7 @@ class Block:
         fences: behind earlier uses of that memory on a device; whoever gives the device work with it waits for them.
     """
 
-    def __init__(self, arena: Arena, offset: int, data: torch.Tensor, fences: tuple[Fence, ...] = ()) -> None:
+    def __init__(self, arena: Lender, offset: int, data: torch.Tensor, fences: tuple[Fence, ...] = ()) -> None:
         self._arena, self._offset, self.data, self.fences = arena, offset, data, fences
 
     def view(self, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:

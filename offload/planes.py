@@ -30,6 +30,8 @@ class Home:
     memory: torch.Tensor | None
     """uint8, as long as the plane says [begin, end) is; None when the home is the swap space."""
     swap_offset: int = -1
+    host_offset: int = -1
+    """Where `memory` begins in the plane's host memory, if it does."""
 
 
 @dataclass(slots=True)
@@ -38,6 +40,9 @@ class Traffic:
 
     read_bytes: int = 0
     write_bytes: int = 0
+    earlier_read_seconds: float = 0.0
+    """With reads in flight, before this disk took over from another."""
+    earlier_write_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -57,6 +62,14 @@ class Disk:
         """Write `buffer` (uint8, host) to the swap space; `what` is its name in a timeline. Raises StorageError."""
         await self._move(self.aio.write, offset, buffer, what)
         self.traffic.write_bytes += buffer.numel()
+
+    def follow(self, other: Disk) -> None:
+        """Go on counting where `other`, which is at rest, stops."""
+        mine, theirs, seconds = self.traffic, other.traffic, other.aio.stats()
+        mine.read_bytes += theirs.read_bytes
+        mine.write_bytes += theirs.write_bytes
+        mine.earlier_read_seconds += theirs.earlier_read_seconds + seconds.read_seconds
+        mine.earlier_write_seconds += theirs.earlier_write_seconds + seconds.write_seconds
 
     def close(self) -> None:
         """Free the files, whatever the engine says: nothing may move any more."""
@@ -107,7 +120,12 @@ class Plane:
         homes: disjoint and sorted; what no home covers cannot be read or written.
         disk: needed when a home lies in the swap space.
         streams: needed when a home lies on a device; what the mover does to it is behind all it did before.
+
+    Attributes:
+        host: the memory that the homes in host memory are pieces of, uint8; None if unknown, or there are none.
     """
+
+    host: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -150,7 +168,7 @@ class Plane:
 
     def close(self) -> None:
         """Let go of the memory homes; the plane holds nothing any more."""
-        self._homes, self._begins, self._stranded, self._disk = [], [], [], None
+        self._homes, self._begins, self._stranded, self._disk, self.host = [], [], [], None, None
 
     def memory(self, begin: int, end: int) -> torch.Tensor | None:
         """The bytes of [begin, end) where they are, if one memory home holds them all; else None."""
@@ -160,6 +178,13 @@ class Plane:
         if home.memory is None or end > home.end:
             return None
         return self._slice(home, begin, end)
+
+    def host_range(self, begin: int, end: int) -> tuple[int, int] | None:
+        """Which bytes of `host` hold [begin, end), if one home there holds them all; else None."""
+        home = self._home_at(begin)
+        if home.host_offset < 0 or end > home.end:
+            return None
+        return home.host_offset + self.nbytes(home.begin, begin), home.host_offset + self.nbytes(home.begin, end)
 
     def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, torch.Tensor | None]]:
         """(first, last, bytes where they are in memory or None) of each home's part of [begin, end), in order."""

@@ -5,6 +5,7 @@ The names users know from DeepSpeed: `initialize`, `Init`, `GatheredParameters`.
 
 from __future__ import annotations
 
+from zero import checkpointing
 from zero.engine import ZeroEngine
 from zero.estimates import (
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -12,25 +13,31 @@ from zero.estimates import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from zero.inference import InferenceEngine, init_inference
 from zero.initialize import initialize
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init
 from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
+from zero.pretrained import load_pretrained
 from zero.statistics import Statistics
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GatheredParameters",
+    "InferenceEngine",
     "Init",
     "Statistics",
     "TiledLinear",
     "TiledLinearReturnBias",
     "ZeroEngine",
     "__version__",
+    "checkpointing",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "init_inference",
     "initialize",
+    "load_pretrained",
 ]

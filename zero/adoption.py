@@ -1,12 +1,14 @@
-"""Moves a model's initial values into the planes, streaming: sub-group by sub-group.
+"""Moves a model's values into the planes, streaming: sub-group by sub-group.
 
 A parameter's own memory is let go as soon as its last element has been stored, so a model that was
-built in memory shrinks while its shards grow, and one built under `Init` never was there.
+built in memory shrinks while its shards grow, and one built under `Init` never was there. What other
+planes hold comes with its exact master and its moments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,36 +17,53 @@ from offload import kernels
 from offload.copies import CHUNK_BYTES
 from offload.pinned import return_freed_memory
 from offload.planes import settle_all
-from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
+from zero.record import Record
 from zero.staging import Staged, Staging
 from zero.storage import Storage
 
 RETURN_NUMEL = 16 << 20
 """Handing freed memory back walks the whole heap, so it is done once for so many elements stored."""
 
-ReadSource = Callable[[Slot, int, int], torch.Tensor]
-"""(slot, begin, end) -> its initial values [begin, end), 1-D, on the CPU or the device."""
+
+class Piece(NamedTuple):
+    """A run of one parameter's values, 1-D tensors of equal length, on the CPU or the device."""
+
+    first: int
+    """Element of the parameter."""
+    weight: torch.Tensor
+    """Of any floating dtype; fp32 values of a bf16 parameter keep their bits in its master."""
+    remainder: torch.Tensor | None = None
+    """int16, what the bf16 weight lacks of its fp32 master; None: it is derived from `weight`."""
+    moments: tuple[torch.Tensor, torch.Tensor] | None = None
+    """exp_avg and exp_avg_sq, fp32; None: zero."""
+
+
+ReadSource = Callable[[nn.Parameter, int, int, bool], Iterable[Piece]]
+"""(parameter, begin, end, with its state) -> its values [begin, end), in pieces."""
 
 
 class Adoption:
     """One model's way into the planes.
 
     Args:
-        read: where initial values come from.
-        done: called with (unit, slot) once a parameter is stored completely.
+        parameters: the model's, by their index in the layout.
+        read: where values come from.
+        done: called with (unit, slot) once all of a slot is stored.
+        only: indices of the parameters that are stored over what the planes hold; everything else stays, moments too.
     """
 
     def __init__(
         self,
         layout: Layout,
-        bound: list[BoundUnit],
+        parameters: Sequence[nn.Parameter],
         storage: Storage,
         read: ReadSource,
-        done: Callable[[BoundUnit, Slot], None],
+        done: Callable[[Unit, Slot], None],
+        only: Collection[int] | None = None,
     ) -> None:
-        self._layout, self._bound, self._storage = layout, bound, storage
-        self._read, self._done = read, done
+        self._layout, self._parameters, self._storage = layout, parameters, storage
+        self._read, self._done, self._only = read, done, only
         self._stored_numel = 0
         """Since freed memory was last handed back."""
 
@@ -58,6 +77,8 @@ class Adoption:
 
         self._storage.mover.run("waiting for initial values", follow())
         for group in self._storage.plan.sub_groups:
+            if not self._concerns(self._layout.spaces[group.space].overlapping(group.begin, group.end)):
+                continue
             self._storage.mover.run("storing initial values", self._adopt_group(group))
             self._finish(self._layout.spaces[group.space], group.begin, group.end)
             self._stored_numel += group.end - group.begin
@@ -67,9 +88,22 @@ class Adoption:
                 return_freed_memory()
         for index, space in enumerate(self._layout.spaces):
             if not space.trainable:
-                for unit in space.units:
+                for unit in filter(lambda unit: self._concerns([unit]), space.units):
                     self._storage.mover.run(f"storing {unit.name}", self._adopt_frozen(index, unit))
                     self._finish(space, unit.begin, unit.end)
+
+    def _concerns(self, units: Iterable[Unit]) -> bool:
+        only = self._only
+        return only is None or any(slot.index in only for unit in units for slot in unit.slots)
+
+    async def _begin(self, parts: list[Staged]) -> None:
+        """Nothing, or what the planes hold."""
+        if self._only is not None:
+            await settle_all([part.read() for part in parts])
+            return
+        for part in parts:
+            if not part.in_place:  # a plane in memory is zero already, and moments that nobody writes cost nothing
+                part.bytes.zero_()
 
     async def _adopt_group(self, group: SubGroup) -> None:
         space = self._layout.spaces[group.space]
@@ -86,27 +120,39 @@ class Adoption:
         parts = [record, *runs]
         staging = await Staging.lease(self._storage, parts, "sub-group")
         try:
-            for part in parts:
-                if not part.in_place:  # a plane in memory is zero already, and moments that nobody writes cost nothing
-                    part.bytes.zero_()
+            await self._begin(parts)
             state = self._storage.plan.record_format(space).over(record.bytes, group.begin, group.end)
             for unit, weight in zip(units, runs, strict=True):
-                remainder = None if state.remainder is None else state.remainder[weight.begin - group.begin :]
-                self._encode(unit, weight, remainder)
+                self._encode(unit, weight, state, weight.begin - group.begin)
             await settle_all([part.write() for part in parts])
         finally:
             staging.release()
 
-    def _encode(self, unit: Unit, weight: Staged, remainder: torch.Tensor | None) -> None:
-        """Fill one unit's run of a sub-group: the weight, and for a split space the remainder."""
+    def _encode(self, unit: Unit, weight: Staged, state: Record, shift: int) -> None:
+        """Fill one unit's run of a sub-group: the weight, and its state from element `shift` of the record on."""
         stored = weight.bytes.view(unit.dtype)
-        for slot, lo, hi, source in self._sources(unit, weight.begin - unit.begin, weight.end - unit.begin):
-            at = unit.begin + slot.offset_numel + lo - weight.begin
-            target = stored[at : at + hi - lo]
-            if remainder is not None and source.dtype != torch.bfloat16:
-                kernels.split(target, remainder[at : at + hi - lo], source.to(target.device, torch.float32))
+        lo, hi = weight.begin - unit.begin, weight.end - unit.begin
+        moments: tuple[torch.Tensor, torch.Tensor] | None = None
+        for slot, piece in self._pieces(unit, lo, hi, state=True):
+            at, numel = slot.offset_numel + piece.first - slot.first_numel - lo, piece.weight.numel()
+            target = stored[at : at + numel]
+            remainder = None if state.remainder is None else state.remainder[shift + at : shift + at + numel]
+            if remainder is not None and piece.remainder is None and piece.weight.dtype != torch.bfloat16:
+                kernels.split(target, remainder, piece.weight.to(target.device, torch.float32))
             else:
-                target.copy_(source)
+                target.copy_(piece.weight)
+                if remainder is not None:
+                    remainder.zero_() if piece.remainder is None else remainder.copy_(piece.remainder)
+            if piece.moments is not None:
+                if moments is None:
+                    moments = (
+                        torch.zeros_like(stored, dtype=torch.float32),
+                        torch.zeros_like(stored, dtype=torch.float32),
+                    )
+                for all_of_them, given in zip(moments, piece.moments, strict=True):
+                    all_of_them[at : at + numel].copy_(given)
+        if moments is not None:
+            kernels.moments_store(state.moments.part(shift, shift + hi - lo), *moments)
 
     async def _adopt_frozen(self, index: int, unit: Unit) -> None:
         plane = self._storage.weights[index]
@@ -118,24 +164,23 @@ class Adoption:
             part = Staged(plane, unit.begin + lo, unit.begin + hi, where, self._storage.streams)
             staging = await Staging.lease(self._storage, [part], "frozen weights")
             try:
-                if not part.in_place:
-                    part.bytes.zero_()
+                await self._begin([part])
                 stored = part.bytes.view(unit.dtype)
-                for slot, first, last, source in self._sources(unit, lo, hi):
-                    at = slot.offset_numel + first - lo
-                    stored[at : at + last - first].copy_(source)
+                for slot, piece in self._pieces(unit, lo, hi, state=False):
+                    at = slot.offset_numel + piece.first - slot.first_numel - lo
+                    stored[at : at + piece.weight.numel()].copy_(piece.weight)
                 await part.write()
             finally:
                 staging.release()
 
-    def _sources(self, unit: Unit, lo: int, hi: int) -> list[tuple[Slot, int, int, torch.Tensor]]:
-        """(slot, first, last, values [first, last) of the parameter) for elements [lo, hi) of the unit."""
-        found = []
+    def _pieces(self, unit: Unit, lo: int, hi: int, *, state: bool) -> Iterable[tuple[Slot, Piece]]:
+        """What lies in elements [lo, hi) of the unit; used one by one, the next may overwrite the last."""
         for slot in unit.slots:
             first, last = max(lo - slot.offset_numel, 0), min(hi - slot.offset_numel, slot.numel)
-            if first < last:
-                found.append((slot, first, last, self._read(slot, first, last)))
-        return found
+            if first < last and (self._only is None or slot.index in self._only):
+                begin = slot.first_numel
+                for piece in self._read(self._parameters[slot.index], begin + first, begin + last, state):
+                    yield slot, piece
 
     def _finish(self, space: Space, begin: int, end: int) -> None:
         """Release the parameters whose last element lies in [begin, end)."""
@@ -143,9 +188,9 @@ class Adoption:
             for slot in unit.slots:
                 last = unit.begin + min(max(slot.end_numel, slot.offset_numel + 1), unit.numel)
                 if begin < last <= end:
-                    self._done(self._bound[unit.index], slot)
+                    self._done(unit, slot)
 
 
 def read_parameter(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
-    """Initial values from the parameter's own memory."""
+    """Values from the parameter's own memory."""
     return parameter.detach().reshape(-1)[begin:end]

@@ -7,6 +7,7 @@ one from the first and goes on with that.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -15,8 +16,9 @@ from torch import nn
 
 from offload.binding import Poison
 from offload.pinned import keep_freed_memory, return_freed_memory
+from offload.sizes import format_bytes
 from offload.threads import update_threads
-from zero.adoption import Adoption, read_parameter
+from zero.adoption import Adoption, Piece, read_parameter
 from zero.backward import BackwardWatch
 from zero.config import Config
 from zero.editing import UnitEditor
@@ -29,8 +31,8 @@ from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
-from zero.params.initialisation import forget, provisional_source
 from zero.params.layout import Slot, Unit
+from zero.params.provisional import forget, provisional_source
 from zero.params.tiles import Tile, TiledKeeper
 from zero.params.units import CoveredUnit, collect_leaves
 from zero.planning import lay_out, make_plan
@@ -38,6 +40,7 @@ from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
 from zero.storage import Storage
+from zero.stored_values import StoredValues
 
 logger = logging.getLogger("zero")
 
@@ -81,21 +84,31 @@ class Assembly:
         model: the whole tree.
         trainable: id(parameter) of those the optimizer holds.
         config: validated configuration.
+        previous: the owner's parts until now; they keep their values until `switch`.
 
     Raises:
         ConfigError: a knob or a parameter that cannot be; names it.
         BudgetError: the plan does not fit; nothing was allocated.
     """
 
-    def __init__(self, owner: Owner, model: nn.Module, trainable: set[int], config: Config) -> None:
-        self._owner, self._model, self._config = owner, model, config
+    keeper: EngineKeeper
+
+    def __init__(
+        self,
+        owner: Owner,
+        model: nn.Module,
+        trainable: set[int],
+        config: Config,
+        previous: Assembly | None = None,
+    ) -> None:
+        self._owner, self.model, self._config = owner, model, config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
         self._covered, self.layout = lay_out(model, self.leaves, trainable, config)
-        take_back(leaf.parameter for leaf in self.leaves)
+        take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
         machine = read_machine(owner.device)
         self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place)
-        logger.info("%s", self.plan.table())
+        logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
         self.storage = Storage(self.layout, self.plan, config, owner.device)
         self._built = False
 
@@ -104,7 +117,7 @@ class Assembly:
         owner, layout, storage, device = self._owner, self.layout, self.storage, self._owner.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
         self.bound = [
-            BoundUnit(unit, self._parameters(unit, covered), poison, device)
+            BoundUnit(unit, self._bound_parameters(unit, covered), poison, device)
             for unit, covered in zip(layout.units, self._covered, strict=True)
         ]
         self.gradients = Gradients(layout, storage, device, owner.in_place, owner.threads)
@@ -118,19 +131,18 @@ class Assembly:
         self.gradients.update = self.stepper.apply
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
-        self.watch = BackwardWatch(self.coordinator, self.gradients, self.ahead, owner.check_open)
-        self.hooks = ModuleHooks(
-            self._model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline
-        )
+        self.watch = BackwardWatch(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready)
+        self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed)
-        self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor, self._wholes())
+        self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor, self.parameters())
         self._tiled = self._tiled_keepers()
         self._built = True
 
-    def _parameters(self, unit: Unit, covered: CoveredUnit) -> list[nn.Parameter]:
+    def _bound_parameters(self, unit: Unit, covered: CoveredUnit) -> list[nn.Parameter]:
         return [covered.tile.weight] if covered.tile else [self.leaves[slot.index].parameter for slot in unit.slots]
 
-    def _wholes(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's, by their index; whole ones also where they are in tiles."""
         return [leaf.parameter for leaf in self.leaves]
 
     def _tiled_keepers(self) -> dict[int, TiledKeeper]:
@@ -150,30 +162,63 @@ class Assembly:
 
     def adopt(self) -> None:
         """Move the model's values into the planes; each parameter is released as soon as its own are stored."""
-
-        def read(slot: Slot, begin: int, end: int) -> torch.Tensor:
-            parameter, first = self.leaves[slot.index].parameter, slot.first_numel
-            keeper = provisional_source(parameter)
-            source = keeper.read if keeper else read_parameter
-            return source(parameter, first + begin, first + end)
-
-        def done(bound: BoundUnit, slot: Slot) -> None:
-            tiled = self._tiled.get(slot.index)
-            if tiled is None:
-                forget(self.leaves[slot.index].parameter)
-            bound.adopt(slot, self.keeper)
-            if tiled is not None and tiled.adopted():
-                forget(tiled.whole)
-                tiled.release(slot.name)
-
-        Adoption(self.layout, self.bound, self.storage, read, done).run()
+        began = time.perf_counter()
+        from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
+        Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take).run()
         return_freed_memory()
         keep_freed_memory()
+        logger.info(
+            "model cut in place in %.1f s: %s of its values were in memory%s, %s where zero.Init had put them",
+            time.perf_counter() - began,
+            format_bytes(from_memory),
+            " (none would be if it were built under zero.Init)" if from_memory else "",
+            format_bytes(spilled),
+        )
+
+    def _by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters whose values are in memory, and those that `Init` has cut."""
+        kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+        for leaf in self.leaves:
+            kinds[provisional_source(leaf.parameter) is not None].append(leaf.parameter)
+        return kinds
+
+    def fill(self, source: StoredValues) -> None:
+        """Copy what another assembly's planes hold, and what the model itself holds. The model stays as it is."""
+
+        def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
+            if source.holds(parameter):
+                return source.pieces(parameter, begin, end, state)
+            return _read_model(parameter, begin, end, state)
+
+        Adoption(self.layout, self.parameters(), self.storage, read, lambda unit, slot: None).run()
+
+    def take_all(self) -> None:
+        """After `fill`: from here on the planes keep the parameters' values."""
+        for unit in self.layout.units:
+            for slot in unit.slots:
+                self._take(unit, slot)
+
+    def _take(self, unit: Unit, slot: Slot) -> None:
+        bound, tiled = self.bound[unit.index], self._tiled.get(slot.index)
+        if tiled is None:
+            forget(self.leaves[slot.index].parameter)
+        bound.adopt(slot, self.keeper)
+        if tiled is not None and tiled.adopted():
+            forget(tiled.whole)
+            tiled.release(slot.name)
+
+    def stored(self) -> StoredValues:
+        """Reads the planes, once nothing is due or under way."""
+        places: dict[int, list[tuple[Unit, Slot]]] = {}
+        for unit in self.layout.units:
+            for slot in unit.slots:
+                places.setdefault(id(self.leaves[slot.index].parameter), []).append((unit, slot))
+        return StoredValues(self.layout, self.storage, places)
 
     def install(self) -> None:
         """Put hooks on the model; from here on the parts run it."""
         self.hooks.install()
-        move_buffers(self._model, self._owner.device, torch.bfloat16 if self._config.bf16.enabled else None)
+        move_buffers(self.model, self._owner.device, torch.bfloat16 if self._config.bf16.enabled else None)
         self.coordinator.bind_persistent()
         self.watch.install(self.bound)
 
@@ -185,3 +230,9 @@ class Assembly:
                 self.keeper.return_values()
         finally:
             self.storage.close()
+
+
+def _read_model(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
+    """Values of a parameter that no engine keeps: `Init` has cut it, or it is an ordinary one."""
+    keeper = provisional_source(parameter)
+    yield Piece(begin, keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end))

@@ -24,6 +24,7 @@ class BackwardWatch:
     Args:
         ahead: updates units inside backward, or None.
         check_open: raises if the engine is closed; given what was attempted.
+        ready: the same, and binds what is always bound; for models that are called past their engine.
 
     Attributes:
         generation: steps taken so far; a graph made before the last one is stale.
@@ -36,9 +37,10 @@ class BackwardWatch:
         gradients: Gradients,
         ahead: UpdatesInBackward | None,
         check_open: Callable[[str], None],
+        ready: Callable[[str], None],
     ) -> None:
         self._coordinator, self._gradients, self._ahead = coordinator, gradients, ahead
-        self._check_open = check_open
+        self._check_open, self._ready = check_open, ready
         self._running = False
         self._handles: list[RemovableHandle] = []
         self.generation = 0
@@ -48,9 +50,12 @@ class BackwardWatch:
         """Receive the gradient of every parameter."""
         for unit in bound:
             for position, parameter in enumerate(unit.parameters):
-                if parameter.requires_grad:
+                trained = parameter.requires_grad
+                if trained or unit.unit.trainable:
                     receiver = self._receiver(unit.unit, position)
+                    parameter.requires_grad_(True)  # torch asks for it here; one that is frozen now may not be later
                     handle = parameter.register_post_accumulate_grad_hook(receiver)  # type: ignore[no-untyped-call]
+                    parameter.requires_grad_(trained)
                     self._handles.append(handle)
 
     def remove(self) -> None:
@@ -73,6 +78,10 @@ class BackwardWatch:
             self._running = False
             self._end()
 
+    def tear(self) -> None:
+        """What a backward needs cannot be had: the gradients it has not reached will be missing."""
+        self.torn = True
+
     def before_backward(self, generation: int) -> None:
         """Gradients reach a graph that was made in step `generation`.
 
@@ -82,8 +91,8 @@ class BackwardWatch:
         self._check_open("backward")
         if generation != self.generation:
             raise StateError(
-                "backward: this graph was made before the last step(); its weights have changed since. "
-                "Run the forward again"
+                "backward: this graph was made before the last step() or change of the model; its weights have changed "
+                "since. Run the forward again"
             )
         self._announce()
 
@@ -97,6 +106,7 @@ class BackwardWatch:
     def forward_begins(self) -> None:
         """The root is called outside any backward: none can be running, whatever became of the last one."""
         self.end_stray()
+        self._ready("forward")
 
     def end_stray(self) -> None:
         """End a backward that raised: torch drops the callback that would have said so."""

@@ -10,6 +10,9 @@ import torch
 
 from offload import kernels
 from offload.copies import read_plane, write_plane
+from offload.errors import BudgetError, StateError
+from offload.sizes import format_bytes
+from zero.machine import read_machine
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
 from zero.record import Record
@@ -60,8 +63,11 @@ class UnitEditor:
         """Bind each unit to a private copy, unless it is bound already. All of them, or none.
 
         Raises:
+            BudgetError: they are more than the machine has memory for.
             StorageError: a unit could not be read; nothing is open that was not before.
         """
+        indices = list(indices)
+        self._check_room(indices)
         opened: list[int] = []
         try:
             for index in indices:
@@ -73,11 +79,26 @@ class UnitEditor:
             self.close(opened)
             raise
 
+    def _check_room(self, indices: list[int]) -> None:
+        """All of them are to be visible at once, with a copy of each to see what was edited."""
+        units = [self._layout.units[index] for index in indices if not self._opened[index]]
+        needed = 2 * sum(unit.nbytes for unit in units if not self._bound[unit.index].bound)
+        machine = read_machine(self._storage.device)
+        if needed > machine.device_bytes:
+            names = ", ".join(unit.name for unit in units[:3]) + (", ..." if len(units) > 3 else "")
+            raise BudgetError(
+                f"GatheredParameters: {len(units)} units ({names}) need {format_bytes(needed)} on "
+                f"{self._storage.device}, the values and a copy to see what was edited; "
+                f"{format_bytes(machine.device_bytes)} are free there. Gather fewer parameters at a time, or look at "
+                "them one by one with engine.named_full_parameters()"
+            )
+
     def _open_one(self, index: int) -> None:
         bound = self._bound[index]
         self._coordinator.let_go(index)
         if bound.bound:
             # In use by a forward around us, or persistent: edits happen in place.
+            self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
             return
         before = self.read(self._layout.units[index]).to(bound.flat.device)
@@ -93,14 +114,17 @@ class UnitEditor:
         Every unit is released whatever happens; an edit that cannot be written stays in memory.
 
         Raises:
+            StateError: a parameter was given another shape; it keeps its values, other edits are kept.
             StorageError: the first failure.
         """
         changes: list[Edit] = []
+        refused: list[str] = []
         for index in indices:
             self._opened[index] -= 1
             if self._opened[index]:
                 continue
             bound = self._bound[index]
+            refused += bound.recapture()
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
             if not torch.equal(before, after):
@@ -111,6 +135,8 @@ class UnitEditor:
                 bound.unbind()
         self._unstored += changes
         self.store_edits()
+        if refused:
+            raise StateError(f"GatheredParameters: {'; '.join(refused)}")
 
     def store_edits(self) -> None:
         """Store the edits that are not stored yet. What fails stays in memory and is tried again next time.
@@ -132,12 +158,18 @@ class UnitEditor:
         """A copy of the unit's weights as uint8 in host memory."""
         bound = self._bound[unit.index]
         if bound.bound:  # as new as the plane, and newer if forward has modified a weight in place
+            self._recapture(bound)
             return bound.flat.detach().view(torch.uint8).cpu().clone()
         out = torch.empty(unit.nbytes, dtype=torch.uint8)
         plane = self._storage.weights[self._layout.space_of(unit)]
         job = read_plane(plane, unit.begin, unit.end, out, self._storage.arena)
         self._storage.mover.run(f"reading {unit.name}", job)
         return out
+
+    def _recapture(self, bound: BoundUnit) -> None:
+        refused = bound.recapture()
+        if refused:
+            raise StateError("; ".join(refused))
 
     def read_records(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Copies of the unit's state, unit.numel long each: remainder (split spaces), exp_avg, exp_avg_sq (fp32)."""

@@ -16,11 +16,14 @@ from offload.errors import StateError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
+from zero.activations import Activations
 from zero.assembly import Assembly
 from zero.config import Config
+from zero.generation import Generates
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
 from zero.params.layout import Unit
+from zero.replanning import Census, FollowsModel
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
 from zero.tracing import Traced, Tracer, traced
@@ -28,7 +31,7 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
+class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -53,6 +56,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
+        self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
         self._persistent_bound = True
         parts = Assembly(self, model, {id(p) for group in groups or () for p in group["params"]}, config)
@@ -70,6 +74,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             parts.undo()
             raise
         self.module = model
+        self._census = Census(model, self.optimizer)
+        self._census.decline()
         self.train(model.training)
 
     def _use(self, parts: Assembly) -> None:
@@ -79,6 +85,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         self._index_of, self._gradients, self._ahead = parts.index_of, parts.gradients, parts.ahead
         self._stepper, self._coordinator, self._watch = parts.stepper, parts.coordinator, parts.watch
         self._hooks, self._keeper = parts.hooks, parts.keeper
+        self.activations.use(self._storage.activations, parts.model, self._bound, self._watch.tear)
 
     # ---- the training loop --------------------------------------------------------------------
 
@@ -86,8 +93,9 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched."""
         self.ready("forward")
+        self._follow()
         try:
-            with self._forward.running():
+            with self._forward.running(), self.activations.forward():
                 return self.module(*args, **kwargs)
         except BaseException:
             # torch calls no hooks for an interrupt: uses would stay open for ever.
@@ -193,6 +201,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         """Do what an earlier call had to leave undone: edits first, they came before the step."""
         with self._step.running():
             self._stepper.check()
+            self.activations.check()
             self._keeper.store_edits()
             if self._step_asked and self.optimizer is not None:
                 self._fix_step(self.optimizer)
@@ -282,22 +291,23 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
 
     def close(self) -> None:
         """Give everything back: hooks, memory, threads, files. The parameters' values are gone. Idempotent."""
-        if self._closed:
-            self._storage.close()  # an interrupt may have stopped the first attempt
+        begun, self._closed = self._closed, True
+        self._hooks.remove()
+        self._watch.remove()
+        if begun:  # an interrupt may have stopped the first attempt
+            self._storage.close()
             return
-        self._closed = True
         self._finalizer.detach()
         try:
             self._stepper.stop()
             self.changed()
-            self._hooks.remove()
-            self._watch.remove()
             self._gradients.clear()
             self._hooks.reset()
             self._coordinator.end_backward()
             self._coordinator.release_all()
         finally:
             self._storage.close()
+            self.activations.close()
             return_freed_memory()
         logger.debug("engine closed after %d steps", self.global_steps)
 

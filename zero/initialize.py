@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from offload.errors import ConfigError
+from zero import checkpointing
 from zero.config import Config, load_config
 from zero.engine import ZeroEngine
 from zero.optim.optimizer import ZeroOptimizer, groups_from
@@ -68,10 +69,12 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             "lr_scheduler: ReduceLROnPlateau needs a metric at each step; call its step(metric) yourself "
             "on the optimizer that initialize returns"
         )
-    _show_log()
+    show_log()
     loaded = _read_config(args, config if config is not None else config_params)
     groups = groups_from(optimizer, model_parameters, model, loaded)
     engine = ZeroEngine(model, groups, loaded, compute_device())
+    given = loaded.origin("activation_checkpointing") == "user"
+    checkpointing.follow(engine.activations, configured=given)
     if lr_scheduler is not None:
         is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
         engine.lr_scheduler = lr_scheduler(engine.optimizer) if is_factory else lr_scheduler
@@ -119,7 +122,7 @@ def _make_loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, conf
     )
 
 
-def _show_log() -> None:
+def show_log() -> None:
     """Let the plan and notes be seen unless the application has set up logging itself."""
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -60,12 +60,26 @@ class EngineKeeper:
         )
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
         self._wholes = wholes
-        self._dtypes = [p.dtype for p in wholes]
+        self._dtype_of = {id(p): p.dtype for p in wholes}
         self._places: dict[str, list[Place]] = {}
         for b in bound:
             for slot in b.unit.slots:
                 for name in slot.names:
                     self._places.setdefault(name, []).append(Place(b, slot))
+
+    @property
+    def owner(self) -> Owner:
+        """The engine."""
+        return self._owner
+
+    def inherit(self, other: EngineKeeper) -> None:
+        """Remember in which dtype the model had what `other` kept until now."""
+        self._dtype_of.update((key, dtype) for key, dtype in other._dtype_of.items() if key in self._dtype_of)
+
+    def exact(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's values as the model would have them: the fp32 master of one that was fp32."""
+        is_fp32 = self._dtype_of[id(self.parameter(name))] == torch.float32
+        return self.master(name) if is_fp32 else self.weights(name)
 
     # ---- the face of released parameters ------------------------------------------------------
 
@@ -126,14 +140,17 @@ class EngineKeeper:
         for slot in (slot for bound in self._bound for slot in bound.unit.slots if slot.first_numel == 0):
             parameter = self._wholes[slot.index]
             if is_kept(parameter) and engine_keeper(parameter) is self:
-                exact = self._dtypes[slot.index] == torch.float32
-                values.append((parameter, self.master(slot.name) if exact else self.weights(slot.name)))
+                values.append((parameter, self.exact(slot.name)))
         if close is not None:
             close()
         for parameter, value in values:
-            unmark(parameter)
-            with torch.no_grad():
-                parameter.data = value
+            self.release(parameter, value)
+
+    def release(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Make one an ordinary parameter with these values."""
+        unmark(parameter)
+        with torch.no_grad():
+            parameter.data = value
 
     # ---- whole values -------------------------------------------------------------------------
 
@@ -202,12 +219,17 @@ class EngineKeeper:
         return sorted({self._unit_of[id(p)] for p in parameters})
 
 
-def take_back(parameters: Iterable[nn.Parameter]) -> None:
-    """The same model may be wrapped again: the engine that kept it gives its values back and closes."""
+def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = None) -> None:
+    """The same model may be wrapped again: the engine that kept it gives its values back and closes.
+
+    Args:
+        parameters: any.
+        but: what this one keeps stays with it.
+    """
     for parameter in parameters:
         if is_kept(parameter):
             keeper = engine_keeper(parameter)
-            if isinstance(keeper, EngineKeeper):
+            if isinstance(keeper, EngineKeeper) and keeper is not but:
                 keeper.give_back()
 
 

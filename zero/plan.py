@@ -36,6 +36,40 @@ class PlanRow:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class ActivationPlan:
+    """Where saved activations go."""
+
+    tier: str | None = None
+    """None: they stay where they are."""
+    nbytes: int | None = None
+    """The most on that tier; None: it grows, and comes on top of the plan."""
+    passing_bytes: int = 0
+    """Host memory that they pass through on their way to NVMe."""
+    swap_bytes: int = 0
+    """Reserved from the start."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, as far as it is planned."""
+        return self.passing_bytes + ((self.nbytes or 0) if self.tier == HOST else 0)
+
+    def rows(self) -> tuple[PlanRow, ...]:
+        """Lines of the plan; those of 0 bytes say nothing."""
+        on_device = (self.nbytes or 0) if self.tier == DEVICE else 0
+        return (
+            PlanRow(DEVICE, "saved activations", on_device),
+            PlanRow(HOST, "saved activations", self.host_bytes),
+            PlanRow(NVME, "saved activations", self.swap_bytes),
+        )
+
+    def note(self) -> str:
+        """What the plan cannot say in bytes; empty if it can."""
+        if self.tier is None or self.nbytes is not None:
+            return ""
+        return f"saved activations go to {self.tier} and come on top; bound them with activation_bytes"
+
+
 @dataclass(slots=True)
 class Plan:
     """What the engine allocates and how deep it works."""
@@ -64,6 +98,7 @@ class Plan:
     update_pool_bytes: int = 0
     """Device memory that an update on a GPU passes through what does not live there."""
     swap_bytes: int = 0
+    activations: ActivationPlan = ActivationPlan()
     rows: tuple[PlanRow, ...] = ()
     notes: list[str] = field(default_factory=list)
     """What the user should know and nothing has to be refused for."""
@@ -119,4 +154,5 @@ class Plan:
             total = self.tier_bytes(tier)
             lines.append(f"  {tier:<8}{'total':<34}{total:>16,}  ({format_bytes(total)})")
         lines.append(f"  on top of {format_bytes(self.baseline_bytes)} resident now; activations come on top")
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        notes = [note for note in (*self.notes, self.activations.note()) if note]
+        return "\n".join([*lines, *(f"  note: {note}" for note in notes)])

@@ -9,6 +9,7 @@ import torch
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import BLOCK_NUMEL, align_up, format_bytes
 from offload.streams import shares_host_memory
+from zero.activation_plan import plan_activations
 from zero.config import Config
 from zero.machine import Machine
 from zero.params.layout import Layout, Space, SubGroup, Unit
@@ -68,6 +69,7 @@ class Planner:
             gradient_wide=self.wide,
             state_dtype=self.state_dtype,
             baseline_bytes=self.machine.rss_bytes,
+            activations=plan_activations(self.config),
         )
         plan.records_in_flight = self._records_in_flight()
         plan.two_slots = self._wants_two_slots()
@@ -88,7 +90,7 @@ class Planner:
         plan.swap_bytes += sum(
             self._gradient_bytes(unit) for unit in self.trained if plan.gradient_tiers[unit.index] == NVME
         )
-        plan.swap_bytes += self._second_slot_bytes(plan)
+        plan.swap_bytes += self._second_slot_bytes(plan) + plan.activations.swap_bytes
         plan.rows = tuple(row for row in self._rows(plan) if row.nbytes)
         written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)
         if written:
@@ -237,7 +239,7 @@ class Planner:
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
         plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
         can_spill = gradient_home == HOST and self._uses_disk()
-        fixed = self.pools.sums()
+        fixed = self.pools.sums() + plan.activations.host_bytes
         if self.param_tier == HOST:
             fixed += sum(self._weight_bytes(unit) for unit in self.movable)
         gradients = sum(self._gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
@@ -395,4 +397,5 @@ class Planner:
         yield PlanRow(DEVICE, "stand-in for what is away", self.pools.stand_in())
         yield PlanRow(HOST, "block sums of gradients", self.pools.sums())
         yield PlanRow(NVME, "second slots", self._second_slot_bytes(plan))
+        yield from plan.activations.rows()
         yield PlanRow(HOST, "arena: records and chunks in flight", plan.arena_bytes)

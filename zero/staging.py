@@ -111,11 +111,18 @@ class Staging:
         self._fences: list[Fence] = []
 
     @staticmethod
-    async def lease(storage: Storage, parts: Sequence[Staged], what: str) -> Staging:
-        """Lease what `parts` need, as soon as it is free, and stage them."""
+    async def lease(storage: Storage, parts: Sequence[Staged], what: str, lent: Block | None = None) -> Staging:
+        """Lease what `parts` need, as soon as it is free, and stage them.
+
+        Args:
+            storage: whose memory.
+            parts: what passes through it.
+            what: appears in errors.
+            lent: host memory to use instead of the arena's, as long as they need; its lender gets it back.
+        """
         host_bytes = sum(part.host_nbytes for part in parts)
         device_bytes = sum(align_up(part.device_nbytes, PAGE_BYTES) for part in parts)
-        host = await storage.arena.lease_when_free(host_bytes, what)
+        host = lent or await storage.arena.lease_when_free(host_bytes, what)
         try:  # whoever holds memory of the device waits for none of the host
             device = await storage.update_pool.lease_when_free(device_bytes, what)
         except BaseException:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload import kernels
-from zero.schedule.coordinator import FetchCounters
+from zero.schedule.counters import FetchCounters
 from zero.storage import Storage
 
 SECONDS_PER_DAY = 86_400
@@ -55,6 +55,13 @@ class Statistics:
     """Most elements gathered or on their way at once; persistent units apart."""
     arena_peak_bytes: int
     """Most bytes leased from the host arena at once."""
+    activation_stored_bytes: int
+    """Of saved activations that went to their tier; `nvme_write_bytes` has them too, if that is it."""
+    activation_restored_bytes: int
+    activation_kept_bytes: int
+    """On the tier now, in whole pages."""
+    activation_peak_bytes: int
+    """The most of them there were."""
     aio_backend: str
     aio_reason: str
     isa: str
@@ -94,6 +101,7 @@ def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], lo
     """One snapshot."""
     disk = storage.disk
     aio = disk.aio.stats() if disk else None
+    kept = storage.activations
     return Statistics(
         steps=loop.steps,
         micro_steps=loop.micro_steps,
@@ -103,8 +111,8 @@ def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], lo
         exposed_wait_seconds=storage.mover.exposed.seconds,
         nvme_read_bytes=disk.traffic.read_bytes if disk else 0,
         nvme_write_bytes=disk.traffic.write_bytes if disk else 0,
-        nvme_read_seconds=aio.read_seconds if aio else 0.0,
-        nvme_write_seconds=aio.write_seconds if aio else 0.0,
+        nvme_read_seconds=disk.traffic.earlier_read_seconds + aio.read_seconds if disk and aio else 0.0,
+        nvme_write_seconds=disk.traffic.earlier_write_seconds + aio.write_seconds if disk and aio else 0.0,
         gathers=counters.gathers,
         gathered_bytes=counters.gathered_bytes,
         prefetch_hits=counters.hits,
@@ -115,6 +123,10 @@ def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], lo
         updated_in_backward_numel=loop.updated_in_backward_numel,
         live_numel_peak=counters.live_numel_peak,
         arena_peak_bytes=storage.arena.peak_bytes,
+        activation_stored_bytes=kept.counters.stored_bytes if kept else 0,
+        activation_restored_bytes=kept.counters.restored_bytes if kept else 0,
+        activation_kept_bytes=kept.kept_bytes if kept else 0,
+        activation_peak_bytes=kept.peak_bytes if kept else 0,
         aio_backend=disk.aio.backend if disk else "none",
         aio_reason=disk.aio.reason if disk else "no plane lives on NVMe",
         isa=kernels.isa(),

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.activations import ActivationStore
 from offload.aio import AioOptions
 from offload.arena import Arena, MemoryRegion
 from offload.errors import BudgetError, ConfigError, StateError
 from offload.mover import Mover
+from offload.pieces import PieceStore, Swap
 from offload.planes import Disk, Home, Plane
+from offload.slabs import Slabs, SwapArea
 from offload.streams import open_streams
 from offload.swapfile import SwapSpace
 from offload.timeline import Timeline
+from zero.activation_plan import KNOB
 from zero.config import Config
 from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, SubGroup, Unit
@@ -40,6 +44,7 @@ class Storage:
         records: one plane per space (None for frozen ones): remainder, exp_avg, exp_avg_sq, adjacent per sub-group.
         gradients: one plane per space (None for frozen ones).
         other_slots: per space, where `plan.two_slots` (else None).
+        activations: keeps what autograd saves, where the plan gives it a tier (else None).
     """
 
     def __init__(self, layout: Layout, plan: Plan, config: Config, device: torch.device) -> None:
@@ -53,6 +58,7 @@ class Storage:
         self._planes: list[Plane] = []
         self.timeline = Timeline()
         self.at_end: list[Callable[[], None]] = []
+        self.activations: ActivationStore | None = None
         self.disk = self._open_disk(config)
         aio = self.disk.aio if self.disk else None
         self.streams = open_streams(device, self.timeline)
@@ -82,6 +88,7 @@ class Storage:
                 self._second_slots(i, space) if plan.two_slots and space.trainable else None
                 for i, space in enumerate(layout.spaces)
             ]
+            self.activations = self._open_activations()
         except BaseException:
             self.close()
             raise
@@ -174,6 +181,8 @@ class Storage:
             disk.close()
 
     def _free(self) -> None:
+        if self.activations is not None:
+            self.activations.close()
         for plane in self._planes:
             plane.close()
         for region in self._regions:
@@ -206,6 +215,21 @@ class Storage:
         except BaseException:
             swap.close()
             raise
+
+    def _open_activations(self) -> ActivationStore | None:
+        wish = self.plan.activations
+        if wish.tier is None:
+            return None
+        near, on_disk = wish.tier == DEVICE, wish.tier == NVME
+        memory_bytes = wish.passing_bytes if on_disk else wish.nbytes
+        device = self.device if near else torch.device("cpu")
+        memory = Slabs("saved activations", KNOB, device, memory_bytes, pinned=self._pinned and not near)
+        swap = None
+        if on_disk and self.disk is not None:
+            begin = self.plan.swap_bytes - wish.swap_bytes
+            swap = Swap(self.disk, SwapArea(self.disk.swap, begin, wish.swap_bytes, grows=wish.nbytes is None))
+        pieces = PieceStore("saved activations", memory, self.streams, near=near, swap=swap, mover=self.mover)
+        return ActivationStore(pieces, self.device, self.streams)
 
     def _region(self, tier: str, nbytes: int) -> MemoryRegion:
         region = MemoryRegion(nbytes, self.device if tier == DEVICE else torch.device("cpu"), pinned=self._pinned)
@@ -263,15 +287,20 @@ class Storage:
             for tier in (DEVICE, HOST)
             if any(t == tier for _, _, t in runs)
         }
-        homes = []
+        homes, host_bytes = [], 0
         for begin, end, tier in runs:
             nbytes = nbytes_of(begin, end)
             if tier == NVME:
                 homes.append(Home(begin, end, None, self._swap_used_bytes))
                 self._swap_used_bytes += nbytes
             else:
-                homes.append(Home(begin, end, regions[tier].take(nbytes)))
-        return self._kept(Plane(name, width, homes, self.disk, self.streams))
+                homes.append(
+                    Home(begin, end, regions[tier].take(nbytes), host_offset=host_bytes if tier == HOST else -1)
+                )
+                host_bytes += nbytes if tier == HOST else 0
+        plane = Plane(name, width, homes, self.disk, self.streams)
+        plane.host = regions[HOST].data if HOST in regions else None
+        return self._kept(plane)
 
     def _kept(self, plane: Plane) -> Plane:
         self._planes.append(plane)
@@ -279,17 +308,20 @@ class Storage:
 
 
 def _swap_paths(config: Config) -> list[str]:
-    """The folders of both offload blocks, without repetition."""
+    """The folders of all blocks that use NVMe, without repetition; those named for nothing if there are no others."""
+    zero, activations = config.zero_optimization, config.activation_checkpointing
+    blocks = (zero.offload_param, zero.offload_optimizer, activations)
+    used = [block for block in blocks if str(getattr(block.device, "value", block.device)) == "nvme"]
     paths: list[str] = []
-    for block in (config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer):
+    for block in [block for block in used if block.nvme_path] or blocks:
         given = block.nvme_path
-        if str(getattr(block.device, "value", block.device)) != "nvme" or given is None:
+        if given is None:
             continue
         for path in [given] if isinstance(given, (str, os.PathLike)) else given:
             if str(path) not in paths:
                 paths.append(str(path))
     if not paths:
-        raise ConfigError("nvme_path: the plan needs a swap space, but no offload block names a folder")
+        raise ConfigError("nvme_path: the plan needs a swap space, but no block names a folder in nvme_path")
     return paths
 
 

@@ -114,6 +114,12 @@ class Tracer:
         self._wanted = None if not path else (check_target(path), *wanted_steps(os.environ.get(STEPS_VARIABLE, STEPS)))
         storage.at_end.append(self.finish)
 
+    def move_to(self, storage: Storage) -> None:
+        """The engine goes on with another storage: a recording ends here, a later one is made there."""
+        self.finish()
+        self.storage = storage
+        storage.at_end.append(self.finish)
+
     def begin(self, path: str | os.PathLike[str], steps: int, *, by_environment: bool = False) -> None:
         """Start recording. Raises ConfigError if `path` cannot be written, StateError if a recording is under way."""
         target = check_target(path)

@@ -115,8 +115,9 @@ def test_train_step_holds_a_lean_step_against_its_floor(monkeypatch: pytest.Monk
     moved = lean["nvme_read_bytes"] + lean["nvme_write_bytes"]
     told = content["figures"]["nvme: lean, bytes per parameter and step"]
     assert told["ours"] == moved > 0
-    # Spilled states are read and written: the kernel must have seen what we say we moved.
-    assert told["kernel"] in (0, pytest.approx(moved, rel=0.01))
+    # Spilled states are read and written: the kernel must have seen what we say we moved. It also sees other
+    # processes, and the pages of programs that are read in.
+    assert told["kernel"] == 0 or told["kernel"] >= 0.99 * moved
     assert list(tmp_path.iterdir()) == [tmp_path / "answer.json"]
 
 

@@ -19,7 +19,7 @@ from models import MODELS, build, make_config, seeded, tokens
 from torch import Tensor, nn
 
 import zero
-from offload.errors import StateError
+from offload.errors import ConfigError, StateError
 from zero.params.released import ReleasedParameter, is_kept
 
 Open = Callable[..., Any]
@@ -447,3 +447,75 @@ def test_building_a_400_mb_model_takes_less_than_100_mb(nvme_path: Path) -> None
     assert size > 400e6
     assert peak < 100e6, f"peak {peak:,}"
     assert after < 50e6, f"after {after:,}"
+
+
+# ---- DeepSpeed's signature -------------------------------------------------------------------------
+
+
+def test_remote_device_overrules_the_config(nvme_path: Path) -> None:
+    on_disk, in_memory = make_config(NVME, nvme_path), make_config(("cpu", "cpu"), nvme_path)
+    in_memory["zero_optimization"]["offload_param"]["nvme_path"] = str(nvme_path)
+    for config, device, expected in ((on_disk, "cpu", False), (on_disk, None, True), (in_memory, "nvme", True)):
+        with zero.Init(config_dict_or_path=config, remote_device=device):
+            model = nn.Linear(3, 3)
+        assert spilled(model) is expected
+
+
+def test_deepspeeds_keywords_are_taken_and_others_are_not(nvme_path: Path) -> None:
+    config = make_config(NVME, nvme_path)
+    with zero.Init(None, None, True, None, False, config, mpu=None, zero_quantized_weights=False):
+        assert spilled(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="remote_devise"):
+        zero.Init(config_dict_or_path=config, remote_devise="cpu")
+    with pytest.raises(ConfigError, match=r'remote_device: expected "none", "cpu" or "nvme", got \'disk\''):
+        zero.Init(config_dict_or_path=config, remote_device="disk")
+    with pytest.raises(ConfigError, match=r"nvme_path is not set"):
+        zero.Init(config_dict_or_path=make_config(("cpu", "cpu"), nvme_path), remote_device="nvme")
+    with pytest.raises(ConfigError, match=r"offload_param\.nvme_path"):
+        zero.Init(remote_device="nvme")
+    with pytest.raises(ConfigError, match=r"torch\.bfloat16, got torch\.int8"):
+        zero.Init(dtype=torch.int8)
+
+
+def test_dtype_casts_without_a_config_too() -> None:
+    with seeded(3):
+        expected = ParentInits()
+    with seeded(3), zero.Init(dtype=torch.float16):
+        model = ParentInits()
+    for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert ours.dtype == torch.float16 and torch.equal(ours, theirs.half()), name
+
+
+def test_what_a_constructor_still_looks_at_is_not_spilled_under_it(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds `.data` of one parameter while it works on others that do not fit beside it."""
+    from zero.params import provisional
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+            held = self.parts[0].weight.data
+            for part in self.parts[1:]:
+                part.weight.data.mul_(2)
+            held.fill_(0.3)
+
+    monkeypatch.setattr(provisional, "FETCHED_BYTES_MAX", 2000)
+    assert_built_alike(open_engine, nvme_path, Holds)
+
+
+def test_one_line_says_what_cutting_a_whole_model_cost(
+    open_engine: Open, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import logging
+
+    config = make_config(NVME, nvme_path)
+    with zero.Init(config_dict_or_path=config):
+        inside = build("gpt")
+    for model, words in ((build("gpt"), "zero.Init)"), (inside, "0 B of its values were in memory, ")):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "zero"):
+            open_engine(model, config)
+        lines = [line for line in (r.getMessage() for r in caplog.records) if line.startswith("model cut in place in ")]
+        assert len(lines) == 1 and words in lines[0] and "KB" in lines[0], lines

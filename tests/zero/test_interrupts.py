@@ -176,15 +176,34 @@ def test_an_engine_closes_after_an_interrupted_step(open_engine: Open, nvme_path
     engine.close()
 
 
-def test_an_interrupted_close_can_be_repeated(open_engine: Open, nvme_path: Path, nothing_left: None) -> None:
+CLOSE_STAGES: dict[str, Callable[[Any], Any]] = {
+    # What a close calls, in this order: owner, method.
+    "stop": lambda engine: (engine._stepper, "stop"),
+    "hooks": lambda engine: (engine._hooks, "remove"),
+    "clear": lambda engine: (engine._gradients, "clear"),
+    "release_all": lambda engine: (engine._coordinator, "release_all"),
+    "storage": lambda engine: (engine._storage, "close"),
+    "wait": lambda engine: (engine._storage.mover, "block"),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("stage", CLOSE_STAGES)
+def test_a_close_interrupted_at_any_stage_can_be_repeated(
+    open_engine: Open, nvme_path: Path, nothing_left: None, stage: str, when: str
+) -> None:
+    """With updates under way on a slow disk, so that there is something to wait for."""
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
     engine.backward(engine(tokens(0)))
     engine.synchronize()
     engine.inject(SLOW)
     engine.step()
-    with interrupted_when(lambda: engine._closed and waiting(engine)()):
+    interrupt = InterruptOnce(*CLOSE_STAGES[stage](engine), when)
+    with pytest.raises(KeyboardInterrupt):
         engine.close()
+    assert interrupt.met
     engine.close()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in engine.module.modules())
 
 
 @pytest.mark.parametrize("where", ["in a fetch", "in user code"])

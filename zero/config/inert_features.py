@@ -18,17 +18,6 @@ from zero.config.fields import (
 )
 
 
-class ActivationCheckpointing(Block):
-    """Settings of deepspeed.checkpointing; torch.utils.checkpoint needs none of them."""
-
-    partition_activations: InertFlag = None
-    number_checkpoints: InertWhole = None
-    contiguous_memory_optimization: InertFlag = None
-    synchronize_checkpoint_boundary: InertFlag = None
-    profile: InertFlag = None
-    cpu_checkpointing: InertFlag = None
-
-
 class CommsLogger(Block):
     """Log of collectives."""
 

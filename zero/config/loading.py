@@ -58,6 +58,15 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config, *, 
     return checked._settled(report)
 
 
+def read_json(path: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError if it cannot be read or says something twice."""
+    problems: list[str] = []
+    content = _read_file(path, problems)
+    if problems:
+        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problems", *problems]))
+    return content
+
+
 def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
     def closed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
@@ -222,4 +231,5 @@ def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
             idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
         acting = {prefix + name for name, known in type(block).model_fields.items() if role_of(known) == "acts"}
         paths += [path for path in idle if origins.get(path) == "user" and path in acting]
-    return paths
+    named = [f"activation_checkpointing.{key}" for key in config.activation_checkpointing.idle]
+    return paths + [path for path in named if origins.get(path) == "user"]

@@ -13,6 +13,7 @@ from typing_extensions import Self
 from offload.errors import ConfigError
 from zero.config import inert_features as inert
 from zero.config import refused_features as refused
+from zero.config.activation_block import ActivationCheckpointing
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from zero.config.fields import (
     AUTO,
@@ -179,6 +180,7 @@ class Config(Block):
     zero_optimization: ZeroConfig = ZeroConfig()
     aio: AioConfig = AioConfig()
     memory_budget: MemoryBudget = MemoryBudget()
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
 
     prescale_gradients: Annotated[Flag, Only((False,), "gradients are averaged after the sum")] = False
     gradient_predivide_factor: Annotated[Number, Only((1.0,), "gradients are averaged after the sum")] = 1.0
@@ -218,7 +220,6 @@ class Config(Block):
     vocabulary_size: InertWhole = None
     use_data_before_expert_parallelism: InertFlag = None
     datastates_ckpt: InertObject = None
-    activation_checkpointing: inert.ActivationCheckpointing | None = None
     comms_logger: inert.CommsLogger | None = None
     comms_config: inert.CommsConfig | None = None
     monitor_config: inert.MonitorConfig | None = None

@@ -25,7 +25,7 @@ from offload.copies import fetch_plane
 from offload.errors import StateError, StorageError
 from offload.planes import settle_all
 from offload.streams import Fence
-from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline
+from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline, Told
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.storage import Storage
 
@@ -36,8 +36,10 @@ class Running:
 
     applied: asyncio.Future[frozenset[int]]
     """The units whose new weights were delivered; or the error that left the sub-group due."""
+    returned: asyncio.Future[None]
+    """Ends once no unit's own memory is written from any more; never an error."""
     borrowed: frozenset[int]
-    """Units whose own memory is written from until the result is stored; never memory of a GPU."""
+    """Units whose own memory is written from; never memory of a GPU."""
     stored: asyncio.Task[None] | None = None
     """Ends once nothing of it moves any more; never raises."""
 
@@ -132,6 +134,12 @@ class DueUpdates:
         """As `bring`, for the sub-groups of a unit."""
         await self.bring(self._groups[unit.index])
 
+    async def settle_weights(self, unit: Unit) -> None:
+        """Wait until no weights of the unit are being written. Starts no update and raises nothing."""
+        for group in self._groups[unit.index]:
+            if (running := self._running.get(group)) is not None:
+                await asyncio.shield(running.returned)
+
     async def settle_unit(self, unit: Unit) -> None:
         """Wait until nothing of the unit is being written. Starts no update and raises nothing."""
         await self._settle(self._groups[unit.index])
@@ -202,23 +210,30 @@ class DueUpdates:
             raise self.failure
         self._due.discard(group)
         on_host = frozenset(index for index, delivery in wanted.items() if delivery.into.device.type == "cpu")
-        running = Running(asyncio.get_running_loop().create_future(), on_host)
+        loop = asyncio.get_running_loop()
+        running = Running(loop.create_future(), loop.create_future(), on_host)
         running.stored = asyncio.create_task(self._run(group, wanted, running, threads))
         self._running[group] = running
         return running
 
     async def _run(self, group: SubGroup, wanted: dict[int, Delivery], running: Running, threads: int) -> None:
+        def turn() -> None:
+            if self.failure is not None:
+                raise self.failure
+            if self.stopped:
+                raise StateError("update: the engine is closed")
+
         def applied(delivered: frozenset[int]) -> None:
             self._unapplied.discard(group)
             running.applied.set_result(delivered)
 
+        def returned() -> None:
+            running.borrowed = frozenset()
+            running.returned.set_result(None)
+
         try:
-            async with self._pipeline.slots:
-                if self.failure is not None:
-                    raise self.failure
-                if self.stopped:
-                    raise StateError("update: the engine is closed")
-                await self._pipeline.update(group, self._arguments, wanted, applied, threads)
+            turn()
+            await self._pipeline.update(group, self._arguments, wanted, Told(turn, applied, returned), threads)
         except BaseException as error:
             named = error
             if isinstance(error, StorageError) and error is not self.failure:
@@ -230,4 +245,6 @@ class DueUpdates:
                 running.applied.set_exception(named)
                 running.applied.exception()  # a prefetch that nobody waits for is no error
         finally:
+            if not running.returned.done():
+                running.returned.set_result(None)
             del self._running[group]

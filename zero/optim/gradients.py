@@ -79,12 +79,14 @@ class Gradients:
 
     Attributes:
         update: called with a unit whose sealed gradient is in the way; must not return before it was used.
+        reclaim: called with a unit whose gradient needs its memory now; must not return before it is free.
     """
 
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
         self._storage, self._device, self._in_place = storage, device, in_place
         self._streams, self._store = storage.streams, ContributionStore(storage, threads)
         self.update: Callable[[int], None] = _nothing_to_do
+        self.reclaim: Callable[[Unit], None] = lambda unit: None
         self._units: dict[int, UnitGradient] = {}
         self._wide: dict[int, Plane] = {}
         for unit in layout.units:
@@ -199,6 +201,18 @@ class Gradients:
         state.summed, state.contributions = False, [0] * len(state.unit.slots)
         state.plane, state.dtype = state.narrow_plane, self._storage.gradient_dtype(state.unit)
 
+    # ---- everything, for who moves it elsewhere -------------------------------------------------
+
+    def states(self) -> list[UnitGradient]:
+        """What is known of every trained unit; nothing waits in a buffer after `flush_all` and `settle`."""
+        return list(self._units.values())
+
+    def make_wide(self, state: UnitGradient) -> None:
+        """Give a unit that holds nothing yet an fp32 home. Raises BudgetError: there is no room for one."""
+        if state.dtype != torch.float32:
+            self._wide[state.unit.index] = self._storage.wide_gradient(state.unit)
+            state.plane, state.dtype = self._wide[state.unit.index], torch.float32
+
     # ---- what the step wants to know ----------------------------------------------------------
 
     def contributed(self, index: int) -> list[bool]:
@@ -239,6 +253,7 @@ class Gradients:
             self.update(unit.index)
             streams.wait(streams.behind_updates())  # on a GPU the update may only have been begun
             state.sealed = None
+        self.reclaim(unit)
         if self._in_place and state.empty and state.dtype == unit.dtype:
             home = state.plane.memory(unit.begin, unit.end)
             if home is not None and home.device == self._device:

@@ -143,7 +143,7 @@ class UpdatesInBackward:
         await self._gradients.arrived(unit.index)
 
         async def update(group: SubGroup) -> None:
-            async with self._pipeline.slots:
+            async with self._pipeline.places.slots:
                 if attempt.over:
                     return
                 try:

@@ -9,6 +9,9 @@ passes through one leased block of the arena. Results do not depend on the cutti
 kernel can address it, the old weights are read into it and updated there: one read serves the update
 and the forward. Elsewhere they are copied there once updated.
 
+[Note: order of writes] Weights are written at once: the memory they are in is wanted for other units. Records may
+wait; see zero/optim/spare.py.
+
 [Note: failure] A sub-group whose read fails is untouched and stays due. One whose write fails has
 been updated: the planes keep its bytes until a later write succeeds, so memory still holds the truth.
 """
@@ -28,6 +31,8 @@ from offload.planes import settle_all
 from offload.streams import Fence
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
+from zero.optim.places import Places
+from zero.optim.spare import SpareGradients
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.staging import Staged, Staging
 from zero.storage import Storage
@@ -82,8 +87,25 @@ class _Work:
     gradients: list[Staged]
 
     @property
+    def host_nbytes(self) -> int:
+        """Host memory that it passes through."""
+        return sum(part.host_nbytes for part in self.parts)
+
+    @property
     def parts(self) -> list[Staged]:
         return [self.record, *self.weights, *self.gradients]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an update calls on its way."""
+
+    turn: Callable[[], None]
+    """It could begin; may raise: then nothing happens."""
+    applied: Callable[[frozenset[int]], None]
+    """It is done, and these units' weights were delivered; nothing of it is stored yet."""
+    returned: Callable[[], None]
+    """Nothing reads memory of the caller's any more."""
 
 
 class SubGroupPipeline:
@@ -91,8 +113,8 @@ class SubGroupPipeline:
 
     def __init__(self, layout: Layout, storage: Storage, gradients: Gradients) -> None:
         self._layout, self._storage, self._gradients = layout, storage, gradients
-        self.slots = asyncio.Semaphore(storage.plan.records_in_flight)
-        """Who updates a sub-group holds one."""
+        self.spare = SpareGradients(layout, storage)
+        self.places = Places(storage.plan.records_in_flight, self.spare)
 
     def trained_units(self, group: SubGroup, arguments: StepArguments) -> list[Unit]:
         """Units that have elements in the sub-group that this step changes."""
@@ -117,12 +139,7 @@ class SubGroupPipeline:
         return all(plane.swap_bytes(begin, end) == 0 for plane, begin, end in runs)
 
     async def update(
-        self,
-        group: SubGroup,
-        arguments: StepArguments,
-        wanted: Mapping[int, Delivery],
-        applied: Callable[[frozenset[int]], None],
-        threads: int,
+        self, group: SubGroup, arguments: StepArguments, wanted: Mapping[int, Delivery], told: Told, threads: int
     ) -> None:
         """Update a sub-group and store the result.
 
@@ -130,36 +147,31 @@ class SubGroupPipeline:
             group: has at least one trained unit.
             arguments: the step's.
             wanted: unit index -> where its part of the new weights goes; written from there too, so that
-                memory has to stay as it is until this returns.
-            applied: called once the update is done, before its result is stored, with the units delivered.
+                memory has to stay as it is until `told.returned` is called, or this returns.
+            told: called on the way.
             threads: of the CPU kernel.
 
         Raises:
-            StorageError: before `applied` was called nothing has changed; afterwards the planes hold the new
+            StorageError: before `told.applied` was called nothing has changed; afterwards the planes hold the new
                 values in memory.
         """
         units = self.trained_units(group, arguments)
         work, streams = self._work(group, units, wanted, other=False), self._storage.streams
-        streams.wait(arguments.fence)
-        staging = await Staging.lease(self._storage, work.parts, "sub-group")
-        error: BaseException | None = None
-        kept = False
-        try:
-            await self._compute_into(work, arguments, threads)
-            for unit, weight in zip(units, work.weights, strict=True):
-                if unit.index in wanted and not weight.borrowed:
-                    delivery = wanted[unit.index]
-                    target = _part(unit, delivery.into, weight.begin, weight.end)
-                    staging.keep_until(streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence()))
-            # Who uses weights on the device where they live has no other way to see them.
-            await settle_all([weight.write() for weight in work.weights if weight.copied_home])
-            applied(frozenset(unit.index for unit in units) & wanted.keys())
-            kept, error = await self._write_back(
-                staging, [work.record, *(weight for weight in work.weights if not weight.copied_home)]
-            )
-        finally:
-            if not kept:
-                staging.release()
+        async with self.places.take(work.host_nbytes) as lent:
+            told.turn()
+            streams.wait(arguments.fence)
+            staging = await Staging.lease(self._storage, work.parts, "sub-group", lent)
+            error: BaseException | None = None
+            kept = False
+            try:
+                await self._compute_into(work, arguments, threads)
+                await self._deliver(work, wanted, staging)
+                told.applied(frozenset(unit.index for unit in units) & wanted.keys())
+                self.spare.give(group, units)
+                kept, error = await self._write_back(work, staging, told, lent is not None)
+            finally:
+                if not kept:
+                    staging.release()
         if error is not None:
             raise error
 
@@ -205,15 +217,47 @@ class SubGroupPipeline:
             with self._storage.timeline.span(UPDATES, f"{unit.name} in {work.group.name}", weight.bytes.numel()):
                 self._apply(work, unit, weight, gradient, arguments, threads)
 
-    async def _write_back(self, staging: Staging, parts: list[Staged]) -> tuple[bool, BaseException | None]:
+    async def _deliver(self, work: _Work, wanted: Mapping[int, Delivery], staging: Staging) -> None:
+        """Copy new weights to where they are wanted or live, if they were not updated there."""
+        streams = self._storage.streams
+        for unit, weight in zip(work.units, work.weights, strict=True):
+            if unit.index in wanted and not weight.borrowed:
+                delivery = wanted[unit.index]
+                target = _part(unit, delivery.into, weight.begin, weight.end)
+                staging.keep_until(streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence()))
+        # Who uses weights on the device where they live has no other way to see them.
+        await settle_all([weight.write() for weight in work.weights if weight.copied_home])
+
+    async def _write_back(
+        self, work: _Work, staging: Staging, told: Told, lent: bool
+    ) -> tuple[bool, BaseException | None]:
         """Store the results: (is `staging` still needed, first error).
 
-        A part that cannot be stored stays in it, or in a copy if it lies elsewhere; its plane reads it
-        from there until a write succeeds.
+        A part that cannot be stored stays in it, or in a copy if it lies in memory that others want; its plane
+        reads it from there until a write succeeds.
         """
-        results = await asyncio.gather(*(part.write() for part in parts), return_exceptions=True)
-        failed = [(part, r) for part, r in zip(parts, results, strict=True) if isinstance(r, BaseException)]
-        holders = sum(not part.borrowed for part, _ in failed)
+
+        async def write_record() -> None:
+            async with self.places.writes:
+                await work.record.write()
+
+        record = asyncio.create_task(write_record())
+        weights = [weight for weight in work.weights if not weight.copied_home]
+        results = list(await asyncio.gather(*(weight.write() for weight in weights), return_exceptions=True))
+        failed = [(part, r) for part, r in zip(weights, results, strict=True) if isinstance(r, BaseException)]
+        for part, _ in failed:
+            if part.borrowed:
+                part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes), _nothing)
+        told.returned()
+        for result in await asyncio.gather(record, return_exceptions=True):
+            if isinstance(result, BaseException):
+                failed.append((work.record, result))
+        staged = [part for part, _ in failed if not part.borrowed]
+        return self._strand(staged, staging, lent), failed[0][1] if failed else None
+
+    def _strand(self, failed: list[Staged], staging: Staging, lent: bool) -> bool:
+        """What could not be written is the truth. True if it stays in `staging`, which is released later."""
+        holders = len(failed)
 
         def written() -> None:
             nonlocal holders
@@ -221,13 +265,12 @@ class SubGroupPipeline:
             if holders == 0:
                 staging.release()
 
-        needed = holders > 0
-        for part, _ in failed:
-            if part.borrowed:
+        for part in failed:
+            if lent:
                 part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes), _nothing)
             else:
                 part.plane.strand(part.begin, part.end, part.host_bytes, written)
-        return needed, failed[0][1] if failed else None
+        return bool(failed) and not lent
 
     def _apply(
         self, work: _Work, unit: Unit, weight: Staged, gradient: Staged, arguments: StepArguments, threads: int

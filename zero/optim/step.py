@@ -18,7 +18,7 @@ from zero.optim.gradients import Gradients
 from zero.optim.inside import UpdatesInBackward
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
-from zero.params.layout import Layout, SubGroup
+from zero.params.layout import Layout, SubGroup, Unit
 from zero.storage import Storage
 
 
@@ -46,6 +46,7 @@ class Stepper:
         """`fix` has decided; set to False when the next step is asked for."""
         self.norm: float | None = None
         """2-norm of the last step's gradients, before clipping."""
+        gradients.reclaim = self._reclaim
 
     def fix(self, number: int, optimizer: ZeroOptimizer, index_of: dict[int, int], norm_max: float) -> None:
         """Decide everything about a step. No weight has changed yet when this returns or raises.
@@ -122,6 +123,12 @@ class Stepper:
         if not self._updates.current(index):
             unit = self._layout.units[index]
             self._run(f"updating unit {unit.name}", self._updates.bring_unit(unit))
+
+    def _reclaim(self, unit: Unit) -> None:
+        """The unit's gradient gets its memory back from updates that have been lent it."""
+        spare = self._pipeline.spare
+        if spare.holds(unit.index):
+            self._storage.mover.run(f"storing results out of the way of {unit.name}", spare.withdraw(unit))
 
     def stop(self) -> None:
         """The engine closes: updates that have not begun never will, nobody could see them."""

@@ -8,183 +8,88 @@ and the parameters released. Code that initialises them later, in the constructo
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.binding import FlatStorage, Poison
-from offload.errors import StateError
-from offload.pinned import return_freed_memory
-from offload.provisional import ProvisionalFile
+from offload.errors import ConfigError
 from zero.config import Config, load_config
-from zero.params.released import ReleasedParameter, is_kept, keeper_of, mark, name_of, set_present, set_released, unmark
+from zero.params.provisional import ProvisionalKeeper, provisional_source
+from zero.params.released import is_kept
 
-LARGE_BYTES = 1 << 20
-"""From this size on a spilled parameter's memory is handed back to the kernel at once."""
-
-
-@dataclass(slots=True)
-class Spilled:
-    """Where one parameter's values are in the provisional file."""
-
-    offset_bytes: int
-    nbytes: int
-
-
-class ProvisionalKeeper:
-    """Keeps the values of parameters that no engine has adopted yet.
-
-    Attributes:
-        fetches: True while an `Init` context is open. Constructors and `Module.apply` then find the
-            values of every parameter as if they had never been spilled.
-    """
-
-    def __init__(self, paths: tuple[str, ...]) -> None:
-        self._file = ProvisionalFile(paths)
-        # Weak: a constructor may replace a parameter, to tie it say, and nobody adopts the one that is gone.
-        self._places: MutableMapping[nn.Parameter, Spilled] = WeakTensorKeyDictionary()
-        self._open: MutableMapping[nn.Parameter, int] = WeakTensorKeyDictionary()
-        self._fetched: list[nn.Parameter] = []
-        self._poison, self._poison_bytes = Poison(1, torch.device("cpu")), 1
-        self.fetches = False
-        weakref.finalize(self, self._file.close)
-
-    def cut(self, parameter: nn.Parameter) -> None:
-        """Spill the parameter's values and release it."""
-        self._store(parameter)
-        mark(parameter, self, f"of shape {tuple(parameter.shape)}, built under zero.Init")
-        self._release(parameter)
-
-    def read(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
-        """Values [begin, end) of a cut parameter, 1-D."""
-        offset = self._places[parameter].offset_bytes + begin * parameter.element_size()
-        return self._file.read(offset, end - begin, parameter.dtype)
-
-    def touch(self, parameter: nn.Parameter) -> None:
-        """Fetch until the constructor that is running returns.
-
-        Raises:
-            StateError: no constructor is: the `Init` context has ended.
-        """
-        if not self.fetches:
-            raise StateError(
-                f"parameter {name_of(parameter)}, is released: its values are on disk since the context has ended; "
-                "wrap the access in zero.GatheredParameters([parameter])"
-            )
-        if isinstance(parameter, ReleasedParameter):
-            self.open([parameter])
-            self._fetched.append(parameter)
-
-    def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
-        """Nothing to remember: what is fetched stays until `spill_fetched`."""
-
-    def spill_fetched(self) -> None:
-        """Spill again what was fetched on touch."""
-        fetched, self._fetched = self._fetched, []
-        self.close(fetched)
-
-    def open(self, parameters: list[nn.Parameter]) -> None:
-        """Bring the values back, to be edited."""
-        for parameter in parameters:
-            self._open[parameter] = self._open.get(parameter, 0) + 1
-            if self._open[parameter] == 1:
-                values = self.read(parameter, 0, parameter.numel()).view(parameter.shape)
-                set_present(parameter)
-                with torch.no_grad():
-                    parameter.data = values
-
-    def close(self, parameters: list[nn.Parameter]) -> None:
-        """Spill them again."""
-        for parameter in parameters:
-            self._open[parameter] -= 1
-            if self._open[parameter] == 0:
-                self._store(parameter)
-                self._release(parameter)
-
-    def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
-        """An independent parameter with the same values, spilled too."""
-        self.open([parameter])
-        copied: nn.Parameter = copy.deepcopy(parameter)
-        self.close([parameter])
-        self.cut(copied)
-        return copied
-
-    def adopted(self, parameter: nn.Parameter) -> None:
-        """An engine has stored the values; the last one frees the file."""
-        self._places.pop(parameter, None)
-        if not self._places:
-            self._file.close()
-
-    def _store(self, parameter: nn.Parameter) -> None:
-        """Write the values where they were, or to a new place if they have changed their size."""
-        nbytes = parameter.numel() * parameter.element_size()
-        place = self._places.get(parameter)
-        if place is None or place.nbytes != nbytes:
-            self._places[parameter] = Spilled(self._file.append(parameter.detach()), nbytes)
-        else:
-            self._file.write(place.offset_bytes, parameter.detach())
-
-    def _release(self, parameter: nn.Parameter) -> None:
-        nbytes = parameter.numel() * parameter.element_size()
-        if nbytes > self._poison_bytes:
-            self._poison, self._poison_bytes = Poison(nbytes, torch.device("cpu")), nbytes
-        whole = [(0, parameter.shape)]
-        storage = FlatStorage(parameter.numel(), parameter.dtype, whole, self._poison, torch.device("cpu"))
-        with torch.no_grad():
-            parameter.data = storage.views[0]
-        set_released(parameter)
-        if nbytes >= LARGE_BYTES:
-            return_freed_memory()
+Source = str | os.PathLike[str] | dict[str, Any] | Config | None
+DEEPSPEED_ONLY = {
+    *("zero_param_parallel_group", "zero_quantized_weights", "zero_quantized_nontrainable_weights"),
+    *("sequence_data_parallel_group", "param_swapper"),
+}
 
 
 class Init:
     """Context manager: modules constructed inside go to storage as their constructors return.
 
-    With `offload_param.device` none or cpu there is nothing to save by spilling, and construction
-    is left alone.
+    What is registered later, outside of any constructor (`from_pretrained` loads so), goes there when the context
+    ends. With `offload_param.device` none or cpu there is nothing to save by spilling, and construction is left
+    alone. The signature is DeepSpeed's.
 
     Args:
+        module: one that exists already: it is spilled now, as it is.
+        data_parallel_group: accepted; there is one rank.
+        mem_efficient_linear: accepted; a Linear needs no help here.
+        remote_device: "none", "cpu" or "nvme", instead of `offload_param.device`; the config has the folder.
+        pin_memory: accepted; the config decides.
         config_dict_or_path: as for `zero.initialize`.
-        enabled: False makes the context do nothing.
         config: alias of `config_dict_or_path`.
+        enabled: False makes the context do nothing.
+        dtype: what floating parameters are when the context ends: constructed in fp32, then cast. None leaves them as
+            they are, and the trained ones keep their fp32 bits in the master.
+        mpu: accepted; there is one rank.
+        unused: DeepSpeed's further keywords for groups of ranks and quantised communication; accepted.
+
+    Raises:
+        ConfigError: the config, `remote_device` or `dtype` cannot be; says what can.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
         self,
         module: nn.Module | None = None,
-        config_dict_or_path: str | os.PathLike[str] | dict[str, Any] | Config | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Source = None,
+        config: Source = None,
         enabled: bool = True,
-        config: str | os.PathLike[str] | dict[str, Any] | Config | None = None,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **unused: Any,
     ) -> None:
+        _check_keywords(remote_device, dtype, unused)
         source = config_dict_or_path if config_dict_or_path is not None else config
-        self._paths: tuple[str, ...] | None = None
-        if enabled and source is not None:
-            offload = load_config(source).zero_optimization.offload_param
-            if offload.device == "nvme" and offload.nvme_path:
-                self._paths = tuple(str(path) for path in offload.nvme_path)
+        self._paths = _spill_folders(source, remote_device) if enabled else None
+        self._dtype = dtype if enabled else None
         self._replaced: list[tuple[type, str, Any]] = []
         """(owner, attribute, what it was; None: it had none of its own)."""
         self._keeper: ProvisionalKeeper | None = None
-        if module is not None and self._paths is not None:
-            self._keeper = ProvisionalKeeper(self._paths)
-            for parameter in module.parameters():
-                self._cut(parameter)
+        self._made: list[weakref.ref[nn.Module]] = []
+        """Modules whose constructors have run inside."""
+        if module is not None and (self._paths is not None or self._dtype is not None):
+            self._keeper = ProvisionalKeeper(self._paths) if self._paths is not None else None
+            self._made = [weakref.ref(child) for child in module.modules()]
+            self._cut_made()
 
     def __enter__(self) -> Init:
         """Start watching constructors."""
-        if self._paths is None:
+        if self._paths is None and self._dtype is None:
             return self
-        self._keeper = ProvisionalKeeper(self._paths)
-        self._keeper.fetches = True
+        if self._paths is not None:
+            self._keeper = ProvisionalKeeper(self._paths)
+            self._keeper.fetches = True
         for kind in _module_classes():
             self._patch(kind)
         self._replace(nn.Module, "apply", _gathering_apply)
@@ -200,7 +105,7 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop watching."""
+        """Stop watching; cut and cast what is left."""
         while self._replaced:
             owner, name, original = self._replaced.pop()
             if original is None:
@@ -210,6 +115,23 @@ class Init:
         if self._keeper is not None:
             self._keeper.fetches = False
             self._keeper.spill_fetched()
+        if kind is None:
+            self._cut_made()
+        self._made.clear()
+
+    def _cut_made(self) -> None:
+        """Cut what no constructor has registered, and give everything its dtype."""
+        for module in [made() for made in self._made]:
+            for parameter in list(module._parameters.values()) if module is not None else ():
+                if parameter is None:
+                    continue
+                self._cut(parameter)
+                if self._dtype is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
+                    keeper = provisional_source(parameter)
+                    if keeper is not None:
+                        keeper.convert(parameter, self._dtype)
+                    elif not is_kept(parameter):
+                        parameter.data = parameter.data.to(self._dtype)
 
     def _replace(self, owner: type, name: str, new: Any) -> None:
         self._replaced.append((owner, name, owner.__dict__.get(name)))
@@ -225,9 +147,10 @@ class Init:
         def constructor(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
             if watcher._keeper is not None:
-                watcher._keeper.spill_fetched()
+                watcher._keeper.spill_unseen()  # one further out may hold what it has taken from a parameter
             # Only the outermost constructor sees the finished module.
             if type(module).__dict__.get("__init__", type(module).__init__) is constructor:
+                watcher._made.append(weakref.ref(module))
                 for parameter in list(module.parameters()):  # children's too: some may have been replaced
                     watcher._cut(parameter)
 
@@ -238,21 +161,29 @@ class Init:
             self._keeper.cut(parameter)
 
 
-def provisional_source(parameter: nn.Parameter) -> ProvisionalKeeper | None:
-    """The keeper of a parameter that `Init` has cut; None for an ordinary one."""
-    if isinstance(parameter, ReleasedParameter):
-        keeper = keeper_of(parameter)
-        if isinstance(keeper, ProvisionalKeeper):
-            return keeper
-    return None
+def _check_keywords(remote_device: str | None, dtype: torch.dtype | None, unused: dict[str, Any]) -> None:
+    unknown = sorted(set(unused) - DEEPSPEED_ONLY)
+    if unknown:
+        raise TypeError(f"zero.Init: unknown keyword {', '.join(unknown)}; it takes DeepSpeed's")
+    if remote_device not in (None, "none", "cpu", "nvme"):
+        raise ConfigError(f'zero.Init: remote_device: expected "none", "cpu" or "nvme", got {remote_device!r}')
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"zero.Init: dtype: expected a floating dtype such as torch.bfloat16, got {dtype}")
 
 
-def forget(parameter: nn.Parameter) -> None:
-    """The engine has the values now."""
-    keeper = provisional_source(parameter)
-    if keeper is not None:
-        keeper.adopted(parameter)
-        unmark(parameter)
+def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...] | None:
+    """Where values go while nobody knows their place; None: they stay in memory."""
+    if source is None:
+        if remote_device == "nvme":
+            raise ConfigError('zero.Init: remote_device "nvme" needs config_dict_or_path: its offload_param.nvme_path')
+        return None
+    offload = load_config(source).zero_optimization.offload_param
+    device = remote_device or str(getattr(offload.device, "value", offload.device))
+    if device != "nvme":
+        return None
+    if not offload.nvme_path:
+        raise ConfigError('zero.Init: remote_device "nvme": zero_optimization.offload_param.nvme_path is not set')
+    return tuple(str(path) for path in offload.nvme_path)
 
 
 def _module_classes() -> list[type]:

@@ -24,11 +24,13 @@ from offload.sizes import BLOCK_NUMEL
 from zero.params.released import (
     Keeper,
     ReleasedParameter,
+    hide_shard,
     keeper_of,
     mark,
     name_of,
     register_face,
     set_present,
+    show_shard,
 )
 
 ROWS_ALIGN = 64
@@ -102,6 +104,8 @@ class TiledKeeper:
 
     def release(self, name: str) -> None:
         """Give the parameter its face: all of its shape, none of its memory."""
+        set_present(self.whole)  # another engine's planes, or other tiles, may have kept it
+        hide_shard(self.whole)
         present = type(self.whole)
         weight = self.tiles[0].weight
         nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(self.whole.shape)
@@ -135,6 +139,7 @@ class TiledKeeper:
             set_present(self.whole)
             with torch.no_grad():
                 self.whole.data = values
+            show_shard(self.whole)
 
     def close(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` ends: what was edited goes to the tiles.
@@ -182,6 +187,8 @@ class TiledParameter(ReleasedParameter):
         keeper = keeper_of(weight) if isinstance(weight, TiledParameter) else None
         if by_tiles is None or not isinstance(keeper, TiledKeeper):
             return super().__torch_function__(func, types, args, kwargs)
+        for tile in keeper.tiles:
+            tile.weight.requires_grad_(weight.requires_grad)  # the user freezes and thaws the whole
         first = args[0] if args else kwargs.pop("input")
         kwargs.pop("weight", None)
         return by_tiles(keeper.tiles, first, *args[2:], **kwargs)

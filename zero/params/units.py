@@ -79,7 +79,8 @@ def collect_leaves(model: nn.Module) -> list[Leaf]:
 
 def can_root(module: nn.Module) -> bool:
     """True when the module has a forward of its own; ModuleList and the like are only containers."""
-    return getattr(type(module), "forward", None) is not nn.Module.forward
+    # An instance may have one of its own: what torch.compile(module) returns, say.
+    return "forward" in vars(module) or getattr(type(module), "forward", None) is not nn.Module.forward
 
 
 def derived_numel_max(model: nn.Module) -> int:

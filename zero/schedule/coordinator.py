@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 
@@ -16,26 +15,12 @@ from offload.binding import exact_alias
 from offload.errors import BudgetError, StateError, tell
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
+from zero.schedule.counters import FetchCounters
+from zero.schedule.hot import HotUnits
 from zero.schedule.loading import Arrival, Loader
 from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance
-from zero.schedule.trace import Trace
+from zero.schedule.trace import GENERATE, Trace
 from zero.storage import Storage
-
-
-@dataclass(slots=True)
-class FetchCounters:
-    """What the schedule did."""
-
-    gathers: int = 0
-    gathered_bytes: int = 0
-    hits: int = 0
-    """Resident at touch."""
-    late: int = 0
-    """On its way at touch."""
-    misses: int = 0
-    """Not foreseen at touch."""
-    releases: Counter[int] = field(default_factory=Counter)
-    live_numel_peak: int = 0
 
 
 class Coordinator:
@@ -51,6 +36,8 @@ class Coordinator:
         self._layout, self._bound, self._storage, self._limits = layout, bound, storage, limits
         self._loader = loader
         self._numel = {unit.index: unit.numel for unit in layout.units}
+        movable = {unit.index: unit.numel for unit in layout.units if not unit.persistent}
+        self._hot = HotUnits(movable, limits.live_numel_max)
         self._arrivals: dict[int, Arrival] = {}
         self._live: dict[int, Arrival] = {}
         self._forward_uses: Counter[int] = Counter()
@@ -78,6 +65,24 @@ class Coordinator:
         """True while a forward use of the unit is open, and for a unit that is always there."""
         return bool(self._forward_uses[index]) or self._persistent(index)
 
+    def begin_forward(self, *, training: bool, backward_follows: bool) -> None:
+        """The root's forward begins: bring in what it uses first."""
+        self._in_backward = False
+        phase = GENERATE if self._hot.on else "train" if training else "eval"
+        self.trace.begin_forward(phase, backward_follows=backward_follows)
+        self._prefetch(with_backward=backward_follows)
+
+    def begin_generation(self) -> None:
+        """Forward will follow forward, with the same weights: what fits stays from one to the next."""
+        self._hot.begin()
+        self._expect(GENERATE, with_backward=False)
+
+    def end_generation(self) -> None:
+        """What was kept is let go, unless it is in use."""
+        for index in self._hot.end():
+            if index in self._live and not self._used(index):
+                self._release(index)
+
     def begin_forward_use(self, index: int, *, backward_follows: bool) -> bool:
         """A module that uses the unit is called. True if this is the outermost such call."""
         self._forward_uses[index] += 1
@@ -86,6 +91,7 @@ class Coordinator:
         if not self._persistent(index):
             self._in_backward = False
             self.trace.use_forward(index, backward_follows=backward_follows)
+            self._hot.used(index)
             try:
                 self._bring(index)
             except BaseException:
@@ -100,6 +106,8 @@ class Coordinator:
         if self._forward_uses[index]:
             return False
         if not self._persistent(index) and not self._backward_uses[index]:
+            if backward_follows:
+                self.trace.end_use(index)
             self._keep_or_release(index, self.trace.upcoming_in_forward(with_backward=backward_follows))
         return True
 
@@ -153,14 +161,20 @@ class Coordinator:
                 self._keep_or_release(index, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
         self.trace.end_backward()
 
-    def end_forward(self) -> None:
-        """The root's forward is over, well or not: no forward use is open."""
+    def end_forward(self, next_phase: str | None = None) -> None:
+        """The root's forward is over, well or not: no forward use is open.
+
+        Args:
+            next_phase: a forward of that phase may follow at once, with no backward between.
+        """
         self.trace.end_forward()
         open_uses = [index for index, count in self._forward_uses.items() if count]
         self._forward_uses.clear()
         for index in open_uses:
             if not self._persistent(index) and not self._used(index):
                 self._release(index)
+        if next_phase is not None:
+            self._expect(GENERATE if self._hot.on else next_phase, with_backward=False)
 
     def let_go(self, index: int) -> None:
         """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
@@ -198,9 +212,12 @@ class Coordinator:
 
     def expect_forward(self) -> None:
         """A training forward comes next: begin to bring in what it uses first."""
+        self._expect("train", with_backward=True)
+
+    def _expect(self, phase: str, *, with_backward: bool) -> None:
         self._in_backward = False
-        self.trace.expect_forward("train")
-        self._prefetch(with_backward=True)
+        self.trace.expect_forward(phase)
+        self._prefetch(with_backward=with_backward)
 
     def check_idle(self) -> None:
         """Raise StateError if a unit is in use: a step or a close was asked for inside forward or backward."""
@@ -215,7 +232,7 @@ class Coordinator:
         where torch cannot swap storages they look at a copy.
 
         Raises:
-            StateError: a unit is in use.
+            StateError: a unit is in use, or a parameter was given another shape; it keeps its values.
         """
         self.check_idle()
         self.trace.forget_forwards()
@@ -224,9 +241,13 @@ class Coordinator:
         for index in list(self._live):
             self._release(index)
         self._loader.drain()
+        refused: list[str] = []
         for unit in self._layout.units:
             if unit.persistent and self._bound[unit.index].bound:
+                refused += self._bound[unit.index].recapture()
                 self._bound[unit.index].unbind()
+        if refused:
+            raise StateError("; ".join(refused))
 
     # ---- movement -----------------------------------------------------------------------------
 
@@ -270,15 +291,20 @@ class Coordinator:
             BudgetError: what is in use now leaves no room.
         """
         unit = self._layout.units[index]
-        horizon = self._horizon(with_backward=True)
-        # What is used goes under no circumstances; what has been recomputed and waits for its gradients, if it must.
-        for pinned in (self._in_use(), self._in_use() - self._waiting()):
-            evict = make_room(index, self._resident(), pinned, horizon, self._numel, self._limits.live_numel_max)
-            if evict is not None:
-                break
+        resident, upcoming, live_numel_max = (
+            self._resident(),
+            self._horizon(with_backward=True),
+            self._limits.live_numel_max,
+        )
+        # What a generation keeps yields to what is needed now, and if it must, what waits for gradients after having
+        # been recomputed; what is used goes under no circumstances.
+        in_use = self._in_use()
+        pins = [in_use | self._hot.kept, in_use, in_use - self._waiting()]
+        choices = (make_room(index, resident, pinned, upcoming, self._numel, live_numel_max) for pinned in pins)
+        evict = next((choice for choice in choices if choice is not None), None)
         if evict is None:
-            in_use = sorted((self._layout.units[i] for i in self._in_use()), key=lambda u: u.index)
-            names = ", ".join(f"{u.name} ({u.numel:,})" for u in in_use)
+            units = [self._layout.units[i] for i in sorted(in_use)]
+            names = ", ".join(f"{u.name} ({u.numel:,})" for u in units)
             raise BudgetError(
                 f"unit {unit.name} ({unit.numel:,} elements) is needed while {names or 'nothing'} is in use: together "
                 f"more than {self._limits.live_numel_max:,} live elements; raise "
@@ -298,7 +324,8 @@ class Coordinator:
             if not candidates:
                 self._loader.lease_error(unit).release()
             upcoming = list(self._horizon(with_backward=True))
-            self._evict(max(candidates, key=lambda i: upcoming.index(i) if i in upcoming else len(upcoming)))
+            last = {i: upcoming.index(i) if i in upcoming else len(upcoming) for i in candidates}
+            self._evict(max(candidates, key=lambda i: (i not in self._hot.kept, last[i])))
             arrival = self._loader.begin(unit)
         if arrival is None:
             return False
@@ -335,8 +362,8 @@ class Coordinator:
         return bool(self._forward_uses[index] or self._backward_uses[index] or index in self._recomputed)
 
     def _pinned(self) -> set[int]:
-        """What a prefetch must not touch: units in use, and those on their way."""
-        return self._in_use() | {i for i, a in self._arrivals.items() if not a.settled}
+        """What a prefetch must not touch: units in use, those kept, and those on their way."""
+        return self._in_use() | self._hot.kept | {i for i, a in self._arrivals.items() if not a.settled}
 
     def _horizon(self, *, with_backward: bool) -> list[int]:
         """Predicted uses as far ahead as the policy can act on."""
@@ -355,6 +382,11 @@ class Coordinator:
                 return
 
     def _keep_or_release(self, index: int, upcoming: Iterator[int]) -> None:
+        colder = self._hot.offer(index, self._in_use()) if index in self._live else None
+        if colder is not None:
+            for other in colder:
+                self._release(other)
+            return
         reach = min(self._limits.reuse_numel_max, self._limits.live_numel_max)
         distance = reuse_distance(index, self._until(upcoming, reach), self._numel)
         if distance is None or distance > reach:
@@ -370,12 +402,16 @@ class Coordinator:
         arrival = self._live.pop(index, None)
         if arrival is None:
             return
+        self._hot.forget(index)
         self._recomputed.discard(index)
         bound = self._bound[index]
+        refused = bound.recapture()
         modified = bound.modified
         bound.unbind()
         self.counters.releases[index] += 1
         self._loader.end(self._layout.units[index], arrival, modified=modified)
+        if refused:
+            raise StateError(f"unit {self._layout.units[index].name}: {'; '.join(refused)}")
 
     def _discard(self, index: int) -> None:
         """Drop values that were loaded and never bound; waits until no byte moves any more."""

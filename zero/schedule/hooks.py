@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import BoundUnit
+from zero.schedule.compiling import edge, inside, register
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, exchange, open_frame, tensors_in
 
@@ -76,7 +77,7 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
-        if parameter is not None:
+        if parameter is not None and not torch.compiler.is_compiling():
             self._read(parameter)
         return parameter
 
@@ -109,7 +110,10 @@ class ModuleHooks:
         self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
         self._calls: list[OpenCall] = []
         self._handles: list[RemovableHandle] = []
+        self._watched: list[nn.Module] = []
+        """Modules whose parameters are watched; some may have left the tree since."""
         self._root_depth = 0
+        self._backward_follows = True
 
     @property
     def in_forward(self) -> bool:
@@ -118,26 +122,45 @@ class ModuleHooks:
 
     def install(self) -> None:
         """Put the hooks on. Until then the model is as it was."""
-        self._handles.append(self._root.register_forward_pre_hook(self._begin_root, prepend=True))
+        self._handles.append(self._root.register_forward_pre_hook(edge(self._begin_root), prepend=True))
+        enclosed, number = self._enclosed(), RemovableHandle.next_id
         for module, units in self._scopes.items():
-            pre, post = self._pre_forward(units), self._post_forward(units)
+            stand = inside if module in enclosed else edge
+            pre, post = stand(self._pre_forward(units)), stand(self._post_forward(units))
             first = module is not self._root  # the root's own hook above comes before
-            self._handles.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=first))
+            before = register(module.register_forward_pre_hook, pre, number, with_kwargs=True, prepend=first)
             # First in line: what users' hooks capture has then been joined, and a loss on it finds the weights.
-            self._handles.append(module.register_forward_hook(post, with_kwargs=True, prepend=True, always_call=True))
-        self._handles.append(self._root.register_forward_hook(self._end_root, always_call=True))
+            after = register(
+                module.register_forward_hook, post, number, with_kwargs=True, prepend=True, always_call=True
+            )
+            self._handles += [before, after]
+        self._handles.append(self._root.register_forward_hook(edge(self._end_root), always_call=True))
         for module in self._root.modules():
             if module._parameters:
                 module._parameters = _WatchedParameters(module._parameters, self._read)
+                self._watched.append(module)
+
+    def _enclosed(self) -> set[nn.Module]:
+        """Modules all of whose units have another scope around them: their calls begin and end no use."""
+        around: set[tuple[nn.Module, int]] = set()
+        for module, units in self._scopes.items():
+            below = [child for child in module.modules() if child is not module and child in self._scopes]
+            around.update((child, index) for child in below for index in units)
+        return {
+            module
+            for module, units in self._scopes.items()
+            if units and all((module, index) in around for index in units)
+        }
 
     def remove(self) -> None:
         """Take every hook off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for module in self._root.modules():
+        for module in self._watched:
             if isinstance(module._parameters, _WatchedParameters):
                 module._parameters = dict(module._parameters)
+        self._watched.clear()
 
     def reset(self) -> None:
         """No forward is running, whatever calls were seen to begin: one was interrupted."""
@@ -169,23 +192,27 @@ class ModuleHooks:
             self.borrow(index)
 
     def _begin_root(self, module: nn.Module, args: Any) -> None:
-        if in_backward():
+        if in_backward() or module is not self._root:
             return
         self._root_depth += 1
         if self._root_depth == 1:
             self._events.forward_begins()
-            self._coordinator.trace.begin_forward("train" if module.training else "eval")
+            self._backward_follows = torch.is_grad_enabled()
+            self._coordinator.begin_forward(training=module.training, backward_follows=self._backward_follows)
 
     def _end_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward():
+        if in_backward() or module is not self._root:
             return
         self._root_depth = max(self._root_depth - 1, 0)
         if self._root_depth == 0:
             self._forget_calls()
-            self._coordinator.end_forward()
+            # What has run without gradients runs again soon, a token or a batch later.
+            self._coordinator.end_forward(None if self._backward_follows or output is None else "eval")
 
     def _pre_forward(self, units: list[int]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module not in self._scopes:
+                return  # a copy of one of ours, hooks and all: it has parameters of its own
             grad = torch.is_grad_enabled()
             call = OpenCall(module, in_backward())
             self._calls.append(call)
@@ -222,7 +249,7 @@ class ModuleHooks:
             call.close()
             if call.recompute:
                 self._coordinator.end_recompute(units)
-            for index in call.begun:
+            for index in reversed(call.begun):  # what began first encloses the others
                 self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
             return output
 

@@ -174,7 +174,7 @@ class Loader:
         if leaving.transfer is not None:
             leaving.transfer.settle()
         unit = leaving.unit
-        self._storage.mover.run(f"storing unit {unit.name}", self._updates.settle_unit(unit))
+        self._storage.mover.run(f"storing unit {unit.name}", self._updates.settle_weights(unit))
         self._reclaim()
 
     def _store_modified(self, unit: Unit, data: torch.Tensor) -> None:
@@ -185,7 +185,7 @@ class Loader:
         async def store() -> None:
             streams.wait(modified)
             await streams.reached(modified, streams.behind_copies_in())
-            await self._updates.settle_unit(unit)  # its update writes to the same place
+            await self._updates.settle_weights(unit)  # its update writes to the same place
             try:
                 await write_plane(plane, unit.begin, unit.end, data, self._storage.arena)
             except StorageError as error:

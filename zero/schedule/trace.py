@@ -1,8 +1,10 @@
 """What was used after what, so that the next use can be foretold.
 
 Forward order is learnt: a table from the last two uses to the uses that followed them, one per
-phase. Backward order is not guessed: it is the reverse of the forward that ran. A wrong guess costs
-one miss; nothing is flushed.
+phase. Where several have followed, the one that came after the same turn last time is the likely
+one, so branches that alternate are foretold as well as one that is taken always. Backward order is not
+guessed: it is the reverse of the order in which the forward's uses ended. A wrong guess costs one miss; nothing is
+flushed.
 """
 
 from __future__ import annotations
@@ -17,14 +19,22 @@ END = -2
 FORWARDS_MAX = 16
 """Forwards remembered for their backward; older ones cost a miss per unit if their backward comes after all."""
 
+GENERATE = "generate"
+"""The phase in which forward follows forward."""
+
 Key = tuple[int, int]
 
 
 class Trace:
-    """Successors of uses, per phase ("train", "eval"); units are ints."""
+    """Successors of uses, per phase ("train", "eval", "generate"); units are ints."""
 
     def __init__(self) -> None:
         self._tables: dict[str, dict[Key, list[int]]] = {}
+        self._turns: dict[tuple[str, Key, int], int] = {}
+        """(phase, key, what followed it) -> what followed it the next time."""
+        self._recomputed: set[int] = set()
+        """Units that a backward has used though no forward with gradients had: reentrant checkpointing."""
+        self._backward_follows = True
         self._phase = "train"
         self._key: Key = (START, START)
         self._forward: list[int] = []
@@ -33,8 +43,9 @@ class Trace:
         self._starts: list[int] = []
         """Where in `_forward` each forward begins."""
 
-    def begin_forward(self, phase: str) -> None:
-        """A forward of the model begins."""
+    def begin_forward(self, phase: str, *, backward_follows: bool = True) -> None:
+        """A forward of the model begins; `backward_follows` unless gradients are off for all of it."""
+        self._backward_follows = backward_follows
         self._phase, self._key, self._position = phase, (START, START), None
         if self._consumed:
             self.forget_forwards()
@@ -52,8 +63,15 @@ class Trace:
     def use_forward(self, unit: int, *, backward_follows: bool) -> None:
         """`unit` is used in forward now; with `backward_follows` its backward is expected too."""
         self._learn(unit)
-        if backward_follows:
+        if backward_follows or (self._backward_follows and unit in self._recomputed):
             self._forward.append(unit)
+
+    def end_use(self, unit: int) -> None:
+        """The use of `unit` is over. What encloses other uses is needed before them in backward."""
+        if self._forward and self._forward[-1] != unit and unit in self._forward:
+            last = len(self._forward) - 1 - self._forward[::-1].index(unit)
+            if last >= (self._starts[-1] if self._starts else 0):
+                self._forward.append(self._forward.pop(last))
 
     def end_forward(self) -> None:
         """The forward is over."""
@@ -66,6 +84,7 @@ class Trace:
             if self._forward[index] == unit:
                 self._position = index
                 return
+        self._recomputed.add(unit)
 
     def end_backward(self) -> None:
         """A backward is over. Its graph may have been retained, so its forward is kept until the next one."""
@@ -82,20 +101,25 @@ class Trace:
     def upcoming_in_forward(self, *, with_backward: bool) -> Iterator[int]:
         """Units in the order of their predicted use, from now on; at a fork every known successor.
 
-        With `with_backward`, the reverse of the forward (as far as it ran or is predicted) follows.
+        With `with_backward`, the reverse of the forward (as far as it ran or is predicted) follows. While a model
+        generates, the next forward follows.
         """
         table = self._tables.get(self._phase, {})
         key, predicted, seen = self._key, [], {self._key}
+        again = self._phase == GENERATE
         while successors := table.get(key):
-            likely = successors[-1]
-            for other in successors[:-1]:
-                if other != END:
-                    yield other
-            if likely == END:
+            likely = self._likely(self._phase, key, successors)
+            others = [unit for unit in successors if unit not in (likely, END)]
+            if likely != END:
+                predicted.append(likely)
+                yield likely
+            yield from others
+            if likely == END and not again:
                 break
-            predicted.append(likely)
-            yield likely
-            key = (key[1], likely)
+            if likely == END:
+                again, key = False, (START, START)
+            else:
+                key = (key[1], likely)
             if key in seen:
                 break  # the path repeats itself; further steps would only loop
             seen.add(key)
@@ -113,12 +137,21 @@ class Trace:
         if forward_follows:
             key: Key = (START, START)
             table, steps = self._tables.get("train", {}), 0
-            while (successors := table.get(key)) and successors[-1] != END and steps < 64:
-                yield successors[-1]
-                key, steps = (key[1], successors[-1]), steps + 1
+            while (successors := table.get(key)) and steps < 64:
+                likely = self._likely("train", key, successors)
+                if likely == END:
+                    break
+                yield likely
+                key, steps = (key[1], likely), steps + 1
+
+    def _likely(self, phase: str, key: Key, successors: list[int]) -> int:
+        """What follows `key`, of what has followed it; the most recent one is the last of `successors`."""
+        return self._turns.get((phase, key, successors[-1]), successors[-1])
 
     def _learn(self, unit: int) -> None:
         successors = self._tables.setdefault(self._phase, {}).setdefault(self._key, [])
+        if successors and unit != END:  # a forward may also have been broken off here
+            self._turns[self._phase, self._key, successors[-1]] = unit
         if unit in successors:
             successors.remove(unit)
         successors.append(unit)  # the most recent one last

@@ -1,0 +1,66 @@
+"""Which bytes of a storage stand for a tensor, and the same tensor made from a copy of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from offload.sizes import ALIGN_BYTES
+
+WASTE = 4
+"""Up to so many times its own bytes are copied with a tensor that is a view: what it shares is then copied once."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor looks at its storage.
+
+    Attributes:
+        begin: first byte of the storage that it can reach.
+        end: one past the last.
+    """
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    begin: int
+    end: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> View:
+        """The view that `tensor`, strided and not empty, is."""
+        width, begin = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
+        reach = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return View(tensor.dtype, tensor.shape, tensor.stride(), begin, begin + (int(reach) + 1) * width)
+
+    def rebuilt(self, data: torch.Tensor, begin: int) -> torch.Tensor:
+        """The tensor over `data` (uint8), a copy of the storage from byte `begin` on, with the same strides."""
+        width = self.dtype.itemsize
+        typed = data[: data.numel() // width * width].view(self.dtype)
+        return typed.as_strided(self.size, self.stride, (self.begin - begin) // width)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors on one storage, as long as somebody holds that or a weak reference to it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def bytes_to_keep(tensor: torch.Tensor, view: View) -> tuple[int, int] | None:
+    """The range of the storage's bytes that is worth a copy; None: the tensor alone is, packed.
+
+    All of the storage, unless the tensor is a small part of it: views that others have on it (query, key and value
+    on one projection) are then served by the same copy, strides and alignment included.
+    """
+    own_bytes = tensor.numel() * tensor.element_size()
+    whole_bytes = tensor.untyped_storage().nbytes()
+    if whole_bytes <= WASTE * own_bytes:
+        return 0, whole_bytes
+    begin = view.begin // ALIGN_BYTES * ALIGN_BYTES
+    return (begin, view.end) if view.end - begin <= WASTE * own_bytes else None
+
+
+def bytes_of(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Bytes [begin, end) of the tensor's storage, uint8, where they are."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))

@@ -1,0 +1,302 @@
+"""DeepSpeed's `checkpointing`: forget a region's activations in forward, compute them again in backward.
+
+The recomputation is torch.utils.checkpoint's. What is ours is where the inputs of a region are meanwhile: where they
+were, or on the tier that `activation_checkpointing` names. A region returns what its function returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from offload.activations import ActivationStore
+from offload.errors import ConfigError
+from offload.pieces import PieceStore
+from offload.slabs import Slabs
+from offload.streams import open_streams
+from zero.activation_plan import KNOB, tier_in
+from zero.activations import Activations, current, within
+from zero.config import Config, load_config
+from zero.config.activation_block import ActivationCheckpointing
+from zero.plan import DEVICE, NVME
+from zero.rng_tracker import (
+    CudaRNGStatesTracker,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+    model_parallel_reconfigure_tp_seed,
+)
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+]
+
+logger = logging.getLogger("zero")
+
+
+class _State:
+    """Settings of the process, as in DeepSpeed: the last `configure` or `initialize` decides."""
+
+    def __init__(self) -> None:
+        self.block: ActivationCheckpointing | None = None
+        """What `configure` was given since the last `initialize`."""
+        self.configured = False
+        self.engine: Callable[[], Activations | None] = lambda: None
+        """The last engine's."""
+        self.own: dict[tuple[str, torch.device], Activations] = {}
+        """For settings that no engine has a store for."""
+
+
+_state = _State()
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Set how `checkpoint` works from now on; `zero.initialize` does so from its configuration.
+
+    Args:
+        mpu_: None, or an object whose model-parallel world size is 1.
+        deepspeed_config: its `activation_checkpointing` block counts; the arguments below overrule it.
+        partition_activations: without effect: there is one model-parallel rank.
+        contiguous_checkpointing: `contiguous_memory_optimization`.
+        num_checkpoints: `number_checkpoints`.
+        checkpoint_in_cpu: `cpu_checkpointing`.
+        synchronize: `synchronize_checkpoint_boundary`.
+        profile: as the key.
+
+    Raises:
+        ConfigError: a configuration that cannot work, or several model-parallel ranks.
+    """
+    _check_mpu(mpu_)
+    block = ActivationCheckpointing()
+    if deepspeed_config is not None:
+        block = load_config(deepspeed_config).activation_checkpointing
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    _change(block, {key: value for key, value in given.items() if value is not None})
+
+
+def is_configured() -> bool:
+    """True once `configure` or `zero.initialize` was called."""
+    return _state.configured
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `function` and forget its activations; backward runs it again.
+
+    Reentrant, as DeepSpeed's is. Where no argument requires a gradient that would lose the gradients of the
+    parameters inside, and the other kind is taken.
+
+    Args:
+        function: run twice, with the same random numbers.
+        *args: tensors among them are kept on the configured tier. Only those at this level get gradients.
+        **kwargs: likewise.
+
+    Returns:
+        What `function` returns; a tensor, or a tuple or list of tensors and others.
+
+    Raises:
+        BudgetError: the tier is full; names the knob.
+        StorageError: an input could not be stored, or, in backward, read.
+    """
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    return _checkpoint(function, args, kwargs, reentrant=any(tensor.requires_grad for tensor in tensors))
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As `checkpoint`, with torch's non-reentrant kind: any structure in and out, and `torch.autograd.grad` works."""
+    return _checkpoint(function, args, kwargs, reentrant=False)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Accepted for DeepSpeed's sake: there is one model-parallel rank, so nothing can be partitioned."""
+    _change(_settings(), {"partition_activations": partition_activation})
+
+
+def set_num_layers(nlayers: int | None) -> None:
+    """`number_checkpoints`: with contiguous memory, how many inputs it is taken for at once."""
+    _change(_settings(), {"number_checkpoints": nlayers})
+
+
+def reset() -> None:
+    """Give memory back that no saved input is in, as between training and evaluation."""
+    scopes = [*_state.own.values(), current(), _state.engine()]
+    for scope in scopes:
+        if scope is not None and scope.store is not None:
+            scope.store.trim()
+
+
+def follow(activations: Activations, *, configured: bool) -> None:
+    """An engine was made; its store serves also those who call outside of a forward.
+
+    Args:
+        activations: the engine's.
+        configured: its configuration has a block of its own, so that what `configure` was given counts no longer.
+    """
+    _state.block, _state.configured = None if configured else _state.block, True
+    _state.engine = weakref.ref(activations)
+
+
+def _settings() -> ActivationCheckpointing:
+    if _state.block is not None:
+        return _state.block
+    scope = current() or _state.engine()
+    return ActivationCheckpointing() if scope is None else scope.block
+
+
+def _change(block: ActivationCheckpointing, given: dict[str, Any]) -> None:
+    """Check as a configuration is checked."""
+    if given.get("cpu_checkpointing") is not None:
+        given = {"activation_device": "cpu" if given["cpu_checkpointing"] else "none", **given}
+    changed = {**block.model_dump(exclude_none=True), **given}
+    if changed.get("activation_device") == "none":
+        changed["activation_offloading"] = False
+    _state.block, _state.configured = load_config({"activation_checkpointing": changed}).activation_checkpointing, True
+    if _state.block.partition_activations:
+        logger.info("partition_activations: without effect, there is one model-parallel rank")
+
+
+def _check_mpu(mpu: Any) -> None:
+    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        if hasattr(mpu, name):
+            size = getattr(mpu, name)()
+            if size != 1:
+                raise ConfigError(
+                    f"checkpointing.configure: expected an mpu with one model-parallel rank, got {size}; model "
+                    "parallelism is not available"
+                )
+            return
+
+
+def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, reentrant: bool) -> Any:
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    settings = _settings()
+    everything = (*args, *kwargs.values())
+    scope = _scope(settings, everything)
+    region = _Region(function, len(args), tuple(kwargs), settings, scope)
+    if scope is None:
+        return torch_checkpoint(region, *everything, use_reentrant=reentrant)
+    with scope.saving():
+        return torch_checkpoint(region, *everything, use_reentrant=reentrant)
+
+
+def _scope(settings: ActivationCheckpointing, args: tuple[Any, ...]) -> Activations | None:
+    """Whoever keeps inputs for these settings: the engine that runs, the last one, or a store of our own."""
+    tier = tier_in(settings)
+    if tier is None:
+        return None
+    for scope in (current(), _state.engine()):
+        if scope is not None and scope.store is not None and tier_in(scope.block) == tier:
+            return scope
+    if tier == NVME:
+        raise ConfigError(
+            'activation_device "nvme": expected an engine that was made with it, because it owns the swap space; '
+            "set activation_checkpointing.activation_device in the config of zero.initialize"
+        )
+    device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
+    if (tier, device) not in _state.own:
+        _state.own[tier, device] = Activations(settings, _own_store(tier, device))
+    return _state.own[tier, device]
+
+
+def _own_store(tier: str, device: torch.device) -> ActivationStore:
+    near, streams = tier == DEVICE, open_streams(device)
+    memory = Slabs("saved activations", KNOB, device if near else torch.device("cpu"), None, pinned=not near)
+    return ActivationStore(PieceStore("saved activations", memory, streams, near=near), device, streams)
+
+
+class _Region:
+    """A function that is run twice: in forward, and again in backward.
+
+    Args:
+        positional: how many arguments are positional.
+        keywords: the names of those after them.
+        scope: what inputs of checkpoints inside are kept by when it runs again.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        positional: int,
+        keywords: tuple[str, ...],
+        settings: ActivationCheckpointing,
+        scope: Activations | None,
+    ) -> None:
+        self._function, self._positional, self._keywords = function, positional, keywords
+        self._settings, self._scope = settings, scope
+        self._states: dict[str, torch.Tensor] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        positional, rest = args[: self._positional], args[self._positional :]
+        kwargs = dict(zip(self._keywords, rest, strict=True))
+        if self._states is None:
+            self._states = get_cuda_rng_tracker().get_states()
+            with self._timed("forward"):
+                return self._function(*positional, **kwargs)
+        with self._timed("recomputation"), self._replayed(self._states):
+            return self._function(*positional, **kwargs)
+
+    @contextmanager
+    def _replayed(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Named random states are inside what they were in forward; torch has seen to the default ones."""
+        tracker = get_cuda_rng_tracker()
+        now = tracker.get_states()
+        tracker.set_states(states)
+        try:
+            with within(self._scope):
+                yield
+        finally:
+            tracker.set_states(now)
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        settings = self._settings
+        if settings.synchronize_checkpoint_boundary:
+            _synchronize()
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            if settings.synchronize_checkpoint_boundary:
+                _synchronize()
+            if settings.profile:
+                name = getattr(self._function, "__qualname__", type(self._function).__name__)
+                logger.info("checkpoint of %s: %s took %.6f s", name, what, time.perf_counter() - begin)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,166 @@
+"""The configuration of `zero.init_inference`: DeepSpeed's inference keys, and which of them mean something here."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from zero.config.fields import shown
+from zero.config.loading import load_config, read_json
+from zero.config.schema import Config
+
+DTYPES = {
+    torch.float32: ("fp32", "float32", "float", "torch.float32", "torch.float"),
+    torch.bfloat16: ("bf16", "bfloat16", "torch.bfloat16"),
+    torch.float16: ("fp16", "float16", "half", "torch.float16", "torch.half"),
+}
+"""Each dtype and how it may be spelt."""
+
+ALIASES = {
+    "kernel_inject": "replace_with_kernel_inject",
+    "tp": "tensor_parallel",
+    "injection_dict": "injection_policy",
+    "zero_optimization": "zero",
+}
+PASSED_ON = ("memory_budget", "aio")
+"""Blocks of a training config that are ours and mean the same here."""
+
+
+def _on(value: object) -> bool:
+    return bool(value.get("enabled", True)) if isinstance(value, Mapping) else bool(value)
+
+
+def _above_one(*keys: str) -> Callable[[object], bool]:
+    def check(value: object) -> bool:
+        if not isinstance(value, Mapping):
+            return isinstance(value, (int, float)) and value > 1
+        return any(isinstance(value.get(key), (int, float)) and value[key] > 1 for key in keys)
+
+    return check
+
+
+_TENSOR_PARALLEL = (
+    "tensor parallelism is not available; a model that exceeds the device is streamed instead: zero.offload_param "
+    '"cpu" or "nvme"'
+)
+REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
+    "replace_with_kernel_inject": (_on, "kernels are not injected; compile the blocks instead: block.compile()"),
+    "injection_policy": (_on, "modules are not replaced; compile the blocks instead: block.compile()"),
+    "injection_policy_tuple": (_on, "modules are not replaced; compile the blocks instead: block.compile()"),
+    "tensor_parallel": (_above_one("tp_size"), _TENSOR_PARALLEL),
+    "mp_size": (_above_one(), _TENSOR_PARALLEL),
+    "moe": (_above_one("ep_size"), "expert parallelism is not available; set ep_size to 1"),
+    "ep_size": (_above_one(), "expert parallelism is not available; set it to 1"),
+    "enable_cuda_graph": (_on, 'CUDA graphs are not available; try block.compile(mode="reduce-overhead")'),
+    "quant": (_on, "weights are not quantised here; give a model that is quantised already"),
+    "use_triton": (_on, "triton kernels are not available; compile the blocks instead: block.compile()"),
+    "triton_autotune": (_on, "triton kernels are not available; remove it"),
+    "set_empty_params": (_on, "build the model under zero.Init instead: its values never are in memory together"),
+    "save_mp_checkpoint_path": (_on, "no checkpoint is written here; save the model yourself"),
+}
+"""Key -> (does this value ask for it?, why not and what instead)."""
+
+_IGNORED_WORDS = """
+    return_tuple max_out_tokens max_tokens min_out_tokens min_tokens triangular_masking tm replace_method
+    training_mp_size transposed_mode keep_module_on_host ep_group ep_mp_group moe_experts moe_type mpu args
+    checkpoint_config ckpt_config base_dir
+"""
+IGNORED = tuple(_IGNORED_WORDS.split())
+"""Known to DeepSpeed's injected kernels or its launcher, and without effect here."""
+
+
+@dataclass(frozen=True)
+class InferenceOptions:
+    """What `init_inference` was asked for."""
+
+    training_config: Config
+    """The rest of it, as the engine reads it."""
+    dtype: torch.dtype | None
+    """None: as the model is."""
+    checkpoint: str | None
+    """A folder of .safetensors files."""
+    ignored: tuple[str, ...]
+    """Keys that have no effect."""
+
+
+def read_inference(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None, keywords: Mapping[str, Any]
+) -> InferenceOptions:
+    """Read and check a configuration and the keywords beside it.
+
+    Raises:
+        ConfigError: lists every problem.
+    """
+    problems: list[str] = []
+    given = _merged(config, keywords, problems)
+    for key, value in given.items():
+        asks, instead = REFUSED.get(key, (None, ""))
+        if asks is not None and asks(value):
+            problems.append(f"{key}: got {shown(value)}; {instead}")
+    dtype = _dtype(given.get("dtype"), problems)
+    checkpoint = given.get("checkpoint")
+    if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
+        problems.append(f"checkpoint: expected a folder of .safetensors files, got {shown(checkpoint)}")
+    zero = given.get("zero")
+    if zero is not None and not isinstance(zero, Mapping):
+        problems.append(f'zero: expected an object such as {{"offload_param": {{...}}}}, got {shown(zero)}')
+    if problems:
+        raise ConfigError("\n  ".join(["init_inference:", *problems]))
+    return InferenceOptions(
+        _training_config(given, dtype),
+        dtype,
+        None if checkpoint is None else os.fspath(checkpoint),
+        tuple(key for key in given if key in IGNORED or key in REFUSED),
+    )
+
+
+def _merged(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None, keywords: Mapping[str, Any], problems: list[str]
+) -> dict[str, Any]:
+    """Both under canonical names, what is None left out."""
+    if isinstance(config, (str, os.PathLike)):
+        config = read_json(os.fspath(config))
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"init_inference: config: expected a path or a dict, got {type(config).__name__}")
+    known = ["dtype", "zero", "checkpoint", *PASSED_ON, *REFUSED, *IGNORED]
+    merged: dict[str, Any] = {}
+    for source in (config or {}, keywords):
+        for written, value in source.items():
+            key = ALIASES.get(written, written)
+            if key not in known:
+                near = difflib.get_close_matches(str(written), [*known, *ALIASES], n=1)
+                hint = f"; the nearest known key is {near[0]!r}" if near else "; known keys: " + ", ".join(known[:5])
+                problems.append(f"{written}: unknown key{hint}")
+            elif value is not None:
+                if key in merged and merged[key] != value:
+                    problems.append(f"{written}: given twice, as {shown(merged[key])} and {shown(value)}")
+                merged[key] = value
+    return merged
+
+
+def _dtype(value: object, problems: list[str]) -> torch.dtype | None:
+    if value is None:
+        return None
+    for dtype, spellings in DTYPES.items():
+        if value is dtype or (isinstance(value, str) and value.lower() in spellings):
+            return dtype
+    problems.append(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16, got {value!r}")
+    return None
+
+
+def _training_config(given: Mapping[str, Any], dtype: torch.dtype | None) -> Config:
+    """A training config that trains nothing: the engine has one way to read where things live."""
+    zero = {key: value for key, value in given.get("zero", {}).items() if key != "offload_optimizer"}
+    source = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, **zero},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        **{key: given[key] for key in PASSED_ON if key in given},
+    }
+    return load_config(source)

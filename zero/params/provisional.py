@@ -1,0 +1,219 @@
+"""Parameters that no engine has adopted yet: their values wait in a file, and come back while they are looked at."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Collection, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from offload.binding import FlatStorage, Poison
+from offload.errors import StateError
+from offload.pinned import return_freed_memory
+from offload.provisional import ProvisionalFile
+from zero.params.released import (
+    ReleasedParameter,
+    hide_shard,
+    keeper_of,
+    mark,
+    name_of,
+    set_present,
+    set_released,
+    show_shard,
+)
+
+LARGE_BYTES = 1 << 20
+"""From this size on a spilled parameter's memory is handed back to the kernel at once."""
+
+FETCHED_BYTES_MAX = 64 << 20
+"""What a running constructor has brought in is spilled again from this much on."""
+
+
+class Readable(Protocol):
+    """A file that values are read from: the provisional one, or a checkpoint."""
+
+    def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of `dtype` at byte `offset`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spilled:
+    """Where one parameter's values are."""
+
+    file: Readable
+    offset_bytes: int
+    dtype: torch.dtype
+    """What the file holds; reading converts it to the parameter's."""
+    nbytes: int
+
+
+class ProvisionalKeeper:
+    """Keeps the values of parameters that no engine has adopted yet.
+
+    Attributes:
+        fetches: True while an `Init` context is open. Constructors and `Module.apply` then find the
+            values of every parameter as if they had never been spilled.
+    """
+
+    def __init__(self, paths: tuple[str, ...]) -> None:
+        self._file = ProvisionalFile(paths)
+        # Weak: a constructor may replace a parameter, to tie it say, and nobody adopts the one that is gone.
+        self._places: MutableMapping[nn.Parameter, Spilled] = WeakTensorKeyDictionary()
+        self._open: MutableMapping[nn.Parameter, int] = WeakTensorKeyDictionary()
+        self._fetched: list[nn.Parameter] = []
+        self._fetched_bytes = 0
+        self._poison, self._poison_bytes = Poison(1, torch.device("cpu")), 1
+        self.fetches = False
+        weakref.finalize(self, self._file.close)
+
+    def cut(self, parameter: nn.Parameter) -> None:
+        """Spill the parameter's values and release it."""
+        self._store(parameter)
+        mark(parameter, self, _provisional_name(parameter))
+        self._release(parameter)
+
+    def read(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+        """Values [begin, end) of a cut parameter, 1-D."""
+        place = self._places[parameter]
+        values = place.file.read(place.offset_bytes + begin * place.dtype.itemsize, end - begin, place.dtype)
+        return values.to(parameter.dtype)
+
+    def point(self, parameter: nn.Parameter, file: Readable, offset_bytes: int, dtype: torch.dtype) -> None:
+        """Let a released parameter's values be those of another file, read when they are needed."""
+        nbytes = parameter.numel() * dtype.itemsize
+        self._places[parameter] = Spilled(file, offset_bytes, dtype, nbytes)
+
+    def convert(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Give a released parameter another dtype; its values are rounded when they are read."""
+        set_present(parameter)
+        with torch.no_grad():
+            parameter.data = parameter.data.to(dtype)  # of what it looks at while it is released: a moment's memory
+        self._release(parameter)
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        """Fetch until the constructor that is running returns.
+
+        Raises:
+            StateError: no constructor is: the `Init` context has ended.
+        """
+        if not self.fetches:
+            raise StateError(
+                f"parameter {name_of(parameter)}, is released: its values are on disk since the context has ended; "
+                "wrap the access in zero.GatheredParameters([parameter])"
+            )
+        if isinstance(parameter, ReleasedParameter):
+            self.open([parameter])
+            self._fetched.append(parameter)
+            self._fetched_bytes += parameter.numel() * parameter.element_size()
+
+    def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
+        """The call is over: if it has become much, what it did not need is spilled."""
+        if self._fetched_bytes > FETCHED_BYTES_MAX:
+            self.spill_unseen({id(parameter) for parameter in parameters})
+
+    def spill_unseen(self, needed: Collection[int] = ()) -> None:
+        """Spill again what was fetched, but what is `needed` (ids) or what somebody still looks at."""
+        unseen = [p for p in self._fetched if id(p) not in needed and not _is_looked_at(p)]
+        spilled = {id(parameter) for parameter in unseen}
+        self._fetched = [parameter for parameter in self._fetched if id(parameter) not in spilled]
+        self._fetched_bytes -= sum(p.numel() * p.element_size() for p in unseen)
+        self.close(unseen)
+
+    def spill_fetched(self) -> None:
+        """Spill again all that was fetched on touch."""
+        fetched, self._fetched, self._fetched_bytes = self._fetched, [], 0
+        self.close(fetched)
+
+    def open(self, parameters: list[nn.Parameter]) -> None:
+        """Bring the values back, to be edited."""
+        for parameter in parameters:
+            self._open[parameter] = self._open.get(parameter, 0) + 1
+            if self._open[parameter] == 1:
+                values = self.read(parameter, 0, parameter.numel()).view(parameter.shape)
+                set_present(parameter)
+                with torch.no_grad():
+                    parameter.data = values
+                show_shard(parameter)
+
+    def close(self, parameters: list[nn.Parameter]) -> None:
+        """Spill them again."""
+        for parameter in parameters:
+            self._open[parameter] -= 1
+            if self._open[parameter] == 0:
+                self._store(parameter)
+                mark(parameter, self, _provisional_name(parameter))  # its shape may be another now
+                self._release(parameter)
+
+    def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
+        """An independent parameter with the same values, spilled too."""
+        self.open([parameter])
+        copied: nn.Parameter = copy.deepcopy(parameter)
+        self.close([parameter])
+        self.cut(copied)
+        return copied
+
+    def adopted(self, parameter: nn.Parameter) -> None:
+        """An engine has stored the values; the last one frees the file."""
+        self._places.pop(parameter, None)
+        if not self._places:
+            self._file.close()
+
+    def _store(self, parameter: nn.Parameter) -> None:
+        """Write the values where they were, or to a new place if they have changed their size."""
+        nbytes = parameter.numel() * parameter.element_size()
+        place = self._places.get(parameter)
+        if place is not None and place.file is self._file and place.nbytes == nbytes:
+            self._file.write(place.offset_bytes, parameter.detach())
+            offset = place.offset_bytes
+        else:
+            offset = self._file.append(parameter.detach())
+        self._places[parameter] = Spilled(self._file, offset, parameter.dtype, nbytes)
+
+    def _release(self, parameter: nn.Parameter) -> None:
+        hide_shard(parameter)
+        nbytes = parameter.numel() * parameter.element_size()
+        if nbytes > self._poison_bytes:
+            self._poison, self._poison_bytes = Poison(nbytes, torch.device("cpu")), nbytes
+        whole = [(0, parameter.shape)]
+        storage = FlatStorage(parameter.numel(), parameter.dtype, whole, self._poison, torch.device("cpu"))
+        with torch.no_grad():
+            parameter.data = storage.views[0]
+        set_released(parameter)
+        if nbytes >= LARGE_BYTES:
+            return_freed_memory()
+
+
+def provisional_source(parameter: nn.Parameter) -> ProvisionalKeeper | None:
+    """The keeper of a parameter that `Init` has cut; None for an ordinary one."""
+    if isinstance(parameter, ReleasedParameter):
+        keeper = keeper_of(parameter)
+        if isinstance(keeper, ProvisionalKeeper):
+            return keeper
+    return None
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """The engine has the values now."""
+    keeper = provisional_source(parameter)
+    if keeper is not None:
+        keeper.adopted(parameter)
+        set_present(parameter)
+
+
+def _provisional_name(parameter: nn.Parameter) -> str:
+    return f"of shape {tuple(parameter.shape)}, built under zero.Init"
+
+
+def _is_looked_at(parameter: nn.Parameter) -> bool:
+    """True when a tensor that somebody holds shares the parameter's memory, so that writes to it would be lost."""
+    alone = torch.empty(1)
+    return _uses(parameter) > _uses(alone)
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

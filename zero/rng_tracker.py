@@ -1,0 +1,99 @@
+"""Random states under names, as DeepSpeed's `checkpointing` keeps them for model-parallel regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from offload.errors import StateError
+
+MODEL_PARALLEL = "model-parallel-rng"
+SEED_OFFSET = 2718
+"""Between the seed of the default generator and that of the model-parallel one, as in DeepSpeed."""
+
+
+class CudaRNGStatesTracker:
+    """Named states of the device's default generator: the GPU's, and the CPU's where there is none."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all names and seeds."""
+        self.states_, self.seeds_ = {}, set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """Name -> state, as they are now."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Put states back that `get_states` has returned."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """A new state, from `seed`; the generator stays as it is.
+
+        Raises:
+            StateError: the name or the seed is in use.
+        """
+        if seed in self.seeds_ or name in self.states_:
+            raise StateError(f"random state {name}: the name or the seed {seed} is in use; call reset() first")
+        before = _get()
+        torch.manual_seed(seed)
+        self.states_[name] = _get()
+        self.seeds_.add(seed)
+        _set(before)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """The generator is in the named state inside; what is drawn moves that state, not the generator's.
+
+        Raises:
+            StateError: nobody has added the name.
+        """
+        if name not in self.states_:
+            raise StateError(
+                f"random state {name}: expected one of {sorted(self.states_)}; add it with add(name, seed)"
+            )
+        before = _get()
+        _set(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _get()
+            _set(before)
+
+
+def _get() -> torch.Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _set(state: torch.Tensor) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+_tracker = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The process's tracker."""
+    return _tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the default generator, and the model-parallel state of this rank, which is the only one."""
+    _tracker.reset()
+    torch.manual_seed(seed)
+    _tracker.add(MODEL_PARALLEL, seed + SEED_OFFSET)
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed the model-parallel state anew."""
+    with _tracker.fork():
+        torch.manual_seed(seed + SEED_OFFSET)

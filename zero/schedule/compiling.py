@@ -1,0 +1,52 @@
+"""Where our hooks stand when torch.compile compiles (parts of) the model.
+
+Units are fetched and released at the edges of the module that roots them, so a compiled block is one graph
+between two edges: `edge` makes a hook that Dynamo breaks its graph at and never looks into. Inside a root,
+modules that own a part of its unit have hooks too, which find the unit in use and do nothing that a graph would
+need: `inside` makes a hook that vanishes while Dynamo traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def edge(hook: Hook) -> Hook:
+    """A hook at which a compiled region ends: it runs as plain Python, and so does all that it calls."""
+    disabled: Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def inside(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that a compiled region does without."""
+    plain = edge(hook)
+
+    def call(*arguments: Any) -> Any:
+        return None if torch.compiler.is_compiling() else plain(*arguments)
+
+    return call
+
+
+def register(registration: Callable[..., RemovableHandle], hook: Callable[..., Any], number: int, **how: Any) -> Any:
+    """Register a hook under a number that equal modules share: graphs are guarded by the numbers of hooks.
+
+    Blocks of one class then share one graph, as they do without hooks.
+
+    Args:
+        registration: `module.register_forward_hook`, say.
+        hook: what to register.
+        number: taken from `RemovableHandle.next_id` once; used once for each kind of hook of a module.
+        how: passed on.
+    """
+    following = max(RemovableHandle.next_id, number + 1)
+    RemovableHandle.next_id = number
+    try:
+        return registration(hook, **how)
+    finally:
+        RemovableHandle.next_id = following

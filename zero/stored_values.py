@@ -1,0 +1,128 @@
+"""What an engine's planes hold, read by parameter: weights, exact masters and moments, a sub-group at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from offload import kernels
+from offload.copies import read_plane
+from offload.errors import StateError
+from offload.moments import MOMENTS_BLOCK_NUMEL
+from offload.planes import Plane, settle_all
+from offload.sizes import BLOCK_NUMEL, align_up
+from zero.adoption import Piece
+from zero.params.layout import Layout, Slot, SubGroup, Unit
+from zero.record import Record
+from zero.staging import Staged, Staging
+from zero.storage import Storage
+
+
+class StoredValues:
+    """Reads the planes of an engine at rest; any thread but the storage's mover may.
+
+    Args:
+        layout: of the planes.
+        storage: which holds them.
+        places: id(parameter) -> where it is, all its tiles if it is in tiles.
+    """
+
+    def __init__(self, layout: Layout, storage: Storage, places: dict[int, list[tuple[Unit, Slot]]]) -> None:
+        self._layout, self._storage, self._places = layout, storage, places
+        self._staged: tuple[SubGroup, Record, dict[int, Staged], Staging] | None = None
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """True when the planes have the parameter's values."""
+        return id(parameter) in self._places
+
+    def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
+        """Elements [begin, end), with remainder and moments if `state` and there are any.
+
+        Each piece is good until the next one is asked for.
+
+        Raises:
+            StorageError: a read failed.
+        """
+        for unit, slot in self._places[id(parameter)]:
+            first, last = max(begin, slot.first_numel), min(end, slot.first_numel + slot.numel)
+            if first < last:
+                yield from self._pieces_of_slot(unit, slot, first, last, state)
+
+    def _pieces_of_slot(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Iterator[Piece]:
+        origin = unit.begin + slot.offset_numel - slot.first_numel  # where the parameter's first element would be
+        if not (state and unit.trainable):
+            yield Piece(begin, self._weights(unit, origin + begin, origin + end))
+            return
+        space = self._layout.space_of(unit)
+        for group in self._storage.plan.sub_groups:
+            lo, hi = max(origin + begin, group.begin), min(origin + end, group.end)
+            if group.space == space and lo < hi:
+                yield self._piece(unit, group, lo, hi, lo - origin)
+
+    def close(self) -> None:
+        """Give back the memory that the last sub-group was read into. Idempotent."""
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            self._storage.mover.run("releasing a state record", _release(staged[3]))
+
+    def _weights(self, unit: Unit, lo: int, hi: int) -> torch.Tensor:
+        plane = self._storage.weights[self._layout.space_of(unit)]
+        memory = plane.memory(lo, hi)
+        if memory is not None:
+            return memory.view(unit.dtype)
+        self.close()  # whoever holds a block of the arena must not wait for another
+        begin, end = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), unit.end)
+        out = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8)
+        job = read_plane(plane, begin, end, out, self._storage.arena)
+        self._storage.mover.run(f"reading {unit.name}", job)
+        return out.view(unit.dtype)[lo - begin : hi - begin]
+
+    def _piece(self, unit: Unit, group: SubGroup, lo: int, hi: int, first: int) -> Piece:
+        if self._staged is None or self._staged[0] != group:
+            self.close()
+            self._staged = self._storage.mover.run(f"reading {group.name}", self._stage(group))
+        _, record, weights, _ = self._staged
+        weight = weights[unit.index]
+        a, b = lo - group.begin, hi - group.begin
+        outer_a, outer_b = a // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(b, MOMENTS_BLOCK_NUMEL)
+        exp_avg, exp_avg_sq = kernels.moments_load(record.moments.part(outer_a, outer_b))
+        return Piece(
+            first,
+            weight.bytes.view(unit.dtype)[lo - weight.begin : hi - weight.begin],
+            None if record.remainder is None else record.remainder[a:b],
+            (exp_avg[a - outer_a : b - outer_a], exp_avg_sq[a - outer_a : b - outer_a]),
+        )
+
+    async def _stage(self, group: SubGroup) -> tuple[SubGroup, Record, dict[int, Staged], Staging]:
+        storage, space = self._storage, self._layout.spaces[group.space]
+        compute, streams = storage.compute(group), storage.streams
+
+        def staged(plane: Plane, begin: int, end: int) -> Staged:
+            return Staged(plane, max(begin, group.begin), min(end, group.end), compute, streams)
+
+        planes = storage.records[group.space], storage.weights[group.space]
+        record = staged(_present(planes[0], group), group.begin, group.end)
+        units = list(space.overlapping(group.begin, group.end))
+        weights = {unit.index: staged(planes[1], unit.begin, unit.end) for unit in units}
+        parts = [record, *weights.values()]
+        staging = await Staging.lease(storage, parts, "state record")
+        try:
+            await settle_all([part.read() for part in parts])
+            await streams.reached(streams.fence())  # who reads it does so on streams of its own
+            layout = storage.plan.record_format(space)
+            return group, layout.over(record.bytes, group.begin, group.end), weights, staging
+        except BaseException:
+            staging.release()
+            raise
+
+
+async def _release(staging: Staging) -> None:
+    staging.release()
+
+
+def _present(plane: Plane | None, group: SubGroup) -> Plane:
+    if plane is None:
+        raise StateError(f"{group.name}: its space has no state records")
+    return plane
