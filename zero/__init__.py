@@ -9,8 +9,33 @@ from zero.engine import ZeroEngine
 from zero.initialize import initialize
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init
+from zero.params.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
 from zero.statistics import Statistics
 
 __version__ = "0.1.0"
 
-__all__ = ["GatheredParameters", "Init", "Statistics", "ZeroEngine", "__version__", "initialize"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "Statistics",
+    "ZeroEngine",
+    "__version__",
+    "get_z3_leaf_modules",
+    "initialize",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]

@@ -26,6 +26,7 @@ from offload.errors import StateError
 from offload.pinned import return_freed_memory
 from offload.provisional import ProvisionalFile
 from zero.config import Config, load_config
+from zero.params.opaque import is_wrapper
 from zero.params.released import ReleasedParameter, is_kept, keeper_of, mark, name_of, set_present, set_released, unmark
 
 LARGE_BYTES = 1 << 20
@@ -234,7 +235,8 @@ class Init:
         self._replace(kind, "__init__", constructor)
 
     def _cut(self, parameter: nn.Parameter) -> None:
-        if self._keeper is not None and not is_kept(parameter) and parameter.device.type == "cpu" and parameter.numel():
+        here = parameter.device.type == "cpu" and not is_wrapper(parameter)
+        if self._keeper is not None and not is_kept(parameter) and here and parameter.numel():
             self._keeper.cut(parameter)
 
 

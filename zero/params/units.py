@@ -3,18 +3,22 @@
 Walk from the root. A module whose subtree fits `numel_max` becomes a unit; otherwise its direct
 parameters form one and the walk goes on into its children. A ModuleList of like-typed modules
 (transformer blocks, experts) is a boundary: each of its children is covered on its own, so a block
-is one unit and one expert is one unit. Only a module whose own forward is called can root a unit.
+is one unit and one expert is one unit. Only a module whose own forward is called can root a unit. A leaf
+module is one unit whatever its size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
 
 from zero.params.layout import Layout, UnitContent
+from zero.params.leaf_modules import z3_leaf_module
+from zero.params.opaque import decodes, inner_tensors
 
 
 @dataclass(slots=True)
@@ -25,6 +29,8 @@ class Leaf:
     parameter: nn.Parameter
     names: list[str] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
+    opaque: bool = False
+    """Quantised storage, or what decodes it: bytes whose dtype is not ours to choose."""
 
 
 @dataclass(slots=True)
@@ -44,22 +50,24 @@ class CoverRules:
     persistence_numel: int
     """Parameters of at most this many elements never leave the device; 0: none."""
     compute_dtype: torch.dtype | None
-    """Floating parameters are kept in this dtype; None: as they are."""
+    """Floating parameters are kept in this dtype; None, and quantised storage: as they are."""
 
 
 def collect_leaves(model: nn.Module) -> list[Leaf]:
-    """Every parameter once, in model order, with its tied names and owners."""
+    """Every parameter once, in model order, with its tied names and owners; of a wrapper what it wraps."""
     leaves: dict[int, Leaf] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            leaf = leaves.setdefault(id(parameter), Leaf(len(leaves), parameter))
-            full_name = f"{module_name}.{name}" if module_name else name
-            if full_name not in leaf.names:
-                leaf.names.append(full_name)
-            if all(owner is not module for owner in leaf.owners):
-                leaf.owners.append(module)
+            opaque = decodes(module, name)
+            for full_name, tensor in inner_tensors(parameter, f"{module_name}.{name}" if module_name else name):
+                leaf = leaves.setdefault(id(tensor), Leaf(len(leaves), cast(nn.Parameter, tensor), opaque=opaque))
+                leaf.opaque &= opaque
+                if full_name not in leaf.names:
+                    leaf.names.append(full_name)
+                if all(owner is not module for owner in leaf.owners):
+                    leaf.owners.append(module)
     return list(leaves.values())
 
 
@@ -94,10 +102,10 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: Cove
     units: list[CoveredUnit] = []
     for root, group_name, parameters in _groups(model, "", model, numel_max):
         group = []
-        for parameter in parameters:
-            if id(parameter) not in taken:
-                taken.add(id(parameter))
-                group.append(by_id[id(parameter)])
+        for tensor in (tensor for parameter in parameters for _, tensor in inner_tensors(parameter, "")):
+            if id(tensor) not in taken:
+                taken.add(id(tensor))
+                group.append(by_id[id(tensor)])
         units.extend(_uniform_units(root, group_name, group, trainable, rules))
     return units
 
@@ -108,16 +116,22 @@ def _groups(
     """(root module, name, parameters) of each group; `scope` is the nearest ancestor that can root."""
     if can_root(module):
         scope = module
-        if _subtree_numel(module) <= numel_max and not any(_is_boundary(child) for child in module.modules()):
-            parameters = list(module.parameters())
-            if parameters:
-                yield module, name, parameters
-            return
+    fits = can_root(module) and _subtree_numel(module) <= numel_max
+    if z3_leaf_module(module) or (fits and not any(_is_apart(child) for child in module.modules())):
+        parameters = list(module.parameters())
+        if parameters:
+            yield scope, name or "root", parameters
+        return
     direct = [p for p in module._parameters.values() if p is not None]
     if direct:
         yield scope, name or "root", direct
     for child_name, child in module.named_children():
         yield from _groups(child, f"{name}.{child_name}" if name else child_name, scope, numel_max)
+
+
+def _is_apart(module: nn.Module) -> bool:
+    """True when something below is a unit of its own, so that the modules above cannot be."""
+    return z3_leaf_module(module) or _is_boundary(module)
 
 
 def _is_boundary(module: nn.Module) -> bool:
@@ -142,7 +156,8 @@ def _uniform_units(
     kinds: dict[tuple[torch.dtype, bool, bool], list[Leaf]] = {}
     for leaf in group:
         p = leaf.parameter
-        dtype = rules.compute_dtype if rules.compute_dtype is not None and p.is_floating_point() else p.dtype
+        kept = rules.compute_dtype is None or not p.is_floating_point() or (leaf.opaque and id(p) not in trainable)
+        dtype = p.dtype if kept or rules.compute_dtype is None else rules.compute_dtype
         persistent = 0 < rules.persistence_numel >= p.numel()
         kinds.setdefault((dtype, id(p) in trainable, persistent), []).append(leaf)
     for (dtype, is_trainable, persistent), members in kinds.items():
