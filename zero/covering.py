@@ -39,7 +39,7 @@ def cover_model(model: nn.Module, leaves: list[Leaf], trainable: set[int], confi
     for name, parameter in model.named_parameters():
         if id(parameter) in trainable and is_wrapper(parameter):
             raise ConfigError(
-                f"parameter {name}: training a {type(parameter).__name__}, a wrapper of other tensors, is not available; "
+                f"parameter {name}: training a {type(parameter).__name__}, wrapping other tensors, is not available; "
                 "call requires_grad_(False) on it and train adapters beside it"
             )
     for leaf in leaves:

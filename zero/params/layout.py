@@ -57,6 +57,8 @@ class Unit:
     persistent: bool
     begin: int
     """First coordinate of this rank's slice in its space."""
+    siblings: str = ""
+    """The ModuleList whose like-typed children the unit and others are; "" for none."""
 
     @property
     def end(self) -> int:
@@ -169,6 +171,8 @@ class UnitContent:
     dtype: torch.dtype
     trainable: bool
     persistent: bool
+    siblings: str = ""
+    """The ModuleList whose like-typed children the unit and others are; "" for none."""
 
 
 def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
@@ -203,6 +207,7 @@ def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
                 content.trainable,
                 content.persistent,
                 begin,
+                content.siblings,
             )
         )
     spaces = tuple(
@@ -210,3 +215,10 @@ def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
         for dtype, trainable in ends
     )
     return Layout(spaces, tuple(units))
+
+
+def siblings(units: Iterable[Unit]) -> dict[int, int]:
+    """Index of each unit that comes and goes and has siblings -> number of the group they form."""
+    names: dict[str, int] = {}
+    placed = [unit for unit in units if unit.siblings and not unit.persistent]
+    return {unit.index: names.setdefault(unit.siblings, len(names)) for unit in placed}

@@ -100,33 +100,56 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: Cove
     by_id = {id(leaf.parameter): leaf for leaf in leaves}
     taken: set[int] = set()
     units: list[CoveredUnit] = []
-    for root, group_name, parameters in _groups(model, "", model, numel_max):
+    for found in _groups(model, _Place("", model), numel_max):
         group = []
-        for tensor in (tensor for parameter in parameters for _, tensor in inner_tensors(parameter, "")):
+        for tensor in (tensor for parameter in found.parameters for _, tensor in inner_tensors(parameter, "")):
             if id(tensor) not in taken:
                 taken.add(id(tensor))
                 group.append(by_id[id(tensor)])
-        units.extend(_uniform_units(root, group_name, group, trainable, rules))
+        units.extend(_uniform_units(found, group, trainable, rules))
     return units
 
 
-def _groups(
-    module: nn.Module, name: str, scope: nn.Module, numel_max: int
-) -> Iterator[tuple[nn.Module, str, list[nn.Parameter]]]:
-    """(root module, name, parameters) of each group; `scope` is the nearest ancestor that can root."""
-    if can_root(module):
-        scope = module
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the walk is."""
+
+    name: str
+    scope: nn.Module
+    """The nearest module here or above that can root."""
+    siblings: str = ""
+    """The innermost list of like-typed modules around."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Parameters that move together, if their kinds allow it."""
+
+    root: nn.Module
+    name: str
+    parameters: list[nn.Parameter]
+    siblings: str
+
+
+def _groups(module: nn.Module, place: _Place, numel_max: int) -> Iterator[_Group]:
+    """The groups of a subtree, in model order."""
+    scope = module if can_root(module) else place.scope
     fits = can_root(module) and _subtree_numel(module) <= numel_max
     if z3_leaf_module(module) or (fits and not any(_is_apart(child) for child in module.modules())):
         parameters = list(module.parameters())
         if parameters:
-            yield scope, name or "root", parameters
+            yield _Group(scope, place.name or "root", parameters, place.siblings)
         return
     direct = [p for p in module._parameters.values() if p is not None]
     if direct:
-        yield scope, name or "root", direct
-    for child_name, child in module.named_children():
-        yield from _groups(child, f"{name}.{child_name}" if name else child_name, scope, numel_max)
+        yield _Group(scope, place.name or "root", direct, place.siblings)
+    siblings = place.siblings
+    if _is_boundary(module):
+        # Blocks that hold lists of their own are used in pieces, between those of the lists.
+        inner = [child for child in module.modules() if child is not module]
+        siblings = "" if any(_is_boundary(child) for child in inner) else place.name or "root"
+    for name, child in module.named_children():
+        yield from _groups(child, _Place(f"{place.name}.{name}" if place.name else name, scope, siblings), numel_max)
 
 
 def _is_apart(module: nn.Module) -> bool:
@@ -149,9 +172,7 @@ def _subtree_numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _uniform_units(
-    root: nn.Module, name: str, group: list[Leaf], trainable: set[int], rules: CoverRules
-) -> Iterator[CoveredUnit]:
+def _uniform_units(found: _Group, group: list[Leaf], trainable: set[int], rules: CoverRules) -> Iterator[CoveredUnit]:
     """Split a group so that a unit holds one dtype, one trainability and one persistence."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[Leaf]] = {}
     for leaf in group:
@@ -163,13 +184,14 @@ def _uniform_units(
     for (dtype, is_trainable, persistent), members in kinds.items():
         suffix = "" if len(kinds) == 1 else f"[{'+'.join(_kind_words(dtype, is_trainable, persistent))}]"
         content = UnitContent(
-            name + suffix,
+            found.name + suffix,
             tuple((leaf.index, tuple(leaf.names), leaf.parameter.shape) for leaf in members),
             dtype,
             is_trainable,
             persistent,
+            found.siblings,
         )
-        yield CoveredUnit(content, _scopes(root, members))
+        yield CoveredUnit(content, _scopes(found.root, members))
 
 
 def _kind_words(dtype: torch.dtype, trainable: bool, persistent: bool) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from offload.binding import exact_alias
 from offload.errors import BudgetError, StateError, tell
 from zero.params.binding import BoundUnit
-from zero.params.layout import Layout, Unit
+from zero.params.layout import Layout, Unit, siblings
 from zero.schedule.loading import Arrival, Loader
 from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance
 from zero.schedule.trace import Trace
@@ -44,7 +44,7 @@ class Coordinator:
     def __init__(
         self, layout: Layout, bound: list[BoundUnit], storage: Storage, limits: Limits, loader: Loader
     ) -> None:
-        self.trace = Trace()
+        self.trace = Trace(siblings(layout.units))
         self.counters = FetchCounters()
         self.accumulating = False
         """True while the weights will stay as they are after this backward: its prefetch may cross the boundary."""
@@ -97,6 +97,7 @@ class Coordinator:
         self._forward_uses[index] = max(self._forward_uses[index] - 1, 0)
         if self._forward_uses[index]:
             return False
+        self.trace.end_use(index)
         if not self._persistent(index) and not self._backward_uses[index]:
             self._keep_or_release(index, self.trace.upcoming_in_forward(with_backward=backward_follows))
         return True
@@ -324,7 +325,7 @@ class Coordinator:
         if self._in_backward:
             uses = self.trace.upcoming_in_backward(forward_follows=self.accumulating)
         else:
-            uses = self.trace.upcoming_in_forward(with_backward=with_backward)
+            uses = self.trace.upcoming_in_forward(with_backward=with_backward, to_fetch=True)
         return list(self._until(uses, 2 * self._limits.live_numel_max + self._limits.prefetch_numel))
 
     def _until(self, uses: Iterator[int], numel_max: int) -> Iterator[int]:

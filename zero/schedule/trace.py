@@ -2,12 +2,15 @@
 
 Forward order is learnt: a table from the last two uses to the uses that followed them, one per
 phase. Backward order is not guessed: it is the reverse of the forward that ran. A wrong guess costs
-one miss; nothing is flushed.
+one miss; nothing is flushed. Siblings of which a forward uses some (experts) are one symbol in the
+table, so that what comes after them is foretold whichever they were (routing.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from zero.schedule.routing import Routing
 
 START = -1
 """Stands for "before the first use" of a forward."""
@@ -21,9 +24,16 @@ Key = tuple[int, int]
 
 
 class Trace:
-    """Successors of uses, per phase ("train", "eval"); units are ints."""
+    """Successors of uses, per phase ("train", "eval"); units are ints.
 
-    def __init__(self) -> None:
+    Args:
+        group_of: unit -> its group of siblings; None: no unit has any.
+    """
+
+    def __init__(self, group_of: Mapping[int, int] | None = None) -> None:
+        self._routing = Routing(group_of or {})
+        self._uses: list[int] = []
+        """Of the forward under way, or of the last one."""
         self._tables: dict[str, dict[Key, list[int]]] = {}
         self._phase = "train"
         self._key: Key = (START, START)
@@ -35,7 +45,8 @@ class Trace:
 
     def begin_forward(self, phase: str) -> None:
         """A forward of the model begins."""
-        self._phase, self._key, self._position = phase, (START, START), None
+        self.expect_forward(phase)
+        self._uses = []
         if self._consumed:
             self.forget_forwards()
         self._starts.append(len(self._forward))
@@ -48,16 +59,40 @@ class Trace:
     def expect_forward(self, phase: str) -> None:
         """A forward of the model is expected; nothing of it has begun."""
         self._phase, self._key, self._position = phase, (START, START), None
+        self._routing.begin_forward()
 
     def use_forward(self, unit: int, *, backward_follows: bool) -> None:
         """`unit` is used in forward now; with `backward_follows` its backward is expected too."""
+        self._uses.append(unit)
+        self._routing.use(unit)
         self._learn(unit)
         if backward_follows:
             self._forward.append(unit)
 
+    def end_use(self, unit: int) -> None:
+        """The use of `unit` that began last is over.
+
+        Gradients reach a call before those inside it: in the order of backward, what ends last comes first.
+        """
+        for index in range(len(self._forward) - 1, self._starts[-1] - 1 if self._starts else -1, -1):
+            if self._forward[index] == unit:
+                self._forward.append(self._forward.pop(index))
+                return
+
     def end_forward(self) -> None:
         """The forward is over."""
-        self._learn(END)
+        changed = self._routing.end_forward(self._phase)
+        if not changed:
+            self._learn(END)
+            return
+        for table in self._tables.values():
+            for key in [key for key in table if changed.intersection(key)]:
+                del table[key]
+            for successors in table.values():
+                successors[:] = [unit for unit in successors if unit not in changed]
+        self._key = (START, START)
+        for unit in (*self._uses, END):  # what has just been seen, in the new symbols
+            self._learn(unit)
 
     def use_backward(self, unit: int) -> None:
         """`unit` is used in backward now: the last forward use of it before the present position."""
@@ -79,27 +114,35 @@ class Trace:
         self._position = None
         self._consumed = False
 
-    def upcoming_in_forward(self, *, with_backward: bool) -> Iterator[int]:
+    def upcoming_in_forward(self, *, with_backward: bool, to_fetch: bool = False) -> Iterator[int]:
         """Units in the order of their predicted use, from now on; at a fork every known successor.
 
-        With `with_backward`, the reverse of the forward (as far as it ran or is predicted) follows.
+        Args:
+            with_backward: the reverse of the forward (as far as it ran or is predicted) follows.
+            to_fetch: for loading ahead. Then no backward follows while experts that nobody can foretell come before
+                it: they will need the room.
         """
         table = self._tables.get(self._phase, {})
-        key, predicted, seen = self._key, [], {self._key}
+        key, seen = self._key, {self._key}
+        predicted = list(self._routing.units(key[1], self._phase)) if self._routing.is_routed(key[1]) else []
+        yield from predicted
+        dark = self._routing.in_the_dark(key[1], self._phase)
         while successors := table.get(key):
             likely = successors[-1]
             for other in successors[:-1]:
                 if other != END:
-                    yield other
+                    yield from self._routing.units(other, self._phase)
             if likely == END:
                 break
-            predicted.append(likely)
-            yield likely
+            units = self._routing.units(likely, self._phase)
+            predicted += units
+            dark |= self._routing.in_the_dark(likely, self._phase)
+            yield from units
             key = (key[1], likely)
             if key in seen:
                 break  # the path repeats itself; further steps would only loop
             seen.add(key)
-        if with_backward:
+        if with_backward and not (dark and to_fetch):
             yield from reversed(predicted)
             yield from reversed(self._forward)
 
@@ -114,12 +157,15 @@ class Trace:
             key: Key = (START, START)
             table, steps = self._tables.get("train", {}), 0
             while (successors := table.get(key)) and successors[-1] != END and steps < 64:
-                yield successors[-1]
+                yield from self._routing.units(successors[-1], "train")
                 key, steps = (key[1], successors[-1]), steps + 1
 
     def _learn(self, unit: int) -> None:
+        symbol = self._routing.symbol(unit)
+        if symbol == self._key[1] and self._routing.is_routed(symbol):
+            return  # another of the same siblings
         successors = self._tables.setdefault(self._phase, {}).setdefault(self._key, [])
-        if unit in successors:
-            successors.remove(unit)
-        successors.append(unit)  # the most recent one last
-        self._key = (self._key[1], unit)
+        if symbol in successors:
+            successors.remove(symbol)
+        successors.append(symbol)  # the most recent one last
+        self._key = (self._key[1], symbol)
