@@ -12,34 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.binding import Poison
 from offload.errors import StateError
-from offload.pinned import keep_freed_memory, return_freed_memory
+from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
-from offload.threads import update_threads
 from zero.accessors import ConfigAccessors, ValueAccessors
-from zero.adoption import Adoption, read_parameter
-from zero.backward import BackwardWatch
+from zero.assembly import Assembly
 from zero.config import Config
-from zero.covering import cover_model
-from zero.editing import UnitEditor
-from zero.keeping import EngineKeeper, take_back
-from zero.machine import read_machine
-from zero.optim.behind import DueUpdates
-from zero.optim.gradients import Gradients
-from zero.optim.inside import UpdatesInBackward
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pipeline import StepArguments, SubGroupPipeline
-from zero.optim.step import Stepper
-from zero.params.binding import BoundUnit
-from zero.params.buffers import move_buffers
-from zero.params.initialisation import forget, provisional_source
-from zero.params.layout import Slot, Unit, build_layout
-from zero.params.units import CoveredUnit, collect_leaves, nested_numel
-from zero.planner import Planner
-from zero.schedule.coordinator import Coordinator
-from zero.schedule.hooks import ModuleHooks
-from zero.schedule.loading import Loader
+from zero.optim.pipeline import StepArguments
+from zero.params.layout import Unit
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
 from zero.tracing import Traced, Tracer, traced
@@ -63,97 +44,41 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         super().__init__()
         self._closed = False
         self._config, self.device = config, device
-        self._in_place = os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
-        self._threads = max(torch.get_num_threads(), 1)
-        self._leaves = collect_leaves(model)
-        self._index_of = {id(leaf.parameter): leaf.index for leaf in self._leaves}
+        self.in_place = os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
+        self.threads = max(torch.get_num_threads(), 1)
         self.optimizer = ZeroOptimizer(groups, self._optimizer_step, self.zero_grad) if groups else None
         if self.optimizer is not None and groups is not None:
             self.optimizer.param_groups = groups
         self.lr_scheduler: Any = None
-        trainable = {id(p) for group in groups or () for p in group["params"]}
-        covered = cover_model(model, self._leaves, trainable, config)
-        self._layout = build_layout([unit.content for unit in covered], world_size=1)
-        take_back(leaf.parameter for leaf in self._leaves)
-        self.plan = Planner(
-            self._layout, config, read_machine(device), device, self._in_place, nested_numel(covered, self._layout)
-        ).make()
-        logger.info("%s", self.plan.table())
-        self._storage = Storage(self._layout, self.plan, config, device)
-        # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
-        self._finalizer = weakref.finalize(self, Storage.abandon, self._storage)
-        try:
-            self._tracer = Tracer(self._storage)
-            self._build(model, covered)
-        except BaseException:
-            self._undo_build()
-            raise
-        self.module = model
-        self.train(model.training)
-
-    # ---- construction -------------------------------------------------------------------------
-
-    def _build(self, model: nn.Module, covered: list[CoveredUnit]) -> None:
-        layout, storage, device = self._layout, self._storage, self.device
-        poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
-        self._bound = [
-            BoundUnit(unit, [self._leaves[slot.index].parameter for slot in unit.slots], poison, device)
-            for unit in layout.units
-        ]
-        self._gradients = Gradients(layout, storage, device, self._in_place, self._threads)
-        pipeline = SubGroupPipeline(layout, storage, self._gradients)
-        updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, self._threads))
-        self._ahead = None
-        if self.plan.two_slots:
-            self._ahead = UpdatesInBackward(
-                storage, pipeline, updates, self._gradients, self._arguments_now, self.is_gradient_accumulation_boundary
-            )
-        self._stepper = Stepper(layout, storage, self._gradients, pipeline, updates, self._ahead)
-        self._gradients.update = self._stepper.apply
-        loader = Loader(layout, self._bound, storage, updates, self._in_place, self._changed)
-        self._coordinator = Coordinator(layout, self._bound, storage, self.plan.limits, loader)
-        scopes: dict[nn.Module, list[int]] = {}
-        for index, unit in enumerate(covered):
-            for module in unit.scopes:
-                scopes.setdefault(module, []).append(index)
-        self._watch = BackwardWatch(self._coordinator, self._gradients, self._ahead, self._check_open)
-        self._hooks = ModuleHooks(model, scopes, self._bound, self._coordinator, self._watch, storage.timeline)
-        editor = UnitEditor(layout, self._bound, storage, self._coordinator, self._changed)
-        self._keeper = EngineKeeper(self, self._bound, self._coordinator, self._hooks, editor)
-        self._adopt()
-        self._hooks.install()
-        move_buffers(model, device, torch.bfloat16 if self._config.bf16.enabled else None)
-        self._coordinator.bind_persistent()
-        self._watch.install(self._bound)
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
         self._step_asked = self._step_counted = False
         self._persistent_bound = True
-
-    def _undo_build(self) -> None:
-        """Initialisation failed: the model gets back what the planes have taken, and no hook stays."""
-        self._closed = True
+        parts = Assembly(self, model, {id(p) for group in groups or () for p in group["params"]}, config)
+        # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
+        self._finalizer = weakref.finalize(self, Storage.abandon, parts.storage)
         try:
-            if hasattr(self, "_keeper"):
-                self._hooks.remove()
-                self._keeper.return_values()
-        finally:
+            self._tracer = Tracer(parts.storage)
+            parts.build()
+            self._use(parts)
+            parts.adopt()
+            parts.install()
+        except BaseException:
+            self._closed = True
             self._finalizer.detach()
-            self._storage.close()
+            parts.undo()
+            raise
+        self.module = model
+        self.train(model.training)
 
-    def _adopt(self) -> None:
-        def read(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
-            keeper = provisional_source(parameter)
-            return keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end)
-
-        def done(bound: BoundUnit, slot: Slot) -> None:
-            forget(self._leaves[slot.index].parameter)
-            bound.adopt(slot, self._keeper)
-
-        Adoption(self._layout, self._bound, self._storage, read, done).run()
-        return_freed_memory()
-        keep_freed_memory()
+    def _use(self, parts: Assembly) -> None:
+        """Run the model with these parts from now on."""
+        self._parts = parts
+        self.plan, self._layout, self._storage, self._bound = parts.plan, parts.layout, parts.storage, parts.bound
+        self._index_of, self._gradients, self._ahead = parts.index_of, parts.gradients, parts.ahead
+        self._stepper, self._coordinator, self._watch = parts.stepper, parts.coordinator, parts.watch
+        self._hooks, self._keeper = parts.hooks, parts.keeper
 
     # ---- the training loop --------------------------------------------------------------------
 
@@ -198,7 +123,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             StorageError: a transfer failed. The step is kept and taken by the next call of the engine; calling
                 `step()` again is such a call, and no second step.
         """
-        self._check_open("step")
+        self.check_open("step")
         if not (self._step_asked or self.is_gradient_accumulation_boundary()):
             self._take_step()  # what an earlier call has left; if it raises, this call has not happened
             self.micro_steps += 1
@@ -232,7 +157,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         """Forget the gradients accumulated since the last step."""
         if not self._closed:
             self._take_step()
-            self._changed()
+            self.changed()
             self._gradients.clear()
             self._watch.torn = False
 
@@ -243,7 +168,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
     @traced("step")
     def _optimizer_step(self) -> None:
         """`optimizer.step()`: a step now, whatever the micro-step counter says."""
-        self._check_open("optimizer.step")
+        self.check_open("optimizer.step")
         if not self._step_asked:
             self._ask_for_step()
         self._take_step()
@@ -275,12 +200,13 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
                 self._step_asked = False
                 self._coordinator.expect_forward()
 
-    def _arguments_now(self) -> StepArguments:
+    def arguments_now(self) -> StepArguments:
+        """What a step would use now that does not clip, for every parameter."""
         everything = set(self._index_of.values())
         values = {} if self.optimizer is None else self.optimizer.values(self._index_of, everything)
         return StepArguments(values, 1.0, self.global_steps + 1)
 
-    def _changed(self, index: int | None = None) -> None:
+    def changed(self, index: int | None = None) -> None:
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
         if self._ahead is not None:
             self._ahead.void_all() if index is None else self._ahead.void(index)
@@ -307,7 +233,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
             StateError: closed.
             StorageError: an update of the last step failed and nobody was told yet, or it fails again.
         """
-        self._check_open(what)
+        self.check_open(what)
         self._take_step()
         if not self._persistent_bound:
             self._stepper.apply_persistent()
@@ -319,7 +245,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         self.ready(what)
         self._stepper.finish(units)
 
-    def _check_open(self, what: str) -> None:
+    def check_open(self, what: str) -> None:
+        """Raise StateError if the engine is closed; `what` was attempted."""
         if self._closed:
             raise StateError(f"{what}: the engine is closed")
 
@@ -362,7 +289,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, Traced, nn.Module):
         self._finalizer.detach()
         try:
             self._stepper.stop()
-            self._changed()
+            self.changed()
             self._hooks.remove()
             self._watch.remove()
             self._gradients.clear()

@@ -1,0 +1,166 @@
+"""Everything an engine makes for its model: the cover, the plan, the storage, and what moves between them.
+
+An assembly belongs to one state of the module tree. When the tree changes, the engine makes another
+one from the first and goes on with that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from offload.binding import Poison
+from offload.pinned import keep_freed_memory, return_freed_memory
+from offload.threads import update_threads
+from zero.adoption import Adoption, read_parameter
+from zero.backward import BackwardWatch
+from zero.config import Config
+from zero.covering import cover_model
+from zero.editing import UnitEditor
+from zero.keeping import EngineKeeper, take_back
+from zero.machine import read_machine
+from zero.optim.behind import DueUpdates
+from zero.optim.gradients import Gradients
+from zero.optim.inside import UpdatesInBackward
+from zero.optim.pipeline import StepArguments, SubGroupPipeline
+from zero.optim.step import Stepper
+from zero.params.binding import BoundUnit
+from zero.params.buffers import move_buffers
+from zero.params.initialisation import forget, provisional_source
+from zero.params.layout import Slot, build_layout
+from zero.params.units import collect_leaves, nested_numel
+from zero.planner import Planner
+from zero.schedule.coordinator import Coordinator
+from zero.schedule.hooks import ModuleHooks
+from zero.schedule.loading import Loader
+from zero.storage import Storage
+
+logger = logging.getLogger("zero")
+
+
+class Owner(Protocol):
+    """What an assembly needs of its engine."""
+
+    device: torch.device
+    in_place: bool
+    """Values in memory that the device can address are used where they live."""
+    threads: int
+    """Of CPU kernels."""
+
+    def ready(self, what: str) -> None:
+        """Raise if the engine is closed; bind what is always bound."""
+
+    def current(self, what: str, units: Iterable[int] | None = None) -> None:
+        """`ready`, and wait until these units (None: all) are as of the last step."""
+
+    def close(self) -> None:
+        """Close the engine."""
+
+    def check_open(self, what: str) -> None:
+        """Raise if the engine is closed."""
+
+    def changed(self, index: int | None = None) -> None:
+        """A unit (None: all) changes by other means than a step."""
+
+    def arguments_now(self) -> StepArguments:
+        """What a step would use now that does not clip."""
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True when the next step updates the parameters."""
+
+
+class Assembly:
+    """The parts of one engine for one state of its model. Until `build` the model is as it was.
+
+    Args:
+        owner: the engine.
+        model: the whole tree.
+        trainable: id(parameter) of those the optimizer holds.
+        config: validated configuration.
+
+    Raises:
+        ConfigError: a knob or a parameter that cannot be; names it.
+        BudgetError: the plan does not fit; nothing was allocated.
+    """
+
+    def __init__(self, owner: Owner, model: nn.Module, trainable: set[int], config: Config) -> None:
+        self._owner, self._model, self._config = owner, model, config
+        self.leaves = collect_leaves(model)
+        self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
+        self._covered = cover_model(model, self.leaves, trainable, config)
+        self.layout = build_layout([unit.content for unit in self._covered], world_size=1)
+        take_back(leaf.parameter for leaf in self.leaves)
+        device, nested = owner.device, nested_numel(self._covered, self.layout)
+        self.plan = Planner(self.layout, config, read_machine(device), device, owner.in_place, nested).make()
+        logger.info("%s", self.plan.table())
+        self.storage = Storage(self.layout, self.plan, config, device)
+        self._built = False
+
+    def build(self) -> None:
+        """Make what moves; nothing of the model has changed when this returns."""
+        owner, layout, storage, device = self._owner, self.layout, self.storage, self._owner.device
+        poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
+        self.bound = [
+            BoundUnit(unit, [self.leaves[slot.index].parameter for slot in unit.slots], poison, device)
+            for unit in layout.units
+        ]
+        self.gradients = Gradients(layout, storage, device, owner.in_place, owner.threads)
+        pipeline = SubGroupPipeline(layout, storage, self.gradients)
+        updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, owner.threads))
+        self.ahead = None
+        if self.plan.two_slots:
+            boundary = owner.is_gradient_accumulation_boundary
+            self.ahead = UpdatesInBackward(storage, pipeline, updates, self.gradients, owner.arguments_now, boundary)
+        self.stepper = Stepper(layout, storage, self.gradients, pipeline, updates, self.ahead)
+        self.gradients.update = self.stepper.apply
+        loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed)
+        self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
+        self.watch = BackwardWatch(self.coordinator, self.gradients, self.ahead, owner.check_open)
+        self.hooks = ModuleHooks(
+            self._model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline
+        )
+        editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed)
+        self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor)
+        self._built = True
+
+    def _scopes(self) -> dict[nn.Module, list[int]]:
+        scopes: dict[nn.Module, list[int]] = {}
+        for index, unit in enumerate(self._covered):
+            for module in unit.scopes:
+                scopes.setdefault(module, []).append(index)
+        return scopes
+
+    def adopt(self) -> None:
+        """Move the model's values into the planes; each parameter is released as soon as its own are stored."""
+
+        def read(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+            keeper = provisional_source(parameter)
+            return keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end)
+
+        def done(bound: BoundUnit, slot: Slot) -> None:
+            forget(self.leaves[slot.index].parameter)
+            bound.adopt(slot, self.keeper)
+
+        Adoption(self.layout, self.bound, self.storage, read, done).run()
+        return_freed_memory()
+        keep_freed_memory()
+
+    def install(self) -> None:
+        """Put hooks on the model; from here on the parts run it."""
+        self.hooks.install()
+        move_buffers(self._model, self._owner.device, torch.bfloat16 if self._config.bf16.enabled else None)
+        self.coordinator.bind_persistent()
+        self.watch.install(self.bound)
+
+    def undo(self) -> None:
+        """Building has failed: the model gets back what the planes have taken, no hook stays, all is freed."""
+        try:
+            if self._built:
+                self.hooks.remove()
+                self.keeper.return_values()
+        finally:
+            self.storage.close()
