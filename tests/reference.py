@@ -144,8 +144,8 @@ class Reference:
 
     def __post_init__(self) -> None:
         for name, parameter in self.model.named_parameters():
-            if self.opaque(name):
-                continue
+            if self.opaque(name) or not parameter.is_floating_point():
+                continue  # codes of a quantised base are bytes, not numbers
             master = parameter.detach().clone().float()
             if self.bf16:
                 parameter.data = round_half_away(master)

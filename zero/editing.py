@@ -10,6 +10,9 @@ import torch
 
 from offload import kernels
 from offload.copies import read_plane, write_plane
+from offload.errors import BudgetError, StateError
+from offload.sizes import format_bytes
+from zero.machine import read_machine
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
 from zero.record import Record
@@ -60,8 +63,11 @@ class UnitEditor:
         """Bind each unit to a private copy, unless it is bound already. All of them, or none.
 
         Raises:
+            BudgetError: they are more than the machine has memory for.
             StorageError: a unit could not be read; nothing is open that was not before.
         """
+        indices = list(indices)
+        self._check_room(indices)
         opened: list[int] = []
         try:
             for index in indices:
@@ -72,6 +78,20 @@ class UnitEditor:
         except BaseException:
             self.close(opened)
             raise
+
+    def _check_room(self, indices: list[int]) -> None:
+        """All of them are to be visible at once, with a copy of each to see what was edited."""
+        units = [self._layout.units[index] for index in indices if not self._opened[index]]
+        needed = 2 * sum(unit.nbytes for unit in units if not self._bound[unit.index].bound)
+        machine = read_machine(self._storage.device)
+        if needed > machine.device_bytes:
+            names = ", ".join(unit.name for unit in units[:3]) + (", ..." if len(units) > 3 else "")
+            raise BudgetError(
+                f"GatheredParameters: {len(units)} units ({names}) need {format_bytes(needed)} on "
+                f"{self._storage.device}, the values and a copy to see what was edited; "
+                f"{format_bytes(machine.device_bytes)} are free there. Gather fewer parameters at a time, or look at "
+                "them one by one with engine.named_full_parameters()"
+            )
 
     def _open_one(self, index: int) -> None:
         bound = self._bound[index]
@@ -93,14 +113,17 @@ class UnitEditor:
         Every unit is released whatever happens; an edit that cannot be written stays in memory.
 
         Raises:
+            StateError: a parameter was given another shape; it keeps its values, other edits are kept.
             StorageError: the first failure.
         """
         changes: list[Edit] = []
+        refused: list[str] = []
         for index in indices:
             self._opened[index] -= 1
             if self._opened[index]:
                 continue
             bound = self._bound[index]
+            refused += bound.recapture()
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
             if not torch.equal(before, after):
@@ -111,6 +134,8 @@ class UnitEditor:
                 bound.unbind()
         self._unstored += changes
         self.store_edits()
+        if refused:
+            raise StateError(f"GatheredParameters: {'; '.join(refused)}")
 
     def store_edits(self) -> None:
         """Store the edits that are not stored yet. What fails stays in memory and is tried again next time.

@@ -174,6 +174,54 @@ def test_once_all_branches_are_known_at_least_95_percent_of_uses_are_foretold() 
             assert accuracy(passes, len(branches)) >= 0.95, name
 
 
+@given(st.integers(2, 4), st.integers(1, 3))
+def test_branches_taken_in_turn_are_foretold_each_with_the_first_guess(count: int, known: int) -> None:
+    trace = Trace()
+    passes = [[0, 1, 2 + number, 9] for number in range(count)]
+    for number in range(count * (known + 1)):
+        uses = passes[number % count]
+        trace.begin_forward("train")
+        for position, unit in enumerate(uses):
+            if number > count:
+                assert foretold(trace)[0] == unit, "the likely one comes before the other known ones"
+            if number == count and position != 2:
+                assert unit in foretold(trace)
+            trace.use_forward(unit, backward_follows=True)
+        trace.end_forward()
+        backward(trace, uses)
+
+
+@given(orders)
+def test_a_use_that_encloses_others_comes_first_in_backward(uses: list[int]) -> None:
+    """A root with parameters of its own: its use begins first and ends last, so backward meets it first."""
+    trace = Trace()
+    trace.begin_forward("train")
+    for unit in (100, *uses):
+        trace.use_forward(unit, backward_follows=True)
+        if unit != 100:
+            trace.end_use(unit)
+    trace.end_use(100)
+    trace.end_forward()
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == [100, *uses[::-1]]
+    trace.use_backward(100)
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == uses[::-1]
+
+
+@given(orders)
+def test_what_runs_without_gradients_and_is_recomputed_is_foretold_from_the_second_step_on(uses: list[int]) -> None:
+    """Reentrant checkpointing: forward shows a unit under no_grad, backward uses it all the same."""
+    trace = Trace()
+    for step in range(2):
+        forward(trace, uses, backward_follows=False)
+        assert list(trace.upcoming_in_backward(forward_follows=False)) == (uses[::-1] if step else [])
+        backward(trace, uses)
+    trace.begin_forward("train", backward_follows=False)
+    for unit in uses:
+        trace.use_forward(unit, backward_follows=False)
+    trace.end_forward()
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == [], "a whole forward without gradients"
+
+
 @given(orders, walks)
 def test_evaluation_and_training_do_not_disturb_each_other(trained: list[int], evaluated: list[int]) -> None:
     trace = Trace()

@@ -7,7 +7,7 @@ from torch import nn
 
 from offload.binding import FlatStorage, Poison
 from zero.params.layout import Slot, Unit
-from zero.params.released import Keeper, mark, set_present, set_released
+from zero.params.released import Keeper, mark, set_present, set_released, show_shard
 
 
 class BoundUnit:
@@ -19,7 +19,7 @@ class BoundUnit:
 
     def __init__(self, unit: Unit, parameters: list[nn.Parameter], poison: Poison, device: torch.device) -> None:
         self.unit, self.parameters = unit, parameters
-        self._versions = 0
+        self._versions, self._replaced = 0, False
         cuts = [(slot.offset_numel, slot.shape) for slot in unit.slots]
         self._storage = FlatStorage(unit.numel, unit.dtype, cuts, poison, device)
 
@@ -44,7 +44,8 @@ class BoundUnit:
         set_present(parameter)
         with torch.no_grad():
             parameter.data = self._storage.views[position]
-        mark(parameter, keeper, slot.name)
+        mark(parameter, keeper, slot.name, persistent=self.unit.persistent)
+        show_shard(parameter)
         set_released(parameter)
 
     def bind(self, data: torch.Tensor) -> None:
@@ -53,11 +54,48 @@ class BoundUnit:
         for parameter in self.parameters:
             set_present(parameter)
         self._versions = self._count_versions()
+        self._replaced = False
 
     @property
     def modified(self) -> bool:
-        """True if somebody has modified a parameter in place since `bind`."""
-        return self._count_versions() != self._versions
+        """True if somebody has modified a parameter since `bind`, in place or (see `recapture`) its `.data`."""
+        return self._replaced or self._count_versions() != self._versions
+
+    def recapture(self) -> list[str]:
+        """Make parameters whose `.data` was replaced views of this unit again, with the values they were given.
+
+        Returns:
+            What cannot be kept, in words: another shape has no room here.
+        """
+        given: list[tuple[torch.Tensor, torch.Tensor]] = []
+        refused: list[str] = []
+        for slot, parameter, view in zip(self.unit.slots, self.parameters, self._storage.views, strict=True):
+            if self._in_place(parameter, view):
+                continue
+            values, parameter.data = parameter.data, view
+            if values.shape == view.shape:
+                given.append((view, values))
+            else:
+                refused.append(
+                    f"parameter {slot.name} was given .data of shape {tuple(values.shape)}, expected "
+                    f"{tuple(slot.shape)}: an engine's parameters keep their size; resize before zero.initialize "
+                    "(inside zero.Init too), or close the engine and initialize again"
+                )
+        # All are read before the first is written: what one was given may be another's memory.
+        copies = [(view, values.clone()) for view, values in given]
+        with torch.no_grad():
+            for view, values in copies:
+                view.data.copy_(values)
+        self._replaced = self._replaced or bool(copies)
+        return refused
+
+    def _in_place(self, parameter: nn.Parameter, view: torch.Tensor) -> bool:
+        return (
+            parameter.shape == view.shape
+            and parameter.data_ptr() == view.data_ptr()
+            and parameter.stride() == view.stride()
+            and parameter.dtype == view.dtype
+        )
 
     def _count_versions(self) -> int:
         return sum(parameter._version for parameter in self.parameters)

@@ -27,7 +27,17 @@ from offload.pinned import return_freed_memory
 from offload.provisional import ProvisionalFile
 from zero.config import Config, load_config
 from zero.params.opaque import is_wrapper
-from zero.params.released import ReleasedParameter, is_kept, keeper_of, mark, name_of, set_present, set_released, unmark
+from zero.params.released import (
+    ReleasedParameter,
+    hide_shard,
+    is_kept,
+    keeper_of,
+    mark,
+    name_of,
+    set_present,
+    set_released,
+    show_shard,
+)
 
 LARGE_BYTES = 1 << 20
 """From this size on a spilled parameter's memory is handed back to the kernel at once."""
@@ -62,7 +72,7 @@ class ProvisionalKeeper:
     def cut(self, parameter: nn.Parameter) -> None:
         """Spill the parameter's values and release it."""
         self._store(parameter)
-        mark(parameter, self, f"of shape {tuple(parameter.shape)}, built under zero.Init")
+        mark(parameter, self, _provisional_name(parameter))
         self._release(parameter)
 
     def read(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
@@ -102,6 +112,7 @@ class ProvisionalKeeper:
                 set_present(parameter)
                 with torch.no_grad():
                     parameter.data = values
+                show_shard(parameter)
 
     def close(self, parameters: list[nn.Parameter]) -> None:
         """Spill them again."""
@@ -109,6 +120,7 @@ class ProvisionalKeeper:
             self._open[parameter] -= 1
             if self._open[parameter] == 0:
                 self._store(parameter)
+                mark(parameter, self, _provisional_name(parameter))  # its shape may be another now
                 self._release(parameter)
 
     def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -135,6 +147,7 @@ class ProvisionalKeeper:
             self._file.write(place.offset_bytes, parameter.detach())
 
     def _release(self, parameter: nn.Parameter) -> None:
+        hide_shard(parameter)
         nbytes = parameter.numel() * parameter.element_size()
         if nbytes > self._poison_bytes:
             self._poison, self._poison_bytes = Poison(nbytes, torch.device("cpu")), nbytes
@@ -254,7 +267,11 @@ def forget(parameter: nn.Parameter) -> None:
     keeper = provisional_source(parameter)
     if keeper is not None:
         keeper.adopted(parameter)
-        unmark(parameter)
+        set_present(parameter)
+
+
+def _provisional_name(parameter: nn.Parameter) -> str:
+    return f"of shape {tuple(parameter.shape)}, built under zero.Init"
 
 
 def _module_classes() -> list[type]:

@@ -13,8 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from offload.errors import StateError
+from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, put_on_face
 
 KEEPER = "_zero_keeper"
 NAME = "_zero_name"
@@ -85,6 +87,16 @@ class ReleasedParameter(nn.Parameter):
             return args[0]  # the engine decides on which device the values are
         return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in _ALIASING_ATTRIBUTES)
 
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """NOT_AVAILABLE: while the values are here the class is another, and the attribute says AVAILABLE."""
+        return NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """This rank's part of the parameter, 1-D: metadata, and values once they are here."""
+        return _shard(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy of its own, if the keeper can make one."""
         keeper = keeper_of(self)
@@ -139,6 +151,20 @@ class ReleasedAlias(torch.Tensor):
         return repr(self)
 
 
+class Shard(ReleasedAlias):
+    """`ds_tensor`: an alias that its parameter holds, so it must not hold the parameter."""
+
+    owner: TensorWeakRef
+
+    @property
+    def source(self) -> nn.Parameter:  # type: ignore[override]
+        """The parameter."""
+        owner: Any = self.owner()
+        if owner is None:
+            raise StateError("ds_tensor: the parameter that it was a view of is gone")
+        return owner  # type: ignore[no-any-return]
+
+
 def keeper_of(parameter: nn.Parameter) -> Keeper:
     """The keeper that `mark` gave the parameter."""
     keeper: Keeper = parameter.__dict__[KEEPER]
@@ -150,15 +176,27 @@ def name_of(parameter: nn.Parameter) -> str:
     return str(parameter.__dict__.get(NAME, "?"))
 
 
-def mark(parameter: nn.Parameter, keeper: Keeper, name: str) -> None:
-    """Make `keeper` responsible for the parameter's values."""
+def mark(parameter: nn.Parameter, keeper: Keeper, name: str, *, persistent: bool = False) -> None:
+    """Make `keeper` responsible for the parameter's values, and give it DeepSpeed's attributes."""
     parameter.__dict__[KEEPER] = keeper
     parameter.__dict__[NAME] = name
+    put_on_face(parameter, persistent, (KEEPER, NAME))
+
+
+def show_shard(parameter: nn.Parameter) -> None:
+    """Make `ds_tensor` a view of the memory that the parameter looks into now, until `hide_shard`."""
+    parameter.__dict__[SHARD] = _shard(parameter)
+
+
+def hide_shard(parameter: nn.Parameter) -> None:
+    """That memory is let go."""
+    parameter.__dict__.pop(SHARD, None)
 
 
 def unmark(parameter: nn.Parameter) -> None:
     """Make it an ordinary parameter again."""
     set_present(parameter)
+    forget_face(parameter)
     parameter.__dict__.pop(KEEPER, None)
     parameter.__dict__.pop(NAME, None)
 
@@ -223,6 +261,13 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     for keeper, parameters in keepers.values():
         keeper.touched(parameters, result)
     return result
+
+
+def _shard(parameter: nn.Parameter) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        shard = parameter.detach().view(-1).as_subclass(Shard)
+    shard.owner = TensorWeakRef(parameter)
+    return shard
 
 
 def _alias(tensor: torch.Tensor, source: nn.Parameter) -> torch.Tensor:

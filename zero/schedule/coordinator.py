@@ -99,6 +99,8 @@ class Coordinator:
             return False
         self.trace.end_use(index)
         if not self._persistent(index) and not self._backward_uses[index]:
+            if backward_follows:
+                self.trace.end_use(index)
             self._keep_or_release(index, self.trace.upcoming_in_forward(with_backward=backward_follows))
         return True
 
@@ -140,14 +142,22 @@ class Coordinator:
                 self._keep_or_release(index, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
         self.trace.end_backward()
 
-    def end_forward(self) -> None:
-        """The root's forward is over, well or not: no forward use is open."""
+    def end_forward(self, next_phase: str | None = None) -> None:
+        """The root's forward is over, well or not: no forward use is open.
+
+        Args:
+            next_phase: a forward of that phase may follow at once, with no backward between.
+        """
         self.trace.end_forward()
         open_uses = [index for index, count in self._forward_uses.items() if count]
         self._forward_uses.clear()
         for index in open_uses:
             if not self._persistent(index) and not self._used(index):
                 self._release(index)
+        if next_phase is not None:
+            self._in_backward = False
+            self.trace.expect_forward(next_phase)
+            self._prefetch(with_backward=False)
 
     def let_go(self, index: int) -> None:
         """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
@@ -202,7 +212,7 @@ class Coordinator:
         where torch cannot swap storages they look at a copy.
 
         Raises:
-            StateError: a unit is in use.
+            StateError: a unit is in use, or a parameter was given another shape; it keeps its values.
         """
         self.check_idle()
         self.trace.forget_forwards()
@@ -211,9 +221,13 @@ class Coordinator:
         for index in list(self._live):
             self._release(index)
         self._loader.drain()
+        refused: list[str] = []
         for unit in self._layout.units:
             if unit.persistent and self._bound[unit.index].bound:
+                refused += self._bound[unit.index].recapture()
                 self._bound[unit.index].unbind()
+        if refused:
+            raise StateError("; ".join(refused))
 
     # ---- movement -----------------------------------------------------------------------------
 
@@ -353,10 +367,13 @@ class Coordinator:
         if arrival is None:
             return
         bound = self._bound[index]
+        refused = bound.recapture()
         modified = bound.modified
         bound.unbind()
         self.counters.releases[index] += 1
         self._loader.end(self._layout.units[index], arrival, modified=modified)
+        if refused:
+            raise StateError(f"unit {self._layout.units[index].name}: {'; '.join(refused)}")
 
     def _discard(self, index: int) -> None:
         """Drop values that were loaded and never bound; waits until no byte moves any more."""

@@ -110,6 +110,7 @@ class ModuleHooks:
         self._calls: list[OpenCall] = []
         self._handles: list[RemovableHandle] = []
         self._root_depth = 0
+        self._backward_follows = True
 
     @property
     def in_forward(self) -> bool:
@@ -174,7 +175,9 @@ class ModuleHooks:
         self._root_depth += 1
         if self._root_depth == 1:
             self._events.forward_begins()
-            self._coordinator.trace.begin_forward("train" if module.training else "eval")
+            self._backward_follows = torch.is_grad_enabled()
+            phase = "train" if module.training else "eval"
+            self._coordinator.trace.begin_forward(phase, backward_follows=self._backward_follows)
 
     def _end_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
@@ -182,7 +185,8 @@ class ModuleHooks:
         self._root_depth = max(self._root_depth - 1, 0)
         if self._root_depth == 0:
             self._forget_calls()
-            self._coordinator.end_forward()
+            # What has run without gradients runs again soon, a token or a batch later.
+            self._coordinator.end_forward(None if self._backward_follows else "eval")
 
     def _pre_forward(self, units: list[int]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:

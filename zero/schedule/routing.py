@@ -1,12 +1,13 @@
 """Which of several like-typed modules a forward will call: experts, branches, layers that may be skipped.
 
 Units of the children of one ModuleList are *siblings*. While every forward uses all of them they are a sequence like
-any other. Once one has left some out they are *routed*: their order foretells nothing, and to the trace they are one
-symbol. What is worth fetching ahead is then a matter of how often each was used.
+any other. Once more forwards have left some out than not they are *routed*: their order foretells nothing, and to the
+trace they are one symbol. What is worth fetching ahead is then a matter of how often each was used.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ FIRST_SYMBOL = -10
 CERTAIN_SHARE = 0.75
 """Used in so many of the recent forwards, a sibling is fetched ahead: at most one fetch in four is for nothing."""
 FORK_USES_MAX = 1.25
-"""If this few of the less certain ones are used in a forward they are branches, of which all likely ones are fetched."""
+"""If so few of the less certain ones are used in a forward they are branches, of which all likely ones are fetched."""
 FORK_SHARE = 0.25
 """Of branches, those used at least so often are likely: there are few of them. One expert of many never is."""
 DARK_USES = 0.5
@@ -46,6 +47,8 @@ class Routing:
         self._members: dict[int, list[int]] = {}
         for unit, group in sorted(self._group_of.items()):
             self._members.setdefault(group, []).append(unit)
+        self._incomplete: Counter[int] = Counter()
+        """Of each group, how many more forwards have used some of it than all of it."""
         self._routed: set[int] = set()
         self._used: dict[int, set[int]] = {}
         self._shares: dict[tuple[str, int], _Shares] = {}
@@ -65,7 +68,8 @@ class Routing:
         changed: set[int] = set()
         for group, used in self._used.items():
             members = self._members[group]
-            if group not in self._routed and len(used) < len(members):
+            self._incomplete[group] += 1 if len(used) < len(members) else -1
+            if group not in self._routed and self._incomplete[group] > 0:
                 self._routed.add(group)
                 changed.update(members)
             if group in self._routed:

@@ -1,9 +1,11 @@
 """What was used after what, so that the next use can be foretold.
 
 Forward order is learnt: a table from the last two uses to the uses that followed them, one per
-phase. Backward order is not guessed: it is the reverse of the forward that ran. A wrong guess costs
-one miss; nothing is flushed. Siblings of which a forward uses some (experts) are one symbol in the
-table, so that what comes after them is foretold whichever they were (routing.py).
+phase. Where several have followed, the one that came after the same turn last time is the likely
+one, so branches that alternate are foretold as well as one that is taken always. Siblings of which a
+forward uses some (experts) are one symbol in the table, so that what comes after them is foretold
+whichever they were (routing.py). Backward order is not guessed: it is the reverse of the order in which
+the forward's uses ended. A wrong guess costs one miss; nothing is flushed.
 """
 
 from __future__ import annotations
@@ -35,6 +37,11 @@ class Trace:
         self._uses: list[int] = []
         """Of the forward under way, or of the last one."""
         self._tables: dict[str, dict[Key, list[int]]] = {}
+        self._turns: dict[tuple[str, Key, int], int] = {}
+        """(phase, key, what followed it) -> what followed it the next time."""
+        self._recomputed: set[int] = set()
+        """Units that a backward has used though no forward with gradients had: reentrant checkpointing."""
+        self._backward_follows = True
         self._phase = "train"
         self._key: Key = (START, START)
         self._forward: list[int] = []
@@ -43,8 +50,9 @@ class Trace:
         self._starts: list[int] = []
         """Where in `_forward` each forward begins."""
 
-    def begin_forward(self, phase: str) -> None:
-        """A forward of the model begins."""
+    def begin_forward(self, phase: str, *, backward_follows: bool = True) -> None:
+        """A forward of the model begins; `backward_follows` unless gradients are off for all of it."""
+        self._backward_follows = backward_follows
         self.expect_forward(phase)
         self._uses = []
         if self._consumed:
@@ -66,18 +74,15 @@ class Trace:
         self._uses.append(unit)
         self._routing.use(unit)
         self._learn(unit)
-        if backward_follows:
+        if backward_follows or (self._backward_follows and unit in self._recomputed):
             self._forward.append(unit)
 
     def end_use(self, unit: int) -> None:
-        """The use of `unit` that began last is over.
-
-        Gradients reach a call before those inside it: in the order of backward, what ends last comes first.
-        """
-        for index in range(len(self._forward) - 1, self._starts[-1] - 1 if self._starts else -1, -1):
-            if self._forward[index] == unit:
-                self._forward.append(self._forward.pop(index))
-                return
+        """The use of `unit` is over. What encloses other uses is needed before them in backward."""
+        if self._forward and self._forward[-1] != unit and unit in self._forward:
+            last = len(self._forward) - 1 - self._forward[::-1].index(unit)
+            if last >= (self._starts[-1] if self._starts else 0):
+                self._forward.append(self._forward.pop(last))
 
     def end_forward(self) -> None:
         """The forward is over."""
@@ -85,6 +90,7 @@ class Trace:
         if not changed:
             self._learn(END)
             return
+        self._turns = {turn: unit for turn, unit in self._turns.items() if not changed.intersection((*turn[1], unit))}
         for table in self._tables.values():
             for key in [key for key in table if changed.intersection(key)]:
                 del table[key]
@@ -101,6 +107,7 @@ class Trace:
             if self._forward[index] == unit:
                 self._position = index
                 return
+        self._recomputed.add(unit)
 
     def end_backward(self) -> None:
         """A backward is over. Its graph may have been retained, so its forward is kept until the next one."""
@@ -128,16 +135,21 @@ class Trace:
         yield from predicted
         dark = self._routing.in_the_dark(key[1], self._phase)
         while successors := table.get(key):
-            likely = successors[-1]
-            for other in successors[:-1]:
-                if other != END:
-                    yield from self._routing.units(other, self._phase)
+            likely = self._likely(self._phase, key, successors)
+            others = [
+                unit
+                for symbol in successors
+                if symbol not in (likely, END)
+                for unit in self._routing.units(symbol, self._phase)
+            ]
             if likely == END:
+                yield from others
                 break
             units = self._routing.units(likely, self._phase)
             predicted += units
             dark |= self._routing.in_the_dark(likely, self._phase)
             yield from units
+            yield from others
             key = (key[1], likely)
             if key in seen:
                 break  # the path repeats itself; further steps would only loop
@@ -156,15 +168,24 @@ class Trace:
         if forward_follows:
             key: Key = (START, START)
             table, steps = self._tables.get("train", {}), 0
-            while (successors := table.get(key)) and successors[-1] != END and steps < 64:
-                yield from self._routing.units(successors[-1], "train")
-                key, steps = (key[1], successors[-1]), steps + 1
+            while (successors := table.get(key)) and steps < 64:
+                likely = self._likely("train", key, successors)
+                if likely == END:
+                    break
+                yield from self._routing.units(likely, "train")
+                key, steps = (key[1], likely), steps + 1
+
+    def _likely(self, phase: str, key: Key, successors: list[int]) -> int:
+        """What follows `key`, of what has followed it; the most recent one is the last of `successors`."""
+        return self._turns.get((phase, key, successors[-1]), successors[-1])
 
     def _learn(self, unit: int) -> None:
         symbol = self._routing.symbol(unit)
         if symbol == self._key[1] and self._routing.is_routed(symbol):
             return  # another of the same siblings
         successors = self._tables.setdefault(self._phase, {}).setdefault(self._key, [])
+        if successors and unit != END:  # a forward may also have been broken off here
+            self._turns[self._phase, self._key, successors[-1]] = symbol
         if symbol in successors:
             successors.remove(symbol)
         successors.append(symbol)  # the most recent one last
