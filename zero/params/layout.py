@@ -59,6 +59,8 @@ class Unit:
     """First coordinate of this rank's slice in its space."""
     siblings: str = ""
     """The ModuleList whose like-typed children the unit and others are; "" for none."""
+    expert_rows: int = 0
+    """Experts along the first dimension of every slot, whose rows may be fetched alone; 0 for other units."""
 
     @property
     def end(self) -> int:
@@ -173,6 +175,8 @@ class UnitContent:
     persistent: bool
     siblings: str = ""
     """The ModuleList whose like-typed children the unit and others are; "" for none."""
+    expert_rows: int = 0
+    """Experts along the first dimension of every parameter; 0 for other units."""
 
 
 def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
@@ -208,6 +212,7 @@ def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
                 content.persistent,
                 begin,
                 content.siblings,
+                content.expert_rows,
             )
         )
     spaces = tuple(
@@ -218,7 +223,7 @@ def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
 
 
 def siblings(units: Iterable[Unit]) -> dict[int, int]:
-    """Index of each unit that comes and goes and has siblings -> number of the group they form."""
+    """Index of each unit that comes and goes whole and has siblings -> number of the group they form."""
     names: dict[str, int] = {}
-    placed = [unit for unit in units if unit.siblings and not unit.persistent]
+    placed = [unit for unit in units if unit.siblings and not unit.persistent and not unit.expert_rows]
     return {unit.index: names.setdefault(unit.siblings, len(names)) for unit in placed}

@@ -4,7 +4,8 @@ Walk from the root. A module whose subtree fits `numel_max` becomes a unit; othe
 parameters form one and the walk goes on into its children. A ModuleList of like-typed modules
 (transformer blocks, experts) is a boundary: each of its children is covered on its own, so a block
 is one unit and one expert is one unit. Only a module whose own forward is called can root a unit. A leaf
-module is one unit whatever its size.
+module is one unit whatever its size. Experts packed into 3-D parameters are a unit that is fetched by rows, or
+when somebody touches a parameter of it, but not because its module is called.
 """
 
 from __future__ import annotations
@@ -76,6 +77,18 @@ def can_root(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
+def packed_experts(module: nn.Module) -> int:
+    """How many experts the module's own parameters hold along their first dimension; 0 if they hold none so.
+
+    Transformers keeps all experts of a layer in a few 3-D parameters, `gate_up_proj` [experts, ...] and so on.
+    """
+    count = getattr(module, "num_experts", None)
+    own = [p for p in module._parameters.values() if p is not None]
+    if not isinstance(count, int) or count < 2 or not any(p.dim() == 3 for p in own):
+        return 0
+    return count if all(p.dim() > 1 and p.shape[0] == count for p in own) else 0
+
+
 def derived_numel_max(model: nn.Module) -> int:
     """Unit size when no key gives one: the largest repeated block, and at least an eighth of the model."""
     total = _subtree_numel(model)
@@ -129,6 +142,7 @@ class _Group:
     name: str
     parameters: list[nn.Parameter]
     siblings: str
+    expert_rows: int = 0
 
 
 def _groups(module: nn.Module, place: _Place, numel_max: int) -> Iterator[_Group]:
@@ -142,7 +156,7 @@ def _groups(module: nn.Module, place: _Place, numel_max: int) -> Iterator[_Group
         return
     direct = [p for p in module._parameters.values() if p is not None]
     if direct:
-        yield _Group(scope, place.name or "root", direct, place.siblings)
+        yield _Group(scope, place.name or "root", direct, place.siblings, packed_experts(module))
     siblings = place.siblings
     if _is_boundary(module):
         # Blocks that hold lists of their own are used in pieces, between those of the lists.
@@ -154,7 +168,7 @@ def _groups(module: nn.Module, place: _Place, numel_max: int) -> Iterator[_Group
 
 def _is_apart(module: nn.Module) -> bool:
     """True when something below is a unit of its own, so that the modules above cannot be."""
-    return z3_leaf_module(module) or _is_boundary(module)
+    return z3_leaf_module(module) or _is_boundary(module) or packed_experts(module) > 0
 
 
 def _is_boundary(module: nn.Module) -> bool:
@@ -190,6 +204,7 @@ def _uniform_units(found: _Group, group: list[Leaf], trainable: set[int], rules:
             is_trainable,
             persistent,
             found.siblings,
+            0 if persistent else found.expert_rows,
         )
         yield CoveredUnit(content, _scopes(found.root, members))
 

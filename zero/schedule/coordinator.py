@@ -8,34 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 
+from offload.arena import Block
 from offload.binding import exact_alias
 from offload.errors import BudgetError, StateError, tell
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
+from zero.schedule.counters import FetchCounters
 from zero.schedule.loading import Arrival, Loader
-from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance
+from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance, until
+from zero.schedule.shortage import no_room
 from zero.schedule.trace import Trace
 from zero.storage import Storage
-
-
-@dataclass(slots=True)
-class FetchCounters:
-    """What the schedule did."""
-
-    gathers: int = 0
-    gathered_bytes: int = 0
-    hits: int = 0
-    """Resident at touch."""
-    late: int = 0
-    """On its way at touch."""
-    misses: int = 0
-    """Not foreseen at touch."""
-    releases: Counter[int] = field(default_factory=Counter)
-    live_numel_peak: int = 0
 
 
 class Coordinator:
@@ -58,6 +45,8 @@ class Coordinator:
         self._in_backward = False
         self._recomputed: set[int] = set()
         """Units that a backward has brought in; they stay until a backward use of them ends, or the backward."""
+        self._lent_numel = 0
+        """Rows of packed experts that are in use."""
         self._held: set[int] = set()
         """Units bound by an editor."""
 
@@ -277,19 +266,17 @@ class Coordinator:
             self._in_use(),
             self._horizon(with_backward=True),
             self._numel,
-            self._limits.live_numel_max,
+            self._limits.live_numel_max - self._lent_numel,
         )
         if evict is None:
-            in_use = sorted((self._layout.units[i] for i in self._in_use()), key=lambda u: u.index)
-            names = ", ".join(f"{u.name} ({u.numel:,})" for u in in_use)
-            raise BudgetError(
-                f"unit {unit.name} ({unit.numel:,} elements) is needed while {names or 'nothing'} is in use: together "
-                f"more than {self._limits.live_numel_max:,} live elements; raise "
-                "zero_optimization.stage3_max_live_parameters or memory_budget.device"
-            )
+            raise self._no_room(f"unit {unit.name}", unit.numel)
         for other in evict:
             self._evict(other)
         self._start(unit, must=True)
+
+    def _no_room(self, what: str, numel: int) -> BudgetError:
+        in_use = [self._layout.units[i] for i in sorted(self._in_use())]
+        return no_room(what, numel, in_use, self._lent_numel, self._limits.live_numel_max)
 
     def _start(self, unit: Unit, *, must: bool) -> bool:
         """Start the unit's way in. False if no memory is free and it is no must."""
@@ -299,21 +286,60 @@ class Coordinator:
             candidates = [i for i in self._resident() if i not in self._in_use()]
             if not candidates:
                 self._loader.lease_error(unit).release()
-            upcoming = list(self._horizon(with_backward=True))
-            self._evict(max(candidates, key=lambda i: upcoming.index(i) if i in upcoming else len(upcoming)))
+            self._evict_furthest(candidates)
             arrival = self._loader.begin(unit)
         if arrival is None:
             return False
         self._arrivals[unit.index] = arrival
         self.counters.gathers += 1
         self.counters.gathered_bytes += unit.nbytes
-        live = sum(self._numel[i] for i in self._resident())
-        self.counters.live_numel_peak = max(self.counters.live_numel_peak, live)
+        self.counters.whole_experts.update([unit.index] if unit.expert_rows else [])
+        self._note_live()
         return True
 
+    def lease_rows(self, unit: Unit, numel: int) -> Block:
+        """Memory for rows of the unit; what is not in use makes room. Give it back with `return_rows`.
+
+        Raises:
+            BudgetError: what is in use leaves no room.
+        """
+        nbytes, block = numel * unit.dtype.itemsize, None
+        limit_numel = self._limits.live_numel_max - self._lent_numel - numel
+        while block is None:
+            resident = self._resident()
+            candidates = [i for i in resident if i not in self._in_use()]
+            if sum(self._numel[i] for i in resident) <= limit_numel:
+                block = self._loader.lease(nbytes)
+            elif not candidates:
+                raise self._no_room(f"experts of {unit.name}", numel)
+            if block is None and candidates:
+                self._evict_furthest(candidates)
+            elif block is None:
+                block = self._storage.unit_pool.lease(nbytes, f"rows of {unit.name}")
+        self._lent_numel += numel
+        self.counters.gathers += 1
+        self.counters.gathered_bytes += block.data.numel()
+        self.counters.expert_row_bytes += block.data.numel()
+        self._note_live()
+        return block
+
+    def return_rows(self, block: Block, numel: int) -> None:
+        """The rows are used no longer."""
+        self._lent_numel -= numel
+        block.release(self._storage.streams.fence())
+
+    def _note_live(self) -> None:
+        live = sum(self._numel[i] for i in self._resident()) + self._lent_numel
+        self.counters.live_numel_peak = max(self.counters.live_numel_peak, live)
+
+    def _evict_furthest(self, candidates: list[int]) -> None:
+        upcoming = list(self._horizon(with_backward=True))
+        self._evict(max(candidates, key=lambda i: upcoming.index(i) if i in upcoming else len(upcoming)))
+
     def _prefetch(self, *, with_backward: bool) -> None:
+        limits = replace(self._limits, live_numel_max=self._limits.live_numel_max - self._lent_numel)
         moves = plan_prefetch(
-            self._resident(), self._pinned(), self._horizon(with_backward=with_backward), self._numel, self._limits
+            self._resident(), self._pinned(), self._horizon(with_backward=with_backward), self._numel, limits
         )
         for index in moves.evict:
             self._evict(index)
@@ -340,19 +366,11 @@ class Coordinator:
             uses = self.trace.upcoming_in_backward(forward_follows=self.accumulating)
         else:
             uses = self.trace.upcoming_in_forward(with_backward=with_backward, to_fetch=True)
-        return list(self._until(uses, 2 * self._limits.live_numel_max + self._limits.prefetch_numel))
-
-    def _until(self, uses: Iterator[int], numel_max: int) -> Iterator[int]:
-        total = 0
-        for index in uses:
-            yield index
-            total += self._numel[index]
-            if total > numel_max:
-                return
+        return list(until(uses, 2 * self._limits.live_numel_max + self._limits.prefetch_numel, self._numel))
 
     def _keep_or_release(self, index: int, upcoming: Iterator[int]) -> None:
         reach = min(self._limits.reuse_numel_max, self._limits.live_numel_max)
-        distance = reuse_distance(index, self._until(upcoming, reach), self._numel)
+        distance = reuse_distance(index, until(upcoming, reach, self._numel), self._numel)
         if distance is None or distance > reach:
             self._release(index)
 

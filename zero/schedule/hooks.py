@@ -109,6 +109,8 @@ class ModuleHooks:
         self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
         self._calls: list[OpenCall] = []
         self._handles: list[RemovableHandle] = []
+        self.at_removal: list[Callable[[], None]] = []
+        """What else is to be undone with the hooks; called once."""
         self._root_depth = 0
         self._backward_follows = True
 
@@ -133,6 +135,8 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Take every hook off."""
+        while self.at_removal:
+            self.at_removal.pop()()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
