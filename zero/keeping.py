@@ -16,6 +16,7 @@ from zero.params.layout import Slot
 from zero.params.released import is_kept, keeper_of, name_of, unmark
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks, in_backward
+from zero.schedule.rows import RowLender
 
 
 class Owner(Protocol):
@@ -49,6 +50,8 @@ class EngineKeeper:
             hooks,
             editor,
         )
+        self.rows: RowLender | None = None
+        """Lends rows of packed experts; None before there are any to lend."""
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
         self._dtype_of = {id(p): p.dtype for b in bound for p in b.parameters}
         self._place_of = {

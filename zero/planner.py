@@ -221,6 +221,9 @@ class Planner:
             # One largest unit of slack: holes between blocks of unequal size then never stop a gather.
             slack = max(unit.numel for unit in pooled)
             plan.unit_pool_bytes = min(plan.limits.live_numel_max + slack, total) * width
+        in_place = [unit for unit in self.movable if unit.expert_rows and unit not in pooled]
+        # Rows are gathered also where whole units are used in place: two layers' at most, as when one is recomputed.
+        plan.unit_pool_bytes += 2 * max((unit.nbytes for unit in in_place), default=0)
         # Used when a gradient cannot be collected where it is stored; a second backward needs it always.
         plan.gradient_pool_bytes = self.pools.gradients()
 

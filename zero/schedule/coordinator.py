@@ -8,28 +8,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from offload.binding import exact_alias
 from offload.errors import BudgetError, StateError, tell
 from zero.params.binding import BoundUnit
-from zero.params.layout import Layout, Unit
+from zero.params.layout import Layout, Unit, siblings
 from zero.schedule.counters import FetchCounters
 from zero.schedule.hot import HotUnits
+from zero.schedule.lending import LendsRows
 from zero.schedule.loading import Arrival, Loader
-from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance
+from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance, until
+from zero.schedule.shortage import no_room
 from zero.schedule.trace import GENERATE, Trace
 from zero.storage import Storage
 
 
-class Coordinator:
+class Coordinator(LendsRows):
     """Owner of residency on the device."""
 
     def __init__(
         self, layout: Layout, bound: list[BoundUnit], storage: Storage, limits: Limits, loader: Loader
     ) -> None:
-        self.trace = Trace()
+        self.trace = Trace(siblings(layout.units))
         self.counters = FetchCounters()
         self.accumulating = False
         """True while the weights will stay as they are after this backward: its prefetch may cross the boundary."""
@@ -45,6 +48,8 @@ class Coordinator:
         self._in_backward = False
         self._recomputed: set[int] = set()
         """Units that a backward has brought in; they stay until a backward use of them ends, or the backward."""
+        self._lent_numel = 0
+        """Rows of packed experts that are in use."""
         self._held: set[int] = set()
         """Units bound by an editor."""
 
@@ -103,6 +108,7 @@ class Coordinator:
         self._forward_uses[index] = max(self._forward_uses[index] - 1, 0)
         if self._forward_uses[index]:
             return False
+        self.trace.end_use(index)
         if not self._persistent(index) and not self._backward_uses[index]:
             if backward_follows:
                 self.trace.end_use(index)
@@ -280,22 +286,20 @@ class Coordinator:
         resident, upcoming, live_numel_max = (
             self._resident(),
             self._horizon(with_backward=True),
-            self._limits.live_numel_max,
+            self._limits.live_numel_max - self._lent_numel,
         )
         pins = [self._in_use() | self._hot.kept, self._in_use()]  # what a generation keeps yields to what is needed now
         choices = (make_room(index, resident, pinned, upcoming, self._numel, live_numel_max) for pinned in pins)
         evict = next((choice for choice in choices if choice is not None), None)
         if evict is None:
-            in_use = sorted((self._layout.units[i] for i in self._in_use()), key=lambda u: u.index)
-            names = ", ".join(f"{u.name} ({u.numel:,})" for u in in_use)
-            raise BudgetError(
-                f"unit {unit.name} ({unit.numel:,} elements) is needed while {names or 'nothing'} is in use: together "
-                f"more than {self._limits.live_numel_max:,} live elements; raise "
-                "zero_optimization.stage3_max_live_parameters or memory_budget.device"
-            )
+            raise self._no_room(f"unit {unit.name}", unit.numel)
         for other in evict:
             self._evict(other)
         self._start(unit, must=True)
+
+    def _no_room(self, what: str, numel: int) -> BudgetError:
+        in_use = [self._layout.units[i] for i in sorted(self._in_use())]
+        return no_room(what, numel, in_use, self._lent_numel, self._limits.live_numel_max)
 
     def _start(self, unit: Unit, *, must: bool) -> bool:
         """Start the unit's way in. False if no memory is free and it is no must."""
@@ -305,22 +309,31 @@ class Coordinator:
             candidates = [i for i in self._resident() if i not in self._in_use()]
             if not candidates:
                 self._loader.lease_error(unit).release()
-            upcoming = list(self._horizon(with_backward=True))
-            last = {i: upcoming.index(i) if i in upcoming else len(upcoming) for i in candidates}
-            self._evict(max(candidates, key=lambda i: (i not in self._hot.kept, last[i])))
+            self._evict_furthest(candidates)
             arrival = self._loader.begin(unit)
         if arrival is None:
             return False
         self._arrivals[unit.index] = arrival
         self.counters.gathers += 1
         self.counters.gathered_bytes += unit.nbytes
-        live = sum(self._numel[i] for i in self._resident())
-        self.counters.live_numel_peak = max(self.counters.live_numel_peak, live)
+        self.counters.whole_experts.update([unit.index] if unit.expert_rows else [])
+        self._note_live()
         return True
 
+    def _note_live(self) -> None:
+        live = sum(self._numel[i] for i in self._resident()) + self._lent_numel
+        self.counters.live_numel_peak = max(self.counters.live_numel_peak, live)
+
+    def _evict_furthest(self, candidates: list[int]) -> None:
+        """What a generation keeps goes last."""
+        upcoming = list(self._horizon(with_backward=True))
+        last = {i: upcoming.index(i) if i in upcoming else len(upcoming) for i in candidates}
+        self._evict(max(candidates, key=lambda i: (i not in self._hot.kept, last[i])))
+
     def _prefetch(self, *, with_backward: bool) -> None:
+        limits = replace(self._limits, live_numel_max=self._limits.live_numel_max - self._lent_numel)
         moves = plan_prefetch(
-            self._resident(), self._pinned(), self._horizon(with_backward=with_backward), self._numel, self._limits
+            self._resident(), self._pinned(), self._horizon(with_backward=with_backward), self._numel, limits
         )
         for index in moves.evict:
             self._evict(index)
@@ -346,16 +359,8 @@ class Coordinator:
         if self._in_backward:
             uses = self.trace.upcoming_in_backward(forward_follows=self.accumulating)
         else:
-            uses = self.trace.upcoming_in_forward(with_backward=with_backward)
-        return list(self._until(uses, 2 * self._limits.live_numel_max + self._limits.prefetch_numel))
-
-    def _until(self, uses: Iterator[int], numel_max: int) -> Iterator[int]:
-        total = 0
-        for index in uses:
-            yield index
-            total += self._numel[index]
-            if total > numel_max:
-                return
+            uses = self.trace.upcoming_in_forward(with_backward=with_backward, to_fetch=True)
+        return list(until(uses, 2 * self._limits.live_numel_max + self._limits.prefetch_numel, self._numel))
 
     def _keep_or_release(self, index: int, upcoming: Iterator[int]) -> None:
         colder = self._hot.offer(index, self._in_use()) if index in self._live else None
@@ -364,7 +369,7 @@ class Coordinator:
                 self._release(other)
             return
         reach = min(self._limits.reuse_numel_max, self._limits.live_numel_max)
-        distance = reuse_distance(index, self._until(upcoming, reach), self._numel)
+        distance = reuse_distance(index, until(upcoming, reach, self._numel), self._numel)
         if distance is None or distance > reach:
             self._release(index)
 
