@@ -57,6 +57,41 @@ async def fetch_plane(
     await settle_all([take_chunks() for _ in range(min(CHUNKS_IN_FLIGHT, len(chunks)))])
 
 
+async def fetch_range(
+    plane: Plane,
+    begin: int,
+    end: int,
+    into: torch.Tensor,
+    arena: Arena,
+    streams: Streams,
+    after: tuple[Fence, ...],
+) -> None:
+    """As `fetch_plane`, of any range: what the disk holds is read in whole blocks, and what was asked for cut out."""
+    for first, last, memory in plane.runs(begin, end):
+        target = into[plane.nbytes(begin, first) : plane.nbytes(begin, last)]
+        if memory is not None:
+            _put(target, memory, streams, (*after, streams.fence()))
+            continue
+        for lo, hi in _chunks(plane, first // BLOCK_NUMEL * BLOCK_NUMEL, -(-last // BLOCK_NUMEL) * BLOCK_NUMEL):
+            block = await arena.lease_when_free(plane.nbytes(lo, hi), f"chunk of {plane.name}")
+            copied: Fence = None
+            try:
+                await plane.read(lo, hi, block.data)
+                inside, past = max(lo, first), min(hi, last)
+                part = block.data[plane.nbytes(lo, inside) : plane.nbytes(lo, past)]
+                copied = _put(target[plane.nbytes(first, inside) :][: part.numel()], part, streams, after)
+            finally:
+                streams.release(block, copied)
+
+
+def _put(target: torch.Tensor, source: torch.Tensor, streams: Streams, after: tuple[Fence, ...]) -> Fence:
+    """Copy to the compute device; returns behind it."""
+    if streams.shared:
+        target.copy_(source)
+        return None
+    return streams.copy_in(target, source, *after)
+
+
 async def read_plane(plane: Plane, begin: int, end: int, into: torch.Tensor, arena: Arena) -> None:
     """Fill `into` (uint8, any memory, aligned or not) with [begin, end) of `plane`, through the arena."""
     if plane.swap_bytes(begin, end) == 0:

@@ -125,6 +125,7 @@ class Reference:
         hyper_of: hyper-parameters of a parameter name, asked anew at every step (a scheduler may change them).
         layout: blocks of the norm; None takes the exact norm instead.
         on_step: called after each optimizer step, as a learning-rate scheduler is.
+        opaque: parameter names that are quantised storage: left alone.
     """
 
     model: nn.Module
@@ -134,6 +135,7 @@ class Reference:
     accumulation: int = 1
     layout: Layout | None = None
     on_step: Callable[[], None] | None = None
+    opaque: Callable[[str], bool] = lambda name: False
     states: dict[str, State] = field(default_factory=dict)
     grads: dict[str, Tensor] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
@@ -142,7 +144,7 @@ class Reference:
 
     def __post_init__(self) -> None:
         for name, parameter in self.model.named_parameters():
-            if not parameter.is_floating_point():
+            if self.opaque(name) or not parameter.is_floating_point():
                 continue  # codes of a quantised base are bytes, not numbers
             master = parameter.detach().clone().float()
             if self.bf16:

@@ -17,6 +17,16 @@ from zero.inference import InferenceEngine, init_inference
 from zero.initialize import initialize
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init
+from zero.params.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
 from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
 from zero.pretrained import load_pretrained
 from zero.statistics import Statistics
@@ -37,7 +47,15 @@ __all__ = [
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "get_z3_leaf_modules",
     "init_inference",
     "initialize",
     "load_pretrained",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
 ]

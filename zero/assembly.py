@@ -22,6 +22,7 @@ from zero.adoption import Adoption, Piece, read_parameter
 from zero.backward import BackwardWatch
 from zero.config import Config
 from zero.editing import UnitEditor
+from zero.experts import fetch_experts_by_rows
 from zero.keeping import EngineKeeper, take_back
 from zero.machine import read_machine
 from zero.optim.behind import DueUpdates
@@ -39,6 +40,7 @@ from zero.planning import lay_out, make_plan
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
+from zero.schedule.rows import RowLender
 from zero.storage import Storage
 from zero.stored_values import StoredValues
 
@@ -135,6 +137,8 @@ class Assembly:
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed)
         self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor, self.parameters())
+        self.keeper.rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch)
+        self.watch.at_end = self.keeper.rows.end_backward
         self._tiled = self._tiled_keepers()
         self._built = True
 
@@ -157,7 +161,9 @@ class Assembly:
         scopes: dict[nn.Module, list[int]] = {}
         for index, unit in enumerate(self._covered):
             for module in unit.scopes:
-                scopes.setdefault(module, []).append(index)
+                units = scopes.setdefault(module, [])
+                if not unit.content.expert_rows:  # those come when somebody asks for rows, or touches a parameter
+                    units.append(index)
         return scopes
 
     def adopt(self) -> None:
@@ -221,6 +227,7 @@ class Assembly:
         move_buffers(self.model, self._owner.device, torch.bfloat16 if self._config.bf16.enabled else None)
         self.coordinator.bind_persistent()
         self.watch.install(self.bound)
+        self.hooks.at_removal.append(fetch_experts_by_rows(self.model))
 
     def undo(self) -> None:
         """Building has failed: the model gets back what the planes have taken, no hook stays, all is freed."""

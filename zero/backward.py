@@ -43,6 +43,8 @@ class BackwardWatch:
         self._check_open, self._ready = check_open, ready
         self._running = False
         self._handles: list[RemovableHandle] = []
+        self.at_end: Callable[[], None] | None = None
+        """Called when a backward is over."""
         self.generation = 0
         self.torn = False
 
@@ -131,6 +133,8 @@ class BackwardWatch:
             self._gradients.flush_all()
         finally:
             self._coordinator.end_backward()
+            if self.at_end is not None:
+                self.at_end()
 
     def _receiver(self, unit: Unit, position: int) -> Callable[[nn.Parameter], None]:
         # Weak: torch keeps these hooks where Python's collector does not look, and they must not keep the engine.
@@ -144,9 +148,17 @@ class BackwardWatch:
 
         return receive
 
-    def _receive(self, unit: Unit, position: int, gradient: torch.Tensor) -> None:
+    def receive_rows(self, unit: Unit, position: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take the gradient of some rows of a parameter; that of the others is zero, as autograd would make it."""
+        self._receive(unit, position, gradient, rows)
+
+    def rows_passed(self, index: int) -> None:
+        """Gradients have passed a call that used rows of the unit."""
+        self._gradients.flush(index)
+
+    def _receive(self, unit: Unit, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         self._announce()
         if self._ahead is not None:
             self._ahead.void(unit.index)
-        if self._gradients.arrive(unit.index, position, gradient):
+        if self._gradients.arrive(unit.index, position, gradient, rows):
             self._gradients.flush(unit.index)

@@ -7,6 +7,8 @@ from torch import nn
 
 from offload.errors import ConfigError
 from zero.config import Config
+from zero.params.leaf_modules import apply_zero_leaf_module_config, mark_leaf_parameters
+from zero.params.opaque import is_packed, is_wrapper
 from zero.params.units import CoveredUnit, CoverRules, Leaf, cover
 
 LIVE_UNITS = 4
@@ -23,9 +25,11 @@ def cover_model(model: nn.Module, leaves: list[Leaf], trainable: set[int], confi
         config: validated configuration.
 
     Raises:
-        ConfigError: a parameter's dtype cannot be trained; names it.
+        ConfigError: a parameter's dtype cannot be trained, or a leaf module is not there; names it.
     """
     zero = config.zero_optimization
+    apply_zero_leaf_module_config(model, zero.leaf_module)
+    mark_leaf_parameters(model)
     explicit = zero.stage3_max_live_parameters
     rules = CoverRules(
         numel_max=None if explicit is None else explicit // LIVE_UNITS,
@@ -33,9 +37,16 @@ def cover_model(model: nn.Module, leaves: list[Leaf], trainable: set[int], confi
         compute_dtype=torch.bfloat16 if config.bf16.enabled else None,
         live_numel_max=explicit,
     )
+    for name, parameter in model.named_parameters():
+        if id(parameter) in trainable and is_wrapper(parameter):
+            raise ConfigError(
+                f"parameter {name}: training a {type(parameter).__name__}, wrapping other tensors, is not available; "
+                "call requires_grad_(False) on it and train adapters beside it"
+            )
     for leaf in leaves:
         p = leaf.parameter
-        if id(p) in trainable and rules.compute_dtype is None and p.dtype not in (torch.float32, torch.bfloat16):
+        castable = rules.compute_dtype is not None and not is_packed(p)
+        if id(p) in trainable and not castable and p.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
                 f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32 or bfloat16, "
                 'or set "bf16": {"enabled": true}'

@@ -17,6 +17,7 @@ from zero.params.released import is_kept, name_of, unmark
 from zero.params.tiles import engine_keeper
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks, in_backward
+from zero.schedule.rows import RowLender
 
 
 class Owner(Protocol):
@@ -58,6 +59,8 @@ class EngineKeeper:
             hooks,
             editor,
         )
+        self.rows: RowLender | None = None
+        """Lends rows of packed experts; None before there are any to lend."""
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
         self._wholes = wholes
         self._dtype_of = {id(p): p.dtype for p in wholes}

@@ -14,7 +14,7 @@ from zero.config import Config
 from zero.machine import Machine
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow, tier_of
-from zero.plan_check import check_fits
+from zero.plan_check import check_fits, check_live_limit
 from zero.pools import PoolSizes, prefix_that_fits
 from zero.record import RecordFormat
 from zero.schedule.policy import Limits
@@ -163,12 +163,8 @@ class Planner:
         total = sum(unit.numel for unit in self.movable)
         if live is None:
             live = self._derived_live_numel(largest_numel)
-        elif largest is not None and largest_numel > live:
-            raise ConfigError(
-                f"zero_optimization.stage3_max_live_parameters: unit {largest.name} alone has {largest_numel:,} "
-                f"elements (padding included), more than the limit of {live:,}; raise it to at least {largest_numel:,} "
-                "(only weights that nothing but nn.Linear and nn.Embedding owns are tiled; or use zero.TiledLinear)"
-            )
+        elif largest is not None:
+            check_live_limit(largest, live)
         prefetch = zero.stage3_prefetch_bucket_size
         reuse = zero.stage3_max_reuse_distance
         return Limits(
@@ -222,6 +218,9 @@ class Planner:
             # One largest unit of slack: holes between blocks of unequal size then never stop a gather.
             slack = max(unit.numel for unit in pooled)
             plan.unit_pool_bytes = min(plan.limits.live_numel_max + slack, total) * width
+        in_place = [unit for unit in self.movable if unit.expert_rows and unit not in pooled]
+        # Rows are gathered also where whole units are used in place: two layers' at most, as when one is recomputed.
+        plan.unit_pool_bytes += 2 * max((unit.nbytes for unit in in_place), default=0)
         # Used when a gradient cannot be collected where it is stored; a second backward needs it always.
         plan.gradient_pool_bytes = self.pools.gradients()
 

@@ -41,6 +41,10 @@ class Statistics:
     gathers: int
     """Units brought in."""
     gathered_bytes: int
+    expert_row_bytes: int
+    """Of `gathered_bytes`: routed rows of packed experts, brought in without the others."""
+    whole_experts_by_unit: Mapping[str, int]
+    """How often a layer's packed experts were brought in whole: the model's own code has touched the parameter."""
     prefetch_hits: int
     """Uses that found their unit resident."""
     prefetch_late: int
@@ -115,6 +119,8 @@ def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], lo
         nvme_write_seconds=disk.traffic.earlier_write_seconds + aio.write_seconds if disk and aio else 0.0,
         gathers=counters.gathers,
         gathered_bytes=counters.gathered_bytes,
+        expert_row_bytes=counters.expert_row_bytes,
+        whole_experts_by_unit={unit_names[i]: n for i, n in sorted(counters.whole_experts.items())},
         prefetch_hits=counters.hits,
         prefetch_late=counters.late,
         prefetch_misses=counters.misses,

@@ -69,6 +69,23 @@ def test_backward_is_the_reverse_of_what_ran_whatever_ran_before(uses: list[int]
     assert list(trace.upcoming_in_backward(forward_follows=False)) == []
 
 
+def test_a_unit_that_others_are_used_inside_of_comes_first_in_backward_and_they_follow() -> None:
+    """A model's own parameters: gradients reach the model before its blocks."""
+    trace = Trace()
+    trace.begin_forward("train")
+    for unit in (9, 0, 1, 2):
+        trace.use_forward(unit, backward_follows=True)
+        if unit != 9:
+            trace.end_use(unit)
+    trace.end_use(9)
+    trace.end_forward()
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == [9, 2, 1, 0]
+    trace.use_backward(9)
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == [2, 1, 0]
+    trace.use_backward(1)
+    assert list(trace.upcoming_in_backward(forward_follows=False)) == [0], "2 took no part"
+
+
 @given(walks)
 def test_a_retained_graph_is_foretold_for_its_second_backward_too(uses: list[int]) -> None:
     trace = Trace()

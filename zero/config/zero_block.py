@@ -16,7 +16,6 @@ from zero.config.fields import (
     InertAny,
     InertCount,
     InertFlag,
-    InertItems,
     InertNumber,
     InertObject,
     InertWhole,
@@ -27,6 +26,13 @@ from zero.config.fields import (
     problem,
     reads,
 )
+
+DEEPSPEED_LEAF_CLASSES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+"""What DeepSpeed's `leaf_module.classes` is without the key; here nothing is a leaf unasked."""
 
 Device = Literal["none", "cpu", "nvme"]
 StateDtype = Literal["fp32", "bf16", "8bit"]
@@ -41,6 +47,16 @@ def _parse_paths(value: object) -> tuple[str, ...]:
 
 
 Paths = Annotated[tuple[str, ...], reads(_parse_paths)]
+
+
+def _parse_words(value: object) -> tuple[str, ...]:
+    words = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else [None]
+    if not all(isinstance(word, str) and word for word in words):
+        raise ValueError("a name, or a list of names")
+    return tuple(dict.fromkeys(str(word) for word in words))
+
+
+Words = Annotated[tuple[str, ...], reads(_parse_words)]
 
 
 class _Offload(Block):
@@ -93,11 +109,13 @@ class OffloadOptimizerConfig(_Offload):
 
 
 class LeafModuleConfig(Block):
-    """`leaf_module`: modules that are fetched as one."""
+    """`leaf_module`: modules that are fetched as one, with everything below them."""
 
-    classes: InertItems = None
-    names: InertItems = None
-    name_suffixes: InertItems = None
+    classes: Words = ()
+    """Names of classes, bare or fully qualified."""
+    names: Words = ()
+    """As in `named_modules()`."""
+    name_suffixes: Words = ()
 
 
 class ZenFlowConfig(Block):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.copies import fetch_plane
+from offload.copies import fetch_plane, fetch_range
 from offload.errors import StateError, StorageError
 from offload.planes import settle_all
 from offload.streams import Fence
@@ -121,6 +121,44 @@ class DueUpdates:
         else:
             await self._read(unit, unit.begin, unit.end, Delivery(into, fences))
         return self._storage.streams.behind_copies_in()
+
+    async def fetch_rows(
+        self, unit: Unit, rows: Iterable[tuple[int, int, int]], into: torch.Tensor, fences: tuple[Fence, ...]
+    ) -> Fence:
+        """Fill parts of `into` (uint8, on the compute device) with parts of the unit's weights of the last step.
+
+        Args:
+            unit: any.
+            rows: (first coordinate, end, first element of `into`) of each part.
+            into: where the weights are wanted.
+            fences: behind the last uses of that memory on the device.
+
+        Returns:
+            Behind the copies, which may be under way still.
+
+        Raises:
+            StorageError: `into` holds nothing of use; what was not updated stays due.
+        """
+        rows, storage, width = list(rows), self._storage, unit.dtype.itemsize
+        groups = [g for g in self._groups[unit.index] if any(g.begin < end and lo < g.end for lo, end, _ in rows)]
+        await self.bring(groups)
+        await self._settle(groups)  # until then the disk holds the old weights
+        plane = storage.weights[self._layout.space_of(unit)]
+        await settle_all(
+            [
+                fetch_range(
+                    plane,
+                    begin,
+                    end,
+                    into[at * width : (at + end - begin) * width],
+                    storage.arena,
+                    storage.streams,
+                    fences,
+                )
+                for begin, end, at in rows
+            ]
+        )
+        return storage.streams.behind_copies_in()
 
     async def bring(self, groups: Iterable[SubGroup]) -> None:
         """Update sub-groups whose weights are used where they are stored.

@@ -97,13 +97,14 @@ class Gradients:
 
     # ---- arrival ------------------------------------------------------------------------------
 
-    def arrive(self, index: int, position: int, gradient: torch.Tensor) -> bool:
+    def arrive(self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> bool:
         """Take one parameter's gradient. True when every slot of the unit has arrived.
 
         Args:
             index: the unit.
             position: the slot inside the unit.
             gradient: in the parameter's shape; may be let go afterwards.
+            rows: of the first dimension, that `gradient` is for; the others' gradient is zero. None: it is for all.
         """
         state = self._units[index]
         if position in state.arrived:
@@ -114,7 +115,12 @@ class Gradients:
         if state.buffer is None:
             raise StateError(f"gradient of {slot.name}: no buffer")
         state.stream = self._streams.follow(state.stream)
-        state.buffer[slot.offset_numel : slot.end_numel].copy_(gradient.reshape(-1))
+        place = state.buffer[slot.offset_numel : slot.end_numel]
+        if rows is None:
+            place.copy_(gradient.reshape(-1))
+        else:
+            place.zero_()
+            place.view(slot.shape)[rows] = gradient.to(place.dtype)
         state.arrived.append(position)
         return len(state.arrived) == len(state.unit.slots)
 

@@ -18,7 +18,7 @@ class BoundUnit:
     """
 
     def __init__(self, unit: Unit, parameters: list[nn.Parameter], poison: Poison, device: torch.device) -> None:
-        self.unit, self.parameters = unit, parameters
+        self.unit, self.parameters, self.poison = unit, parameters, poison
         self._versions, self._replaced = 0, False
         cuts = [(slot.offset_numel, slot.shape) for slot in unit.slots]
         self._storage = FlatStorage(unit.numel, unit.dtype, cuts, poison, device)

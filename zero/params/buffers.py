@@ -5,16 +5,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from zero.params.opaque import decodes
+
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Move buffers to the device; as in DeepSpeed floating ones take the compute dtype.
 
     Those that are no part of the state dict keep theirs: they are derived tables (rotary
-    frequencies, say) that need their precision.
+    frequencies, say) that need their precision. So do those that belong to quantised storage.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 persistent = name not in module._non_persistent_buffers_set
-                cast = dtype if dtype is not None and persistent and buffer.is_floating_point() else buffer.dtype
+                computed = persistent and buffer.is_floating_point() and not decodes(module, name)
+                cast = dtype if dtype is not None and computed else buffer.dtype
                 module._buffers[name] = buffer.to(device=device, dtype=cast)

@@ -20,6 +20,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from zero.config import Config, load_config
+from zero.params.opaque import is_wrapper
 from zero.params.provisional import ProvisionalKeeper, provisional_source
 from zero.params.released import is_kept
 
@@ -157,7 +158,8 @@ class Init:
         self._replace(kind, "__init__", constructor)
 
     def _cut(self, parameter: nn.Parameter) -> None:
-        if self._keeper is not None and not is_kept(parameter) and parameter.device.type == "cpu" and parameter.numel():
+        here = parameter.device.type == "cpu" and not is_wrapper(parameter)
+        if self._keeper is not None and not is_kept(parameter) and here and parameter.numel():
             self._keeper.cut(parameter)
 
 

@@ -59,6 +59,10 @@ class Unit:
     persistent: bool
     begin: int
     """First coordinate of this rank's slice in its space."""
+    siblings: str = ""
+    """The ModuleList whose like-typed children the unit and others are; "" for none."""
+    expert_rows: int = 0
+    """Experts along the first dimension of every slot, whose rows may be fetched alone; 0 for other units."""
 
     @property
     def end(self) -> int:
@@ -171,6 +175,10 @@ class UnitContent:
     dtype: torch.dtype
     trainable: bool
     persistent: bool
+    siblings: str = ""
+    """The ModuleList whose like-typed children the unit and others are; "" for none."""
+    expert_rows: int = 0
+    """Experts along the first dimension of every parameter; 0 for other units."""
     first_numel: int = 0
     """Of a tile: its first element in the parameter, the only one of the unit."""
 
@@ -207,6 +215,8 @@ def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
                 content.trainable,
                 content.persistent,
                 begin,
+                content.siblings,
+                content.expert_rows,
             )
         )
     spaces = tuple(
@@ -214,3 +224,10 @@ def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
         for dtype, trainable in ends
     )
     return Layout(spaces, tuple(units))
+
+
+def siblings(units: Iterable[Unit]) -> dict[int, int]:
+    """Index of each unit that comes and goes whole and has siblings -> number of the group they form."""
+    names: dict[str, int] = {}
+    placed = [unit for unit in units if unit.siblings and not unit.persistent and not unit.expert_rows]
+    return {unit.index: names.setdefault(unit.siblings, len(names)) for unit in placed}

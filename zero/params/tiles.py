@@ -188,7 +188,7 @@ class TiledParameter(ReleasedParameter):
         if by_tiles is None or not isinstance(keeper, TiledKeeper):
             return super().__torch_function__(func, types, args, kwargs)
         for tile in keeper.tiles:
-            tile.weight.requires_grad_(weight.requires_grad)  # the user freezes and thaws the whole
+            tile.weight.requires_grad_(keeper.whole.requires_grad)  # the user freezes and thaws the whole
         first = args[0] if args else kwargs.pop("input")
         kwargs.pop("weight", None)
         return by_tiles(keeper.tiles, first, *args[2:], **kwargs)

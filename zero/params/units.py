@@ -3,19 +3,24 @@
 Walk from the root. A module whose subtree fits `numel_max` becomes a unit; otherwise its direct
 parameters form one and the walk goes on into its children. A ModuleList of like-typed modules
 (transformer blocks, experts) is a boundary: each of its children is covered on its own, so a block
-is one unit and one expert is one unit. Only a module whose own forward is called can root a unit.
+is one unit and one expert is one unit. Only a module whose own forward is called can root a unit. A leaf
+module is one unit whatever its size. Experts packed into 3-D parameters are a unit that is fetched by rows, or
+when somebody touches a parameter of it, but not because its module is called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
 
 from offload.sizes import BLOCK_NUMEL, align_up
 from zero.params.layout import Layout, UnitContent
+from zero.params.leaf_modules import z3_leaf_module
+from zero.params.opaque import decodes, inner_tensors
 from zero.params.tiles import Tile, can_tile, row_ranges
 
 
@@ -27,6 +32,8 @@ class Leaf:
     parameter: nn.Parameter
     names: list[str] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
+    opaque: bool = False
+    """Quantised storage, or what decodes it: bytes whose dtype is not ours to choose."""
 
 
 class SeparateUnits(nn.ModuleList):
@@ -52,28 +59,33 @@ class CoverRules:
     persistence_numel: int
     """Parameters of at most this many elements never leave the device; 0: none."""
     compute_dtype: torch.dtype | None
-    """Floating parameters are kept in this dtype; None: as they are."""
+    """Floating parameters are kept in this dtype; None, and quantised storage: as they are."""
     live_numel_max: int | None = None
     """Explicit `stage3_max_live_parameters`: what is larger is cut into tiles of at most `numel_max`. None: nothing."""
 
-    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+    def dtype_of(self, leaf: Leaf, trainable: bool) -> torch.dtype:
         """What a parameter is kept in."""
-        return self.compute_dtype or parameter.dtype if parameter.is_floating_point() else parameter.dtype
+        p = leaf.parameter
+        if self.compute_dtype is None or not p.is_floating_point() or (leaf.opaque and not trainable):
+            return p.dtype
+        return self.compute_dtype
 
 
 def collect_leaves(model: nn.Module) -> list[Leaf]:
-    """Every parameter once, in model order, with its tied names and owners."""
+    """Every parameter once, in model order, with its tied names and owners; of a wrapper what it wraps."""
     leaves: dict[int, Leaf] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            leaf = leaves.setdefault(id(parameter), Leaf(len(leaves), parameter))
-            full_name = f"{module_name}.{name}" if module_name else name
-            if full_name not in leaf.names:
-                leaf.names.append(full_name)
-            if all(owner is not module for owner in leaf.owners):
-                leaf.owners.append(module)
+            opaque = decodes(module, name)
+            for full_name, tensor in inner_tensors(parameter, f"{module_name}.{name}" if module_name else name):
+                leaf = leaves.setdefault(id(tensor), Leaf(len(leaves), cast(nn.Parameter, tensor), opaque=opaque))
+                leaf.opaque &= opaque
+                if full_name not in leaf.names:
+                    leaf.names.append(full_name)
+                if all(owner is not module for owner in leaf.owners):
+                    leaf.owners.append(module)
     return list(leaves.values())
 
 
@@ -81,6 +93,18 @@ def can_root(module: nn.Module) -> bool:
     """True when the module has a forward of its own; ModuleList and the like are only containers."""
     # An instance may have one of its own: what torch.compile(module) returns, say.
     return "forward" in vars(module) or getattr(type(module), "forward", None) is not nn.Module.forward
+
+
+def packed_experts(module: nn.Module) -> int:
+    """How many experts the module's own parameters hold along their first dimension; 0 if they hold none so.
+
+    Transformers keeps all experts of a layer in a few 3-D parameters, `gate_up_proj` [experts, ...] and so on.
+    """
+    count = getattr(module, "num_experts", None)
+    own = [p for p in module._parameters.values() if p is not None]
+    if not isinstance(count, int) or count < 2 or not any(p.dim() == 3 for p in own):
+        return 0
+    return count if all(p.dim() > 1 and p.shape[0] == count for p in own) else 0
 
 
 def derived_numel_max(model: nn.Module) -> int:
@@ -107,35 +131,65 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: Cove
     by_id = {id(leaf.parameter): leaf for leaf in leaves}
     taken: set[int] = set()
     units: list[CoveredUnit] = []
-    for root, group_name, parameters in _groups(model, "", model, numel_max):
+    for found in _groups(model, _Place("", model), numel_max):
         group = []
-        for parameter in parameters:
-            if id(parameter) not in taken:
-                taken.add(id(parameter))
-                group.append(by_id[id(parameter)])
-        for leaf in _too_large(group, rules):
+        for tensor in (tensor for parameter in found.parameters for _, tensor in inner_tensors(parameter, "")):
+            if id(tensor) not in taken:
+                taken.add(id(tensor))
+                group.append(by_id[id(tensor)])
+        for leaf in [] if z3_leaf_module(found.root) else _too_large(group, rules):
             group.remove(leaf)
-            units.extend(_tile_units(leaf, id(leaf.parameter) in trainable, rules))
-        units.extend(_uniform_units(root, group_name, group, trainable, rules))
+            units.extend(_tile_units(found, leaf, id(leaf.parameter) in trainable, rules))
+        units.extend(_uniform_units(found, group, trainable, rules))
     return units
 
 
-def _groups(
-    module: nn.Module, name: str, scope: nn.Module, numel_max: int
-) -> Iterator[tuple[nn.Module, str, list[nn.Parameter]]]:
-    """(root module, name, parameters) of each group; `scope` is the nearest ancestor that can root."""
-    if can_root(module):
-        scope = module
-        if _subtree_numel(module) <= numel_max and not any(_is_boundary(child) for child in module.modules()):
-            parameters = list(module.parameters())
-            if parameters:
-                yield module, name, parameters
-            return
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the walk is."""
+
+    name: str
+    scope: nn.Module
+    """The nearest module here or above that can root."""
+    siblings: str = ""
+    """The innermost list of like-typed modules around."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Parameters that move together, if their kinds allow it."""
+
+    root: nn.Module
+    name: str
+    parameters: list[nn.Parameter]
+    siblings: str
+    expert_rows: int = 0
+
+
+def _groups(module: nn.Module, place: _Place, numel_max: int) -> Iterator[_Group]:
+    """The groups of a subtree, in model order."""
+    scope = module if can_root(module) else place.scope
+    fits = can_root(module) and _subtree_numel(module) <= numel_max
+    if z3_leaf_module(module) or (fits and not any(_is_apart(child) for child in module.modules())):
+        parameters = list(module.parameters())
+        if parameters:
+            yield _Group(scope, place.name or "root", parameters, place.siblings)
+        return
     direct = [p for p in module._parameters.values() if p is not None]
     if direct:
-        yield scope, name or "root", direct
-    for child_name, child in module.named_children():
-        yield from _groups(child, f"{name}.{child_name}" if name else child_name, scope, numel_max)
+        yield _Group(scope, place.name or "root", direct, place.siblings, packed_experts(module))
+    siblings = place.siblings
+    if _is_boundary(module):
+        # Blocks that hold lists of their own are used in pieces, between those of the lists.
+        inner = [child for child in module.modules() if child is not module]
+        siblings = "" if any(_is_boundary(child) for child in inner) else place.name or "root"
+    for name, child in module.named_children():
+        yield from _groups(child, _Place(f"{place.name}.{name}" if place.name else name, scope, siblings), numel_max)
+
+
+def _is_apart(module: nn.Module) -> bool:
+    """True when something below is a unit of its own, so that the modules above cannot be."""
+    return z3_leaf_module(module) or _is_boundary(module) or packed_experts(module) > 0
 
 
 def _is_boundary(module: nn.Module) -> bool:
@@ -153,25 +207,26 @@ def _subtree_numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _uniform_units(
-    root: nn.Module, name: str, group: list[Leaf], trainable: set[int], rules: CoverRules
-) -> Iterator[CoveredUnit]:
+def _uniform_units(found: _Group, group: list[Leaf], trainable: set[int], rules: CoverRules) -> Iterator[CoveredUnit]:
     """Split a group so that a unit holds one dtype, one trainability and one persistence."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[Leaf]] = {}
     for leaf in group:
         p = leaf.parameter
         persistent = 0 < rules.persistence_numel >= p.numel()
-        kinds.setdefault((rules.dtype_of(p), id(p) in trainable, persistent), []).append(leaf)
+        is_trainable = id(p) in trainable
+        kinds.setdefault((rules.dtype_of(leaf, is_trainable), is_trainable, persistent), []).append(leaf)
     for (dtype, is_trainable, persistent), members in kinds.items():
         suffix = "" if len(kinds) == 1 else f"[{'+'.join(_kind_words(dtype, is_trainable, persistent))}]"
         content = UnitContent(
-            name + suffix,
+            found.name + suffix,
             tuple((leaf.index, tuple(leaf.names), leaf.parameter.shape) for leaf in members),
             dtype,
             is_trainable,
             persistent,
+            found.siblings,
+            0 if persistent else found.expert_rows,
         )
-        yield CoveredUnit(content, _scopes(root, members))
+        yield CoveredUnit(content, _scopes(found.root, members))
 
 
 def _too_large(group: list[Leaf], rules: CoverRules) -> list[Leaf]:
@@ -183,22 +238,23 @@ def _too_large(group: list[Leaf], rules: CoverRules) -> list[Leaf]:
     for leaf in sorted(group, key=lambda leaf: -leaf.parameter.numel()):
         if align_up(numel, BLOCK_NUMEL) <= rules.live_numel_max:
             break
-        if can_tile(leaf.parameter, leaf.owners):
+        if not leaf.opaque and can_tile(leaf.parameter, leaf.owners):
             large.append(leaf)
             numel -= leaf.parameter.numel()
     return large
 
 
-def _tile_units(leaf: Leaf, trainable: bool, rules: CoverRules) -> Iterator[CoveredUnit]:
+def _tile_units(found: _Group, leaf: Leaf, trainable: bool, rules: CoverRules) -> Iterator[CoveredUnit]:
     rows, width = leaf.parameter.shape
     for begin, end in row_ranges(rows, width, rules.numel_max or rows * width):
         tile = Tile(leaf.parameter, begin, end)
         content = UnitContent(
             f"{leaf.names[0]}[{begin}:{end}]",
             ((leaf.index, tuple(leaf.names), tile.weight.shape),),
-            rules.dtype_of(leaf.parameter),
+            rules.dtype_of(leaf, trainable),
             trainable,
             persistent=False,
+            siblings=found.siblings,
             first_numel=begin * width,
         )
         yield CoveredUnit(content, [tile], tile)

@@ -8,28 +8,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from offload.binding import exact_alias
-from offload.errors import BudgetError, StateError, tell
+from offload.errors import StateError, tell
 from zero.params.binding import BoundUnit
-from zero.params.layout import Layout, Unit
+from zero.params.layout import Layout, Unit, siblings
 from zero.schedule.counters import FetchCounters
+from zero.schedule.editors import LendsUnits
 from zero.schedule.hot import HotUnits
+from zero.schedule.lending import LendsRows
 from zero.schedule.loading import Arrival, Loader
-from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance
+from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance, until
 from zero.schedule.trace import GENERATE, Trace
 from zero.storage import Storage
 
 
-class Coordinator:
+class Coordinator(LendsRows, LendsUnits):
     """Owner of residency on the device."""
 
     def __init__(
         self, layout: Layout, bound: list[BoundUnit], storage: Storage, limits: Limits, loader: Loader
     ) -> None:
-        self.trace = Trace()
+        self.trace = Trace(siblings(layout.units))
         self.counters = FetchCounters()
         self.accumulating = False
         """True while the weights will stay as they are after this backward: its prefetch may cross the boundary."""
@@ -47,6 +50,8 @@ class Coordinator:
         """Units that a backward has brought in; they stay until a backward use of them ends, or the backward."""
         self._recomputing: Counter[int] = Counter()
         """Open calls of a recomputation."""
+        self._lent_numel = 0
+        """Rows of packed experts that are in use."""
         self._held: set[int] = set()
         """Units bound by an editor."""
 
@@ -105,6 +110,7 @@ class Coordinator:
         self._forward_uses[index] = max(self._forward_uses[index] - 1, 0)
         if self._forward_uses[index]:
             return False
+        self.trace.end_use(index)
         if not self._persistent(index) and not self._backward_uses[index]:
             if backward_follows:
                 self.trace.end_use(index)
@@ -175,26 +181,6 @@ class Coordinator:
                 self._release(index)
         if next_phase is not None:
             self._expect(GENERATE if self._hot.on else next_phase, with_backward=False)
-
-    def let_go(self, index: int) -> None:
-        """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
-        self._loader.drain()
-        if index in self._arrivals:
-            self._discard(index)
-        if index in self._live and not self._used(index):
-            self._release(index)
-
-    def hold(self, index: int) -> None:
-        """The unit is bound by an editor: uses find it present and leave it alone."""
-        self._held.add(index)
-
-    def held(self, index: int) -> bool:
-        """True between `hold` and `unhold`."""
-        return index in self._held
-
-    def unhold(self, index: int) -> None:
-        """The editor is about to unbind the unit."""
-        self._held.discard(index)
 
     def bound(self, index: int) -> bool:
         """True while the unit's parameters see their values."""
@@ -291,11 +277,8 @@ class Coordinator:
             BudgetError: what is in use now leaves no room.
         """
         unit = self._layout.units[index]
-        resident, upcoming, live_numel_max = (
-            self._resident(),
-            self._horizon(with_backward=True),
-            self._limits.live_numel_max,
-        )
+        resident, upcoming = self._resident(), self._horizon(with_backward=True)
+        live_numel_max = self._limits.live_numel_max - self._lent_numel
         # What a generation keeps yields to what is needed now, and if it must, what waits for gradients after having
         # been recomputed; what is used goes under no circumstances.
         in_use = self._in_use()
@@ -303,13 +286,7 @@ class Coordinator:
         choices = (make_room(index, resident, pinned, upcoming, self._numel, live_numel_max) for pinned in pins)
         evict = next((choice for choice in choices if choice is not None), None)
         if evict is None:
-            units = [self._layout.units[i] for i in sorted(in_use)]
-            names = ", ".join(f"{u.name} ({u.numel:,})" for u in units)
-            raise BudgetError(
-                f"unit {unit.name} ({unit.numel:,} elements) is needed while {names or 'nothing'} is in use: together "
-                f"more than {self._limits.live_numel_max:,} live elements; raise "
-                "zero_optimization.stage3_max_live_parameters or memory_budget.device"
-            )
+            raise self._no_room(f"unit {unit.name}", unit.numel)
         for other in evict:
             self._evict(other)
         self._start(unit, must=True)
@@ -319,26 +296,30 @@ class Coordinator:
         arrival = self._loader.begin(unit)
         while arrival is None and must:
             # Enough is free, but in holes: the unit needed last makes room for a contiguous run.
-            free = [i for i in self._resident() if i not in self._in_use()]
-            candidates = free or [i for i in self._resident() if i in self._waiting()]
+            candidates = self._movable()
             if not candidates:
                 self._loader.lease_error(unit).release()
-            upcoming = list(self._horizon(with_backward=True))
-            last = {i: upcoming.index(i) if i in upcoming else len(upcoming) for i in candidates}
-            self._evict(max(candidates, key=lambda i: (i not in self._hot.kept, last[i])))
+            self._evict_furthest(candidates)
             arrival = self._loader.begin(unit)
         if arrival is None:
             return False
         self._arrivals[unit.index] = arrival
         self.counters.gathers += 1
         self.counters.gathered_bytes += unit.nbytes
-        live = sum(self._numel[i] for i in self._resident())
-        self.counters.live_numel_peak = max(self.counters.live_numel_peak, live)
+        self.counters.whole_experts.update([unit.index] if unit.expert_rows else [])
+        self._note_live()
         return True
 
+    def _evict_furthest(self, candidates: list[int]) -> None:
+        """What a generation keeps goes last."""
+        upcoming = list(self._horizon(with_backward=True))
+        last = {i: upcoming.index(i) if i in upcoming else len(upcoming) for i in candidates}
+        self._evict(max(candidates, key=lambda i: (i not in self._hot.kept, last[i])))
+
     def _prefetch(self, *, with_backward: bool) -> None:
+        limits = replace(self._limits, live_numel_max=self._limits.live_numel_max - self._lent_numel)
         moves = plan_prefetch(
-            self._resident(), self._pinned(), self._horizon(with_backward=with_backward), self._numel, self._limits
+            self._resident(), self._pinned(), self._horizon(with_backward=with_backward), self._numel, limits
         )
         for index in moves.evict:
             self._evict(index)
@@ -351,6 +332,11 @@ class Coordinator:
 
     def _in_use(self) -> set[int]:
         return {i for i in self._live if self._used(i)}
+
+    def _movable(self) -> list[int]:
+        """What can make room: units that are not in use; without any, those that only wait for gradients."""
+        resident, in_use, waiting = self._resident(), self._in_use(), self._waiting()
+        return [i for i in resident if i not in in_use] or [i for i in resident if i in waiting]
 
     def _waiting(self) -> set[int]:
         """Recomputed units that no open call uses: gradients will bring them back."""
@@ -370,16 +356,8 @@ class Coordinator:
         if self._in_backward:
             uses = self.trace.upcoming_in_backward(forward_follows=self.accumulating)
         else:
-            uses = self.trace.upcoming_in_forward(with_backward=with_backward)
-        return list(self._until(uses, 2 * self._limits.live_numel_max + self._limits.prefetch_numel))
-
-    def _until(self, uses: Iterator[int], numel_max: int) -> Iterator[int]:
-        total = 0
-        for index in uses:
-            yield index
-            total += self._numel[index]
-            if total > numel_max:
-                return
+            uses = self.trace.upcoming_in_forward(with_backward=with_backward, to_fetch=True)
+        return list(until(uses, 2 * self._limits.live_numel_max + self._limits.prefetch_numel, self._numel))
 
     def _keep_or_release(self, index: int, upcoming: Iterator[int]) -> None:
         colder = self._hot.offer(index, self._in_use()) if index in self._live else None
@@ -388,7 +366,7 @@ class Coordinator:
                 self._release(other)
             return
         reach = min(self._limits.reuse_numel_max, self._limits.live_numel_max)
-        distance = reuse_distance(index, self._until(upcoming, reach), self._numel)
+        distance = reuse_distance(index, until(upcoming, reach, self._numel), self._numel)
         if distance is None or distance > reach:
             self._release(index)
 

@@ -19,4 +19,8 @@ class FetchCounters:
     misses: int = 0
     """Not foreseen at touch."""
     releases: Counter[int] = field(default_factory=Counter)
+    expert_row_bytes: int = 0
+    """Of `gathered_bytes`: rows of packed experts that were brought in alone."""
+    whole_experts: Counter[int] = field(default_factory=Counter)
+    """How often packed experts were brought in whole."""
     live_numel_peak: int = 0

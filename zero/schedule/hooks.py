@@ -112,6 +112,8 @@ class ModuleHooks:
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         """Modules whose parameters are watched; some may have left the tree since."""
+        self.at_removal: list[Callable[[], None]] = []
+        """What else is to be undone with the hooks; called once."""
         self._root_depth = 0
         self._backward_follows = True
 
@@ -154,6 +156,8 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Take every hook off."""
+        while self.at_removal:
+            self.at_removal.pop()()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -84,7 +84,7 @@ class Loader:
         memory = plane.memory(unit.begin, unit.end) if self._in_place else None
         if memory is not None and memory.device == self._bound[unit.index].flat.device:
             return Arrival(exact_alias(memory), None, self._bring(unit))
-        block = self._lease(unit)
+        block = self.lease(unit.nbytes)
         if block is None:
             return None
         # An alias: binding swaps the memory behind `block.data`, and the update goes on writing from there.
@@ -109,6 +109,15 @@ class Loader:
         self._storage.streams.wait(arrival.fence)
         if arrival.fence is not None and arrival.fence.query():
             arrival.fence = None
+
+    def lease(self, nbytes: int) -> Block | None:
+        """Memory for values of units, if need be after the writes from what was let go; None if it is not enough."""
+        self._reclaim()
+        block = self._storage.unit_pool.try_lease(nbytes)
+        while block is None and self._draining:
+            self._drain_one()
+            block = self._storage.unit_pool.try_lease(nbytes)
+        return block
 
     def lease_error(self, unit: Unit) -> Block:
         """Lease the unit's memory or raise BudgetError; for when nothing can make room any more."""
@@ -145,14 +154,6 @@ class Loader:
             return None
         job = self._updates.bring_unit(unit)
         return self._storage.mover.post(f"updating unit {unit.name}", job)
-
-    def _lease(self, unit: Unit) -> Block | None:
-        self._reclaim()
-        block = self._storage.unit_pool.try_lease(unit.nbytes)
-        while block is None and self._draining:
-            self._drain_one()
-            block = self._storage.unit_pool.try_lease(unit.nbytes)
-        return block
 
     def _reclaim(self) -> None:
         """Give back what nothing moves in any more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -107,6 +107,16 @@ def reuse_distance(unit: int, upcoming: Iterable[int], numel: Mapping[int, int])
             return distance_numel
         distance_numel += numel[other]
     return None
+
+
+def until(upcoming: Iterable[int], numel_max: int, numel: Mapping[int, int]) -> Iterator[int]:
+    """The uses up to the one that makes their elements more than `numel_max`, that one included."""
+    total = 0
+    for unit in upcoming:
+        yield unit
+        total += numel[unit]
+        if total > numel_max:
+            return
 
 
 def _first_positions(upcoming: Sequence[int]) -> dict[int, int]:

@@ -2,14 +2,17 @@
 
 Forward order is learnt: a table from the last two uses to the uses that followed them, one per
 phase. Where several have followed, the one that came after the same turn last time is the likely
-one, so branches that alternate are foretold as well as one that is taken always. Backward order is not
-guessed: it is the reverse of the order in which the forward's uses ended. A wrong guess costs one miss; nothing is
-flushed.
+one, so branches that alternate are foretold as well as one that is taken always. Siblings of which a
+forward uses some (experts) are one symbol in the table, so that what comes after them is foretold
+whichever they were (routing.py). Backward order is not guessed: it is the reverse of the order in which
+the forward's uses ended. A wrong guess costs one miss; nothing is flushed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from zero.schedule.routing import Routing
 
 START = -1
 """Stands for "before the first use" of a forward."""
@@ -26,9 +29,16 @@ Key = tuple[int, int]
 
 
 class Trace:
-    """Successors of uses, per phase ("train", "eval", "generate"); units are ints."""
+    """Successors of uses, per phase ("train", "eval", "generate"); units are ints.
 
-    def __init__(self) -> None:
+    Args:
+        group_of: unit -> its group of siblings; None: no unit has any.
+    """
+
+    def __init__(self, group_of: Mapping[int, int] | None = None) -> None:
+        self._routing = Routing(group_of or {})
+        self._uses: list[int] = []
+        """Of the forward under way, or of the last one."""
         self._tables: dict[str, dict[Key, list[int]]] = {}
         self._turns: dict[tuple[str, Key, int], int] = {}
         """(phase, key, what followed it) -> what followed it the next time."""
@@ -46,7 +56,8 @@ class Trace:
     def begin_forward(self, phase: str, *, backward_follows: bool = True) -> None:
         """A forward of the model begins; `backward_follows` unless gradients are off for all of it."""
         self._backward_follows = backward_follows
-        self._phase, self._key, self._position = phase, (START, START), None
+        self.expect_forward(phase)
+        self._uses = []
         if self._consumed:
             self.forget_forwards()
         self._starts.append(len(self._forward))
@@ -59,9 +70,12 @@ class Trace:
     def expect_forward(self, phase: str) -> None:
         """A forward of the model is expected; nothing of it has begun."""
         self._phase, self._key, self._position = phase, (START, START), None
+        self._routing.begin_forward()
 
     def use_forward(self, unit: int, *, backward_follows: bool) -> None:
         """`unit` is used in forward now; with `backward_follows` its backward is expected too."""
+        self._uses.append(unit)
+        self._routing.use(unit)
         self._learn(unit)
         if backward_follows or (self._backward_follows and unit in self._recomputed):
             self._forward.append(unit)
@@ -75,7 +89,19 @@ class Trace:
 
     def end_forward(self) -> None:
         """The forward is over."""
-        self._learn(END)
+        changed = self._routing.end_forward(self._phase)
+        if not changed:
+            self._learn(END)
+            return
+        self._turns = {turn: unit for turn, unit in self._turns.items() if not changed.intersection((*turn[1], unit))}
+        for table in self._tables.values():
+            for key in [key for key in table if changed.intersection(key)]:
+                del table[key]
+            for successors in table.values():
+                successors[:] = [unit for unit in successors if unit not in changed]
+        self._key = (START, START)
+        for unit in (*self._uses, END):  # what has just been seen, in the new symbols
+            self._learn(unit)
 
     def use_backward(self, unit: int) -> None:
         """`unit` is used in backward now: the last forward use of it before the present position."""
@@ -98,22 +124,30 @@ class Trace:
         self._position = None
         self._consumed = False
 
-    def upcoming_in_forward(self, *, with_backward: bool) -> Iterator[int]:
+    def upcoming_in_forward(self, *, with_backward: bool, to_fetch: bool = False) -> Iterator[int]:
         """Units in the order of their predicted use, from now on; at a fork every known successor.
 
-        With `with_backward`, the reverse of the forward (as far as it ran or is predicted) follows. While a model
-        generates, the next forward follows.
+        Args:
+            with_backward: the reverse of the forward (as far as it ran or is predicted) follows. While a model
+                generates, the next forward follows.
+            to_fetch: for loading ahead. Then no backward follows while experts that nobody can foretell come before
+                it: they will need the room.
         """
-        table = self._tables.get(self._phase, {})
-        key, predicted, seen = self._key, [], {self._key}
-        again = self._phase == GENERATE
+        table, routing, phase = self._tables.get(self._phase, {}), self._routing, self._phase
+        key, seen, again = self._key, {self._key}, phase == GENERATE
+        predicted = list(routing.units(key[1], phase)) if routing.is_routed(key[1]) else []
+        yield from predicted
+        dark = routing.in_the_dark(key[1], phase)
         while successors := table.get(key):
-            likely = self._likely(self._phase, key, successors)
-            others = [unit for unit in successors if unit not in (likely, END)]
+            likely = self._likely(phase, key, successors)
+            others = [symbol for symbol in successors if symbol not in (likely, END)]
             if likely != END:
-                predicted.append(likely)
-                yield likely
-            yield from others
+                units = routing.units(likely, phase)
+                predicted += units
+                dark |= routing.in_the_dark(likely, phase)
+                yield from units
+            for symbol in others:
+                yield from routing.units(symbol, phase)
             if likely == END and not again:
                 break
             if likely == END:
@@ -123,7 +157,7 @@ class Trace:
             if key in seen:
                 break  # the path repeats itself; further steps would only loop
             seen.add(key)
-        if with_backward:
+        if with_backward and not (dark and to_fetch):
             yield from reversed(predicted)
             yield from reversed(self._forward)
 
@@ -141,7 +175,7 @@ class Trace:
                 likely = self._likely("train", key, successors)
                 if likely == END:
                     break
-                yield likely
+                yield from self._routing.units(likely, "train")
                 key, steps = (key[1], likely), steps + 1
 
     def _likely(self, phase: str, key: Key, successors: list[int]) -> int:
@@ -149,10 +183,13 @@ class Trace:
         return self._turns.get((phase, key, successors[-1]), successors[-1])
 
     def _learn(self, unit: int) -> None:
+        symbol = self._routing.symbol(unit)
+        if symbol == self._key[1] and self._routing.is_routed(symbol):
+            return  # another of the same siblings
         successors = self._tables.setdefault(self._phase, {}).setdefault(self._key, [])
         if successors and unit != END:  # a forward may also have been broken off here
-            self._turns[self._phase, self._key, successors[-1]] = unit
-        if unit in successors:
-            successors.remove(unit)
-        successors.append(unit)  # the most recent one last
-        self._key = (self._key[1], unit)
+            self._turns[self._phase, self._key, successors[-1]] = symbol
+        if symbol in successors:
+            successors.remove(symbol)
+        successors.append(symbol)  # the most recent one last
+        self._key = (self._key[1], symbol)

@@ -1,0 +1,187 @@
+"""Leaf modules, under DeepSpeed's names: everything below such a module is fetched as one.
+
+Nothing here is needed for mixtures of experts: each expert is a unit of its own, and only those that are called move.
+A flag counts when `zero.initialize` makes the units; set or unset later, it counts for the next engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from offload.errors import ConfigError
+from zero.config.zero_block import DEEPSPEED_LEAF_CLASSES, LeafModuleConfig
+
+FLAG = "_z3_leaf"
+OWNER = "ds_z3_leaf_module"
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """True when the module itself has been flagged."""
+    return bool(getattr(model, FLAG, False))
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """True when an engine has found the parameter inside a leaf module."""
+    return hasattr(model, OWNER)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The flagged modules of a tree, the root included."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Flag one module, or take its flag away."""
+    setattr(model, FLAG, flag)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Flag every module of these classes, so that each is fetched as one unit with all that is below it.
+
+    Args:
+        model: the tree.
+        leaf_module_classes: classes (subclasses count), or their names, bare or fully qualified.
+        raise_if_not_found: raise when no module is of any of them.
+
+    Returns:
+        The modules.
+
+    Raises:
+        TypeError: an entry is neither a class nor a name.
+        ValueError: nothing was found; names the classes.
+    """
+    return _flag_classes(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the flag away again; as `set_z3_leaf_modules`."""
+    return _flag_classes(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Flag modules by their names in `named_modules()`.
+
+    Returns:
+        (the modules, the names that no module has).
+
+    Raises:
+        ValueError: no module has one of the names.
+    """
+    return _flag_words(model, module_names, flag, raise_if_not_found, "named", _is_named)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Flag modules whose name in `named_modules()` ends in one of the suffixes; as `set_z3_leaf_modules_by_name`."""
+    return _flag_words(model, module_name_suffixes, flag, raise_if_not_found, "whose name ends in", _ends_in)
+
+
+def apply_zero_leaf_module_config(model: nn.Module, config: LeafModuleConfig | None) -> list[nn.Module]:
+    """Flag what `zero_optimization.leaf_module` names.
+
+    A list of classes often serves several architectures, so one that is found is enough; of names and suffixes each
+    must be. DeepSpeed's own default classes may be missing altogether: a dumped config carries them.
+
+    Returns:
+        The modules, each once.
+
+    Raises:
+        ConfigError: something was not found.
+    """
+    if config is None:
+        return []
+    key = "zero_optimization.leaf_module"
+    modules = _flag_classes(model, config.classes, True, raise_if_not_found=False) if config.classes else []
+    if not modules and set(config.classes) - set(DEEPSPEED_LEAF_CLASSES):
+        raise ConfigError(f"{key}.classes: {_nothing_found('of the classes', list(config.classes), model)}")
+    for name, words, phrase, wanted in (
+        ("names", config.names, "named", _is_named),
+        ("name_suffixes", config.name_suffixes, "whose name ends in", _ends_in),
+    ):
+        found, missing = _flag_words(model, words, True, False, phrase, wanted)
+        if missing:
+            raise ConfigError(f"{key}.{name}: {_nothing_found(phrase, missing, model)}")
+        modules += found
+    return list(dict.fromkeys(modules))
+
+
+def mark_leaf_parameters(model: nn.Module) -> None:
+    """Note at every parameter the outermost leaf module that holds it, if any, under DeepSpeed's name."""
+    for parameter in model.parameters():
+        parameter.__dict__.pop(OWNER, None)
+    for module in get_z3_leaf_modules(model):
+        for parameter in module.parameters():
+            parameter.__dict__.setdefault(OWNER, module)
+
+
+def _flag_classes(
+    model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    given = [classes] if isinstance(classes, (type, str)) else list(classes)
+    wrong = [entry for entry in given if not isinstance(entry, (type, str))]
+    if wrong:
+        raise TypeError(f"leaf_module_classes: expected classes or names of classes, got {wrong}")
+    modules = [module for module in model.modules() if any(_is_of(module, entry) for entry in given)]
+    if not modules and raise_if_not_found:
+        names = [entry if isinstance(entry, str) else f"{entry.__module__}.{entry.__qualname__}" for entry in given]
+        raise ValueError(_nothing_found("of the classes", names, model))
+    for module in modules:
+        set_z3_leaf_module(module, flag)
+    return modules
+
+
+def _flag_words(
+    model: nn.Module,
+    words: Sequence[str],
+    flag: bool,
+    raise_if_not_found: bool,
+    phrase: str,
+    wanted: Callable[[str, str], bool],
+) -> tuple[list[nn.Module], list[str]]:
+    named = list(model.named_modules())
+    found: list[nn.Module] = []
+    missing: list[str] = []
+    for word in words:
+        matching = [module for name, module in named if wanted(name, word)]
+        found += matching
+        if not matching:
+            missing.append(word)
+    if missing and raise_if_not_found:
+        raise ValueError(_nothing_found(phrase, missing, model))
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return list(dict.fromkeys(found)), missing
+
+
+def _is_of(module: nn.Module, wanted: type | str) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    kind = type(module)
+    return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _is_named(name: str, word: str) -> bool:
+    return name == word
+
+
+def _ends_in(name: str, word: str) -> bool:
+    return name.endswith(word)
+
+
+def _nothing_found(phrase: str, wanted: list[str], model: nn.Module) -> str:
+    """What was looked for, and what there is."""
+    if phrase == "of the classes":
+        there = sorted({type(module).__name__ for module in model.modules()})
+    else:
+        there = [name for name, _ in model.named_modules() if name]
+    shown = ", ".join(there[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "")
+    return f"{type(model).__name__} has no module {phrase} {', '.join(wanted)}; it has {shown}"

@@ -1,0 +1,50 @@
+"""Quantised storage: packed codes and what decodes them are bytes, moved as they are and never cast.
+
+Codes are integers or 8-bit floats. What lies beside them in the same module (scales, zero points) decodes them with
+the precision it was made with, so it keeps its dtype where other frozen tensors take the compute dtype; a bias takes
+part in the computation and does not. A tensor subclass that wraps other tensors moves as what it wraps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_CODES = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32))
+_COMPUTED = frozenset(("bias",))
+"""Names of tensors beside packed codes that are added to activations."""
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """True for codes of a quantised weight; counters and masks (0-d, bool, int64) are none."""
+    eight_bit_float = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.dim() > 0 and (tensor.dtype in _CODES or eight_bit_float)
+
+
+def holds_packed(module: nn.Module) -> bool:
+    """True when a parameter or buffer of the module itself is packed."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and (is_wrapper(tensor) or is_packed(tensor)) for tensor in own)
+
+
+def decodes(module: nn.Module, name: str) -> bool:
+    """True when the module's tensor of that name belongs to quantised storage, so that its dtype is not ours."""
+    return name not in _COMPUTED and holds_packed(module)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """True for a tensor subclass that holds its bytes in other tensors (torchao's, for one)."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def inner_tensors(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, plain tensor) of everything a wrapper holds, as deep as it goes; of a plain tensor itself."""
+    if not is_wrapper(tensor):
+        yield name, tensor
+        return
+    attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    for attribute in attributes:
+        yield from inner_tensors(getattr(tensor, attribute), f"{name}.{attribute}")

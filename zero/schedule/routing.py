@@ -1,0 +1,115 @@
+"""Which of several like-typed modules a forward will call: experts, branches, layers that may be skipped.
+
+Units of the children of one ModuleList are *siblings*. While every forward uses all of them they are a sequence like
+any other. Once more forwards have left some out than not they are *routed*: their order foretells nothing, and to the
+trace they are one symbol. What is worth fetching ahead is then a matter of how often each was used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+FIRST_SYMBOL = -10
+"""Symbols of routed siblings count down from here; units are not negative."""
+
+CERTAIN_SHARE = 0.75
+"""Used in so many of the recent forwards, a sibling is fetched ahead: at most one fetch in four is for nothing."""
+FORK_USES_MAX = 1.25
+"""If so few of the less certain ones are used in a forward they are branches, of which all likely ones are fetched."""
+FORK_SHARE = 0.25
+"""Of branches, those used at least so often are likely: there are few of them. One expert of many never is."""
+DARK_USES = 0.5
+"""So many uses of unknown siblings in a forward are too many to plan across."""
+RECENT_FORWARDS = 16
+PRIOR_FORWARDS = 4
+"""Before anything is known all siblings are alike; that counts as much as so many forwards."""
+
+
+@dataclass(slots=True)
+class _Shares:
+    """How often each sibling was used in the forwards of one phase that used any."""
+
+    forwards: int = 0
+    of: dict[int, float] = field(default_factory=dict)
+
+
+class Routing:
+    """What is known of siblings; units and groups are ints.
+
+    Args:
+        group_of: unit -> its group of siblings; units without siblings are absent.
+    """
+
+    def __init__(self, group_of: Mapping[int, int]) -> None:
+        self._group_of = dict(group_of)
+        self._members: dict[int, list[int]] = {}
+        for unit, group in sorted(self._group_of.items()):
+            self._members.setdefault(group, []).append(unit)
+        self._incomplete: Counter[int] = Counter()
+        """Of each group, how many more forwards have used some of it than all of it."""
+        self._routed: set[int] = set()
+        self._used: dict[int, set[int]] = {}
+        self._shares: dict[tuple[str, int], _Shares] = {}
+
+    def begin_forward(self) -> None:
+        """Nothing has been used in this forward."""
+        self._used = {}
+
+    def use(self, unit: int) -> None:
+        """`unit` is used in this forward."""
+        group = self._group_of.get(unit)
+        if group is not None:
+            self._used.setdefault(group, set()).add(unit)
+
+    def end_forward(self, phase: str) -> frozenset[int]:
+        """Learn from the forward that is over. Returns the units whose symbol has changed."""
+        changed: set[int] = set()
+        for group, used in self._used.items():
+            members = self._members[group]
+            self._incomplete[group] += 1 if len(used) < len(members) else -1
+            if group not in self._routed and self._incomplete[group] > 0:
+                self._routed.add(group)
+                changed.update(members)
+            if group in self._routed:
+                self._learn(self._shares.setdefault((phase, group), _Shares()), members, used)
+        self._used = {}
+        return frozenset(changed)
+
+    def symbol(self, unit: int) -> int:
+        """What stands for the unit in the trace: itself, or all its siblings once they are routed."""
+        group = self._group_of.get(unit)
+        return unit if group is None or group not in self._routed else FIRST_SYMBOL - group
+
+    def is_routed(self, symbol: int) -> bool:
+        """True for a symbol that stands for siblings."""
+        return symbol <= FIRST_SYMBOL
+
+    def units(self, symbol: int, phase: str) -> Iterable[int]:
+        """The units that a use of the symbol is worth fetching, in model order; those used already left out."""
+        return self._likely(symbol, phase)[0] if self.is_routed(symbol) else (symbol,)
+
+    def in_the_dark(self, symbol: int, phase: str) -> bool:
+        """True when a use of the symbol is likely to use units that `units` does not name."""
+        return self.is_routed(symbol) and self._likely(symbol, phase)[1] > DARK_USES
+
+    def _likely(self, symbol: int, phase: str) -> tuple[list[int], float]:
+        """(what is worth fetching, how many others are used in a forward)."""
+        group = FIRST_SYMBOL - symbol
+        shares = self._shares.get((phase, group), _Shares()).of
+        unsure = sum(share for share in shares.values() if share < CERTAIN_SHARE)
+        least = FORK_SHARE if unsure <= FORK_USES_MAX else CERTAIN_SHARE
+        likely = [unit for unit in self._members[group] if shares.get(unit, 0.0) >= least]
+        used = self._used.get(group, ())
+        others = sum(shares.values()) - sum(shares[unit] for unit in likely)
+        return [unit for unit in likely if unit not in used], others
+
+    @staticmethod
+    def _learn(shares: _Shares, members: list[int], used: set[int]) -> None:
+        if not shares.of:
+            shares.of = dict.fromkeys(members, len(used) / len(members))
+        shares.forwards += 1
+        weight = max(1 / RECENT_FORWARDS, 1 / (shares.forwards + PRIOR_FORWARDS))
+        for unit in members:
+            shares.of[unit] += weight * ((unit in used) - shares.of[unit])

@@ -1,0 +1,247 @@
+"""Rows of packed experts, gathered without the rest: only what the router has chosen is fetched.
+
+A loan is some rows of one unit in memory of their own. Its tensors look into one storage whose memory comes and goes,
+as a unit's does (offload/binding.py): it is there during the call that uses the rows, again from the moment gradients
+reach that call until they have passed it, and during a recomputation until the backward that asked for it is over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload.arena import Block
+from offload.binding import FlatStorage, exact_alias
+from offload.sizes import ALIGN_BYTES, align_up
+from zero.optim.behind import DueUpdates
+from zero.params.binding import BoundUnit
+from zero.params.layout import Unit
+from zero.schedule.coordinator import Coordinator
+from zero.schedule.frame import close_frame, open_frame
+from zero.schedule.hooks import in_backward
+from zero.storage import Storage
+
+
+class RowEvents(Protocol):
+    """Who takes the gradients of rows."""
+
+    generation: int
+
+    def before_backward(self, generation: int) -> None:
+        """Gradients reach a graph made in step `generation`; raises if it is stale."""
+
+    def receive_rows(self, unit: Unit, position: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take the gradient of rows of one slot."""
+
+    def rows_passed(self, index: int) -> None:
+        """Gradients have passed a call that used rows of the unit."""
+
+
+class Loan:
+    """Some rows of every parameter of one unit.
+
+    Attributes:
+        rows: which, ascending.
+        parts: (first coordinate, end, first element of the loan) of each run of rows that lie side by side.
+        views: per slot of the unit, its rows [len(rows), ...].
+    """
+
+    def __init__(self, bound: BoundUnit, rows: tuple[int, ...]) -> None:
+        unit = bound.unit
+        self.unit, self.rows = unit, rows
+        self.parts: list[tuple[int, int, int]] = []
+        cuts: list[tuple[int, torch.Size]] = []
+        position = 0
+        for slot in unit.slots:
+            row_numel = slot.numel // unit.expert_rows
+            cuts.append((position, torch.Size((len(rows), *slot.shape[1:]))))
+            for at, first, count in _runs(rows):
+                begin = unit.begin + slot.offset_numel + first * row_numel
+                self.parts.append((begin, begin + count * row_numel, position + at * row_numel))
+            position = align_up(position + len(rows) * row_numel, ALIGN_BYTES // unit.dtype.itemsize)
+        self.numel = position
+        self.storage = FlatStorage(self.numel, unit.dtype, cuts, bound.poison, bound.flat.device)
+        self.block: Block | None = None
+        self.forward_uses = self.backward_uses = 0
+        self.recomputed = False
+        """A recomputation has used it; it stays until a backward use ends, or the backward."""
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The rows; readable while the loan is in use."""
+        return self.storage.views
+
+    @property
+    def used(self) -> bool:
+        """True while the values have to be there."""
+        return bool(self.forward_uses or self.backward_uses or self.recomputed)
+
+
+class RowLender:
+    """Lends rows of one engine's packed experts.
+
+    Args:
+        bound: all units.
+        updates: bring rows up to date before they are read.
+        events: take gradients.
+    """
+
+    def __init__(
+        self, bound: list[BoundUnit], storage: Storage, coordinator: Coordinator, updates: DueUpdates, events: RowEvents
+    ) -> None:
+        self._bound, self._storage, self._coordinator = bound, storage, coordinator
+        self._updates, self._events = updates, events
+        self._place_of = {
+            id(parameter): (unit.unit.index, position)
+            for unit in bound
+            if unit.unit.expert_rows
+            for position, parameter in enumerate(unit.parameters)
+        }
+        # A graph keeps its loans; a recomputation of the same call finds them here.
+        self._loans: weakref.WeakValueDictionary[tuple[int, tuple[int, ...]], Loan] = weakref.WeakValueDictionary()
+        self._in_backward: dict[int, Loan] = {}
+        """Loans that a backward uses, by id."""
+
+    def lends(self, parameter: nn.Parameter) -> bool:
+        """True if rows of the parameter can be had, and it is not here as a whole."""
+        place = self._place_of.get(id(parameter))
+        return place is not None and not self._bound[place[0]].bound
+
+    def call(
+        self,
+        parameters: dict[str, nn.Parameter],
+        rows: tuple[int, ...],
+        compute: Callable[[dict[str, torch.Tensor]], Any],
+    ) -> Any:
+        """What `compute` returns, given the rows of each parameter; their gradients go where the parameters' go.
+
+        Args:
+            parameters: by name; `lends` is true of each.
+            rows: of the first dimension, ascending.
+            compute: a function of {name: [len(rows), ...]} and of whatever else it holds.
+
+        Raises:
+            StorageError: rows could not be read.
+            BudgetError: what is in use leaves no room for them.
+        """
+        units = dict.fromkeys(self._place_of[id(p)][0] for p in parameters.values())
+        loans = {index: self._loan(index, rows) for index in units}
+        recompute = in_backward()
+        begun: list[Loan] = []
+        try:
+            for loan in loans.values():
+                self._begin_forward(loan, recompute)
+                begun.append(loan)
+            sentinel = None
+            if torch.is_grad_enabled():
+                sentinel = open_frame(self._passed(begun), self._coordinator.device)
+            result = compute({name: self._rows_of(p, loans) for name, p in parameters.items()})
+            if sentinel is not None:
+                result = close_frame(sentinel, result, self._reached(begun))
+            return result
+        finally:
+            for loan in begun:
+                loan.forward_uses -= 1
+                self._settle(loan)
+
+    def end_backward(self) -> None:
+        """A backward is over: whatever it did or did not pass, none of its uses is open."""
+        while self._in_backward:
+            _, loan = self._in_backward.popitem()
+            loan.backward_uses, loan.recomputed = 0, False
+            self._settle(loan)
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _loan(self, index: int, rows: tuple[int, ...]) -> Loan:
+        loan = self._loans.get((index, rows))
+        if loan is None:
+            loan = self._loans[index, rows] = Loan(self._bound[index], rows)
+        return loan
+
+    def _begin_forward(self, loan: Loan, recompute: bool) -> None:
+        if not loan.used:
+            self._fetch(loan)
+        loan.forward_uses += 1
+        if recompute:
+            loan.recomputed = True
+            self._in_backward[id(loan)] = loan
+
+    def _rows_of(self, parameter: nn.Parameter, loans: dict[int, Loan]) -> torch.Tensor:
+        """A leaf of the graph with the values of the rows, whose gradient goes to the unit's."""
+        index, position = self._place_of[id(parameter)]
+        loan = loans[index]
+        rows = loan.views[position].detach()
+        if not (loan.unit.trainable and parameter.requires_grad and torch.is_grad_enabled()):
+            return rows
+        rows.requires_grad_()
+        events, unit, numbers = self._events, loan.unit, torch.tensor(loan.rows, device=rows.device)
+
+        def receive(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is not None:
+                events.receive_rows(unit, position, numbers, gradient)
+
+        rows.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _reached(self, loans: list[Loan]) -> Callable[[], None]:
+        generation = self._events.generation
+
+        def reached() -> None:
+            self._events.before_backward(generation)
+            for loan in loans:
+                if not loan.used:
+                    self._fetch(loan)
+                loan.backward_uses += 1
+                self._in_backward[id(loan)] = loan
+
+        return reached
+
+    def _passed(self, loans: list[Loan]) -> Callable[[], None]:
+        def passed() -> None:
+            for loan in loans:
+                if loan.backward_uses:
+                    loan.backward_uses -= 1
+                if not loan.backward_uses:
+                    loan.recomputed = False
+                    self._in_backward.pop(id(loan), None)
+                    self._settle(loan)
+                    self._events.rows_passed(loan.unit.index)
+
+        return passed
+
+    def _fetch(self, loan: Loan) -> None:
+        """Bring the values in."""
+        unit, storage = loan.unit, self._storage
+        block = self._coordinator.lease_rows(unit, loan.numel)
+        try:
+            job = self._updates.fetch_rows(unit, loan.parts, exact_alias(block.data), block.fences)
+            storage.streams.wait(storage.mover.run(f"fetching rows of {unit.name}", job))
+        except BaseException:
+            self._coordinator.return_rows(block, loan.numel)
+            raise
+        loan.storage.bind(block.data)
+        loan.block = block
+
+    def _settle(self, loan: Loan) -> None:
+        """Let the values go if nobody uses them."""
+        block = loan.block
+        if loan.used or block is None:
+            return
+        loan.block = None
+        loan.storage.unbind()
+        self._coordinator.return_rows(block, loan.numel)
+
+
+def _runs(rows: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """(position in `rows`, first row, count) of each run of consecutive rows."""
+    start = 0
+    for position in range(1, len(rows) + 1):
+        if position == len(rows) or rows[position] != rows[position - 1] + 1:
+            yield start, rows[start], position - start
+            start = position
