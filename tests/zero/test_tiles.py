@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import GPT, MODELS, WIDTH, make_config, seeded, tokens, trainability
-from reference import Hyper, Reference, differences, snapshot
+from models import MODELS, WIDTH, make_config, seeded, trainability
+from reference import Reference, differences, snapshot
+from tiled import LIMIT, ROWS, STEPS, config_for, hyper_of, in_tiles, inputs, train, wide
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,16 +22,7 @@ from zero.params.tiles import Tile, row_ranges
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
 Open = Callable[..., Any]
-ROWS = 3_000
-LIMIT = 52_000
-"""A quarter of it holds a block of the tiny GPT; embedding and head have 96,000 elements."""
 PAIRS = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("none", "nvme")]
-STEPS = 3
-
-
-def wide(**sizes: Any) -> GPT:
-    with seeded(0):
-        return GPT(vocab=ROWS, blocks=2, **sizes)
 
 
 class Spread(nn.Module):
@@ -57,33 +49,6 @@ class OverWide(nn.Module):
         return (self.up(x.to(self.up.weight.dtype)) * self.last).float().square().mean()
 
 
-def inputs(model: nn.Module, step: int) -> Tensor:
-    if isinstance(model, OverWide):
-        return torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(step))
-    return tokens(step, vocab=ROWS)
-
-
-def config_for(pair: tuple[str, str], path: Any, **more: Any) -> dict[str, Any]:
-    zero_keys = {"stage3_max_live_parameters": LIMIT, **more.pop("zero", {})}
-    return make_config(pair, path, zero=zero_keys, **more)
-
-
-def train(trainer: Any, model: nn.Module, steps: int = STEPS, first: int = 0) -> list[float]:
-    losses = []
-    for step in range(first, first + steps):
-        loss = trainer(inputs(model, step))
-        trainer.backward(loss)
-        trainer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def hyper_of(engine: Any) -> Callable[[str], Hyper]:
-    group = engine.optimizer.param_groups[0]
-    values = Hyper(group["lr"], tuple(group["betas"]), group["eps"], group["weight_decay"], group["decoupled"])
-    return lambda name: values
-
-
 @pytest.mark.parametrize("kind", [Spread, OverWide])
 @pytest.mark.parametrize(("pair", "bf16"), [*((pair, True) for pair in PAIRS), (("nvme", "nvme"), False)])
 def test_rows_in_tiles_train_bit_for_bit_like_the_whole(
@@ -97,18 +62,6 @@ def test_rows_in_tiles_train_bit_for_bit_like_the_whole(
     assert train(engine, model) == train(reference, plain)
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
     assert 0 < engine.statistics().live_numel_peak <= LIMIT
-
-
-def in_tiles(model: GPT) -> GPT:
-    """The same model in plain torch, with the sums that tiles make."""
-    rows = model.head.weight.shape[0]
-    cuts = [end - begin for begin, end in row_ranges(rows, WIDTH, LIMIT // 4)]
-
-    def forward(x: Tensor) -> Tensor:
-        return torch.cat([F.linear(x, part) for part in model.head.weight.split(cuts)], -1)
-
-    model.head.forward = forward
-    return model
 
 
 @pytest.mark.parametrize(
