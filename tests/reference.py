@@ -12,6 +12,7 @@ second on it is summed in fp32, in order. A parameter without a gradient is left
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -246,3 +247,19 @@ def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> lis
             gap = (a.double() - b.double()).abs().max().item()
             found.append(f"{key}: {unequal} of {a.numel()} differ, by up to {gap:.3g}")
     return found
+
+
+def changed(before: Reference, change: Callable[[nn.Module], None]) -> Reference:
+    """A reference on a changed copy of the model, with the states and gradients of every parameter that stays."""
+    model = copy.deepcopy(before.model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    change(model)
+    kept = {name: names[id(p)] for name, p in model.named_parameters() if id(p) in names}
+    after = Reference(model, before.hyper_of, bf16=before.bf16, accumulation=before.accumulation)
+    after.micro_steps = before.micro_steps
+    for new, old in kept.items():
+        if old in before.states:
+            after.states[new] = before.states[old]
+        if old in before.grads:
+            after.grads[new] = before.grads[old]
+    return after

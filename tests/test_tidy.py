@@ -252,7 +252,11 @@ def test_a_function_fits_a_screen_and_takes_8_parameters(path: Path) -> None:
     assert too_much == []
 
 
-WIDE_FUNCTIONS = {("zero/initialize.py", "initialize"), ("zero/params/initialisation.py", "__init__")}
+WIDE_FUNCTIONS = {
+    ("zero/initialize.py", "initialize"),
+    ("zero/params/initialisation.py", "__init__"),
+    ("zero/params/tiled_linear.py", "__init__"),
+}
 """DeepSpeed's signatures are not ours to shorten, nor what must be said about their arguments."""
 
 OUR_C = sources("native", suffixes=(".c", ".h", ".inc", ".cu", ".cuh"))

@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from zero import checkpointing
 from zero.engine import ZeroEngine
+from zero.estimates import (
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 from zero.inference import InferenceEngine, init_inference
 from zero.initialize import initialize
 from zero.params.gathering import GatheredParameters
@@ -21,6 +27,7 @@ from zero.params.leaf_modules import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
+from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
 from zero.pretrained import load_pretrained
 from zero.statistics import Statistics
 
@@ -31,9 +38,15 @@ __all__ = [
     "InferenceEngine",
     "Init",
     "Statistics",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "ZeroEngine",
     "__version__",
     "checkpointing",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "get_z3_leaf_modules",
     "init_inference",
     "initialize",

@@ -7,7 +7,7 @@ planes hold comes with its exact master and its moments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from offload import kernels
 from offload.copies import CHUNK_BYTES
 from offload.pinned import return_freed_memory
 from offload.planes import settle_all
-from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.record import Record
 from zero.staging import Staged, Staging
@@ -48,21 +47,22 @@ class Adoption:
     """One model's way into the planes.
 
     Args:
+        parameters: the model's, by their index in the layout.
         read: where values come from.
-        done: called with (unit, slot) once a parameter is stored completely.
+        done: called with (unit, slot) once all of a slot is stored.
         only: indices of the parameters that are stored over what the planes hold; everything else stays, moments too.
     """
 
     def __init__(
         self,
         layout: Layout,
-        bound: list[BoundUnit],
+        parameters: Sequence[nn.Parameter],
         storage: Storage,
         read: ReadSource,
-        done: Callable[[BoundUnit, Slot], None],
+        done: Callable[[Unit, Slot], None],
         only: Collection[int] | None = None,
     ) -> None:
-        self._layout, self._bound, self._storage = layout, bound, storage
+        self._layout, self._parameters, self._storage = layout, parameters, storage
         self._read, self._done, self._only = read, done, only
         self._stored_numel = 0
         """Since freed memory was last handed back."""
@@ -134,7 +134,7 @@ class Adoption:
         lo, hi = weight.begin - unit.begin, weight.end - unit.begin
         moments: tuple[torch.Tensor, torch.Tensor] | None = None
         for slot, piece in self._pieces(unit, lo, hi, state=True):
-            at, numel = slot.offset_numel + piece.first - lo, piece.weight.numel()
+            at, numel = slot.offset_numel + piece.first - slot.first_numel - lo, piece.weight.numel()
             target = stored[at : at + numel]
             remainder = None if state.remainder is None else state.remainder[shift + at : shift + at + numel]
             if remainder is not None and piece.remainder is None and piece.weight.dtype != torch.bfloat16:
@@ -167,7 +167,7 @@ class Adoption:
                 await self._begin([part])
                 stored = part.bytes.view(unit.dtype)
                 for slot, piece in self._pieces(unit, lo, hi, state=False):
-                    at = slot.offset_numel + piece.first - lo
+                    at = slot.offset_numel + piece.first - slot.first_numel - lo
                     stored[at : at + piece.weight.numel()].copy_(piece.weight)
                 await part.write()
             finally:
@@ -175,11 +175,11 @@ class Adoption:
 
     def _pieces(self, unit: Unit, lo: int, hi: int, *, state: bool) -> Iterable[tuple[Slot, Piece]]:
         """What lies in elements [lo, hi) of the unit; used one by one, the next may overwrite the last."""
-        parameters = self._bound[unit.index].parameters
-        for slot, parameter in zip(unit.slots, parameters, strict=True):
+        for slot in unit.slots:
             first, last = max(lo - slot.offset_numel, 0), min(hi - slot.offset_numel, slot.numel)
             if first < last and (self._only is None or slot.index in self._only):
-                for piece in self._read(parameter, first, last, state):
+                begin = slot.first_numel
+                for piece in self._read(self._parameters[slot.index], begin + first, begin + last, state):
                     yield slot, piece
 
     def _finish(self, space: Space, begin: int, end: int) -> None:
@@ -188,7 +188,7 @@ class Adoption:
             for slot in unit.slots:
                 last = unit.begin + min(max(slot.end_numel, slot.offset_numel + 1), unit.numel)
                 if begin < last <= end:
-                    self._done(self._bound[unit.index], slot)
+                    self._done(unit, slot)
 
 
 def read_parameter(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:

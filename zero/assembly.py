@@ -21,7 +21,6 @@ from offload.threads import update_threads
 from zero.adoption import Adoption, Piece, read_parameter
 from zero.backward import BackwardWatch
 from zero.config import Config
-from zero.covering import cover_model
 from zero.editing import UnitEditor
 from zero.experts import fetch_experts_by_rows
 from zero.keeping import EngineKeeper, take_back
@@ -33,10 +32,11 @@ from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
-from zero.params.layout import Slot, build_layout
+from zero.params.layout import Slot, Unit
 from zero.params.provisional import forget, provisional_source
-from zero.params.units import collect_leaves, nested_numel
-from zero.planner import Planner
+from zero.params.tiles import Tile, TiledKeeper
+from zero.params.units import CoveredUnit, collect_leaves
+from zero.planning import lay_out, make_plan
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
@@ -106,13 +106,12 @@ class Assembly:
         self._owner, self.model, self._config = owner, model, config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
-        self._covered = cover_model(model, self.leaves, trainable, config)
-        self.layout = build_layout([unit.content for unit in self._covered], world_size=1)
+        self._covered, self.layout = lay_out(model, self.leaves, trainable, config)
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
-        device, nested = owner.device, nested_numel(self._covered, self.layout)
-        self.plan = Planner(self.layout, config, read_machine(device), device, owner.in_place, nested).make()
+        machine = read_machine(owner.device)
+        self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place)
         logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
-        self.storage = Storage(self.layout, self.plan, config, device)
+        self.storage = Storage(self.layout, self.plan, config, owner.device)
         self._built = False
 
     def build(self) -> None:
@@ -120,8 +119,8 @@ class Assembly:
         owner, layout, storage, device = self._owner, self.layout, self.storage, self._owner.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
         self.bound = [
-            BoundUnit(unit, [self.leaves[slot.index].parameter for slot in unit.slots], poison, device)
-            for unit in layout.units
+            BoundUnit(unit, self._bound_parameters(unit, covered), poison, device)
+            for unit, covered in zip(layout.units, self._covered, strict=True)
         ]
         self.gradients = Gradients(layout, storage, device, owner.in_place, owner.threads)
         pipeline = SubGroupPipeline(layout, storage, self.gradients)
@@ -137,10 +136,26 @@ class Assembly:
         self.watch = BackwardWatch(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready)
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed)
-        self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor)
+        self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor, self.parameters())
         self.keeper.rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch)
         self.watch.at_end = self.keeper.rows.end_backward
+        self._tiled = self._tiled_keepers()
         self._built = True
+
+    def _bound_parameters(self, unit: Unit, covered: CoveredUnit) -> list[nn.Parameter]:
+        return [covered.tile.weight] if covered.tile else [self.leaves[slot.index].parameter for slot in unit.slots]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's, by their index; whole ones also where they are in tiles."""
+        return [leaf.parameter for leaf in self.leaves]
+
+    def _tiled_keepers(self) -> dict[int, TiledKeeper]:
+        """Parameter index -> its keeper, of those in tiles."""
+        tiles: dict[int, list[Tile]] = {}
+        for unit, covered in zip(self.layout.units, self._covered, strict=True):
+            if covered.tile is not None:
+                tiles.setdefault(unit.slots[0].index, []).append(covered.tile)
+        return {i: TiledKeeper(self.leaves[i].parameter, parts, self.keeper) for i, parts in tiles.items()}
 
     def _scopes(self) -> dict[nn.Module, list[int]]:
         scopes: dict[nn.Module, list[int]] = {}
@@ -155,7 +170,7 @@ class Assembly:
         """Move the model's values into the planes; each parameter is released as soon as its own are stored."""
         began = time.perf_counter()
         from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
-        Adoption(self.layout, self.bound, self.storage, _read_model, self._take).run()
+        Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take).run()
         return_freed_memory()
         keep_freed_memory()
         logger.info(
@@ -181,21 +196,29 @@ class Assembly:
                 return source.pieces(parameter, begin, end, state)
             return _read_model(parameter, begin, end, state)
 
-        Adoption(self.layout, self.bound, self.storage, read, lambda bound, slot: None).run()
+        Adoption(self.layout, self.parameters(), self.storage, read, lambda unit, slot: None).run()
 
     def take_all(self) -> None:
         """After `fill`: from here on the planes keep the parameters' values."""
-        for bound in self.bound:
-            for slot in bound.unit.slots:
-                self._take(bound, slot)
+        for unit in self.layout.units:
+            for slot in unit.slots:
+                self._take(unit, slot)
 
-    def _take(self, bound: BoundUnit, slot: Slot) -> None:
-        forget(self.leaves[slot.index].parameter)
+    def _take(self, unit: Unit, slot: Slot) -> None:
+        bound, tiled = self.bound[unit.index], self._tiled.get(slot.index)
+        if tiled is None:
+            forget(self.leaves[slot.index].parameter)
         bound.adopt(slot, self.keeper)
+        if tiled is not None and tiled.adopted():
+            forget(tiled.whole)
+            tiled.release(slot.name)
 
     def stored(self) -> StoredValues:
         """Reads the planes, once nothing is due or under way."""
-        places = {id(p): (b.unit, slot) for b in self.bound for slot, p in zip(b.unit.slots, b.parameters, strict=True)}
+        places: dict[int, list[tuple[Unit, Slot]]] = {}
+        for unit in self.layout.units:
+            for slot in unit.slots:
+                places.setdefault(id(self.leaves[slot.index].parameter), []).append((unit, slot))
         return StoredValues(self.layout, self.storage, places)
 
     def install(self) -> None:

@@ -35,6 +35,7 @@ def cover_model(model: nn.Module, leaves: list[Leaf], trainable: set[int], confi
         numel_max=None if explicit is None else explicit // LIVE_UNITS,
         persistence_numel=zero.stage3_param_persistence_threshold,
         compute_dtype=torch.bfloat16 if config.bf16.enabled else None,
+        live_numel_max=explicit,
     )
     for name, parameter in model.named_parameters():
         if id(parameter) in trainable and is_wrapper(parameter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -13,7 +13,8 @@ from offload.errors import StateError
 from zero.editing import UnitEditor
 from zero.params.binding import BoundUnit
 from zero.params.layout import Slot
-from zero.params.released import is_kept, keeper_of, name_of, unmark
+from zero.params.released import is_kept, name_of, unmark
+from zero.params.tiles import engine_keeper
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.schedule.rows import RowLender
@@ -32,6 +33,13 @@ class Owner(Protocol):
         """Close it."""
 
 
+class Place(NamedTuple):
+    """Where a parameter, or a tile of it, is."""
+
+    bound: BoundUnit
+    slot: Slot
+
+
 class EngineKeeper:
     """Knows every parameter's unit and how to bring its values in."""
 
@@ -42,6 +50,7 @@ class EngineKeeper:
         coordinator: Coordinator,
         hooks: ModuleHooks,
         editor: UnitEditor,
+        wholes: list[nn.Parameter],
     ) -> None:
         self._owner, self._bound, self._coordinator, self._hooks, self._editor = (
             owner,
@@ -53,13 +62,13 @@ class EngineKeeper:
         self.rows: RowLender | None = None
         """Lends rows of packed experts; None before there are any to lend."""
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
-        self._dtype_of = {id(p): p.dtype for b in bound for p in b.parameters}
-        self._place_of = {
-            name: (b, slot, parameter)
-            for b in bound
-            for slot, parameter in zip(b.unit.slots, b.parameters, strict=True)
-            for name in slot.names
-        }
+        self._wholes = wholes
+        self._dtype_of = {id(p): p.dtype for p in wholes}
+        self._places: dict[str, list[Place]] = {}
+        for b in bound:
+            for slot in b.unit.slots:
+                for name in slot.names:
+                    self._places.setdefault(name, []).append(Place(b, slot))
 
     @property
     def owner(self) -> Owner:
@@ -72,7 +81,7 @@ class EngineKeeper:
 
     def exact(self, name: str) -> torch.Tensor:
         """A copy of one parameter's values as the model would have them: the fp32 master of one that was fp32."""
-        is_fp32 = self._dtype_of[id(self._place(name)[2])] == torch.float32
+        is_fp32 = self._dtype_of[id(self.parameter(name))] == torch.float32
         return self.master(name) if is_fp32 else self.weights(name)
 
     # ---- the face of released parameters ------------------------------------------------------
@@ -131,10 +140,10 @@ class EngineKeeper:
         A parameter that was fp32 in the model comes back as its fp32 master, so nothing is rounded.
         """
         values: list[tuple[nn.Parameter, torch.Tensor]] = []
-        for bound in self._bound:
-            for slot, parameter in zip(bound.unit.slots, bound.parameters, strict=True):
-                if is_kept(parameter) and keeper_of(parameter) is self:
-                    values.append((parameter, self.exact(slot.name)))
+        for slot in (slot for bound in self._bound for slot in bound.unit.slots if slot.first_numel == 0):
+            parameter = self._wholes[slot.index]
+            if is_kept(parameter) and engine_keeper(parameter) is self:
+                values.append((parameter, self.exact(slot.name)))
         if close is not None:
             close()
         for parameter, value in values:
@@ -150,51 +159,64 @@ class EngineKeeper:
 
     def parameter(self, name: str) -> nn.Parameter:
         """The model's parameter object."""
-        return self._place(name)[2]
+        return self._wholes[self._pieces(name)[0].slot.index]
 
     def units_named(self, name: str) -> list[int]:
-        """The unit of a parameter. Raises KeyError."""
-        return [self._place(name)[0].unit.index]
+        """The unit of a parameter, or the units of its tiles. Raises KeyError."""
+        return [bound.unit.index for bound, _ in self._pieces(name)]
 
     def weights(self, name: str) -> torch.Tensor:
         """A copy of one parameter's weights, in compute dtype, on the host."""
-        bound, slot, _ = self._place(name)
-        return self._cut(self._editor.read(bound.unit).view(bound.unit.dtype), slot)
+        return self._whole(
+            name, lambda bound, slot: self._cut(self._editor.read(bound.unit).view(bound.unit.dtype), slot)
+        )
 
     def master(self, name: str) -> torch.Tensor:
         """A copy of one parameter's fp32 master, on the host."""
-        bound, slot, _ = self._place(name)
-        weight = self.weights(name)
-        remainder = self._editor.read_records(bound.unit).get("remainder") if bound.unit.trainable else None
-        if remainder is None:
-            return weight.float()
-        out = torch.empty(slot.numel)
-        kernels.join(out, weight.reshape(-1), remainder[slot.offset_numel : slot.end_numel].clone())
-        return out.view(slot.shape)
+
+        def part(bound: BoundUnit, slot: Slot) -> torch.Tensor:
+            weight = self._cut(self._editor.read(bound.unit).view(bound.unit.dtype), slot)
+            remainder = self._editor.read_records(bound.unit).get("remainder") if bound.unit.trainable else None
+            if remainder is None:
+                return weight.float()
+            out = torch.empty(slot.numel)
+            kernels.join(out, weight.reshape(-1), remainder[slot.offset_numel : slot.end_numel].clone())
+            return out.view(slot.shape)
+
+        return self._whole(name, part)
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
         """Copies of one parameter's `exp_avg` and `exp_avg_sq`, fp32 on the host."""
-        bound, slot, _ = self._place(name)
-        if not bound.unit.trainable:
+        pieces = self._pieces(name)
+        if not pieces[0].bound.unit.trainable:
             raise StateError(f"parameter {name} is not trained by this engine: it has no moments")
-        records = self._editor.read_records(bound.unit)
-        return {key: self._cut(records[key], slot) for key in ("exp_avg", "exp_avg_sq")}
+        records = [(self._editor.read_records(bound.unit), slot) for bound, slot in pieces]
+        return {
+            key: _joined([self._cut(record[key], slot) for record, slot in records])
+            for key in ("exp_avg", "exp_avg_sq")
+        }
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, copy of the weights), one unit in memory at a time; tied ones under each name."""
+        """(name, copy of the weights), one unit or tiled parameter in memory at a time; tied ones under each name."""
         for bound in self._bound:
             flat = self._editor.read(bound.unit).view(bound.unit.dtype)
             for slot in bound.unit.slots:
+                tiled = len(self._pieces(slot.name)) > 1
+                if tiled and slot.first_numel:
+                    continue  # a tile of what the first one has given whole
                 for name in slot.names:
-                    yield name, self._cut(flat, slot)
+                    yield name, self.weights(name) if tiled else self._cut(flat, slot)
 
     def _cut(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
         return flat[slot.offset_numel : slot.end_numel].clone().view(slot.shape)
 
-    def _place(self, name: str) -> tuple[BoundUnit, Slot, nn.Parameter]:
-        if name not in self._place_of:
+    def _whole(self, name: str, part: Callable[[BoundUnit, Slot], torch.Tensor]) -> torch.Tensor:
+        return _joined([part(bound, slot) for bound, slot in self._pieces(name)])
+
+    def _pieces(self, name: str) -> list[Place]:
+        if name not in self._places:
             raise KeyError(f"no parameter is named {name!r}")
-        return self._place_of[name]
+        return self._places[name]
 
     def _units_of(self, parameters: list[nn.Parameter]) -> list[int]:
         return sorted({self._unit_of[id(p)] for p in parameters})
@@ -209,6 +231,10 @@ def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = Non
     """
     for parameter in parameters:
         if is_kept(parameter):
-            keeper = keeper_of(parameter)
+            keeper = engine_keeper(parameter)
             if isinstance(keeper, EngineKeeper) and keeper is not but:
                 keeper.give_back()
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

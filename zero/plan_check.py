@@ -1,9 +1,10 @@
-"""Does a plan fit its budgets and the machine?"""
+"""Does a plan fit its limits, its budgets and the machine?"""
 
 from __future__ import annotations
 
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from zero.machine import Machine
+from zero.params.layout import Unit
 from zero.plan import DEVICE, HOST, Plan
 
 
@@ -47,4 +48,19 @@ def check_fits(
         plan.notes.append(
             f"RLIMIT_MEMLOCK is {machine.memlock_bytes:,} bytes, the plan pins {host:,}; if the driver "
             "refuses to pin, copies are slower: raise it with ulimit -l"
+        )
+
+
+def check_live_limit(largest: Unit, live_numel_max: int) -> None:
+    """Refuse an explicit live limit under which the largest unit could never be used.
+
+    Raises:
+        ConfigError: names the unit and the ways out.
+    """
+    if largest.numel > live_numel_max:
+        raise ConfigError(
+            f"zero_optimization.stage3_max_live_parameters: unit {largest.name} alone has {largest.numel:,} "
+            f"elements (padding included), more than the limit of {live_numel_max:,}; raise it to at least "
+            f"{largest.numel:,} (only weights that nothing but nn.Linear and nn.Embedding owns are tiled; or use "
+            "zero.TiledLinear)"
         )

@@ -14,7 +14,7 @@ from zero.config import Config
 from zero.machine import Machine
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow, tier_of
-from zero.plan_check import check_fits
+from zero.plan_check import check_fits, check_live_limit
 from zero.pools import PoolSizes, prefix_that_fits
 from zero.record import RecordFormat
 from zero.schedule.policy import Limits
@@ -163,11 +163,8 @@ class Planner:
         total = sum(unit.numel for unit in self.movable)
         if live is None:
             live = self._derived_live_numel(largest_numel)
-        elif largest is not None and largest_numel > live:
-            raise ConfigError(
-                f"zero_optimization.stage3_max_live_parameters: unit {largest.name} alone has {largest_numel:,} "
-                f"elements (padding included), more than the limit of {live:,}; raise it to at least {largest_numel:,}"
-            )
+        elif largest is not None:
+            check_live_limit(largest, live)
         prefetch = zero.stage3_prefetch_bucket_size
         reuse = zero.stage3_max_reuse_distance
         return Limits(

@@ -20,7 +20,8 @@ from offload.safetensors_file import Entry, SafetensorsFile, open_checkpoint
 from zero.adoption import Adoption, Piece
 from zero.keeping import EngineKeeper
 from zero.params.provisional import provisional_source
-from zero.params.released import is_kept, keeper_of
+from zero.params.released import is_kept
+from zero.params.tiles import engine_keeper
 from zero.params.units import Leaf, collect_leaves
 from zero.replanning import FollowsModel
 
@@ -96,7 +97,7 @@ def _load_parameters(leaves: list[Leaf], sources: dict[int, _Source]) -> None:
     kept: dict[int, EngineKeeper] = {}
     for leaf in leaves:
         parameter, source = leaf.parameter, sources[leaf.index]
-        keeper = keeper_of(parameter) if is_kept(parameter) else None
+        keeper = engine_keeper(parameter) if is_kept(parameter) else None
         provisional = provisional_source(parameter)
         if isinstance(keeper, EngineKeeper):
             kept[id(keeper)] = keeper
@@ -121,7 +122,7 @@ def _load_engine(keeper: EngineKeeper, sources: dict[int, _Source]) -> None:
     def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
         yield Piece(begin, sources[id(parameter)].read(begin, end))
 
-    Adoption(parts.layout, parts.bound, parts.storage, read, lambda bound, slot: None, only=indices).run()
+    Adoption(parts.layout, parts.parameters(), parts.storage, read, lambda unit, slot: None, only=indices).run()
 
 
 def _fill(tensor: torch.Tensor, source: _Source) -> None:

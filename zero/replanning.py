@@ -246,12 +246,16 @@ def _forget(optimizer: ZeroOptimizer, present: set[int]) -> None:
 
 def _first_gradients(parts: Assembly) -> None:
     """A parameter that was run as an ordinary one before (`model(x)`, not the engine) may have a gradient already."""
-    for bound in parts.bound:
-        for position, parameter in enumerate(bound.parameters):
-            gradient = parameter.grad if bound.unit.trainable and parameter.requires_grad else None
+    parameters = parts.parameters()
+    for unit in parts.layout.units:
+        for position, slot in enumerate(unit.slots):
+            parameter = parameters[slot.index]
+            gradient = parameter.grad if unit.trainable and parameter.requires_grad else None
             if gradient is not None:
-                parameter.grad = None
-                parts.gradients.arrive(bound.unit.index, position, gradient)
+                part = gradient.reshape(-1)[slot.first_numel : slot.first_numel + slot.numel]
+                parts.gradients.arrive(unit.index, position, part)
+                if slot.first_numel + slot.numel == parameter.numel():
+                    parameter.grad = None
     parts.gradients.flush_all()
 
 

@@ -26,10 +26,10 @@ class StoredValues:
     Args:
         layout: of the planes.
         storage: which holds them.
-        places: id(parameter) -> where it is.
+        places: id(parameter) -> where it is, all its tiles if it is in tiles.
     """
 
-    def __init__(self, layout: Layout, storage: Storage, places: dict[int, tuple[Unit, Slot]]) -> None:
+    def __init__(self, layout: Layout, storage: Storage, places: dict[int, list[tuple[Unit, Slot]]]) -> None:
         self._layout, self._storage, self._places = layout, storage, places
         self._staged: tuple[SubGroup, Record, dict[int, Staged], Staging] | None = None
 
@@ -45,8 +45,13 @@ class StoredValues:
         Raises:
             StorageError: a read failed.
         """
-        unit, slot = self._places[id(parameter)]
-        origin = unit.begin + slot.offset_numel
+        for unit, slot in self._places[id(parameter)]:
+            first, last = max(begin, slot.first_numel), min(end, slot.first_numel + slot.numel)
+            if first < last:
+                yield from self._pieces_of_slot(unit, slot, first, last, state)
+
+    def _pieces_of_slot(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Iterator[Piece]:
+        origin = unit.begin + slot.offset_numel - slot.first_numel  # where the parameter's first element would be
         if not (state and unit.trainable):
             yield Piece(begin, self._weights(unit, origin + begin, origin + end))
             return

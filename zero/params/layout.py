@@ -29,6 +29,8 @@ class Slot:
     """First element inside the flat unit; 64-byte aligned."""
     index: int
     """Position of the parameter in the engine's list of parameters."""
+    first_numel: int = 0
+    """The parameter's elements from here on are in the slot: not 0 in tiles of a large one, but the first."""
 
     @property
     def name(self) -> str:
@@ -177,6 +179,8 @@ class UnitContent:
     """The ModuleList whose like-typed children the unit and others are; "" for none."""
     expert_rows: int = 0
     """Experts along the first dimension of every parameter; 0 for other units."""
+    first_numel: int = 0
+    """Of a tile: its first element in the parameter, the only one of the unit."""
 
 
 def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
@@ -193,7 +197,7 @@ def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
         slots, position = [], 0
         for parameter, names, shape in content.parameters:
             position = align_up(position, align_numel)
-            slots.append(Slot(names, shape, shape.numel(), position, parameter))
+            slots.append(Slot(names, shape, shape.numel(), position, parameter, content.first_numel))
             position += shape.numel()
         numel = align_up(max(position, 1), BLOCK_NUMEL * world_size)
         key = (content.dtype, content.trainable)

@@ -210,6 +210,11 @@ _released_class_of: dict[type, type] = {nn.Parameter: ReleasedParameter}
 _present_class_of: dict[type, type] = {ReleasedParameter: nn.Parameter}
 
 
+def register_face(face: type, present: type) -> None:
+    """Another released class: `set_present` turns it into `present`."""
+    _present_class_of[face] = present
+
+
 def set_released(parameter: nn.Parameter) -> None:
     """Change the face to released. Idempotent."""
     present = type(parameter)

@@ -17,9 +17,11 @@ from typing import cast
 import torch
 from torch import nn
 
+from offload.sizes import BLOCK_NUMEL, align_up
 from zero.params.layout import Layout, UnitContent
 from zero.params.leaf_modules import z3_leaf_module
 from zero.params.opaque import decodes, inner_tensors
+from zero.params.tiles import Tile, can_tile, row_ranges
 
 
 @dataclass(slots=True)
@@ -34,12 +36,18 @@ class Leaf:
     """Quantised storage, or what decodes it: bytes whose dtype is not ours to choose."""
 
 
+class SeparateUnits(nn.ModuleList):
+    """A list whose modules are units of their own, also if there is only one: they are called one after the other."""
+
+
 @dataclass(slots=True)
 class CoveredUnit:
     """A unit's content and the modules whose calls are uses of it."""
 
     content: UnitContent
     scopes: list[nn.Module]
+    tile: Tile | None = None
+    """What holds the unit's parameter, where that is some rows of one of the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,15 @@ class CoverRules:
     """Parameters of at most this many elements never leave the device; 0: none."""
     compute_dtype: torch.dtype | None
     """Floating parameters are kept in this dtype; None, and quantised storage: as they are."""
+    live_numel_max: int | None = None
+    """Explicit `stage3_max_live_parameters`: what is larger is cut into tiles of at most `numel_max`. None: nothing."""
+
+    def dtype_of(self, leaf: Leaf, trainable: bool) -> torch.dtype:
+        """What a parameter is kept in."""
+        p = leaf.parameter
+        if self.compute_dtype is None or not p.is_floating_point() or (leaf.opaque and not trainable):
+            return p.dtype
+        return self.compute_dtype
 
 
 def collect_leaves(model: nn.Module) -> list[Leaf]:
@@ -120,6 +137,9 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: Cove
             if id(tensor) not in taken:
                 taken.add(id(tensor))
                 group.append(by_id[id(tensor)])
+        for leaf in [] if z3_leaf_module(found.root) else _too_large(group, rules):
+            group.remove(leaf)
+            units.extend(_tile_units(found, leaf, id(leaf.parameter) in trainable, rules))
         units.extend(_uniform_units(found, group, trainable, rules))
     return units
 
@@ -176,7 +196,7 @@ def _is_boundary(module: nn.Module) -> bool:
     children = list(module.children())
     return (
         isinstance(module, nn.ModuleList)
-        and len(children) > 1
+        and len(children) > (0 if isinstance(module, SeparateUnits) else 1)
         and all(type(child) is type(children[0]) for child in children)
         and _subtree_numel(children[0]) > 0
         and can_root(children[0])
@@ -192,10 +212,9 @@ def _uniform_units(found: _Group, group: list[Leaf], trainable: set[int], rules:
     kinds: dict[tuple[torch.dtype, bool, bool], list[Leaf]] = {}
     for leaf in group:
         p = leaf.parameter
-        kept = rules.compute_dtype is None or not p.is_floating_point() or (leaf.opaque and id(p) not in trainable)
-        dtype = p.dtype if kept or rules.compute_dtype is None else rules.compute_dtype
         persistent = 0 < rules.persistence_numel >= p.numel()
-        kinds.setdefault((dtype, id(p) in trainable, persistent), []).append(leaf)
+        is_trainable = id(p) in trainable
+        kinds.setdefault((rules.dtype_of(leaf, is_trainable), is_trainable, persistent), []).append(leaf)
     for (dtype, is_trainable, persistent), members in kinds.items():
         suffix = "" if len(kinds) == 1 else f"[{'+'.join(_kind_words(dtype, is_trainable, persistent))}]"
         content = UnitContent(
@@ -208,6 +227,37 @@ def _uniform_units(found: _Group, group: list[Leaf], trainable: set[int], rules:
             0 if persistent else found.expert_rows,
         )
         yield CoveredUnit(content, _scopes(found.root, members))
+
+
+def _too_large(group: list[Leaf], rules: CoverRules) -> list[Leaf]:
+    """Parameters that have to be tiled, the largest first, so that the rest of the group can be live at once."""
+    if rules.live_numel_max is None or rules.live_numel_max < BLOCK_NUMEL:  # no unit is that small
+        return []
+    numel = sum(leaf.parameter.numel() for leaf in group)
+    large: list[Leaf] = []
+    for leaf in sorted(group, key=lambda leaf: -leaf.parameter.numel()):
+        if align_up(numel, BLOCK_NUMEL) <= rules.live_numel_max:
+            break
+        if not leaf.opaque and can_tile(leaf.parameter, leaf.owners):
+            large.append(leaf)
+            numel -= leaf.parameter.numel()
+    return large
+
+
+def _tile_units(found: _Group, leaf: Leaf, trainable: bool, rules: CoverRules) -> Iterator[CoveredUnit]:
+    rows, width = leaf.parameter.shape
+    for begin, end in row_ranges(rows, width, rules.numel_max or rows * width):
+        tile = Tile(leaf.parameter, begin, end)
+        content = UnitContent(
+            f"{leaf.names[0]}[{begin}:{end}]",
+            ((leaf.index, tuple(leaf.names), tile.weight.shape),),
+            rules.dtype_of(leaf, trainable),
+            trainable,
+            persistent=False,
+            siblings=found.siblings,
+            first_numel=begin * width,
+        )
+        yield CoveredUnit(content, [tile], tile)
 
 
 def _kind_words(dtype: torch.dtype, trainable: bool, persistent: bool) -> list[str]:

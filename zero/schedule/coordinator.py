@@ -7,26 +7,26 @@ parameters see them). Hooks say when uses begin and end; the policy says what to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 
 from offload.binding import exact_alias
-from offload.errors import BudgetError, StateError, tell
+from offload.errors import StateError, tell
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
 from zero.schedule.counters import FetchCounters
+from zero.schedule.editors import LendsUnits
 from zero.schedule.hot import HotUnits
 from zero.schedule.lending import LendsRows
 from zero.schedule.loading import Arrival, Loader
 from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance, until
-from zero.schedule.shortage import no_room
 from zero.schedule.trace import GENERATE, Trace
 from zero.storage import Storage
 
 
-class Coordinator(LendsRows):
+class Coordinator(LendsRows, LendsUnits):
     """Owner of residency on the device."""
 
     def __init__(
@@ -48,6 +48,8 @@ class Coordinator(LendsRows):
         self._in_backward = False
         self._recomputed: set[int] = set()
         """Units that a backward has brought in; they stay until a backward use of them ends, or the backward."""
+        self._recomputing: Counter[int] = Counter()
+        """Open calls of a recomputation."""
         self._lent_numel = 0
         """Rows of packed experts that are in use."""
         self._held: set[int] = set()
@@ -121,8 +123,14 @@ class Coordinator(LendsRows):
             self.begin_recompute(index)
         self._backward_uses[index] += 1
 
-    def begin_recompute(self, index: int) -> None:
-        """A forward inside backward uses the unit: it stays until a backward use of it ends."""
+    def begin_recompute(self, index: int, *, by_call: bool = False) -> None:
+        """A forward inside backward uses the unit: it stays until a backward use of it ends, where there is room.
+
+        Args:
+            index: the unit.
+            by_call: a call does, and `end_recompute` will say when it returns.
+        """
+        self._recomputing[index] += by_call
         if self._persistent(index) or self._backward_uses[index] or index in self._recomputed:
             return
         self._in_backward = True
@@ -130,6 +138,11 @@ class Coordinator(LendsRows):
         self._bring(index)
         self._recomputed.add(index)
         self._prefetch(with_backward=True)
+
+    def end_recompute(self, indices: Iterable[int]) -> None:
+        """A call returned that began to recompute: until gradients reach it, its units may go for others."""
+        for index in indices:
+            self._recomputing[index] = max(self._recomputing[index] - 1, 0)
 
     def end_backward_use(self, index: int) -> bool:
         """Gradients have passed such a call. True if that was the last open use; ignored if none was open."""
@@ -148,6 +161,7 @@ class Coordinator(LendsRows):
         open_uses = {index for index, count in self._backward_uses.items() if count} | self._recomputed
         self._backward_uses.clear()
         self._recomputed.clear()
+        self._recomputing.clear()
         for index in open_uses:
             if not self._forward_uses[index] and not self._persistent(index):
                 self._keep_or_release(index, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
@@ -167,26 +181,6 @@ class Coordinator(LendsRows):
                 self._release(index)
         if next_phase is not None:
             self._expect(GENERATE if self._hot.on else next_phase, with_backward=False)
-
-    def let_go(self, index: int) -> None:
-        """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
-        self._loader.drain()
-        if index in self._arrivals:
-            self._discard(index)
-        if index in self._live and not self._used(index):
-            self._release(index)
-
-    def hold(self, index: int) -> None:
-        """The unit is bound by an editor: uses find it present and leave it alone."""
-        self._held.add(index)
-
-    def held(self, index: int) -> bool:
-        """True between `hold` and `unhold`."""
-        return index in self._held
-
-    def unhold(self, index: int) -> None:
-        """The editor is about to unbind the unit."""
-        self._held.discard(index)
 
     def bound(self, index: int) -> bool:
         """True while the unit's parameters see their values."""
@@ -283,12 +277,12 @@ class Coordinator(LendsRows):
             BudgetError: what is in use now leaves no room.
         """
         unit = self._layout.units[index]
-        resident, upcoming, live_numel_max = (
-            self._resident(),
-            self._horizon(with_backward=True),
-            self._limits.live_numel_max - self._lent_numel,
-        )
-        pins = [self._in_use() | self._hot.kept, self._in_use()]  # what a generation keeps yields to what is needed now
+        resident, upcoming = self._resident(), self._horizon(with_backward=True)
+        live_numel_max = self._limits.live_numel_max - self._lent_numel
+        # What a generation keeps yields to what is needed now, and if it must, what waits for gradients after having
+        # been recomputed; what is used goes under no circumstances.
+        in_use = self._in_use()
+        pins = [in_use | self._hot.kept, in_use, in_use - self._waiting()]
         choices = (make_room(index, resident, pinned, upcoming, self._numel, live_numel_max) for pinned in pins)
         evict = next((choice for choice in choices if choice is not None), None)
         if evict is None:
@@ -297,16 +291,12 @@ class Coordinator(LendsRows):
             self._evict(other)
         self._start(unit, must=True)
 
-    def _no_room(self, what: str, numel: int) -> BudgetError:
-        in_use = [self._layout.units[i] for i in sorted(self._in_use())]
-        return no_room(what, numel, in_use, self._lent_numel, self._limits.live_numel_max)
-
     def _start(self, unit: Unit, *, must: bool) -> bool:
         """Start the unit's way in. False if no memory is free and it is no must."""
         arrival = self._loader.begin(unit)
         while arrival is None and must:
             # Enough is free, but in holes: the unit needed last makes room for a contiguous run.
-            candidates = [i for i in self._resident() if i not in self._in_use()]
+            candidates = self._movable()
             if not candidates:
                 self._loader.lease_error(unit).release()
             self._evict_furthest(candidates)
@@ -319,10 +309,6 @@ class Coordinator(LendsRows):
         self.counters.whole_experts.update([unit.index] if unit.expert_rows else [])
         self._note_live()
         return True
-
-    def _note_live(self) -> None:
-        live = sum(self._numel[i] for i in self._resident()) + self._lent_numel
-        self.counters.live_numel_peak = max(self.counters.live_numel_peak, live)
 
     def _evict_furthest(self, candidates: list[int]) -> None:
         """What a generation keeps goes last."""
@@ -346,6 +332,17 @@ class Coordinator(LendsRows):
 
     def _in_use(self) -> set[int]:
         return {i for i in self._live if self._used(i)}
+
+    def _movable(self) -> list[int]:
+        """What can make room: units that are not in use; without any, those that only wait for gradients."""
+        resident, in_use, waiting = self._resident(), self._in_use(), self._waiting()
+        return [i for i in resident if i not in in_use] or [i for i in resident if i in waiting]
+
+    def _waiting(self) -> set[int]:
+        """Recomputed units that no open call uses: gradients will bring them back."""
+        return {
+            i for i in self._recomputed if not (self._forward_uses[i] or self._backward_uses[i] or self._recomputing[i])
+        }
 
     def _used(self, index: int) -> bool:
         return bool(self._forward_uses[index] or self._backward_uses[index] or index in self._recomputed)
@@ -384,6 +381,7 @@ class Coordinator(LendsRows):
         if arrival is None:
             return
         self._hot.forget(index)
+        self._recomputed.discard(index)
         bound = self._bound[index]
         refused = bound.recapture()
         modified = bound.modified

@@ -222,7 +222,7 @@ class ModuleHooks:
             self._calls.append(call)
             for index in units:
                 if call.recompute:
-                    self._coordinator.begin_recompute(index)
+                    self._coordinator.begin_recompute(index, by_call=True)
                 else:
                     self._coordinator.begin_forward_use(index, backward_follows=grad)
                     call.begun.append(index)
@@ -251,6 +251,8 @@ class ModuleHooks:
                     output = close_frame(call.sentinel, output, reached)
                 self._watch_modified(call, reached)
             call.close()
+            if call.recompute:
+                self._coordinator.end_recompute(units)
             for index in reversed(call.begun):  # what began first encloses the others
                 self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
             return output
@@ -268,7 +270,9 @@ class ModuleHooks:
 
     def _record(self, what: str, call: OpenCall, begin_ns: int) -> None:
         if self._timeline.on and call.units and begin_ns:
-            self._timeline.add(COMPUTE, f"{what} {self._names[call.module]}", begin_ns)
+            self._timeline.add(
+                COMPUTE, f"{what} {self._names.get(call.module) or self._bound[call.units[0]].unit.name}", begin_ns
+            )
 
     def _reached(self, call: OpenCall) -> Callable[[], None]:
         generation, events, coordinator = self._events.generation, self._events, self._coordinator

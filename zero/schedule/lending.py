@@ -6,10 +6,11 @@ from abc import abstractmethod
 
 from offload.arena import Block
 from offload.errors import BudgetError
-from zero.params.layout import Unit
+from zero.params.layout import Layout, Unit
 from zero.schedule.counters import FetchCounters
 from zero.schedule.loading import Loader
 from zero.schedule.policy import Limits
+from zero.schedule.shortage import no_room
 from zero.storage import Storage
 
 
@@ -17,6 +18,7 @@ class LendsRows:
     """Mixed into the coordinator, which makes room."""
 
     counters: FetchCounters
+    _layout: Layout
     _limits: Limits
     _loader: Loader
     _numel: dict[int, int]
@@ -27,16 +29,13 @@ class LendsRows:
     def _resident(self) -> list[int]: ...
 
     @abstractmethod
-    def _in_use(self) -> set[int]: ...
+    def _movable(self) -> list[int]: ...
 
     @abstractmethod
     def _evict_furthest(self, candidates: list[int]) -> None: ...
 
     @abstractmethod
-    def _no_room(self, what: str, numel: int) -> BudgetError: ...
-
-    @abstractmethod
-    def _note_live(self) -> None: ...
+    def _in_use(self) -> set[int]: ...
 
     def lease_rows(self, unit: Unit, numel: int) -> Block:
         """Memory for rows of the unit; what is not in use makes room. Give it back with `return_rows`.
@@ -47,9 +46,8 @@ class LendsRows:
         nbytes, block = numel * unit.dtype.itemsize, None
         limit_numel = self._limits.live_numel_max - self._lent_numel - numel
         while block is None:
-            resident = self._resident()
-            candidates = [i for i in resident if i not in self._in_use()]
-            if sum(self._numel[i] for i in resident) <= limit_numel:
+            candidates = self._movable()
+            if sum(self._numel[i] for i in self._resident()) <= limit_numel:
                 block = self._loader.lease(nbytes)
             elif not candidates:
                 raise self._no_room(f"experts of {unit.name}", numel)
@@ -68,3 +66,11 @@ class LendsRows:
         """The rows are used no longer."""
         self._lent_numel -= numel
         block.release(self._storage.streams.fence())
+
+    def _no_room(self, what: str, numel: int) -> BudgetError:
+        in_use = [self._layout.units[i] for i in sorted(self._in_use())]
+        return no_room(what, numel, in_use, self._lent_numel, self._limits.live_numel_max)
+
+    def _note_live(self) -> None:
+        live = sum(self._numel[i] for i in self._resident()) + self._lent_numel
+        self.counters.live_numel_peak = max(self.counters.live_numel_peak, live)

@@ -1,0 +1,234 @@
+"""`zero plan`: the engine's own plan for a model that is never built, what a step moves, and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build, make_config, tokens
+
+from offload import tuning
+from offload.device import identify
+from offload.errors import ConfigError
+from zero.planning import plan_model
+from zero.tools import cli
+from zero.tools.plan import Rates, build_on_meta, measure_update_rate, step_time
+from zero.traffic import StepTraffic, step_traffic
+
+Open = Callable[..., Any]
+TESTS = str(Path(__file__).parents[1])
+PAIRS = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"), ("none", "nvme")]
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+"""70.6 billion parameters."""
+
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, Any], str]:
+    def written(name: str, content: Any) -> str:
+        (tmp_path / name).write_text(json.dumps(content))
+        return str(tmp_path / name)
+
+    return written
+
+
+@pytest.mark.parametrize(
+    ("name", "pair"), [*(("gpt", pair) for pair in PAIRS), ("tied", ("nvme", "nvme")), ("lora", ("nvme", "nvme"))]
+)
+def test_the_plan_on_the_meta_device_is_the_plan_that_the_engine_allocates(
+    open_engine: Open, nvme_path: Path, pair: tuple[str, str], name: str
+) -> None:
+    config = make_config(pair, nvme_path, accumulation=2, memory_budget={"host": "20MB"} if pair[0] == "nvme" else {})
+    engine = open_engine(build(name), config)
+    with torch.device("meta"):
+        model = build(name)
+    for trained, original in zip(model.parameters(), engine.module.parameters(), strict=True):
+        trained.requires_grad_(original.requires_grad)
+    from zero.config import load_config
+    from zero.machine import read_machine
+
+    planned = plan_model(model, load_config(config), read_machine(torch.device("cpu")), torch.device("cpu"))[1]
+    assert planned.rows == engine.plan.rows
+    assert (planned.sub_groups, planned.record_tiers) == (engine.plan.sub_groups, engine.plan.record_tiers)
+    assert (planned.limits, planned.swap_bytes) == (engine.plan.limits, engine.plan.swap_bytes)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("pair", [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu")], ids="-".join)
+def test_the_bytes_foretold_are_those_a_steady_step_moves(
+    open_engine: Open, nvme_path: Path, pair: tuple[str, str], accumulation: int
+) -> None:
+    engine = open_engine(build("gpt", blocks=6), make_config(pair, nvme_path, accumulation=accumulation))
+    shots = []
+    for step in range(4):
+        for micro in range(accumulation):
+            engine.backward(engine(tokens(step * accumulation + micro)))
+            if micro == accumulation - 1:
+                engine.synchronize()
+                shots.append(engine.statistics())
+            engine.step()
+    foretold = step_traffic(engine.plan, engine._layout, accumulation, on_gpu=False)
+    before, after = list(pairwise(shots))[-1]
+    assert after.nvme_write_bytes - before.nvme_write_bytes == foretold.nvme_write_bytes
+    read = after.nvme_read_bytes - before.nvme_read_bytes
+    # What is kept at the turn of a backward into the next forward is the schedule's to decide: one or two units.
+    largest = max(unit.nbytes for unit in engine.units)
+    assert abs(read - foretold.nvme_read_bytes) <= 2 * accumulation * largest
+    assert foretold.nvme_read_bytes > 0
+
+
+def test_the_command_prints_tiers_and_times(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write("ds.json", make_config(("nvme", "nvme"), nvme_path))
+    arguments = ["plan", "models:GPT", config, "--model-args", '{"blocks": 2}']
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "zero-infinity plan (this rank)" in out and "nvme    optimizer states" in out
+    assert f"not tuned: run zero tune {nvme_path}" in out and "expected: not known" in out
+    assert cli.main([*arguments, "--read-rate", "2GB", "--mixed-rate", "1GB", "--update-rate", "1e8"]) == 0
+    assert "not tuned" not in (out := capsys.readouterr().out) and "expected: 0." in out
+
+
+def test_json_holds_the_same(write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write("ds.json", make_config(("nvme", "nvme"), nvme_path))
+    rates = ["--read-rate", "2GB", "--mixed-rate", "1GB", "--update-rate", "1e8"]
+    assert cli.main(["plan", "models:GPT", config, "--json", *rates]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == sum(p.numel() for p in build("gpt").parameters())
+    assert found["total_bytes"]["nvme"] == sum(row["nbytes"] for row in found["rows"] if row["tier"] == "nvme") > 0
+    step, seconds = found["step"], found["seconds"]
+    passing = step["update_read_bytes"] + step["update_write_bytes"]
+    assert seconds["update_disk_seconds"] == passing / 1e9
+    assert seconds["expected_seconds"] == max(passing / 1e9, seconds["update_seconds"]) + seconds["fetch_seconds"]
+
+
+def test_tuned_disks_give_their_speed(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    setting = tuning.default_setting()
+    tuned = tuning.Tuning(identify(nvme_path), setting, 3e9, 2e9, 4e9, (), (), 1.0, "2026-01-01T00:00:00Z")
+    assert tuning.store(tuned) == ""
+    config = write("ds.json", make_config(("nvme", "nvme"), nvme_path))
+    assert cli.main(["plan", "models:GPT", config, "--json", "--update-rate", "1e9"]) == 0
+    rates = json.loads(capsys.readouterr().out)["rates"]
+    assert (rates["read_bytes_per_second"], rates["mixed_bytes_per_second"]) == (3e9, 4e9)
+
+
+REFUSALS: dict[str, tuple[list[str], str]] = {
+    "host": (["--host", "1KB"], "--host leaves 1,000"),
+    "device": (["--device", "1KB"], "device memory, 1,000 are free"),
+    "nvme": (["--nvme", "1KB"], "bytes of NVMe, --nvme has 1,000; add a folder to nvme_path"),
+    "ranks": (["--ranks", "0"], "--ranks: expected at least 1"),
+    "arguments": (["--model-args", "[1]"], "--model-args: expected an object"),
+    "callable": (["--model-args", '{"what": 1}'], "models:GPT cannot be called"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_name_the_knob(write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    options, expected = REFUSALS[case]
+    config = write("ds.json", make_config(("nvme", "nvme"), nvme_path))
+    assert cli.main(["plan", "models:GPT", config, *options]) == 1
+    assert expected in capsys.readouterr().err
+
+
+def test_a_budget_in_the_config_is_refused_as_by_the_engine(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write("ds.json", make_config(("cpu", "nvme"), nvme_path, memory_budget={"host": 1000}))
+    assert cli.main(["plan", "models:GPT", config]) == 1
+    assert "memory_budget.host: 1,000 bytes are too few; this model takes at least" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("models", "module:callable"),
+        ("no.such:Model", "cannot be imported"),
+        ("models:Nothing", "cannot be imported"),
+        ("models:tokens", "cannot be called"),
+        ("models:make_config.__class__.__name__.title", "expected a torch.nn.Module, got str"),
+        ("missing.json", "cannot be read"),
+    ],
+)
+def test_what_is_no_model_is_refused(source: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_on_meta(source)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [({"hidden_size": 3}, "no .model_type."), ({"model_type": "nonesuch"}, "nonesuch")]
+)
+def test_a_json_that_is_no_models_config_is_refused(write: Any, content: Any, message: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=message):
+        build_on_meta(write("config.json", content))
+
+
+def test_the_time_of_a_step_is_the_slower_of_disk_and_update_then_the_fetches() -> None:
+    traffic = StepTraffic(60, 40, 30, 0, 0, 0, 0, 50)
+    assert step_time(traffic, Rates(10.0, 20.0, 100.0, None)).expected_seconds == 100 / 20 + 30 / 10
+    assert step_time(traffic, Rates(10.0, 20.0, 5.0, None)).expected_seconds == 50 / 5 + 30 / 10
+    assert step_time(traffic, Rates(None, 20.0, 5.0, None)).expected_seconds is None
+    on_gpu = StepTraffic(60, 40, 30, 0, 0, 700, 10, 50)
+    assert step_time(on_gpu, Rates(10.0, 20.0, 5.0, 7.0)).expected_seconds == 100
+    assert step_time(StepTraffic(0, 0, 0, 0, 0, 0, 0, 0), Rates(None, None, None, None)).expected_seconds == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_update_rate_can_be_measured_for_every_state_dtype(dtype: torch.dtype) -> None:
+    assert measure_update_rate(dtype) > 0
+
+
+MEASURED = """
+import json, resource, sys, time
+sys.path[:0] = {path!r}
+from zero.tools import cli
+begin = time.perf_counter()
+status = cli.main(sys.argv[1:])
+print(json.dumps([status, time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+"""
+
+
+def test_a_llama_of_70_billion_parameters_is_planned_without_its_memory(write: Any, nvme_path: Path) -> None:
+    """A bound on memory says more than a clock: fp32 values would be 282 GB, the plan takes less than 3."""
+    pytest.importorskip("transformers")
+    model = write("config.json", LLAMA)
+    config = make_config(("nvme", "nvme"), nvme_path)
+    config["zero_optimization"]["stage3_max_live_parameters"] = 5e9
+    config["memory_budget"] = {"host": "48GB"}
+    root = str(Path(TESTS).parent)
+    arguments = ["plan", model, write("ds.json", config), "--host", "64GB", "--device", "24GB", "--nvme", "2TB"]
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURED.format(path=[root, TESTS]), *arguments],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        check=True,
+    )
+    status, _, peak_bytes = json.loads(ran.stdout.splitlines()[-1])
+    assert status == 0, ran.stderr
+    assert "70,553,706,496 parameters" in ran.stdout
+    assert peak_bytes < 3e9

@@ -1,0 +1,255 @@
+"""Parameters larger than what may be live: cut into tiles by rows, each a unit of its own.
+
+The model keeps its parameter object, with its name and shape; only its class changes, to one that computes
+`F.linear` and `F.embedding` tile by tile. A tile is a module with a slice of the rows as its weight, so that its
+call is fetched and released, forward and backward, like any other module's.
+
+[Note: what is bit-equal] Rows are outputs. Each output element and each element of the weight's gradient is the same
+reduction as without tiles (starts are multiples of 64 rows, so that kernels cut them alike). The gradient of a
+Linear's input is a sum over rows and becomes a sum of the tiles' sums, each rounded to the gradient's dtype.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from offload.errors import StateError
+from offload.sizes import BLOCK_NUMEL
+from zero.params.released import (
+    Keeper,
+    ReleasedParameter,
+    hide_shard,
+    keeper_of,
+    mark,
+    name_of,
+    register_face,
+    set_present,
+    show_shard,
+)
+
+ROWS_ALIGN = 64
+"""Starts of tiles, where a tile has that many rows."""
+
+
+class Tile(nn.Module):
+    """Some rows of a tiled parameter. Not part of the model's module tree.
+
+    Args:
+        whole: the model's parameter, 2-D.
+        begin, end: its rows.
+    """
+
+    def __init__(self, whole: nn.Parameter, begin: int, end: int) -> None:
+        super().__init__()
+        self.begin, self.end = begin, end
+        # Shape and dtype only: it becomes a view of its unit when the engine adopts the values.
+        stand_in = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(end - begin, whole.shape[1])
+        self.weight = nn.Parameter(stand_in, requires_grad=whole.requires_grad)
+
+    def forward(self, function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """`function(x, rows, *rest)`."""
+        return function(x, self.weight, *rest)
+
+
+def can_tile(parameter: nn.Parameter, owners: Sequence[nn.Module]) -> bool:
+    """True for the weight of nn.Linear and nn.Embedding, also if several of them share it."""
+    return parameter.dim() == 2 and all(
+        isinstance(owner, (nn.Linear, nn.Embedding))
+        and owner._parameters.get("weight") is parameter
+        and not getattr(owner, "sparse", False)
+        for owner in owners
+    )
+
+
+def row_ranges(rows: int, width: int, tile_numel_max: int) -> list[tuple[int, int]]:
+    """[begin, end) of each tile: as few as possible, of nearly equal length, at least one row each.
+
+    Args:
+        rows: of the parameter.
+        width: elements of a row.
+        tile_numel_max: elements of a tile, padding to 4096 included.
+    """
+    fits = max(max(tile_numel_max // BLOCK_NUMEL, 1) * BLOCK_NUMEL // width, 1)
+    if fits >= ROWS_ALIGN:
+        fits -= fits % ROWS_ALIGN
+    even = -(-rows // -(-rows // fits))
+    step = even if fits < ROWS_ALIGN else -(-even // ROWS_ALIGN) * ROWS_ALIGN
+    return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+
+
+class TiledKeeper:
+    """Keeps the whole parameter of some tiles.
+
+    Args:
+        whole: the model's parameter.
+        tiles: in the order of their rows.
+        engine: the keeper of the tiles' weights.
+    """
+
+    def __init__(self, whole: nn.Parameter, tiles: Sequence[Tile], engine: Keeper) -> None:
+        self.whole, self.tiles, self.engine = whole, tuple(tiles), engine
+        self._missing = len(self.tiles)
+        self._opened: Counter[int] = Counter()
+
+    def adopted(self) -> bool:
+        """A tile's values are stored. True if it was the last one: the parameter's own memory can go."""
+        self._missing -= 1
+        return self._missing == 0
+
+    def release(self, name: str) -> None:
+        """Give the parameter its face: all of its shape, none of its memory."""
+        set_present(self.whole)  # another engine's planes, or other tiles, may have kept it
+        hide_shard(self.whole)
+        present = type(self.whole)
+        weight = self.tiles[0].weight
+        nothing = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(self.whole.shape)
+        with torch.no_grad():
+            self.whole.data = nothing
+        mark(self.whole, self, name)
+        self.whole.__class__ = _face_of(present)
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        """Refuse: all of it may never be live.
+
+        Raises:
+            StateError: always; says what can be done.
+        """
+        raise StateError(
+            f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) has more elements than may be live and "
+            f"is computed in {len(self.tiles)} tiles, which F.linear and F.embedding know and other operations do "
+            "not; use those, wrap the access in zero.GatheredParameters([parameter]), or raise "
+            "zero_optimization.stage3_max_live_parameters"
+        )
+
+    def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
+        """Nothing: it never is."""
+
+    def open(self, parameters: list[nn.Parameter]) -> None:
+        """`GatheredParameters` begins: all tiles are read, and the parameter holds its values, outside any limit."""
+        self.engine.open([tile.weight for tile in self.tiles])
+        self._opened[0] += 1
+        if self._opened[0] == 1:
+            values = torch.cat([tile.weight.detach() for tile in self.tiles])
+            set_present(self.whole)
+            with torch.no_grad():
+                self.whole.data = values
+            show_shard(self.whole)
+
+    def close(self, parameters: list[nn.Parameter]) -> None:
+        """`GatheredParameters` ends: what was edited goes to the tiles.
+
+        Raises:
+            StateError: the parameter was given another shape.
+        """
+        self._opened[0] -= 1
+        shape = torch.Size((self.tiles[-1].end, self.tiles[0].weight.shape[1]))
+        got = self.whole.shape
+        if not self._opened[0]:
+            with torch.no_grad():
+                if got == shape:
+                    for tile in self.tiles:
+                        tile.weight.copy_(self.whole[tile.begin : tile.end])
+                else:
+                    self.whole.data = self.whole.new_empty(shape)
+            self.release(name_of(self.whole))
+        self.engine.close([tile.weight for tile in self.tiles])
+        if got != shape:
+            raise StateError(
+                f"parameter {name_of(self.whole)}: its shape was {tuple(shape)} and is {tuple(got)} at the end of "
+                "GatheredParameters; put a new parameter into the module instead of changing .data"
+            )
+
+
+def engine_keeper(parameter: nn.Parameter) -> Keeper:
+    """The keeper of the parameter's values, whether in tiles or not."""
+    keeper = keeper_of(parameter)
+    return keeper.engine if isinstance(keeper, TiledKeeper) else keeper
+
+
+class TiledParameter(ReleasedParameter):
+    """Mixed into the class of a parameter that is in tiles."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute linear and embedding by tiles; anything else as for every released parameter."""
+        kwargs = kwargs or {}
+        known: dict[Any, Callable[..., torch.Tensor]] = {F.linear: _linear, F.embedding: _embedding}
+        by_tiles = known.get(func)
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        keeper = keeper_of(weight) if isinstance(weight, TiledParameter) else None
+        if by_tiles is None or not isinstance(keeper, TiledKeeper):
+            return super().__torch_function__(func, types, args, kwargs)
+        for tile in keeper.tiles:
+            tile.weight.requires_grad_(keeper.whole.requires_grad)  # the user freezes and thaws the whole
+        first = args[0] if args else kwargs.pop("input")
+        kwargs.pop("weight", None)
+        return by_tiles(keeper.tiles, first, *args[2:], **kwargs)
+
+
+def _face_of(present: type) -> type:
+    if issubclass(present, TiledParameter):
+        return present
+    if present not in _faces:
+        face: type = TiledParameter
+        if present is not nn.Parameter:
+            face = type(f"Tiled{present.__name__}", (TiledParameter, present), {})
+        _faces[present] = face
+        register_face(face, present)
+    return _faces[present]
+
+
+_faces: dict[type, type] = {}
+
+
+def _linear(tiles: tuple[Tile, ...], x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    sizes = [tile.end - tile.begin for tile in tiles]
+    biases: Sequence[torch.Tensor | None] = [None] * len(tiles) if bias is None else torch.split(bias, sizes)
+    return torch.cat([tile(F.linear, x, part) for tile, part in zip(tiles, biases, strict=True)], dim=-1)
+
+
+def _embedding(
+    tiles: tuple[Tile, ...],
+    ids: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Each tile looks its own ids up; with gradients also a tile without any, for all rows have one, be it zero."""
+    if sparse:
+        raise StateError("embedding in tiles: sparse gradients are not available; set sparse=False")
+    rows, width = tiles[-1].end, tiles[0].weight.shape[1]
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += rows
+    flat = ids.reshape(-1)
+    with_gradient = torch.is_grad_enabled() and tiles[0].weight.requires_grad
+    found, places = [], []
+    for tile in tiles:
+        place = ((flat >= tile.begin) & (flat < tile.end)).nonzero().squeeze(1)
+        if place.numel() or with_gradient:
+            inside = padding_idx is not None and tile.begin <= padding_idx < tile.end
+            padding = padding_idx - tile.begin if inside and padding_idx is not None else None
+            arguments = (padding, max_norm, norm_type, scale_grad_by_freq)
+            found.append(tile(F.embedding, flat[place] - tile.begin, *arguments))
+            places.append(place)
+    order = torch.cat(places) if places else flat.new_empty(0, dtype=torch.int64)
+    if order.numel() != flat.numel():
+        raise IndexError(f"index out of range in embedding: expected ids in [0, {rows}), got {_outside(flat, rows)}")
+    if not found:
+        return tiles[0].weight.new_empty((*ids.shape, width))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel(), device=order.device)
+    return torch.cat(found).index_select(0, back).view(*ids.shape, width)
+
+
+def _outside(ids: torch.Tensor, rows: int) -> int:
+    return int(ids[(ids < 0) | (ids >= rows)][0])

@@ -1,0 +1,74 @@
+"""From a model to its plan, as the engine makes it; on the meta device too, so that any model can be planned."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zero.config import Config
+from zero.covering import cover_model
+from zero.machine import Machine
+from zero.params.layout import Layout, build_layout
+from zero.params.units import CoveredUnit, Leaf, collect_leaves, nested_numel
+from zero.plan import Plan
+from zero.planner import Planner
+
+
+def lay_out(
+    model: nn.Module, leaves: list[Leaf], trainable: set[int], config: Config, world_size: int = 1
+) -> tuple[list[CoveredUnit], Layout]:
+    """The units of a model, and where each parameter lies in the flat space.
+
+    Args:
+        model: the whole tree.
+        leaves: from `collect_leaves(model)`.
+        trainable: id(parameter) of those the optimizer holds.
+        config: validated configuration.
+        world_size: ranks that share each unit.
+
+    Raises:
+        ConfigError: a parameter's dtype cannot be trained; names it.
+    """
+    covered = cover_model(model, leaves, trainable, config)
+    return covered, build_layout([unit.content for unit in covered], world_size)
+
+
+def make_plan(
+    covered: list[CoveredUnit], layout: Layout, config: Config, machine: Machine, device: torch.device, in_place: bool
+) -> Plan:
+    """One rank's plan for a layout.
+
+    Args:
+        covered: from `lay_out`.
+        layout: from `lay_out`.
+        config: validated configuration.
+        machine: what can be had.
+        device: where units are computed on.
+        in_place: units whose home memory the device can address are used there without a copy.
+
+    Raises:
+        ConfigError: a knob that cannot work with this model; names it.
+        BudgetError: it does not fit; names the knob to turn.
+    """
+    return Planner(layout, config, machine, device, in_place, nested_numel(covered, layout)).make()
+
+
+def plan_model(
+    model: nn.Module, config: Config, machine: Machine, device: torch.device, world_size: int = 1
+) -> tuple[Layout, Plan]:
+    """The plan that `zero.initialize` would make for training all of a model that requires gradients.
+
+    Args:
+        model: on any device; nothing of it is read but shapes and dtypes.
+        config: validated configuration.
+        machine: what one rank can have.
+        device: where units are computed on.
+        world_size: ranks that share each unit.
+
+    Raises:
+        ConfigError: a knob or a parameter that cannot be; names it.
+        BudgetError: it does not fit; names the knob to turn.
+    """
+    trainable = {id(p) for p in model.parameters() if p.requires_grad} if config.optimizer is not None else set()
+    covered, layout = lay_out(model, collect_leaves(model), trainable, config, world_size)
+    return layout, make_plan(covered, layout, config, machine, device, in_place=True)
