@@ -30,6 +30,7 @@ class Row:
         note: what a user of such a model has to know.
         needs: packages without which the row cannot be built.
         recompiled: graphs compiled so far; no more of them after the second step.
+        opaque: how the names of quantised storage end.
     """
 
     build: Callable[[Checkpoint | None], nn.Module]
@@ -37,6 +38,7 @@ class Row:
     note: str = ""
     needs: tuple[str, ...] = ()
     recompiled: Callable[[], int] | None = None
+    opaque: tuple[str, ...] = ()
 
     def make(self, recompute: Checkpoint | None) -> nn.Module:
         """The model with weights that depend on nothing else; frozen ones are what bf16 can represent."""
@@ -170,7 +172,7 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         codes = torch.stack([self.packed & 15, self.packed >> 4], -1).flatten(1)
-        weight = (codes.to(x.dtype) - 8) * self.scale
+        weight = ((codes - 8.0) * self.scale).to(x.dtype)
         return F.linear(x, weight, self.bias) + F.linear(F.linear(x, self.low), self.high)
 
 
@@ -307,7 +309,7 @@ ROWS: dict[str, Row] = {
     "conv net with BatchNorm": Row(ConvNet, partial(images, name="pixels")),
     "branches": Row(Branchy, branching_text),
     "LoRA (peft on Llama)": Row(peft_llama, labelled_text, needs=(*HF, "peft")),
-    "QLoRA-like (packed uint8)": Row(QuantGPT, text),
+    "QLoRA-like (packed uint8)": Row(QuantGPT, text, opaque=(".packed", ".scale")),
     "torch.compile, block-wise": Row(compiled, text, recompiled=graphs_compiled),
 }
 

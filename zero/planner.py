@@ -207,20 +207,12 @@ class Planner:
         return self.pools.stand_in() + self.pools.updates(groups, self._staged_on_device(), RECORDS_IN_FLIGHT)
 
     def _size_pools(self, plan: Plan) -> None:
-        pooled = [
-            unit
+        in_place = {
+            unit.index
             for unit in self.movable
-            if not (self.in_place and self._addressable(plan.weight_tiers[unit.index])) and unit.numel
-        ]
-        if pooled:
-            width = max(unit.dtype.itemsize for unit in pooled)
-            total = sum(unit.numel for unit in pooled)
-            # One largest unit of slack: holes between blocks of unequal size then never stop a gather.
-            slack = max(unit.numel for unit in pooled)
-            plan.unit_pool_bytes = min(plan.limits.live_numel_max + slack, total) * width
-        in_place = [unit for unit in self.movable if unit.expert_rows and unit not in pooled]
-        # Rows are gathered also where whole units are used in place: two layers' at most, as when one is recomputed.
-        plan.unit_pool_bytes += 2 * max((unit.nbytes for unit in in_place), default=0)
+            if not unit.numel or (self.in_place and self._addressable(plan.weight_tiers[unit.index]))
+        }
+        plan.unit_pool_bytes = self.pools.units(self.movable, in_place, plan.limits.live_numel_max)
         # Used when a gradient cannot be collected where it is stored; a second backward needs it always.
         plan.gradient_pool_bytes = self.pools.gradients()
 

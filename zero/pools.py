@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up
 from zero.params.layout import Layout, SubGroup, Unit
@@ -35,6 +35,23 @@ class PoolSizes:
     def sums(self) -> int:
         """Pinned bytes of the host for all block sums: a GPU can write to no other memory there."""
         return sum(map(gradient_sums_bytes, self._trained)) if self._on_gpu else 0
+
+    def units(self, movable: Sequence[Unit], in_place: Collection[int], live_numel_max: int) -> int:
+        """Room for units that are gathered, and for rows of experts.
+
+        Args:
+            movable: the units that come and go.
+            in_place: those (indices) that are used where they live.
+            live_numel_max: elements gathered at a time.
+        """
+        pooled = [unit for unit in movable if unit.index not in in_place]
+        # One largest unit of slack: holes between blocks of unequal size then never stop a gather.
+        slack = max((unit.numel for unit in pooled), default=0)
+        numel = min(live_numel_max + slack, sum(unit.numel for unit in pooled))
+        width = max((unit.dtype.itemsize for unit in pooled), default=0)
+        # Rows are gathered also where whole units are used in place: two layers' at most, as when one is recomputed.
+        rows = 2 * max((unit.nbytes for unit in movable if unit.expert_rows and unit.index in in_place), default=0)
+        return numel * width + rows
 
     def gradients(self) -> int:
         """Room for two flat gradients of the largest unit; on a GPU with their sums, and with chunks widened there."""

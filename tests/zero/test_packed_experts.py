@@ -229,3 +229,27 @@ def test_no_row_stays_live_after_a_step_and_the_limit_holds(open_engine: Open, n
     engine.synchronize()
     engine._coordinator.release_all()
     assert engine._storage.unit_pool.used_bytes == 0
+
+
+def test_hooks_on_packed_experts_see_and_replace_the_whole_gradient(open_engine: Open, nvme_path: Any) -> None:
+    """As in plain torch, rows that were not routed to included: they get a gradient here that only the hook gives."""
+    engine = open_engine(mixtral(), make_config(("nvme", "nvme"), nvme_path, zero=LIMITS))
+    plain, seen = mixtral(), {}
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.bfloat16()  # buffers of the rotary embedding stay fp32
+    for name, model in (("engine", engine.module), ("plain", plain)):
+        parameter = model.model.layers[0].mlp.experts.down_proj
+
+        def hook(gradient: Tensor, name: str = name) -> Tensor:
+            seen[name] = gradient.clone()
+            return gradient + 1
+
+        parameter.register_hook(hook)
+    engine.backward(next_token_loss(engine(tokens(0)).logits, tokens(0)))
+    next_token_loss(plain(tokens(0)).logits, tokens(0)).backward()
+    assert seen["engine"].shape == seen["plain"].shape
+    assert torch.equal(seen["engine"], seen["plain"])
+    assert (seen["plain"].flatten(1).abs().sum(1) == 0).any(), "some expert was not routed to"
+    squares = sum(float(p.grad.double().square().sum()) for p in plain.parameters() if p.grad is not None)
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(squares**0.5, rel=1e-6)

@@ -184,7 +184,7 @@ class RowLender:
         def receive(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None:
-                events.receive_rows(unit, position, numbers, gradient)
+                events.receive_rows(unit, position, *_hooked(parameter, numbers, gradient))
 
         rows.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
         return rows
@@ -245,3 +245,17 @@ def _runs(rows: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
         if position == len(rows) or rows[position] != rows[position - 1] + 1:
             yield start, rows[start], position - start
             start = position
+
+
+def _hooked(
+    parameter: nn.Parameter, numbers: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, their gradient) after the hooks that the user has put on the parameter: they see the whole gradient."""
+    hooks = tuple((parameter._backward_hooks or {}).values())
+    if not hooks:
+        return numbers, gradient
+    whole = gradient.new_zeros(parameter.shape).index_copy_(0, numbers, gradient)
+    for hook in hooks:
+        changed = hook(whole)
+        whole = whole if changed is None else changed
+    return torch.arange(len(whole), device=whole.device), whole
