@@ -212,6 +212,7 @@ print(json.dumps([status, time.perf_counter() - begin, resource.getrusage(resour
 """
 
 
+@pytest.mark.slow
 def test_a_llama_of_70_billion_parameters_is_planned_without_its_memory(write: Any, nvme_path: Path) -> None:
     """A bound on memory says more than a clock: fp32 values would be 282 GB, the plan takes less than 3."""
     pytest.importorskip("transformers")
