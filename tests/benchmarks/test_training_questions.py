@@ -116,8 +116,9 @@ def test_train_step_holds_a_lean_step_against_its_floor(monkeypatch: pytest.Monk
     told = content["figures"]["nvme: lean, bytes per parameter and step"]
     assert told["ours"] == moved > 0
     # Spilled states are read and written: the kernel must have seen what we say we moved. It also sees other
-    # processes, and the pages of programs that are read in.
-    assert told["kernel"] == 0 or told["kernel"] >= 0.99 * moved
+    # processes, and the pages of programs that are read in; and what is under way when counting begins or ends, up to
+    # a record of the four that this model has, is counted by the two at different moments.
+    assert told["kernel"] == 0 or told["kernel"] >= 0.75 * moved
     assert list(tmp_path.iterdir()) == [tmp_path / "answer.json"]
 
 

@@ -156,12 +156,12 @@ print(max(faults() for _ in range(5)))
 """
     if not hasattr(ctypes.CDLL(None), "mallopt"):
         pytest.skip("this C library has no mallopt")
-    told = {}
-    for mode in ("kept", "default"):
-        done = subprocess.run(
-            [sys.executable, "-c", script, mode], capture_output=True, text=True, check=True, cwd=ROOT
-        )
-        told[mode] = int(done.stdout)
+
+    def faults(mode: str) -> int:
+        command = [sys.executable, "-c", script, mode]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
+
     block_pages = (20 << 20) // PAGE_BYTES
-    assert told["kept"] < block_pages // 10
-    assert told["default"] >= block_pages, "the C library keeps it anyway: this test shows nothing"
+    assert faults("kept") < block_pages // 10
+    # Without us it depends on where small blocks happen to lie: one at the top of the heap, and nothing is given back.
+    assert any(faults("default") >= block_pages for _ in range(6)), "the C library keeps it anyway"
