@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import resource
 import statistics
 import subprocess
@@ -348,7 +349,12 @@ def run_child(
     except ValueError:
         pass
     said = " | ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
-    raise RivalMissing(f"{' '.join(arguments[:3])} ended with status {done.returncode}: {said}")
+    raise RivalMissing(_without_folders(f"{' '.join(arguments[:3])} ended with status {done.returncode}: {said}"))
+
+
+def _without_folders(text: str) -> str:
+    """Results are read elsewhere: of a path only its last name means something there."""
+    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)*([\w.+-]+)", r"\1", text)
 
 
 def write_incompressible(fd: int, nbytes: int, chunk_bytes: int = 64 << 20) -> None:

@@ -6,9 +6,11 @@ unlinked file as soon as their constructor returns, and read back by range when 
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +59,7 @@ class ProvisionalFile:
 
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` stored at `offset`. Raises StorageError."""
-        out = torch.empty(numel, dtype=dtype)
-        data = _bytes_of(out)
-        position = 0
-        while position < len(data):
-            try:
-                got = os.preadv(self._fd, [data[position : position + (64 << 20)]], offset + position)
-            except OSError as error:
-                raise self._failure("reading initial values", error, offset + position) from error
-            if got == 0:
-                raise self._failure("reading initial values", OSError(61, "end of file"), offset + position)
-            position += got
-        os.posix_fadvise(self._fd, offset, len(data), os.POSIX_FADV_DONTNEED)
-        return out
+        return read_once(self._fd, offset, numel, dtype, partial(self._failure, "reading initial values"))
 
     def close(self) -> None:
         """Free the space. Idempotent."""
@@ -81,6 +71,30 @@ class ProvisionalFile:
         return StorageError(
             what, errno=error.errno or 0, path=str(self._folder), offset=offset, free_bytes=free_bytes(self._folder)
         )
+
+
+def read_once(
+    fd: int, offset: int, numel: int, dtype: torch.dtype, failure: Callable[[OSError, int], StorageError]
+) -> torch.Tensor:
+    """`numel` elements of `dtype` at byte `offset` of a file, 1-D.
+
+    The page cache has no further use for them, and a cgroup would count it: it is told so.
+
+    Raises:
+        StorageError: what `failure` makes of the error and the offset.
+    """
+    out = torch.empty(numel, dtype=dtype)
+    data, position = _bytes_of(out), 0
+    while position < len(data):
+        try:
+            got = os.preadv(fd, [data[position : position + (64 << 20)]], offset + position)
+        except OSError as error:
+            raise failure(error, offset + position) from error
+        if got == 0:
+            raise failure(OSError(errno.ENODATA, "end of file"), offset + position)
+        position += got
+    os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
+    return out
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

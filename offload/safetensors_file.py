@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError, StorageError
+from offload.provisional import read_once
 
 DTYPES = {
     "F64": torch.float64,
@@ -70,28 +71,12 @@ class SafetensorsFile:
 
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` at byte `offset`, 1-D. Raises StorageError."""
-        out = torch.empty(numel, dtype=dtype)
-        array: Any = out.view(torch.uint8).numpy()
-        data = memoryview(array)
-        position = 0
-        while position < len(data):
-            try:
-                got = os.preadv(self._fd, [data[position : position + (64 << 20)]], offset + position)
-                problem = OSError(61, "end of file") if got == 0 else None
-            except OSError as error:
-                got, problem = 0, error
-            if problem is not None:
-                raise StorageError(
-                    "reading a checkpoint",
-                    errno=problem.errno or 0,
-                    path=str(self.path),
-                    offset=offset + position,
-                    free_bytes=None,
-                ) from problem
-            position += got
-        # Read once: the page cache has no further use for it, and a cgroup would count it.
-        os.posix_fadvise(self._fd, offset, len(data), os.POSIX_FADV_DONTNEED)
-        return out
+        return read_once(self._fd, offset, numel, dtype, self._failure)
+
+    def _failure(self, error: OSError, offset: int) -> StorageError:
+        return StorageError(
+            "reading a checkpoint", errno=error.errno or 0, path=str(self.path), offset=offset, free_bytes=None
+        )
 
     def close(self) -> None:
         """Close the file. Idempotent."""

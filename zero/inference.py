@@ -19,7 +19,7 @@ from zero.initialize import compute_device, show_log
 from zero.keeping import take_back
 from zero.params.buffers import move_buffers
 from zero.params.released import is_kept
-from zero.pretrained_files import fill
+from zero.pretrained import load_pretrained
 
 logger = logging.getLogger("zero")
 
@@ -107,7 +107,7 @@ def init_inference(
         _cast(model, options.dtype)
         move_buffers(model, device, options.dtype)
     if options.checkpoint is not None:
-        fill(model, options.checkpoint)
+        load_pretrained(model, options.checkpoint)
     return InferenceEngine(model, options.training_config, device)
 
 

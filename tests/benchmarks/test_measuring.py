@@ -181,6 +181,13 @@ def test_a_child_that_fails_says_why(body: str) -> None:
         run_child(["-c", body])
 
 
+def test_a_child_that_fails_is_told_without_the_folders_of_this_machine() -> None:
+    body = "import sys; sys.exit('/home/me/lib/module.py:3: 1/2 of a/b failed')"
+    with pytest.raises(RivalMissing) as missing:
+        run_child(["-c", body])
+    assert str(missing.value).endswith("ended with status 1: module.py:3: 1/2 of a/b failed")
+
+
 def test_a_child_sees_the_variables_it_is_given() -> None:
     body = "import json, os; print(json.dumps({'seen': os.environ['SEEN']}))"
     assert run_child(["-c", body], env={"SEEN": "yes"}) == {"seen": "yes"}
