@@ -108,7 +108,7 @@ def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Co
         raise ConfigError("initialize: give config=, a path or a dict")
     loaded = load_config(source, world_size=ranks)
     if loaded.inactive:
-        logger.info("keys that are accepted and have no effect here: %s", ", ".join(loaded.inactive))
+        logger.info("keys that are accepted and have no effect here: %s", ", ".join(loaded.inactive_with_reasons))
     for line in loaded.deprecated:
         logger.info("deprecated: %s", line)
     return loaded
