@@ -28,11 +28,11 @@ from offload.shared_exchange import SharedExchange
 from offload.sharing import SharedRegion, exchange_regions
 from offload.streams import Fence
 from zero.comm import Comm
-from zero.exchange import SharedPlaces, Turn
+from zero.exchange import Turn, Wire
 from zero.optim.behind import DueUpdates
 from zero.params.layout import Layout, Unit
 from zero.placement import Placement
-from zero.storage import Storage
+from zero.storage import SharedPlaces, Storage
 
 WAIT_SECONDS_MAX = 120.0
 """A slice that is not there by then never will be: whoever has it makes its updates as soon as it is asked."""
@@ -49,11 +49,11 @@ class Regions:
         self.pools: list[SharedRegion] = []
         """What each rank has made its own, in rank order."""
 
-    def common(self, nbytes: int, what: str) -> torch.Tensor:
+    def common(self, nbytes: int, what: str) -> SharedRegion:
         """See `SharedPlaces`. The first rank's file, mapped by all."""
         mine = SharedRegion(nbytes if self._comm.rank == 0 else 1, what, touched=False)
         regions = self._exchange(mine)
-        return regions[0].data
+        return regions[0]
 
     def own(self, nbytes: int, what: str) -> SharedRegion:
         """See `SharedPlaces`."""
@@ -78,12 +78,14 @@ class SharedMemory:
     Args:
         comm: of this engine.
         placement: of this rank.
+        wire: how gradients travel; they are added up in fp32, so only `overlaps` matters.
     """
 
     memory: SharedPlaces | None
 
-    def __init__(self, comm: Comm, placement: Placement) -> None:
+    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
         self._comm, self.placement = comm, placement
+        self.scale, self.overlaps = 1.0 / placement.world_size, wire.overlaps
         self.memory = self._regions = Regions(comm)
         self._board: Board | None = None
         self._reducer: SharedExchange | None = None
@@ -179,6 +181,10 @@ class SharedMemory:
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
         """See `Exchange`."""
         self._comm.broadcast(tensor, source_rank)
+
+    def payload_numel(self) -> dict[str, int]:
+        """See `Exchange`. None of it goes through collectives."""
+        return {}
 
     def close(self) -> None:
         """See `Exchange`."""
