@@ -25,6 +25,12 @@ def rank() -> int:
     return dist.get_rank() if is_distributed() else 0
 
 
+def local_rank() -> int:
+    """This rank among those of its node, as the launcher says; 0 without a launcher."""
+    said = os.environ.get("LOCAL_RANK", "")
+    return int(said) if said.isdecimal() else 0
+
+
 def ranks_per_node() -> int | None:
     """Ranks of this node, as the launcher says; None if it does not, or says what cannot be."""
     if not is_distributed():
