@@ -175,9 +175,7 @@ class UnitEditor:
     def read(self, unit: Unit) -> torch.Tensor:
         """A copy of the unit's weights as uint8 in host memory."""
         bound = self._bound[unit.index]
-        if bound.bound and (
-            unit.persistent or self._exchange.placement.alone
-        ):
+        if bound.bound and (unit.persistent or self._exchange.placement.alone):
             # As new as the plane, and newer if forward has modified a weight in place.
             self._recapture(bound)
             return bound.flat.detach().view(torch.uint8).cpu().clone()

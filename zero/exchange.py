@@ -60,7 +60,8 @@ class Exchange(Protocol):
 class Alone:
     """One rank: there is nobody to exchange anything with."""
 
-    placement = ONE_RANK
+    def __init__(self, placement: Placement = ONE_RANK) -> None:
+        self.placement = placement
 
     def turn(self, what: str, unit: Unit) -> Turn:
         """See `Exchange`."""

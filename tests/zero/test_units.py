@@ -13,8 +13,8 @@ from models import Block, build
 from torch import Tensor, nn
 
 from zero.params.layout import build_layout
-from zero.placement import Placement
 from zero.params.units import CoveredUnit, CoverRules, can_root, collect_leaves, cover, nested_numel
+from zero.placement import Placement
 
 
 def rules(
