@@ -75,8 +75,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             "on the optimizer that initialize returns"
         )
     show_log()
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    loaded = _read_config(args, config if config is not None else config_params, ranks)
+    loaded = _read_config(args, config if config is not None else config_params)
     groups = groups_from(optimizer, model_parameters, model, loaded)
     device = compute_device()
     engine = ZeroEngine(model, groups, loaded, device, open_exchange(loaded, device))
@@ -106,12 +105,12 @@ def compute_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None, ranks: int) -> Config:
+def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None) -> Config:
     if source is None:
         source = getattr(args, "deepspeed_config", None)
     if source is None:
         raise ConfigError("initialize: give config=, a path or a dict")
-    loaded = load_config(source, world_size=ranks)
+    loaded = load_config(source)
     if loaded.inactive:
         logger.info("keys that are accepted and have no effect here: %s", ", ".join(loaded.inactive_with_reasons))
     for line in loaded.deprecated:

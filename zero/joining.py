@@ -21,7 +21,7 @@ def open_exchange(config: Config, device: torch.device) -> Exchange:
     Raises:
         ConfigError: a group that the configuration asks for cannot be made of the ranks.
     """
-    comm = Comm(device, open_streams(device))
+    comm = Comm(device, open_streams(device), fixed_order=config.sums_16_bit_in_fp32)
     placement = place(config, comm.rank, comm.world_size)
     if placement.alone:
         comm.close()
