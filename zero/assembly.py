@@ -144,6 +144,7 @@ class Assembly:
             self.ahead = UpdatesInBackward(storage, pipeline, updates, self.gradients, owner.arguments_now, boundary)
         owner.exchange.attach(layout, storage, updates)
         self.stepper = Stepper(layout, storage, self.gradients, pipeline, updates, self.ahead, owner.exchange)
+        self.stepper.needs_all = not self._config.zero_optimization.ignore_unused_parameters
         self.gradients.update = self.stepper.apply
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed, owner.exchange)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)

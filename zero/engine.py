@@ -20,10 +20,12 @@ from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.activations import Activations
 from zero.assembly import Assembly
 from zero.config import Config
+from zero.data import LoadsData
 from zero.exchange import Alone, Exchange
 from zero.generation import Generates
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
+from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
 from zero.replanning import Census, FollowsModel
 from zero.starting import take_first_ranks_buffers
@@ -34,7 +36,7 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Traced, nn.Module):
+class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Generates, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -239,7 +241,11 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
             self.activations.check()
             self._keeper.store_edits()
             if self._step_asked and self.optimizer is not None:
-                self._fix_step(self.optimizer)
+                try:
+                    self._fix_step(self.optimizer)
+                except UnusedParameters:
+                    self._step_asked = False
+                    raise
                 self._stepper.start()
                 self._step_asked = False
                 self._coordinator.expect_forward()

@@ -29,7 +29,7 @@ def open_exchange(config: Config, device: torch.device) -> Exchange:
     Raises:
         ConfigError: a group that the configuration asks for cannot be made of the ranks.
     """
-    comm = Comm(device, open_streams(device), fixed_order=config.reduce_scatter_with_fp32_accumulation)
+    comm = Comm(device, open_streams(device), fixed_order=config.sums_16_bit_in_fp32)
     shares_memory = _can_share(comm, config, device)
     placement = place(config, comm.rank, comm.world_size, shares_memory=shares_memory)
     if placement.alone:
