@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno as errno_names
 import os
+from collections.abc import Sequence
 
 
 class ZeroInfinityError(Exception):
@@ -70,5 +71,25 @@ def was_told(error: BaseException | None) -> bool:
     return error is not None and "told" in error.__dict__
 
 
+class PeerError(ZeroInfinityError, RuntimeError):
+    """Another process that this one works with is gone, cannot be reached, or does something else.
+
+    Attributes:
+        peers: the numbers of those meant.
+    """
+
+    def __init__(self, message: str, peers: Sequence[int]) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
+
+
 class WatchdogError(ZeroInfinityError, TimeoutError):
     """Something that should have finished long ago has not; the message lists what is in flight."""
+
+
+class RankDivergenceError(ZeroInfinityError, RuntimeError):
+    """Ranks no longer do the same; the message names each rank and what it did where they first differ."""
+
+
+class RankLostError(RankDivergenceError):
+    """A rank has ended, has failed, or cannot be reached; the message names it and what is known of its end."""
