@@ -6,14 +6,14 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.errors import StateError
+from offload.errors import StateError, StorageError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
@@ -326,6 +326,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
                 self._backward.seconds,
                 self._step.seconds,
                 self._ahead.committed_numel if self._ahead is not None else 0,
+                self.exchange.payload_numel(),
             ),
         )
 
@@ -341,6 +342,9 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
             return
         self._finalizer.detach()
         try:
+            if not self.exchange.placement.alone:  # others may still need what the last step makes of this rank's slices
+                with suppress(StorageError):
+                    self._stepper.finish()
             self._stepper.stop()
             self.changed()
             self._gradients.clear()
