@@ -342,7 +342,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
             return
         self._finalizer.detach()
         try:
-            if not self.exchange.placement.alone:  # others may still need what the last step makes of this rank's slices
+            if not self.exchange.placement.alone:  # others may still read this rank's slices
                 with suppress(StorageError):
                     self._stepper.finish()
             self._stepper.stop()

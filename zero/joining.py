@@ -15,7 +15,6 @@ from zero.exchange import Alone, Collectives, Exchange, Wire
 from zero.placement import place
 from zero.sharing import SharedMemory
 
-
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

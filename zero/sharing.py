@@ -23,8 +23,8 @@ from functools import partial
 import torch
 
 from offload.board import Board
-from offload.errors import StateError
 from offload.descriptors import Share, exchange_descriptors
+from offload.errors import StateError
 from offload.peer_planes import PeerHome, peer_plane
 from offload.planes import Disk, Plane, settle_all
 from offload.shared_exchange import SharedExchange
@@ -162,7 +162,7 @@ class SharedMemory:
 
     def sees(self, flat: torch.Tensor) -> bool:
         """See `Exchange`."""
-        return self._regions.pools[self._comm.rank].holds(flat)
+        return _lies_in(flat, self._regions.pools[self._comm.rank])
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """See `Exchange`."""
@@ -214,7 +214,11 @@ class SharedMemory:
                 peer_plane(
                     f"{plane.name} of rank {rank}",
                     space.dtype.itemsize,
-                    [PeerHome(home.begin, home.end, -1, home.swap_offset) for home in plane.homes if home.memory is None],
+                    [
+                        PeerHome(home.begin, home.end, -1, home.swap_offset)
+                        for home in plane.homes
+                        if home.memory is None
+                    ],
                     region=None,
                     disk=Disk(own.aio, swap),
                 )
@@ -248,3 +252,11 @@ class SharedMemory:
     def _end(self) -> None:
         """Nobody waits for updates of this rank any more."""
         self._epoch = -1
+
+
+def _lies_in(flat: torch.Tensor, region: SharedRegion) -> bool:
+    try:
+        region.offset_of(flat)
+    except StateError:
+        return False
+    return True

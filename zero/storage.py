@@ -129,7 +129,7 @@ class Storage:
             memory = self._deferred_memory if planned else None
             if memory is None:
                 memory = self._region(DEVICE, sum(u.numel * 4 for u in trained)).take(sum(u.numel * 4 for u in trained))
-            parts = memory.view(torch.float32).split([u.numel for u in trained])
+            parts = torch.split(memory.view(torch.float32), [u.numel for u in trained])
             self._deferred.update({u.index: part for u, part in zip(trained, parts, strict=True)})
         return self._deferred[unit.index]
 
