@@ -328,3 +328,10 @@ def test_a_key_without_a_reason_is_listed_bare_and_under_the_name_the_user_wrote
     assert config.inactive == ("wall_clock_breakdown", "zero_optimization.allgather_sequential")
     assert config.inactive_with_reasons[0] == "wall_clock_breakdown"
     assert config.inactive_with_reasons[1].startswith("zero_optimization.allgather_sequential (")
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_knobs_of_fetching_are_listed_where_nothing_is_fetched(stage: int) -> None:
+    keys = ["stage3_prefetch_bucket_size", "stage3_max_reuse_distance"]
+    config = load_config({"zero_optimization": {"stage": stage, **dict.fromkeys(keys, 1e6)}})
+    assert config.inactive == (tuple(f"zero_optimization.{key}" for key in keys) if stage < 3 else ())
