@@ -8,6 +8,8 @@ from __future__ import annotations
 from zero import checkpointing
 from zero.engine import ZeroEngine
 from zero.estimates import (
+    estimate_zero1_model_states_mem_needs_all_cold,
+    estimate_zero1_model_states_mem_needs_all_live,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_cold,
@@ -43,6 +45,8 @@ __all__ = [
     "ZeroEngine",
     "__version__",
     "checkpointing",
+    "estimate_zero1_model_states_mem_needs_all_cold",
+    "estimate_zero1_model_states_mem_needs_all_live",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
