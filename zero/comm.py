@@ -243,15 +243,17 @@ class Comm:
                     await self._compare(ticket, group)
                 with self._streams.collective(*after):
                     work = start()
-                    self._order.passed(ticket.number)
-                    self._count(ticket.kind, flat)
-                    if self._nccl:
-                        work.wait()  # of the stream, not of this thread
-                        wait.fence = fence = self._streams.fence()
-                        return fence
-                with self._timeline.span("collectives", str(ticket), flat.nbytes):
-                    await self._done(work, str(ticket))
-                return None
+                self._order.passed(ticket.number)
+                self._count(ticket.kind, flat)
+                if not self._nccl:
+                    with self._timeline.span("collectives", str(ticket), flat.nbytes):
+                        await self._done(work, str(ticket))
+                with self._streams.collective():
+                    work.wait()  # NCCL's: of the stream, not of this thread
+                    fence = self._streams.fence()
+                if self._nccl:
+                    wait.fence = fence
+                return fence
         except BaseException as error:
             self._failed(error, ticket)
             raise
@@ -367,4 +369,5 @@ def _leave(watch: Watch | None, lines: Lines, fate: Fate) -> None:
         watch.stop()
         if watch.under_way:
             lines.cut()
+            watch.wait(GIVE_UP_SECONDS)  # the process may be about to end: gloo's threads must not outlive Python
     lines.close()

@@ -69,10 +69,12 @@ class Board:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
         self._rank, self._world_size = rank, world_size
+        self._many = bool(getattr(store, "has_extended_api", lambda: False)())
+        self._silence: Exception | None = None
 
     def tell(self, position: Position) -> None:
         """Replace what was told of this rank."""
-        self._store.set(f"zero/position/{self._rank}", json.dumps(asdict(position)))
+        self._ask("set", f"zero/position/{self._rank}", json.dumps(asdict(position)))
 
     def positions(self, ranks: Sequence[int] | None = None) -> dict[int, Position]:
         """Of other ranks; None: all of them."""
@@ -82,16 +84,16 @@ class Board:
 
     def call(self) -> int:
         """Ask every rank for its log; returns the number of this call."""
-        return int(self._store.add("zero/call", 1))
+        return int(self._ask("add", "zero/call", 1))
 
     def called(self) -> int:
         """The number of the last call; 0: none yet."""
-        return int(self._store.add("zero/call", 0))
+        return int(self._ask("add", "zero/call", 0))
 
     def tell_log(self, call: int, first: int, entries: Sequence[Entry]) -> None:
         """Show the last entries of this rank's log, as it is after that call."""
         text = json.dumps([call, first, entries])
-        self._store.set(f"zero/log/{self._rank}", zlib.compress(text.encode()))
+        self._ask("set", f"zero/log/{self._rank}", zlib.compress(text.encode()))
 
     def logs(self) -> dict[int, tuple[int, int, list[Entry]]]:
         """(call, place of the first, entries) of the ranks, this one too."""
@@ -101,7 +103,7 @@ class Board:
 
     def tell_ends(self, name: str, ends: Sequence[tuple[str, str]]) -> None:
         """Show the connections of this rank's group `name`."""
-        self._store.set(f"zero/ends/{name}/{self._rank}", json.dumps(ends))
+        self._ask("set", f"zero/ends/{name}/{self._rank}", json.dumps(ends))
 
     def ends(self, name: str) -> set[tuple[str, str]]:
         """The connections of the other ranks in a group."""
@@ -109,13 +111,19 @@ class Board:
         return {tuple(pair) for text in told if text is not None for pair in json.loads(text)}
 
     def _read(self, keys: list[str]) -> list[bytes | None]:
-        if self._store.check(keys):
-            return list(self._store.multi_get(keys)) if _has_many(self._store) else [self._store.get(k) for k in keys]
-        return [self._store.get(key) if self._store.check([key]) else None for key in keys]
+        if keys and self._ask("check", keys):
+            return self._ask("multi_get", keys) if self._many else [self._ask("get", key) for key in keys]
+        return [self._ask("get", key) if self._ask("check", [key]) else None for key in keys]
 
-
-def _has_many(store: Any) -> bool:
-    return bool(getattr(store, "has_extended_api", lambda: False)())
+    def _ask(self, operation: str, *arguments: Any) -> Any:
+        """One call of the store. After one that failed there is no other: each would print the library's own woes."""
+        if self._silence is not None:
+            raise self._silence
+        try:
+            return getattr(self._store, operation)(*arguments)
+        except Exception as error:
+            self._silence = error
+            raise
 
 
 def home() -> str:

@@ -54,9 +54,11 @@ class Lines:
     def cut(self) -> None:
         """End whatever is under way, here and on the ranks at the other ends."""
         for name, found in self._ends.items():
-            if self.board is not None:
-                theirs = self.board.ends(name)
+            try:
+                theirs = self.board.ends(name) if self.board is not None else set()
                 shut(end for end in found if end.ends[::-1] in theirs)
+            except Exception:  # the board is gone: what came to be with the group is all that is known
+                shut(found)
         for handle in self._handles:
             backend.abort(handle, self._device)
 

@@ -76,8 +76,9 @@ class Watch:
         self._keys = itertools.count()
         self._questions: deque[tuple[BaseException, str, Future[BaseException]]] = deque()
         self._wake, self._stopped, self._broken = threading.Event(), False, False
-        self._called, self._compared, self._told = 0, 0.0, Position()
+        self._called, self._compared = 0, 0.0
         self._answered = time.monotonic()
+        self._seen: dict[int, Position] = {}
         self._self = Position(home=home(), pid=os.getpid(), born=psutil.Process().create_time())
         self._breaking: list[Any] = []
         self._thread = threading.Thread(target=self._run, name="zero-watch", daemon=True)
@@ -110,6 +111,12 @@ class Watch:
     def under_way(self) -> bool:
         """True while this rank is in a collective."""
         return bool(self._in_progress())
+
+    def wait(self, seconds: float) -> None:
+        """Block until this rank is in no collective any more, or time is up."""
+        end = time.monotonic() + seconds
+        while self.under_way and time.monotonic() < end:
+            time.sleep(0.01)
 
     def tell_soon(self) -> None:
         """Something has changed that others should know at once."""
@@ -149,12 +156,7 @@ class Watch:
         except Exception as error:
             silent = time.monotonic() - self._answered
             if self._blocked() and silent > STORE_SECONDS and self._fate.failure is None:
-                self._fate.end(
-                    RankLostError(
-                        f"rank {self._rank}: {self._blocked()[0].what} does not end, and the store of the process "
-                        f"group does not answer: whoever keeps it (rank 0, or the launcher) has ended ({error})"
-                    )
-                )
+                self._fate.end(self._without_board(f"{self._blocked()[0].what} does not end", error))
                 self._break()
 
     def _tell(self) -> None:
@@ -185,7 +187,7 @@ class Watch:
         for key, wait in list(self._waits.items()):
             if wait.fence is not None and wait.fence.query():
                 self._waits.pop(key, None)
-        return sorted(self._waits.values(), key=lambda wait: wait.since)
+        return sorted(list(self._waits.values()), key=lambda wait: wait.since)
 
     def _blocked(self) -> list[Wait]:
         now = time.monotonic()
@@ -207,6 +209,8 @@ class Watch:
         elif now - self._compared > COMPARE_SECONDS:
             self._compared = now
             positions = self._board.positions([(self._rank + 1) % self._world_size])
+            if len(self._seen) < self._world_size - 1:
+                self._seen = self._board.positions()
             if self._digests_differ(positions):
                 self._fate.end(self._named(f"rank {self._rank}", RuntimeError("the ranks have not done the same")))
                 self._tell()
@@ -257,7 +261,12 @@ class Watch:
             return
         wait.warned = now
         behind = {rank: p for rank, p in positions.items() if p.count <= wait.place or not p.waits}
-        where = "; ".join(f"rank {rank} {p}" for rank, p in sorted((behind or positions).items()))
+        told = []
+        for rank, position in sorted((behind or positions).items()):
+            before = self._seen.get(rank)
+            silent = before is not None and before.beat == position.beat
+            told.append(f"rank {rank} {position}" + (" and shows no sign of life" if silent else ""))
+        where, self._seen = "; ".join(told), positions
         logger.warning("rank %d has waited %.0f s in %s: %s", self._rank, now - wait.since, wait.what, where)
 
     # ---- explanations -------------------------------------------------------------------------
@@ -269,7 +278,7 @@ class Watch:
                 try:
                     final = self._explain(error, what)
                 except Exception as silence:
-                    final = RankLostError(f"rank {self._rank}: {what} failed: {error}; no rank can be asked: {silence}")
+                    final = self._without_board(f"{what} failed: {error}", silence)
                 self._fate.end(final)
             with contextlib.suppress(Exception):
                 self._tell()
@@ -296,6 +305,15 @@ class Watch:
         known = f"no sign of life of ranks {silent}" if silent else "every rank is alive"
         others = "; ".join(f"rank {rank} {position}" for rank, position in sorted(positions.items()))
         return RankLostError(f"rank {self._rank}: {what} failed: {error}; {known}: {others}")
+
+    def _without_board(self, what: str, silence: BaseException) -> RankLostError:
+        """What can be said when the store does not answer."""
+        dead = [rank for rank, position in sorted(self._seen.items()) if has_died(position)]
+        known = f"the process of rank {', '.join(map(str, dead))} has died" if dead else "no rank can be asked"
+        return RankLostError(
+            f"rank {self._rank}: {what}; {known}: the store of the process group, which rank 0 or the launcher keeps, "
+            f"does not answer: {str(silence).splitlines()[0]}"
+        )
 
     def _named(self, where: str, error: BaseException) -> RankDivergenceError:
         """The error with what each rank did where their logs first differ."""
