@@ -6,6 +6,7 @@ The names users know from DeepSpeed: `initialize`, `Init`, `GatheredParameters`.
 from __future__ import annotations
 
 from zero import checkpointing
+from zero.distributed.joining import init_distributed
 from zero.engine import ZeroEngine
 from zero.estimates import (
     estimate_zero1_model_states_mem_needs_all_cold,
@@ -52,6 +53,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "get_z3_leaf_modules",
+    "init_distributed",
     "init_inference",
     "initialize",
     "load_pretrained",

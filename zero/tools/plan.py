@@ -28,7 +28,7 @@ from offload.streams import shares_host_memory
 from zero.config import Config, load_config
 from zero.config.loading import read_json
 from zero.config.sizes import parse_bytes
-from zero.initialize import compute_device
+from zero.device import compute_device
 from zero.machine import Machine, read_machine
 from zero.params.layout import Layout
 from zero.plan import DEVICE, HOST, NVME, Plan
