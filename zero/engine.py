@@ -5,25 +5,30 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.errors import StateError
+from offload.errors import StateError, StorageError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.activations import Activations
 from zero.assembly import Assembly
 from zero.config import Config
+from zero.data import LoadsData
+from zero.exchange import Alone, Exchange
 from zero.generation import Generates
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
+from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
 from zero.replanning import Census, FollowsModel
+from zero.starting import take_first_ranks_buffers
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
 from zero.tracing import Traced, Tracer, traced
@@ -31,7 +36,7 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Traced, nn.Module):
+class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Generates, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -39,14 +44,20 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         groups: torch-style param groups; None trains nothing (evaluation only).
         config: validated configuration.
         device: where units are computed on.
+        exchange: with the other ranks.
     """
 
     def __init__(
-        self, model: nn.Module, groups: list[dict[str, Any]] | None, config: Config, device: torch.device
+        self,
+        model: nn.Module,
+        groups: list[dict[str, Any]] | None,
+        config: Config,
+        device: torch.device,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__()
         self._closed = False
-        self._config, self.device = config, device
+        self._config, self.device, self.exchange = config, device, exchange or Alone()
         self.in_place = os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
         self.threads = max(torch.get_num_threads(), 1)
         self.optimizer = ZeroOptimizer(groups, self._optimizer_step, self.zero_grad) if groups else None
@@ -56,6 +67,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
+        self._local_only = False
+        self._buffers_differ = False
         self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
         self._persistent_bound = True
@@ -94,6 +107,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         """The model's forward; arguments are passed on untouched."""
         self.ready("forward")
         self._follow()
+        self._share_buffers()
         try:
             with self._forward.running(), self.activations.forward():
                 return self.module(*args, **kwargs)
@@ -161,6 +175,29 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         """Say so from outside; from then on the micro-step counter decides nothing."""
         self._boundary = is_boundary
 
+    def reduces(self) -> bool:
+        """True when gradients of the backward under way are to be reduced as soon as they can be."""
+        return self.is_gradient_accumulation_boundary() and not self._local_only
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside need not reduce gradients: stages 0 and 1 add them up on each rank until later.
+
+        Stages 2 and 3 have no room for whole gradients: they go on reducing, and the numbers are the same.
+        """
+        before, self._local_only = self._local_only, True
+        try:
+            yield
+        finally:
+            self._local_only = before
+
+    def _share_buffers(self) -> None:
+        """Running statistics are the first rank's, as with DistributedDataParallel."""
+        if self.module.training and torch.is_grad_enabled():
+            if self._buffers_differ:
+                take_first_ranks_buffers(self.exchange, self.module)
+            self._buffers_differ = not self._local_only
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated since the last step."""
         if not self._closed:
@@ -204,7 +241,11 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
             self.activations.check()
             self._keeper.store_edits()
             if self._step_asked and self.optimizer is not None:
-                self._fix_step(self.optimizer)
+                try:
+                    self._fix_step(self.optimizer)
+                except UnusedParameters:
+                    self._step_asked = False
+                    raise
                 self._stepper.start()
                 self._step_asked = False
                 self._coordinator.expect_forward()
@@ -228,6 +269,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         self._coordinator.release_all()
         number = self.global_steps + 1
         self._stepper.fix(number, optimizer, self._index_of, self._config.gradient_clipping)
+        self._coordinator.step_taken()
         self._step_counted = True
         self._watch.generation += 1
         self.global_steps = number
@@ -284,6 +326,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
                 self._backward.seconds,
                 self._step.seconds,
                 self._ahead.committed_numel if self._ahead is not None else 0,
+                self.exchange.payload_numel(),
             ),
         )
 
@@ -299,6 +342,9 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
             return
         self._finalizer.detach()
         try:
+            if not self.exchange.placement.alone:  # others may still read this rank's slices
+                with suppress(StorageError):
+                    self._stepper.finish()
             self._stepper.stop()
             self.changed()
             self._gradients.clear()
@@ -307,6 +353,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
             self._coordinator.release_all()
         finally:
             self._storage.close()
+            self.exchange.close()
             self.activations.close()
             return_freed_memory()
         logger.debug("engine closed after %d steps", self.global_steps)

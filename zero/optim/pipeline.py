@@ -106,6 +106,8 @@ class Told:
     """It is done, and these units' weights were delivered; nothing of it is stored yet."""
     returned: Callable[[], None]
     """Nothing reads memory of the caller's any more."""
+    stored: Callable[[], None]
+    """Its weights are where they live."""
 
 
 class SubGroupPipeline:
@@ -121,7 +123,7 @@ class SubGroupPipeline:
         return [
             unit
             for unit in self._layout.spaces[group.space].overlapping(group.begin, group.end)
-            if any(_overlap(unit, slot, group) and slot.index in arguments.values for slot in unit.slots)
+            if any(slot.index in arguments.values and _overlap(unit, slot, group) for slot in unit.slots)
         ]
 
     def at_once(self, group: SubGroup, arguments: StepArguments) -> bool:
@@ -249,6 +251,8 @@ class SubGroupPipeline:
             if part.borrowed:
                 part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes), _nothing)
         told.returned()
+        if not failed:
+            told.stored()
         for result in await asyncio.gather(record, return_exceptions=True):
             if isinstance(result, BaseException):
                 failed.append((work.record, result))
@@ -280,7 +284,7 @@ class SubGroupPipeline:
         layout = self._storage.plan.record_format(space)
         state = layout.over(record.bytes, record.begin, record.end, arguments.number)
         lo, hi = weight.begin - record.begin, weight.end - record.begin
-        first = weight.begin - unit.begin
+        first = weight.begin - unit.origin
         segments = [
             segment
             for slot in unit.slots
@@ -308,7 +312,8 @@ def _nothing() -> None:
 
 
 def _overlap(unit: Unit, slot: Slot, group: SubGroup) -> bool:
-    return unit.begin + slot.offset_numel < group.end and group.begin < unit.begin + slot.end_numel
+    begin, end = unit.within(slot)
+    return begin < end and begin < group.end and group.begin < end
 
 
 def _segment(slot: Slot, first: int, numel: int, arguments: StepArguments) -> kernels.Segment | None:

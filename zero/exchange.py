@@ -1,0 +1,275 @@
+"""How the slices of a unit come together, and how gradients are added up: what the ranks of one engine exchange.
+
+[Note: order] Whoever decides that something is exchanged takes a turn for it at once, on the thread that decides. Turns
+are taken in the same order on every rank, and exchanged in that order, whatever the disk does in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from offload import kernels
+from offload.streams import Fence
+from zero.comm import Comm
+from zero.optim.behind import DueUpdates
+from zero.params.layout import Layout, Unit
+from zero.placement import ONE_RANK, Placement
+from zero.storage import SharedPlaces, Storage
+
+Turn = tuple[Any, ...]
+"""What an exchange needs to know of its place in the order."""
+
+HOST_CHUNK_BYTES = 16 << 20
+"""Of a slice, at a time, where values are read on the host."""
+
+
+class Exchange(Protocol):
+    """What an engine asks of the other ranks."""
+
+    placement: Placement
+    scale: float
+    """What the sum over ranks has to be multiplied by to give their mean."""
+    overlaps: bool
+    """False: whoever starts a reduction waits for it."""
+    memory: SharedPlaces | None
+    """Where what all ranks see is to be allocated; None: nothing is shared."""
+
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+        """The storage is made, on every rank. All ranks come here."""
+
+    def adopted(self) -> None:
+        """The planes hold the initial values of this rank's slices."""
+
+    def turn(self, what: str, unit: Unit) -> Turn:
+        """Take the next turn for `what` ("gather" or "reduce"); it must be used."""
+
+    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
+        """Fill `flat` (uint8, the unit's bytes), of which this rank's slice is there behind `after`. Returns behind."""
+
+    def reduce(
+        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
+    ) -> AbstractAsyncContextManager[list[torch.Tensor]]:
+        """What has to be added up, in that order, to get the sum of this rank's slice over all ranks' `flat`.
+
+        Args:
+            turn: for "reduce".
+            unit: whose gradient.
+            flat: (unit.numel,) this rank's; must stay as it is until the context ends, and may be used for sums.
+            after: fences behind what filled it.
+        """
+
+    def sees(self, flat: torch.Tensor) -> bool:
+        """True if `flat` lies in memory that `reduce` can work with."""
+
+    def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """A step is fixed on every rank: what is gathered from now on is as of that step.
+
+        Args:
+            changing: will this rank's slice of a unit (an index) change?
+        """
+
+    def agree(self, what: str, payload: bytes) -> list[bytes]:
+        """Every rank's `payload`, in rank order. Blocks until all have called it."""
+
+    def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
+        """Give every rank the values of `source_rank`, in place. Blocks."""
+
+    def payload_numel(self) -> dict[str, int]:
+        """Elements that collectives have handled so far, by what they were for."""
+
+    def close(self) -> None:
+        """Let go of what the exchange holds."""
+
+
+class Alone:
+    """One rank: there is nobody to exchange anything with."""
+
+    scale, overlaps = 1.0, True
+    memory: SharedPlaces | None = None
+
+    def __init__(self, placement: Placement = ONE_RANK) -> None:
+        self.placement = placement
+
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+        """See `Exchange`."""
+
+    def adopted(self) -> None:
+        """See `Exchange`."""
+
+    def turn(self, what: str, unit: Unit) -> Turn:
+        """See `Exchange`."""
+        return ()
+
+    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
+        """See `Exchange`."""
+        return after[0] if after else None
+
+    @asynccontextmanager
+    async def reduce(
+        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
+    ) -> AsyncIterator[list[torch.Tensor]]:
+        """See `Exchange`."""
+        yield [flat]
+
+    def sees(self, flat: torch.Tensor) -> bool:
+        """See `Exchange`."""
+        return True
+
+    def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """See `Exchange`."""
+
+    def agree(self, what: str, payload: bytes) -> list[bytes]:
+        """See `Exchange`."""
+        return [payload]
+
+    def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
+        """See `Exchange`."""
+
+    def payload_numel(self) -> dict[str, int]:
+        """See `Exchange`."""
+        return {}
+
+    def close(self) -> None:
+        """See `Exchange`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How gradients travel.
+
+    Attributes:
+        dtype: `communication_data_type`; None: as they are.
+        prescale: divide by the number of ranks before the sum.
+        predivide_factor: of the division, this much comes before the sum.
+        overlaps: beside the computation.
+    """
+
+    dtype: torch.dtype | None = None
+    prescale: bool = False
+    predivide_factor: float = 1.0
+    overlaps: bool = True
+
+
+class Collectives:
+    """Exchange by collectives of torch.distributed.
+
+    Args:
+        comm: of this engine.
+        placement: of this rank.
+        wire: how gradients travel.
+    """
+
+    memory: SharedPlaces | None = None
+
+    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
+        self._comm, self.placement, self._wire = comm, placement, wire
+        self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
+        self._before = placement.world_size if wire.prescale else wire.predivide_factor
+        self.scale, self.overlaps = self._before / placement.world_size, wire.overlaps
+        self._room = asyncio.Lock()
+        self._arriving: Callable[[int], torch.Tensor] | None = None
+
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+        """See `Exchange`."""
+        self._arriving = storage.arriving
+
+    def adopted(self) -> None:
+        """See `Exchange`."""
+
+    def turn(self, what: str, unit: Unit) -> Turn:
+        """See `Exchange`."""
+        kinds = ["gather persistent" if unit.persistent and self.placement.weights_sharded else "gather"]
+        if what == "gather":
+            kinds *= self._shard.size > 1
+        else:
+            kinds = ["reduce"] * (self._shard.size > 1)
+            kinds += ["reduce over replicas", "gather over replicas"] * (self._replicas.size > 1)
+        return tuple(self._comm.ticket(kind, unit.index, unit.name) for kind in kinds)
+
+    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
+        """See `Exchange`."""
+        if not turn:
+            return after[0] if after else None
+        return await self._comm.all_gather(turn[0], flat.view(unit.dtype), self._shard, *after)
+
+    @asynccontextmanager
+    async def reduce(
+        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
+    ) -> AsyncIterator[list[torch.Tensor]]:
+        """See `Exchange`. What arrives has room for one unit: reductions take turns."""
+        async with self._room:
+            yield await self._reduced(list(turn), unit, self._on_the_wire(flat), *after)
+
+    async def _reduced(self, tickets: list[Any], unit: Unit, flat: torch.Tensor, *after: Fence) -> list[torch.Tensor]:
+        own, sources = flat, [flat]
+        if self._shard.size > 1:
+            into = self._room_for(flat)
+            sources = await self._comm.reduce_scatter(tickets.pop(0), flat, self._shard, *after, into=into)
+            own = unit.own(flat)
+        if self._replicas.size > 1:
+            if self._shard.size > 1:
+                kernels.reduce_ranks(own, sources)
+            into = self._room_for(own)
+            parts = await self._comm.reduce_scatter(tickets.pop(0), own, self._replicas, *after, into=into)
+            kernels.reduce_ranks(own.chunk(self._replicas.size)[self._replicas.index], parts)
+            await self._comm.all_gather(tickets.pop(0), own, self._replicas)
+            sources = [own]
+        return sources
+
+    def _on_the_wire(self, flat: torch.Tensor) -> torch.Tensor:
+        """`flat` as it travels. A wider dtype changes nothing where sums are made in fp32 anyway."""
+        wish = self._wire.dtype
+        if wish is not None and wish.itemsize != flat.element_size():
+            wider = wish.itemsize > flat.element_size()
+            flat = flat if wider and self._comm.fixed_order else flat.to(wish)
+        return flat if self._before == 1 else flat.div_(self._before)
+
+    def _room_for(self, flat: torch.Tensor) -> torch.Tensor | None:
+        if self._arriving is None:
+            return None
+        return self._arriving(flat.nbytes).view(flat.dtype)
+
+    def sees(self, flat: torch.Tensor) -> bool:
+        """See `Exchange`."""
+        return True
+
+    def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """See `Exchange`."""
+
+    def agree(self, what: str, payload: bytes) -> list[bytes]:
+        """See `Exchange`."""
+        return self._comm.agree(what, payload)
+
+    def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
+        """See `Exchange`."""
+        self._comm.broadcast(tensor, source_rank)
+
+    def payload_numel(self) -> dict[str, int]:
+        """See `Exchange`."""
+        return {kind: counter.numel for kind, counter in self._comm.payload.items()}
+
+    def close(self) -> None:
+        """See `Exchange`."""
+        self._comm.close()
+
+
+def whole(exchange: Exchange, unit: Unit, flat: torch.Tensor) -> torch.Tensor:
+    """`flat` (host memory, bytes or elements of a unit) with all slices; this rank's is there. All ranks come here."""
+    ranks = exchange.placement.shard_ranks
+    if len(ranks) == 1:
+        return flat
+    parts = [part.view(torch.uint8) for part in flat.chunk(len(ranks))]
+    own = parts[exchange.placement.shard_index]
+    for lo in range(0, own.numel(), HOST_CHUNK_BYTES):
+        hi = min(lo + HOST_CHUNK_BYTES, own.numel())
+        answers = exchange.agree(f"reading {unit.name}", own[lo:hi].numpy().tobytes())
+        for part, rank in zip(parts, ranks, strict=True):
+            if part is not own:
+                part[lo:hi].copy_(torch.frombuffer(bytearray(answers[rank]), dtype=torch.uint8))
+    return flat
