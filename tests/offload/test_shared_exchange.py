@@ -16,7 +16,7 @@ from offload.arena import Arena
 from offload.board import Board
 from offload.descriptors import Share
 from offload.errors import PeerError, StateError, WatchdogError
-from offload.exchange import SharedExchange
+from offload.shared_exchange import SharedExchange
 from offload.sharing import SharedRegion, exchange_regions
 
 CPU = torch.device("cpu")
@@ -31,15 +31,16 @@ class Party:
         self, index: int, count: int, share: Share, *, slots: int = 4, deadline_seconds: float = SECONDS
     ) -> None:
         self.index, self.count = index, count
-        self.board = Board.join(index, count, SharedExchange.columns(slots) + 1, share)
         self.region = SharedRegion(REGION_BYTES, "gradients")
         self.regions = exchange_regions(index, count, share, self.region)
-        self.exchange = SharedExchange(
-            *(index, count, self.board, self.regions),
-            slots=slots,
-            first_column=1,
-            deadline_seconds=deadline_seconds,
+        self.exchange = SharedExchange.join(
+            *(index, count, share, self.regions, (index, count)), slots=slots, deadline_seconds=deadline_seconds
         )
+
+    def close(self) -> None:
+        self.exchange.close()
+        for region in self.regions:
+            region.close()
 
 
 def contribution(seed: int, number: int, peer: int, numel: int) -> torch.Tensor:
@@ -53,8 +54,8 @@ async def exchanged(party: Party, seed: int, collectives: int) -> list[torch.Ten
     numels = [party.count * alike.choice([1, 7, 100, 4096, 5000]) for _ in range(collectives)]
     arena = Arena("flats", 16 * 4096 * party.count, "knob", CPU, region=party.region)
     found: list[torch.Tensor] = [torch.empty(0)] * collectives
-    entered = [asyncio.Event() for _ in range(collectives + 1)]
-    entered[0].set()
+    leased = [asyncio.Event() for _ in range(collectives + 1)]
+    leased[0].set()
 
     async def pause() -> None:
         if own.random() < 0.5:
@@ -62,22 +63,19 @@ async def exchanged(party: Party, seed: int, collectives: int) -> list[torch.Ten
 
     async def one(number: int) -> None:
         numel = numels[number - 1]
-        await entered[number - 1].wait()
+        await leased[number - 1].wait()  # memory is given in order; else two peers could each lack what the other has
         block = await arena.lease_when_free(numel * 2, "flat")
+        leased[number].set()
         flat = block.view(torch.bfloat16, numel)
         await pause()
         flat.copy_(contribution(seed, number, party.index, numel))
-        collective = party.exchange.reduce(number, *block.extent, unit=seed + number)
-        entering = asyncio.create_task(collective.__aenter__())
-        await asyncio.sleep(0)  # it has its number now
-        entered[number].set()
-        slices = [piece.view(torch.bfloat16) for piece in await entering]
-        await pause()
-        stored = slices[party.index]  # in place: only this peer reads it
-        kernels.reduce_ranks(stored, slices, scale=1 / party.count)
-        found[number - 1] = stored.clone()
-        await pause()
-        await collective.__aexit__(None, None, None)
+        async with party.exchange.reduce(number, *block.extent, unit=seed + number) as found_slices:
+            slices = [piece.view(torch.bfloat16) for piece in found_slices]
+            await pause()
+            stored = slices[party.index]  # in place: only this peer reads it
+            kernels.reduce_ranks(stored, slices, scale=1 / party.count)
+            found[number - 1] = stored.clone()
+            await pause()
         block.data.fill_(0xFF)  # who still read it would find NaN
         block.release()
 
@@ -110,9 +108,7 @@ def test_every_peer_gets_the_sum_of_its_slices_whatever_the_sizes_and_the_order_
             for ours, reference in zip(found, expected(seed, collectives, index, count), strict=True):
                 assert torch.equal(ours, reference)
                 right += 1
-            party.board.close()
-            for region in party.regions:
-                region.close()
+            party.close()
         return right
 
     assert all_run(count, job) == [collectives * len(seeds)] * count
@@ -155,7 +151,7 @@ def test_peers_that_do_not_do_the_same_are_all_told_who(what: str) -> None:
     there = "unit 6, 192 bytes" if what == "unit" else "unit 5, 24 bytes"
     for _, text, _ in found:
         assert text.startswith("collective 2: the peers do not do the same: peer 0 (pid ")
-        assert text.count("unit 5, 192 bytes") == 2 and text.count(there) == 1
+        assert text.count("collective 2, unit 5, 192 bytes") == 2 and text.count(there) == 1
 
 
 def test_a_peer_that_dies_is_named_by_all_others_at_once() -> None:
@@ -180,7 +176,7 @@ def test_a_peer_that_dies_is_named_by_all_others_at_once() -> None:
             assert (kind, who) in (("PeerError", (1,)), ("PeerError", (2 if peer is peers[0] else 0,)))
             if who == (1,):
                 assert (
-                    "collective 2 (unit 5, 192 bytes) to be offered: peer 1 (pid " in text and "ended at 1; 2" in text
+                    "collective 2 (unit 5, 192 bytes) to be offered: peer 1 (pid " in text and "ended at 0; 2" in text
                 )
             else:
                 assert "gave up in collective 2; its own error says why" in text
@@ -206,26 +202,44 @@ def test_a_peer_that_dies_while_it_reads_is_named_too() -> None:
         assert "collective 1 (unit 0, 64 bytes) to be read: peer 1 " in text
 
 
-def test_a_peer_that_fails_tells_the_others_and_its_exchange_is_over() -> None:
+def test_an_error_inside_is_its_peers_own_affair() -> None:
     def job(index: int, share: Share, parent: Parent) -> Any:
-        party = Party(index, 3, share, deadline_seconds=600)
+        party = Party(index, 3, share)
 
         async def play(exchange: SharedExchange) -> None:
             async with exchange.reduce(1, 0, 3 * 8):
                 if index == 2:
                     raise ValueError("no room")
 
+        return outcome(party, play), outcome(party, lambda exchange: plain(exchange, 2))
+
+    found = all_run(3, job)
+    assert [first for first, _ in found] == [("", "", ()), ("", "", ()), ("ValueError", "no room", ())]
+    assert [again for _, again in found] == [("", "", ())] * 3
+
+
+def test_a_peer_that_gives_up_tells_the_others_and_all_their_exchanges_are_over() -> None:
+    def job(index: int, share: Share, parent: Parent) -> Any:
+        party = Party(index, 3, share, slots=2, deadline_seconds=600)
+
+        async def play(exchange: SharedExchange) -> None:
+            if index != 2:
+                await asyncio.gather(*(plain(exchange, number) for number in range(1, 7)))
+            else:
+                await plain(exchange, 1)
+                await plain(exchange, 1)
+
         first = outcome(party, play)
-        again = outcome(party, lambda exchange: plain(exchange, 2))
+        again = outcome(party, lambda exchange: plain(exchange, 7))
         share(b"")
         return first, again
 
     found = all_run(3, job)
-    assert found[2][0] == ("ValueError", "no room", ())
+    assert found[2][0] == ("StateError", "collective 1: numbers begin at 1, and each is used once", ())
     for first, _ in found[:2]:
-        assert first[0] == "PeerError" and "gave up in collective 1; its own error says why" in first[1]
+        assert first[0] == "PeerError" and "gave up in collective" in first[1] and "own error says why" in first[1]
     for first, (kind, text, _) in found:
-        assert kind == "StateError" and text == f"collective 2: an earlier one failed: {first[1]}"
+        assert kind == "StateError" and text == f"collective 7: an earlier one failed: {first[1]}"
 
 
 def test_a_peer_that_does_nothing_is_named_when_the_deadline_passes() -> None:
@@ -267,8 +281,7 @@ def test_a_cancelled_collective_ends_the_exchange() -> None:
 @pytest.mark.parametrize(
     ("number", "offset", "nbytes", "message"),
     [
-        (2, 0, 64, "collective 2: the next one is 1"),
-        (0, 0, 64, "collective 0: the next one is 1"),
+        (0, 0, 64, "collective 0: numbers begin at 1, and each is used once"),
         (1, 0, 65, "multiple of 2"),
         (1, -4, 64, r"bytes \[-4, 60\)"),
         (1, REGION_BYTES - 4, 8, "lie in the shared memory of 1,048,576"),
@@ -297,9 +310,30 @@ def test_what_cannot_be_offered_is_refused_here_and_known_there(
     assert second[0] == "PeerError" and second[2] == (0,)
 
 
-def test_an_exchange_fits_its_board() -> None:
-    region = SharedRegion(Board.nbytes_for(1, 40), "board")
-    board = Board(0, 1, 40, region)
-    with pytest.raises(StateError, match="exchange of peer 0 of 2 with 1 regions: the board is peer 0's of 1"):
-        SharedExchange(0, 2, board, [region])
+def test_an_exchange_has_a_region_for_each_peer_and_a_slice_that_there_is() -> None:
+    region = SharedRegion(Board.nbytes_for(1, 90), "board")
+    board = Board(0, 1, 90, region)
+    for regions, part in (([region] * 2, (0, 1)), ([region], (1, 1)), ([region], (-1, 1))):
+        with pytest.raises(StateError, match=r"exchange of 1 peers: got \d regions, and slice -?\d of 1"):
+            SharedExchange(board, regions, part)
     board.close()
+
+
+def test_peers_may_read_the_same_slice() -> None:
+    """Two groups of two: each slice has two readers."""
+
+    def job(index: int, share: Share, parent: Parent) -> list[list[int]]:
+        region = SharedRegion(4096, "gradients")
+        regions = exchange_regions(index, 4, share, region)
+        exchange = SharedExchange.join(index, 4, share, regions, (index % 2, 2))
+        region.data[8:12] = torch.tensor([10 * index, 10 * index, 10 * index + 1, 10 * index + 1])
+
+        async def play() -> list[list[int]]:
+            async with exchange.reduce(1, 8, 4) as slices:
+                return [piece.tolist() for piece in slices]
+
+        found = asyncio.run(play())
+        exchange.close()
+        return found
+
+    assert all_run(4, job) == [[[10 * peer + index % 2] * 2 for peer in range(4)] for index in range(4)]
