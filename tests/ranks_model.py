@@ -28,11 +28,11 @@ class Batch:
     kind: int
 
 
-def batch(index: int, rank: int, samples: int = SAMPLES) -> Batch:
-    """Micro-batch number `index` of a rank."""
+def batch(index: int, rank: int, *, samples: int = SAMPLES, agreed: bool = False) -> Batch:
+    """Micro-batch number `index` of a rank; `agreed`: all ranks call the same modules with it."""
     generator = torch.Generator().manual_seed(7_919 * index + rank)
     tokens = (torch.rand(samples, TOKENS, generator=generator).square() * VOCAB).long()
-    return Batch(tokens, rank % 2)
+    return Batch(tokens, (index if agreed else rank) % 2)
 
 
 class Moody(nn.Module):
