@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 ALLOWED_SPREADS = 4
-FLOOR_ULPS = 16
+FLOOR_ULPS = 32
 FP32_EPS = 2.0**-23
 
 
