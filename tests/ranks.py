@@ -257,9 +257,7 @@ def _open_store(port: int) -> int:
     return int(_Rank.store.port)
 
 
-def _serve(
-    connection: Connection, rank: int, world_size: int, environment: dict[str, str | None], output: str
-) -> None:
+def _serve(connection: Connection, rank: int, world_size: int, environment: dict[str, str | None], output: str) -> None:
     """A rank's life: run what is asked for until the parent closes the pipe."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

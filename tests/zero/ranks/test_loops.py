@@ -54,7 +54,7 @@ def norm_of(trainer: Any) -> float:
 
 
 def accumulate(trainer: Any, micro_steps: int, no_sync: str) -> list[float]:
-    """`no_sync`: "never", around "backward" of all but the last micro-batch, or "all" of their loop, step() included."""
+    """`no_sync`: "never", around "backward" of all but the last micro-batch, or around "all" of it, step() too."""
     norms, index = [], 0
     quietly = getattr(trainer, "no_sync", contextlib.nullcontext)
     for _ in range(STEPS):

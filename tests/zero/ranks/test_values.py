@@ -140,11 +140,10 @@ def edited(place: Place, nvme_path: str, modifier_rank: int | None) -> Values:
     names = trainability(model)
     with opened(place, nvme_path, model) as engine:
         train(engine)
-        with zero.GatheredParameters([model.get_parameter(name) for name in EDITED], modifier_rank=modifier_rank):
-            with torch.no_grad():
-                for name in EDITED:
-                    number = 7.0 if modifier_rank is None else 7.0 + dist.get_rank()
-                    model.get_parameter(name).view(-1)[3:5] = number
+        parameters = [model.get_parameter(name) for name in EDITED]
+        with zero.GatheredParameters(parameters, modifier_rank=modifier_rank), torch.no_grad():
+            for parameter in parameters:
+                parameter.view(-1)[3:5] = 7.0 if modifier_rank is None else 7.0 + dist.get_rank()
         return snapshot(engine, names)
 
 
