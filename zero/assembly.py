@@ -120,7 +120,7 @@ class Assembly:
         machine = agree_on_machine(owner.exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
         self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place, placement)
         logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
-        self.storage = Storage(self.layout, self.plan, config, owner.device)
+        self.storage = Storage(self.layout, self.plan, config, owner.device, owner.exchange.memory)
         self._built = False
 
     def build(self) -> None:

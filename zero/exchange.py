@@ -6,28 +6,42 @@ are taken in the same order on every rank, and exchanged in that order, whatever
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from offload import kernels
+from offload.sharing import SharedRegion
 from offload.streams import Fence
-from zero.comm import Comm, Ticket
+from zero.comm import Comm
 from zero.params.layout import Unit
 from zero.placement import ONE_RANK, Placement
 
-Turn = tuple[Ticket, ...]
+Turn = tuple[Any, ...]
+"""What an exchange needs to know of its place in the order."""
 
 HOST_CHUNK_BYTES = 16 << 20
 """Of a slice, at a time, where values are read on the host."""
+
+
+class SharedPlaces(Protocol):
+    """Gives out memory that all ranks see. All ranks ask for the same, in the same order."""
+
+    def common(self, nbytes: int, what: str) -> torch.Tensor:
+        """The same bytes for all: uint8, zero."""
+
+    def own(self, nbytes: int, what: str) -> SharedRegion:
+        """Bytes of this rank that the others can read."""
 
 
 class Exchange(Protocol):
     """What an engine asks of the other ranks."""
 
     placement: Placement
+    memory: SharedPlaces | None
+    """Where what all ranks see is to be allocated; None: nothing is shared."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
         """Take the next turn for `what` ("gather" or "reduce"); it must be used."""
@@ -47,6 +61,16 @@ class Exchange(Protocol):
             after: fences behind what filled it.
         """
 
+    def sees(self, flat: torch.Tensor) -> bool:
+        """True if `flat` lies in memory that `reduce` can work with."""
+
+    def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """A step is fixed on every rank: what is gathered from now on is as of that step.
+
+        Args:
+            changing: will this rank's slice of a unit (an index) change?
+        """
+
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """Every rank's `payload`, in rank order. Blocks until all have called it."""
 
@@ -59,6 +83,8 @@ class Exchange(Protocol):
 
 class Alone:
     """One rank: there is nobody to exchange anything with."""
+
+    memory: SharedPlaces | None = None
 
     def __init__(self, placement: Placement = ONE_RANK) -> None:
         self.placement = placement
@@ -78,6 +104,13 @@ class Alone:
         """See `Exchange`."""
         yield [flat]
 
+    def sees(self, flat: torch.Tensor) -> bool:
+        """See `Exchange`."""
+        return True
+
+    def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """See `Exchange`."""
+
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """See `Exchange`."""
         return [payload]
@@ -96,6 +129,8 @@ class Collectives:
         comm: of this engine.
         placement: of this rank.
     """
+
+    memory: SharedPlaces | None = None
 
     def __init__(self, comm: Comm, placement: Placement) -> None:
         self._comm, self.placement = comm, placement
@@ -134,6 +169,13 @@ class Collectives:
             await self._comm.all_gather(tickets.pop(0), own, self._replicas)
             sources = [own]
         yield sources
+
+    def sees(self, flat: torch.Tensor) -> bool:
+        """See `Exchange`."""
+        return True
+
+    def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """See `Exchange`."""
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """See `Exchange`."""

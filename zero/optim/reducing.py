@@ -248,6 +248,10 @@ class ReducedGradients(Gradients):
             self._streams.wait(self._streams.behind_updates())
             state.sealed = None
         self.reclaim(state.unit)
+        if not self._exchange.sees(waiting.flat):
+            block = self._lease(state, waiting.flat.nbytes)
+            copied = block.view(waiting.flat.dtype, waiting.flat.numel())
+            waiting = Waiting(copied.copy_(waiting.flat), block)
         turn = self._exchange.turn("reduce", state.unit)
         item = Reduction(waiting.block)
         job = self._run(state, item, waiting.flat, turn, self._streams.fence(), first=state.empty)
