@@ -14,25 +14,29 @@ ranks' in rank order. Its memory is free again once all have read it.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import astuple
 from functools import partial
 
 import torch
 
 from offload.board import Board
+from offload.descriptors import Share, exchange_descriptors
 from offload.errors import StateError
-from offload.peers import peer_plane, share_swap
+from offload.peer_planes import PeerHome, peer_plane
 from offload.planes import Disk, Plane, settle_all
 from offload.shared_exchange import SharedExchange
 from offload.sharing import SharedRegion, exchange_regions
 from offload.streams import Fence
+from offload.swapfile import PeerSwap, SwapGeometry
 from zero.comm import Comm
-from zero.exchange import SharedPlaces, Turn
+from zero.exchange import Turn, Wire
 from zero.optim.behind import DueUpdates
 from zero.params.layout import Layout, Unit
 from zero.placement import Placement
-from zero.storage import Storage
+from zero.storage import SharedPlaces, Storage
 
 WAIT_SECONDS_MAX = 120.0
 """A slice that is not there by then never will be: whoever has it makes its updates as soon as it is asked."""
@@ -49,11 +53,11 @@ class Regions:
         self.pools: list[SharedRegion] = []
         """What each rank has made its own, in rank order."""
 
-    def common(self, nbytes: int, what: str) -> torch.Tensor:
+    def common(self, nbytes: int, what: str) -> SharedRegion:
         """See `SharedPlaces`. The first rank's file, mapped by all."""
         mine = SharedRegion(nbytes if self._comm.rank == 0 else 1, what, touched=False)
         regions = self._exchange(mine)
-        return regions[0].data
+        return regions[0]
 
     def own(self, nbytes: int, what: str) -> SharedRegion:
         """See `SharedPlaces`."""
@@ -78,17 +82,20 @@ class SharedMemory:
     Args:
         comm: of this engine.
         placement: of this rank.
+        wire: how gradients travel; they are added up in fp32, so only `overlaps` matters.
     """
 
     memory: SharedPlaces | None
 
-    def __init__(self, comm: Comm, placement: Placement) -> None:
+    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
         self._comm, self.placement = comm, placement
+        self.scale, self.overlaps = 1.0 / placement.world_size, wire.overlaps
         self.memory = self._regions = Regions(comm)
         self._board: Board | None = None
         self._reducer: SharedExchange | None = None
         self._planes: dict[int, list[Plane]] = {}
         """Rank -> its weight planes, one per space; of ranks whose slices this one reads."""
+        self._swaps: list[PeerSwap] = []
         self._epoch, self._reductions = 0, 0
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
@@ -101,11 +108,8 @@ class SharedMemory:
         self._reducer = SharedExchange.join(
             comm.rank, comm.world_size, share, self._regions.pools, (placement.shard_index, placement.shard_size)
         )
-        swaps = share_swap(comm.rank, comm.world_size, share, storage.disk.swap if storage.disk else None)
-        for rank in placement.shard_ranks:
-            if rank != comm.rank:
-                disk = Disk(storage.disk.aio, swaps[rank]) if storage.disk and swaps[rank] else None
-                self._planes[rank] = [peer_plane(plane, disk, rank) for plane in storage.weights]
+        if storage.disk is not None:  # all ranks have made the same plan, so all have one
+            self._open_swaps(storage.disk, share)
         storage.at_end.append(self._end)
         updates.stored = self._publish
 
@@ -158,7 +162,7 @@ class SharedMemory:
 
     def sees(self, flat: torch.Tensor) -> bool:
         """See `Exchange`."""
-        return self._regions.pools[self._comm.rank].holds(flat)
+        return _lies_in(flat, self._regions.pools[self._comm.rank])
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """See `Exchange`."""
@@ -180,6 +184,10 @@ class SharedMemory:
         """See `Exchange`."""
         self._comm.broadcast(tensor, source_rank)
 
+    def payload_numel(self) -> dict[str, int]:
+        """See `Exchange`. None of it goes through collectives."""
+        return {}
+
     def close(self) -> None:
         """See `Exchange`."""
         self._end()
@@ -187,8 +195,35 @@ class SharedMemory:
             self._reducer.close()
         if self._board is not None:
             self._board.close()
+        while self._swaps:
+            self._swaps.pop().close()
         self._regions.close()
         self._comm.close()
+
+    def _open_swaps(self, own: Disk, share: Share) -> None:
+        """Open the planes of the other ranks of the shard group in their swap files."""
+        comm = self._comm
+        given = [SwapGeometry(*json.loads(answer)) for answer in share(json.dumps(astuple(own.swap.geometry)).encode())]
+        received = exchange_descriptors(comm.rank, comm.world_size, share, own.swap.descriptors)
+        for rank, (descriptors, geometry) in enumerate(zip(received, given, strict=True)):
+            if rank == comm.rank:
+                continue
+            swap = PeerSwap(descriptors, geometry)
+            self._swaps.append(swap)
+            self._planes[rank] = [
+                peer_plane(
+                    f"{plane.name} of rank {rank}",
+                    space.dtype.itemsize,
+                    [
+                        PeerHome(home.begin, home.end, -1, home.swap_offset)
+                        for home in plane.homes
+                        if home.memory is None
+                    ],
+                    region=None,
+                    disk=Disk(own.aio, swap),
+                )
+                for space, plane in zip(self._layout.spaces, self._storage.weights, strict=True)
+            ]
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -217,3 +252,11 @@ class SharedMemory:
     def _end(self) -> None:
         """Nobody waits for updates of this rank any more."""
         self._epoch = -1
+
+
+def _lies_in(flat: torch.Tensor, region: SharedRegion) -> bool:
+    try:
+        region.offset_of(flat)
+    except StateError:
+        return False
+    return True

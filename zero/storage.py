@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,7 @@ from offload.errors import BudgetError, ConfigError, StateError
 from offload.mover import Mover
 from offload.pieces import PieceStore, Swap
 from offload.planes import Disk, Home, Plane
+from offload.sharing import SharedRegion
 from offload.sizes import PAGE_BYTES, align_up
 from offload.slabs import Slabs, SwapArea
 from offload.streams import open_streams
@@ -23,7 +25,6 @@ from offload.swapfile import SwapSpace
 from offload.timeline import Timeline
 from zero.activation_plan import KNOB
 from zero.config import Config
-from zero.exchange import SharedPlaces
 from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan
@@ -36,6 +37,16 @@ class OtherSlots:
 
     weights: Plane
     records: Plane
+
+
+class SharedPlaces(Protocol):
+    """Gives out memory that all ranks see. All ranks ask for the same, in the same order."""
+
+    def common(self, nbytes: int, what: str) -> SharedRegion:
+        """The same bytes for all, zero."""
+
+    def own(self, nbytes: int, what: str) -> SharedRegion:
+        """Bytes of this rank that the others can read."""
 
 
 class Storage:
@@ -57,6 +68,7 @@ class Storage:
         self._flats: dict[int, torch.Tensor] = {}
         self._deferred: dict[int, torch.Tensor] = {}
         self._deferred_memory: torch.Tensor | None = None
+        self._arriving: torch.Tensor | None = None
         self._budgeted = config.memory_budget.host is not None
         self._pinned = device.type == "cuda" and _wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
@@ -114,9 +126,19 @@ class Storage:
         if unit.index not in self._deferred:
             planned = self.plan.deferred_bytes and not self._deferred
             trained = [u for u in self.layout.units if u.trainable] if planned else [unit]
-            region = self._region(DEVICE, sum(u.numel * 4 for u in trained), self._deferred_memory if planned else None)
-            self._deferred.update({u.index: region.take(u.numel * 4).view(torch.float32) for u in trained})
+            memory = self._deferred_memory if planned else None
+            if memory is None:
+                memory = self._region(DEVICE, sum(u.numel * 4 for u in trained)).take(sum(u.numel * 4 for u in trained))
+            parts = torch.split(memory.view(torch.float32), [u.numel for u in trained])
+            self._deferred.update({u.index: part for u, part in zip(trained, parts, strict=True)})
         return self._deferred[unit.index]
+
+    def arriving(self, nbytes: int) -> torch.Tensor:
+        """Device memory, uint8, that what other ranks send of a gradient arrives in; the same for all calls."""
+        if self._arriving is None or self._arriving.numel() < nbytes:  # planned; more, if a sum is wider than planned
+            total = max(nbytes, self.plan.exchange_bytes)
+            self._arriving = self._region(DEVICE, total).take(total)
+        return self._arriving[:nbytes]
 
     def gradient_dtype(self, unit: Unit) -> torch.dtype:
         """What the unit's gradient is kept in while it fits its place in the gradient plane."""
@@ -217,7 +239,7 @@ class Storage:
                 getattr(self, name).close()
         self.weights, self.records, self.gradients, self.other_slots = [], [], [], []
         self._regions, self._planes = [], []
-        self._flats, self._deferred = {}, {}
+        self._flats, self._deferred, self._deferred_memory, self._arriving = {}, {}, None, None
 
     # ---- construction -------------------------------------------------------------------------
 
@@ -265,9 +287,9 @@ class Storage:
             self._deferred_memory = region.data[pool_bytes:]
         return Arena("flat gradients", nbytes, "memory_budget.device", self.device, region=region)
 
-    def _region(self, tier: str, nbytes: int, memory: torch.Tensor | None = None) -> MemoryRegion:
+    def _region(self, tier: str, nbytes: int, shared: SharedRegion | None = None) -> MemoryRegion:
         device = self.device if tier == DEVICE else torch.device("cpu")
-        region = MemoryRegion(nbytes, device, pinned=self._pinned, memory=memory)
+        region = MemoryRegion(nbytes, device, pinned=self._pinned, region=shared)
         self._regions.append(region)
         return region
 

@@ -257,6 +257,8 @@ class ReducedGradients(Gradients):
         job = self._run(state, item, waiting.flat, turn, self._streams.fence(), first=state.empty)
         state.storing, state.summed = item, True
         item.transfer = self._storage.mover.post(f"reducing the gradient of {state.unit.name}", job)
+        if not self._exchange.overlaps:
+            self._settle(state)
 
     def _zeros(self, state: UnitGradient) -> Waiting:
         block = self._lease(state, state.unit.nbytes)
@@ -265,7 +267,7 @@ class ReducedGradients(Gradients):
     async def _run(
         self, state: UnitGradient, item: Reduction, flat: torch.Tensor, turn: Turn, made: Fence, *, first: bool
     ) -> None:
-        unit, scale = state.unit, 1.0 / self._placement.world_size
+        unit, scale = state.unit, self._exchange.scale
         try:
             async with self._exchange.reduce(turn, unit, flat, made) as sources:
                 await self._store.store_sum(unit, (state.plane, state.dtype), sources, scale, state.sums, first=first)
