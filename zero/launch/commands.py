@@ -13,8 +13,8 @@ from zero.launch.job import Job
 
 PDSH_FANOUT = 1024
 NODE_MODULE = "zero.launch.node"
-FEEDING = ("ssh", "local")
-"""Launchers that connect standard input with the node."""
+CONNECTED = ("ssh", "local", "pdsh")
+"""Launchers with which a node's standard input closes when the launcher ends, however it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def build_commands(
     Raises:
         ConfigError: a launcher that does not exist, or words for it that do not fit.
     """
-    job = replace(job, quiet=True, watch_stdin=transport.launcher in FEEDING)
+    job = replace(job, quiet=True, watch_stdin=transport.launcher in CONNECTED)
     if transport.launcher == "ssh":
         return [_ssh(job, transport, variables, folder, node.host) for node in job.nodes]
     if transport.launcher == "local":

@@ -87,6 +87,11 @@ def plan_job(options: argparse.Namespace, device_count: int) -> Job:
     if options.no_ssh and not 0 <= options.node_rank < len(nodes):
         raise ConfigError(f"--node_rank: expected 0 to {len(nodes) - 1}, got {options.node_rank}")
     several = len(nodes) > 1
+    if several and options.max_restarts:
+        raise ConfigError(
+            f"--max_restarts: expected 0 with several nodes, got {options.max_restarts}; to restart over several nodes "
+            "start torchrun itself on each (--rdzv-backend=c10d)"
+        )
     port = options.master_port if options.master_port is not None or not several else DEFAULT_PORT
     return Job(
         nodes=tuple(nodes),

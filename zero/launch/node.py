@@ -129,7 +129,12 @@ def _name(job: Job, node_rank: int) -> str:
 
 
 def _end_ranks(reaper: Reaper) -> None:
-    """Another node has failed: end this one's ranks as torchrun does on SIGTERM, but soon."""
+    """Another node has failed: end this one's ranks as torchrun does on SIGTERM, but soon.
+
+    When torchrun ends them already, they have failed themselves, and it must live to tell.
+    """
+    if reaper.is_ending:
+        return
     reaper.arm()
     os.kill(os.getpid(), signal.SIGTERM)
 

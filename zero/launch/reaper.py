@@ -58,6 +58,11 @@ class Reaper(logging.Handler):
         self._timer.daemon = True
         self._timer.start()
 
+    @property
+    def is_ending(self) -> bool:
+        """True once ranks were told to end because of a failure."""
+        return self._timer is not None
+
     def sweep(self) -> None:
         """Kill everything that is left of the run, now."""
         kill(processes_of(self._run_id))
