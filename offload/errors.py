@@ -72,3 +72,11 @@ def was_told(error: BaseException | None) -> bool:
 
 class WatchdogError(ZeroInfinityError, TimeoutError):
     """Something that should have finished long ago has not; the message lists what is in flight."""
+
+
+class RankDivergenceError(ZeroInfinityError, RuntimeError):
+    """Ranks no longer do the same; the message names each rank and what it did where they first differ."""
+
+
+class RankLostError(RankDivergenceError):
+    """A rank has ended, has failed, or cannot be reached; the message names it and what is known of its end."""

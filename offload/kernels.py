@@ -14,7 +14,8 @@ from torch import Tensor
 
 from offload import kernels_fallback as fallback
 from offload.kernel_backend import backend_for
-from offload.moments import MOMENTS_BLOCK_NUMEL, Moments
+from offload.kernel_checks import FLOATS, check, check_block_sums, check_master, check_moments, check_ranks
+from offload.moments import Moments
 from offload.segment import Segment
 from offload.sizes import BLOCK_NUMEL
 
@@ -32,12 +33,11 @@ __all__ = [
     "join",
     "moments_load",
     "moments_store",
+    "reduce_ranks",
     "split",
 ]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FLOATS = tuple(_DTYPES)
-_MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 def adamw(
@@ -67,10 +67,10 @@ def adamw(
         ValueError: a segment lies outside the tensors or begins before its predecessor ends.
     """
     numel, device = weight.numel(), weight.device
-    _check("weight", weight, _FLOATS, numel, device)
-    _check_master(weight, master)
-    _check_moments(moments, numel, device)
-    _check("grad", grad, _FLOATS, numel, device)
+    check("weight", weight, FLOATS, numel, device)
+    check_master(weight, master)
+    check_moments(moments, numel, device)
+    check("grad", grad, FLOATS, numel, device)
     position = 0
     for segment in segments:
         if not 0 <= segment.begin <= segment.end <= numel:
@@ -108,7 +108,7 @@ def moments_load(moments: Moments, threads: int = 1) -> tuple[Tensor, Tensor]:
         TypeError: dtype, device, length or layout of a tensor is wrong.
     """
     numel, device = moments.exp_avg.numel(), moments.exp_avg.device
-    _check_moments(moments, numel, device)
+    check_moments(moments, numel, device)
     exp_avg, exp_avg_sq = (torch.empty(numel, dtype=torch.float32, device=device) for _ in range(2))
     backend = backend_for(device)
     if backend is None:
@@ -126,9 +126,9 @@ def moments_store(moments: Moments, exp_avg: Tensor, exp_avg_sq: Tensor, threads
         TypeError: dtype, device, length or layout of a tensor is wrong.
     """
     numel, device = exp_avg.numel(), exp_avg.device
-    _check("exp_avg", exp_avg, (torch.float32,), numel, device)
-    _check("exp_avg_sq", exp_avg_sq, (torch.float32,), numel, device)
-    _check_moments(moments, numel, device)
+    check("exp_avg", exp_avg, (torch.float32,), numel, device)
+    check("exp_avg_sq", exp_avg_sq, (torch.float32,), numel, device)
+    check_moments(moments, numel, device)
     backend = backend_for(device)
     if backend is None:
         fallback.moments_store(moments, exp_avg, exp_avg_sq)
@@ -149,8 +149,8 @@ def cast(out: Tensor, src: Tensor, scale: float = 1.0, threads: int = 1) -> None
     Raises:
         TypeError: dtype, device, length or layout of a tensor is wrong.
     """
-    _check("src", src, _FLOATS, src.numel(), src.device)
-    _check("out", out, _FLOATS, src.numel(), src.device)
+    check("src", src, FLOATS, src.numel(), src.device)
+    check("out", out, FLOATS, src.numel(), src.device)
     if src.numel() == 0:
         return
     backend = backend_for(src.device)
@@ -173,10 +173,10 @@ def accumulate(total: Tensor, src: Tensor, first: Tensor | None = None, threads:
     Raises:
         TypeError: dtype, device, length or layout of a tensor is wrong.
     """
-    _check("src", src, _FLOATS, src.numel(), src.device)
-    _check("total", total, (torch.float32,), src.numel(), src.device)
+    check("src", src, FLOATS, src.numel(), src.device)
+    check("total", total, (torch.float32,), src.numel(), src.device)
     first = total if first is None else first
-    _check("first", first, _FLOATS, src.numel(), src.device)
+    check("first", first, FLOATS, src.numel(), src.device)
     if src.numel() == 0:
         return
     backend = backend_for(src.device)
@@ -199,9 +199,9 @@ def split(weight: Tensor, remainder: Tensor, src: Tensor, threads: int = 1) -> N
     Raises:
         TypeError: dtype, device, length or layout of a tensor is wrong.
     """
-    _check("src", src, (torch.float32,), src.numel(), src.device)
-    _check("weight", weight, (torch.bfloat16,), src.numel(), src.device)
-    _check("remainder", remainder, (torch.int16,), src.numel(), src.device)
+    check("src", src, (torch.float32,), src.numel(), src.device)
+    check("weight", weight, (torch.bfloat16,), src.numel(), src.device)
+    check("remainder", remainder, (torch.int16,), src.numel(), src.device)
     if src.numel() == 0:
         return
     backend = backend_for(src.device)
@@ -224,9 +224,9 @@ def join(out: Tensor, weight: Tensor, remainder: Tensor, threads: int = 1) -> No
     Raises:
         TypeError: dtype, device, length or layout of a tensor is wrong.
     """
-    _check("out", out, (torch.float32,), out.numel(), out.device)
-    _check("weight", weight, (torch.bfloat16,), out.numel(), out.device)
-    _check("remainder", remainder, (torch.int16,), out.numel(), out.device)
+    check("out", out, (torch.float32,), out.numel(), out.device)
+    check("weight", weight, (torch.bfloat16,), out.numel(), out.device)
+    check("remainder", remainder, (torch.int16,), out.numel(), out.device)
     if out.numel() == 0:
         return
     backend = backend_for(out.device)
@@ -252,8 +252,8 @@ def block_sumsq(src: Tensor, into: tuple[Tensor, Tensor] | None = None, threads:
     Raises:
         TypeError: dtype, device, length or layout of a tensor is wrong.
     """
-    _check("src", src, _FLOATS, src.numel(), src.device)
-    sums, nonfinite = _block_sums(src, into)
+    check("src", src, FLOATS, src.numel(), src.device)
+    sums, nonfinite = check_block_sums(into, src)
     if src.numel() == 0:
         return sums, nonfinite
     backend = backend_for(src.device)
@@ -283,9 +283,9 @@ def cast_sumsq(
     Raises:
         TypeError: dtype, device, length or layout of a tensor is wrong.
     """
-    _check("src", src, _FLOATS, src.numel(), src.device)
-    _check("out", out, _FLOATS, src.numel(), src.device)
-    sums, nonfinite = _block_sums(out, into)
+    check("src", src, FLOATS, src.numel(), src.device)
+    check("out", out, FLOATS, src.numel(), src.device)
+    sums, nonfinite = check_block_sums(into, out)
     if src.numel() == 0:
         return sums, nonfinite
     backend = backend_for(src.device)
@@ -301,14 +301,48 @@ def cast_sumsq(
     return sums, nonfinite
 
 
-def _block_sums(src: Tensor, into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Where the block sums of `src` go, checked."""
-    blocks = -(-src.numel() // BLOCK_NUMEL)
-    if into is None:
-        return tuple(torch.empty(blocks, dtype=t, device=src.device) for t in (torch.float64, torch.int64))  # type: ignore[return-value]
-    _check("sums", into[0], (torch.float64,), blocks, src.device)
-    _check("nonfinite", into[1], (torch.int64,), blocks, src.device)
-    return into
+def reduce_ranks(
+    stored: Tensor,
+    sources: Sequence[Tensor],
+    *,
+    scale: float = 1.0,
+    add: bool = False,
+    into: tuple[Tensor, Tensor] | None = None,
+    threads: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Sum what several ranks contribute, in fp32 and in the given order, and `block_sumsq` of what is stored; one pass.
+
+    For each element: `s = sources[0] + sources[1] + ...; s = s * scale; stored = s`, or `stored + s` with `add`.
+
+    Args:
+        stored: (N,) fp32, or the dtype of the sources (rounded to nearest even); may be one of the sources.
+        sources: one or more (N,) of one dtype, fp32, bf16 or fp16.
+        scale: fp32 factor, applied to the sum.
+        add: add to what `stored` (fp32) holds.
+        into: as for `block_sumsq`.
+        threads: at most this many CPU threads; the result does not depend on it.
+
+    Returns:
+        As `block_sumsq(stored)`.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+        ValueError: there is no source, or one overlaps `stored` without being it.
+    """
+    check_ranks(stored, sources, add)
+    sums, nonfinite = check_block_sums(into, stored)
+    backend = backend_for(stored.device)
+    if backend is None or stored.device.type != "cpu":
+        fallback.reduce_ranks(stored, sources, scale, add)
+        return block_sumsq(stored, (sums, nonfinite), threads)
+    if stored.numel() > 0:
+        outputs = backend.pointer(sums, "double *"), backend.pointer(nonfinite, "int64_t *")
+        table = backend.native.ffi.new("void *[]", [backend.pointer(source) for source in sources])
+        operands = table, len(sources), _DTYPES[sources[0].dtype], stored.numel(), scale, int(add)
+        backend.call(
+            *("reduce_ranks", backend.pointer(stored), _DTYPES[stored.dtype], *outputs, *operands), threads=threads
+        )
+    return sums, nonfinite
 
 
 def crc32c(tensor: Tensor, crc: int = 0) -> int:
@@ -317,7 +351,7 @@ def crc32c(tensor: Tensor, crc: int = 0) -> int:
     Raises:
         TypeError: the tensor is not flat, contiguous and on the CPU.
     """
-    _check("tensor", tensor, (tensor.dtype,), tensor.numel(), torch.device("cpu"))
+    check("tensor", tensor, (tensor.dtype,), tensor.numel(), torch.device("cpu"))
     data = tensor.detach().view(torch.uint8)
     backend = backend_for(tensor.device)
     if backend is None:
@@ -331,48 +365,3 @@ def isa() -> str:
     if backend is None:
         return "torch"
     return str(backend.native.ffi.string(backend.native.lib.zn_cpu_isa()).decode())
-
-
-# ---- checks of what C cannot see ------------------------------------------------------------------
-
-
-def _check(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, device: torch.device) -> None:
-    if tensor.dtype not in dtypes or tensor.device != device or tensor.numel() != numel:
-        wanted = " or ".join(str(dtype) for dtype in dtypes)
-        raise TypeError(
-            f"{name}: expected {numel} elements of {wanted} on {device}, "
-            f"got {tensor.numel()} of {tensor.dtype} on {tensor.device}"
-        )
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise TypeError(
-            f"{name}: must be flat and contiguous, got shape {tuple(tensor.shape)}, strides {tensor.stride()}; "
-            "pass tensor.contiguous().view(-1)"
-        )
-
-
-def _check_master(weight: Tensor, master: Tensor | None) -> None:
-    allowed = {torch.float32: (), torch.bfloat16: (torch.int16, torch.float32), torch.float16: (torch.float32,)}
-    dtypes = allowed[weight.dtype]
-    if master is None:
-        if dtypes:
-            raise TypeError(f"master: {weight.dtype} weights need one of {' or '.join(map(str, dtypes))}, got None")
-        return
-    if not dtypes:
-        raise TypeError(f"master: must be None, because {weight.dtype} weights are the master; got {master.dtype}")
-    _check("master", master, dtypes, weight.numel(), weight.device)
-
-
-def _check_moments(moments: Moments, numel: int, device: torch.device) -> None:
-    _check("exp_avg", moments.exp_avg, _MOMENTS, numel, device)
-    _check("exp_avg_sq", moments.exp_avg_sq, (moments.exp_avg.dtype,), numel, device)
-    codes = moments.exp_avg.dtype == torch.uint8
-    for name, scale in (("exp_avg_scale", moments.exp_avg_scale), ("exp_avg_sq_scale", moments.exp_avg_sq_scale)):
-        if codes != (scale is not None):
-            raise TypeError(f"{name}: goes with uint8 moments and with no others; these are {moments.exp_avg.dtype}")
-        if scale is not None:
-            _check(name, scale, (torch.float32,), numel // MOMENTS_BLOCK_NUMEL, device)
-    if codes and (numel % MOMENTS_BLOCK_NUMEL or moments.origin % MOMENTS_BLOCK_NUMEL):
-        raise TypeError(
-            f"moments: uint8 codes come in blocks of {MOMENTS_BLOCK_NUMEL}, got {numel} elements from coordinate "
-            f"{moments.origin:,} on"
-        )

@@ -204,6 +204,16 @@ def cast_sumsq(out: Tensor, sums: Tensor, nonfinite: Tensor, src: Tensor, scale:
     block_sumsq(sums, nonfinite, out)
 
 
+def reduce_ranks(stored: Tensor, sources: Sequence[Tensor], scale: float, add: bool) -> None:
+    """See `offload.kernels.reduce_ranks`, without the block sums."""
+    for tile in _tiles(0, stored.numel()):
+        total = sources[0][tile].to(torch.float32, copy=True)
+        for source in sources[1:]:
+            total.add_(source[tile].to(torch.float32))
+        total.mul_(to_fp32(scale))
+        _store(stored[tile], stored[tile] + total if add else total)
+
+
 @functools.cache
 def _crc_table() -> np.ndarray:
     table = np.arange(256, dtype=np.uint32)

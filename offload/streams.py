@@ -1,9 +1,10 @@
 """The order of work on a device: streams of our own beside the user's, and fences between them.
 
 [Note: streams] The user's streams compute: a hook runs with that stream current on which the model's work around it
-runs. Three are ours: one copies to the device, one copies to the host, and on the third the mover works with what
-lives on the device. A fence is a mark behind all that a stream has been given so far. Streams wait for fences; the
-host waits only where it needs the bytes itself: memory that it is going to read, or to overwrite.
+runs. Four are ours: one copies to the device, one copies to the host, on the third the mover works with what lives on
+the device, and collectives run on the fourth. A fence is a mark behind all that a stream has been given so far.
+Streams wait for fences; the host waits only where it needs the bytes itself: memory that it is going to read, or to
+overwrite.
 
 [Note: one logic] A machine without a GPU has no streams: there `Streams` copies at once and no fence exists. The same
 callers run with copies that lag behind in the tests.
@@ -14,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -64,6 +67,10 @@ class Streams:
     def behind_updates(self) -> Fence:
         """Behind all that the mover has given the device so far."""
         return None
+
+    def collective(self, *after: Fence) -> AbstractContextManager[None]:
+        """Inside, the calling thread's current stream is that of collectives, which waits for `after` first."""
+        return nullcontext()
 
     def wait(self, *fences: Fence) -> None:
         """Let the calling thread's current stream wait for them. The thread itself goes on."""
@@ -129,9 +136,9 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, timeline: Timeline | None = None) -> None:
         super().__init__(timeline)
         self._device = device
-        self._in, self._out, self._updates = (
+        self._in, self._out, self._updates, self._collectives = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for _ in range(3)
+            for _ in range(4)
         )
         self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence")
 
@@ -146,6 +153,13 @@ class CudaStreams(Streams):
     def behind_updates(self) -> Fence:
         """See `Streams`."""
         return self._mark(self._updates)
+
+    @contextmanager
+    def collective(self, *after: Fence) -> Iterator[None]:
+        """See `Streams`."""
+        self._hold(self._collectives, after)
+        with torch.cuda.stream(self._collectives):
+            yield
 
     def wait(self, *fences: Fence) -> None:
         """See `Streams`."""

@@ -98,3 +98,18 @@ def open_engine() -> Iterator[Callable[..., Any]]:
         engine.close()
     engines.clear()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def rank_pool() -> Iterator[Callable[[int], Any]]:
+    """`rank_pool(2)` -> a RankPool of two processes, the same one for the whole module; see `ranks`."""
+    from ranks import RankPool
+
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        return pools.setdefault(world_size, RankPool(world_size))
+
+    yield pool
+    for opened in pools.values():
+        opened.close()

@@ -131,7 +131,7 @@ class Adoption:
     def _encode(self, unit: Unit, weight: Staged, state: Record, shift: int) -> None:
         """Fill one unit's run of a sub-group: the weight, and its state from element `shift` of the record on."""
         stored = weight.bytes.view(unit.dtype)
-        lo, hi = weight.begin - unit.begin, weight.end - unit.begin
+        lo, hi = weight.begin - unit.origin, weight.end - unit.origin
         moments: tuple[torch.Tensor, torch.Tensor] | None = None
         for slot, piece in self._pieces(unit, lo, hi, state=True):
             at, numel = slot.offset_numel + piece.first - slot.first_numel - lo, piece.weight.numel()
@@ -166,8 +166,9 @@ class Adoption:
             try:
                 await self._begin([part])
                 stored = part.bytes.view(unit.dtype)
-                for slot, piece in self._pieces(unit, lo, hi, state=False):
-                    at = slot.offset_numel + piece.first - slot.first_numel - lo
+                first = unit.first_numel + lo
+                for slot, piece in self._pieces(unit, first, unit.first_numel + hi, state=False):
+                    at = slot.offset_numel + piece.first - slot.first_numel - first
                     stored[at : at + piece.weight.numel()].copy_(piece.weight)
                 await part.write()
             finally:
@@ -186,7 +187,8 @@ class Adoption:
         """Release the parameters whose last element lies in [begin, end)."""
         for unit in space.overlapping(begin, end):
             for slot in unit.slots:
-                last = unit.begin + min(max(slot.end_numel, slot.offset_numel + 1), unit.numel)
+                # What is in other ranks' slices is done with this rank's first element, or its last.
+                last = min(max(unit.origin + max(slot.end_numel, slot.offset_numel + 1), unit.begin + 1), unit.end)
                 if begin < last <= end:
                     self._done(unit, slot)
 

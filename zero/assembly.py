@@ -23,6 +23,7 @@ from zero.adoption import Adoption, Piece, read_parameter
 from zero.backward import BackwardWatch
 from zero.config import Config
 from zero.editing import UnitEditor
+from zero.exchange import Exchange
 from zero.experts import fetch_experts_by_rows
 from zero.keeping import EngineKeeper, take_back
 from zero.machine import read_machine
@@ -30,6 +31,7 @@ from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
 from zero.optim.inside import UpdatesInBackward
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
+from zero.optim.reducing import ReducedGradients
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
@@ -42,6 +44,7 @@ from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
 from zero.schedule.rows import RowLender
+from zero.starting import agree_on_machine, take_first_ranks_buffers, take_first_ranks_values
 from zero.storage import Storage
 from zero.stored_values import StoredValues
 
@@ -56,6 +59,8 @@ class Owner(Protocol):
     """Values in memory that the device can address are used where they live."""
     threads: int
     """Of CPU kernels."""
+    exchange: Exchange
+    """With the other ranks."""
 
     def ready(self, what: str) -> None:
         """Raise if the engine is closed; bind what is always bound."""
@@ -77,6 +82,9 @@ class Owner(Protocol):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when the next step updates the parameters."""
+
+    def reduces(self) -> bool:
+        """True when gradients of the backward under way are to be reduced as soon as they can be."""
 
 
 class Assembly:
@@ -107,10 +115,11 @@ class Assembly:
         self._owner, self.model, self._config = owner, model, config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
-        self._covered, self.layout = lay_out(model, self.leaves, trainable, config)
+        placement = owner.exchange.placement
+        self._covered, self.layout = lay_out(model, self.leaves, trainable, config, placement)
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
-        machine = read_machine(owner.device)
-        self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place)
+        machine = agree_on_machine(owner.exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
+        self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place, placement)
         logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
         leave_note("plan", self.plan.facts(owner.device))
         self.storage = Storage(self.layout, self.plan, config, owner.device)
@@ -124,20 +133,26 @@ class Assembly:
             BoundUnit(unit, self._bound_parameters(unit, covered), poison, device)
             for unit, covered in zip(layout.units, self._covered, strict=True)
         ]
-        self.gradients = Gradients(layout, storage, device, owner.in_place, owner.threads)
+        self.gradients = (
+            Gradients(layout, storage, device, owner.in_place, owner.threads)
+            if owner.exchange.placement.alone
+            else ReducedGradients(layout, storage, device, owner.threads, owner.exchange)
+        )
         pipeline = SubGroupPipeline(layout, storage, self.gradients)
         updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, owner.threads))
         self.ahead = None
         if self.plan.two_slots:
             boundary = owner.is_gradient_accumulation_boundary
             self.ahead = UpdatesInBackward(storage, pipeline, updates, self.gradients, owner.arguments_now, boundary)
-        self.stepper = Stepper(layout, storage, self.gradients, pipeline, updates, self.ahead)
+        self.stepper = Stepper(layout, storage, self.gradients, pipeline, updates, self.ahead, owner.exchange)
         self.gradients.update = self.stepper.apply
-        loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed)
+        loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed, owner.exchange)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
-        self.watch = BackwardWatch(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready)
+        self.watch = BackwardWatch(
+            self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready, owner.reduces
+        )
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
-        editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed)
+        editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed, owner.exchange)
         self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor, self.parameters())
         self.keeper.rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch)
         self.watch.at_end = self.keeper.rows.end_backward
@@ -172,6 +187,7 @@ class Assembly:
         """Move the model's values into the planes; each parameter is released as soon as its own are stored."""
         began = time.perf_counter()
         from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
+        take_first_ranks_values(self._owner.exchange, self.parameters())
         Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take).run()
         return_freed_memory()
         keep_freed_memory()
@@ -227,6 +243,7 @@ class Assembly:
         """Put hooks on the model; from here on the parts run it."""
         self.hooks.install()
         move_buffers(self.model, self._owner.device, torch.bfloat16 if self._config.bf16.enabled else None)
+        take_first_ranks_buffers(self._owner.exchange, self.model)
         self.coordinator.bind_persistent()
         self.watch.install(self.bound)
         self.hooks.at_removal.append(fetch_experts_by_rows(self.model))

@@ -25,6 +25,7 @@ class BackwardWatch:
         ahead: updates units inside backward, or None.
         check_open: raises if the engine is closed; given what was attempted.
         ready: the same, and binds what is always bound; for models that are called past their engine.
+        boundary: will the next step update the parameters?
 
     Attributes:
         generation: steps taken so far; a graph made before the last one is stale.
@@ -38,8 +39,9 @@ class BackwardWatch:
         ahead: UpdatesInBackward | None,
         check_open: Callable[[str], None],
         ready: Callable[[str], None],
+        boundary: Callable[[], bool],
     ) -> None:
-        self._coordinator, self._gradients, self._ahead = coordinator, gradients, ahead
+        self._coordinator, self._gradients, self._ahead, self._boundary = coordinator, gradients, ahead, boundary
         self._check_open, self._ready = check_open, ready
         self._running = False
         self._handles: list[RemovableHandle] = []
@@ -69,7 +71,7 @@ class BackwardWatch:
     @contextmanager
     def outermost(self) -> Iterator[None]:
         """The engine runs a backward inside; it is over at the end, well or not."""
-        self._running = True
+        self._begin()
         try:
             yield
         except (StorageError, BudgetError):
@@ -120,7 +122,7 @@ class BackwardWatch:
         """A backward that the engine did not start (`loss.backward()`): be told when it ends."""
         if self._running:
             return
-        self._running = True
+        self._begin()
 
         def finished() -> None:
             self._running = False
@@ -128,9 +130,13 @@ class BackwardWatch:
 
         torch.autograd.Variable._execution_engine.queue_callback(finished)
 
+    def _begin(self) -> None:
+        self._running = True
+        self._gradients.begin_backward(boundary=self._boundary())
+
     def _end(self) -> None:
         try:
-            self._gradients.flush_all()
+            self._gradients.end_backward()
         finally:
             self._coordinator.end_backward()
             if self.at_end is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -12,6 +11,8 @@ from offload import kernels
 from offload.copies import read_plane, write_plane
 from offload.errors import BudgetError, StateError
 from offload.sizes import format_bytes
+from zero.edits import Edit, agree_on_edits
+from zero.exchange import Exchange, whole
 from zero.machine import read_machine
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
@@ -24,20 +25,12 @@ Visit = Callable[[Record, int, int], Awaitable[bool]]
 """(record of a sub-group, first, last element of it that belong to the unit) -> was it changed?"""
 
 
-class Edit(NamedTuple):
-    """What somebody has changed in one unit."""
-
-    unit: Unit
-    before: torch.Tensor
-    """uint8, the unit's bytes as they were."""
-    after: torch.Tensor
-
-
 class UnitEditor:
     """Opens units of one engine for reading and editing, in memory of their own.
 
     Args:
         changed: told of every unit that was edited.
+        exchange: with the other ranks; all of them open and close the same units.
     """
 
     def __init__(
@@ -47,9 +40,10 @@ class UnitEditor:
         storage: Storage,
         coordinator: Coordinator,
         changed: Callable[[int], None],
+        exchange: Exchange,
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
-        self._changed = changed
+        self._changed, self._exchange = changed, exchange
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._unstored: list[Edit] = []
@@ -96,7 +90,7 @@ class UnitEditor:
     def _open_one(self, index: int) -> None:
         bound = self._bound[index]
         self._coordinator.let_go(index)
-        if bound.bound:
+        if bound.bound and not self._shown_to_others(index):
             # In use by a forward around us, or persistent: edits happen in place.
             self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
@@ -105,20 +99,33 @@ class UnitEditor:
         copy = torch.empty_like(before)
         copy.copy_(before)
         self._before[index] = before
+        if bound.bound:
+            bound.unbind()
         bound.bind(copy)
         self._coordinator.hold(index)
 
-    def close(self, indices: Iterable[int]) -> None:
-        """Store what changed since `open` and release what it bound.
+    def _shown_to_others(self, index: int) -> bool:
+        """True for memory that other ranks see too: what is edited there would be theirs at once."""
+        shared = self._layout.units[index].persistent and self._exchange.placement.shares_memory
+        return shared and index in self._storage.plan.whole
+
+    def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
+        """Store what changed since `open` and release what it bound. All ranks come here.
 
         Every unit is released whatever happens; an edit that cannot be written stays in memory.
 
+        Args:
+            indices: units.
+            modifier_rank: whose edits count; None: all ranks must have made the same ones.
+
         Raises:
-            StateError: a parameter was given another shape; it keeps its values, other edits are kept.
+            StateError: a parameter was given another shape; it keeps its values, other edits are kept. Or ranks have
+                made different edits, none of which is kept.
             StorageError: the first failure.
         """
         changes: list[Edit] = []
         refused: list[str] = []
+        last = [index for index in indices if self._opened[index] == 1]
         for index in indices:
             self._opened[index] -= 1
             if self._opened[index]:
@@ -127,14 +134,25 @@ class UnitEditor:
             refused += bound.recapture()
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
-            if not torch.equal(before, after):
-                self._changed(index)
-                changes.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
+            changes.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
             if self._coordinator.held(index):
                 self._coordinator.unhold(index)
                 bound.unbind()
+        try:
+            changes = agree_on_edits(self._exchange, changes, modifier_rank)
+        except StateError as error:
+            refused.append(str(error))
+            changes = []
+        for change in changes:
+            self._changed(change.unit.index)
+            bound = self._bound[change.unit.index]
+            if bound.bound:
+                bound.flat.detach().view(torch.uint8).copy_(change.after)
         self._unstored += changes
         self.store_edits()
+        if any(self._shown_to_others(index) for index in last):
+            self._exchange.agree("edits stored", b"")
+            self._coordinator.bind_persistent()
         if refused:
             raise StateError(f"GatheredParameters: {'; '.join(refused)}")
 
@@ -157,14 +175,15 @@ class UnitEditor:
     def read(self, unit: Unit) -> torch.Tensor:
         """A copy of the unit's weights as uint8 in host memory."""
         bound = self._bound[unit.index]
-        if bound.bound:  # as new as the plane, and newer if forward has modified a weight in place
+        if bound.bound and (unit.persistent or self._exchange.placement.alone):
+            # As new as the plane, and newer if forward has modified a weight in place.
             self._recapture(bound)
             return bound.flat.detach().view(torch.uint8).cpu().clone()
         out = torch.empty(unit.nbytes, dtype=torch.uint8)
         plane = self._storage.weights[self._layout.space_of(unit)]
-        job = read_plane(plane, unit.begin, unit.end, out, self._storage.arena)
+        job = read_plane(plane, unit.begin, unit.end, unit.own(out), self._storage.arena)
         self._storage.mover.run(f"reading {unit.name}", job)
-        return out
+        return whole(self._exchange, unit, out)
 
     def _recapture(self, bound: BoundUnit) -> None:
         refused = bound.recapture()
@@ -185,15 +204,25 @@ class UnitEditor:
             return False
 
         self._storage.mover.run(f"reading the state of {unit.name}", self._visit_records(unit, visit))
-        return {name: torch.cat(pieces) for name, pieces in parts.items()}
+        own = {name: torch.cat(pieces) for name, pieces in parts.items()}
+        return {name: whole(self._exchange, unit, self._among(unit, values)) for name, values in own.items()}
+
+    def _among(self, unit: Unit, own: torch.Tensor) -> torch.Tensor:
+        """(unit.numel,) with this rank's slice filled."""
+        if own.numel() == unit.numel:
+            return own
+        whole = torch.zeros(unit.numel, dtype=own.dtype)
+        unit.own(whole).copy_(own)
+        return whole
 
     async def _store(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
         """New weights; where one changed, its remainder no longer means anything and becomes 0."""
         space = self._layout.space_of(unit)
         plane, streams = self._storage.weights[space], self._storage.streams
         await streams.reached(streams.behind_copies_in())  # a forward that ran before may still be reading this
-        await write_plane(plane, unit.begin, unit.end, after, self._storage.arena)
-        await self._clear_remainders(unit, before, after)
+        own = unit.own(after)
+        await write_plane(plane, unit.begin, unit.end, own, self._storage.arena)
+        await self._clear_remainders(unit, unit.own(before), own)
 
     async def _clear_remainders(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
         space = self._layout.space_of(unit)

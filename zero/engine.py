@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -19,11 +20,13 @@ from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.activations import Activations
 from zero.assembly import Assembly
 from zero.config import Config
+from zero.exchange import Alone, Exchange
 from zero.generation import Generates
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
 from zero.params.layout import Unit
 from zero.replanning import Census, FollowsModel
+from zero.starting import take_first_ranks_buffers
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
 from zero.tracing import Traced, Tracer, traced
@@ -39,14 +42,20 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         groups: torch-style param groups; None trains nothing (evaluation only).
         config: validated configuration.
         device: where units are computed on.
+        exchange: with the other ranks.
     """
 
     def __init__(
-        self, model: nn.Module, groups: list[dict[str, Any]] | None, config: Config, device: torch.device
+        self,
+        model: nn.Module,
+        groups: list[dict[str, Any]] | None,
+        config: Config,
+        device: torch.device,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__()
         self._closed = False
-        self._config, self.device = config, device
+        self._config, self.device, self.exchange = config, device, exchange or Alone()
         self.in_place = os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
         self.threads = max(torch.get_num_threads(), 1)
         self.optimizer = ZeroOptimizer(groups, self._optimizer_step, self.zero_grad) if groups else None
@@ -56,6 +65,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._boundary: bool | None = None
+        self._local_only = False
+        self._buffers_differ = False
         self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
         self._persistent_bound = True
@@ -94,6 +105,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         """The model's forward; arguments are passed on untouched."""
         self.ready("forward")
         self._follow()
+        self._share_buffers()
         try:
             with self._forward.running(), self.activations.forward():
                 return self.module(*args, **kwargs)
@@ -160,6 +172,29 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say so from outside; from then on the micro-step counter decides nothing."""
         self._boundary = is_boundary
+
+    def reduces(self) -> bool:
+        """True when gradients of the backward under way are to be reduced as soon as they can be."""
+        return self.is_gradient_accumulation_boundary() and not self._local_only
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside need not reduce gradients: stages 0 and 1 add them up on each rank until later.
+
+        Stages 2 and 3 have no room for whole gradients: they go on reducing, and the numbers are the same.
+        """
+        before, self._local_only = self._local_only, True
+        try:
+            yield
+        finally:
+            self._local_only = before
+
+    def _share_buffers(self) -> None:
+        """Running statistics are the first rank's, as with DistributedDataParallel."""
+        if self.module.training and torch.is_grad_enabled():
+            if self._buffers_differ:
+                take_first_ranks_buffers(self.exchange, self.module)
+            self._buffers_differ = not self._local_only
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated since the last step."""
@@ -228,6 +263,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
         self._coordinator.release_all()
         number = self.global_steps + 1
         self._stepper.fix(number, optimizer, self._index_of, self._config.gradient_clipping)
+        self._coordinator.step_taken()
         self._step_counted = True
         self._watch.generation += 1
         self.global_steps = number
@@ -307,6 +343,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
             self._coordinator.release_all()
         finally:
             self._storage.close()
+            self.exchange.close()
             self.activations.close()
             return_freed_memory()
         logger.debug("engine closed after %d steps", self.global_steps)

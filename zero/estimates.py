@@ -19,6 +19,7 @@ from zero.config import Config, load_config
 from zero.machine import Machine
 from zero.params.layout import Layout, UnitContent, build_layout
 from zero.params.units import collect_leaves
+from zero.placement import Placement, place
 from zero.plan import DEVICE, HOST, NVME, Plan
 from zero.planner import Planner
 from zero.planning import lay_out, make_plan
@@ -85,8 +86,9 @@ def estimate_zero3_model_states_mem_needs_all_live(
     for param, states in _pairs():
         config = _config(param, states)
         trainable = {id(p) for p in model.parameters() if p.requires_grad}
-        covered, layout = lay_out(model, collect_leaves(model), trainable, config, setup.world_size)
-        plan = make_plan(covered, layout, config, ENDLESS, torch.device("cuda"), in_place=True)
+        placement = place(config, 0, setup.world_size)
+        covered, layout = lay_out(model, collect_leaves(model), trainable, config, placement)
+        plan = make_plan(covered, layout, config, ENDLESS, torch.device("cuda"), True, placement)
         plans[param, states] = plan
     total = sum(p.numel() for p in model.parameters())
     return _table3(total, largest, setup, plans)
@@ -225,7 +227,7 @@ def _layers(total: int, largest: int, world_size: int) -> Layout:
         UnitContent(f"layer {i}", ((i, (f"layer {i}",), torch.Size((numel,))),), torch.bfloat16, True, False)
         for i, numel in enumerate(sizes)
     ]
-    return build_layout(contents, world_size)
+    return build_layout(contents, Placement(world_size=world_size, shard_size=world_size))
 
 
 def _plan(layout: Layout, param: str, states: str) -> Plan:

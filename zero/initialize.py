@@ -17,6 +17,7 @@ from zero import checkpointing
 from zero.arguments import config_argument
 from zero.config import Config, load_config
 from zero.engine import ZeroEngine
+from zero.joining import open_exchange
 from zero.optim.optimizer import ZeroOptimizer, groups_from
 
 logger = logging.getLogger("zero")
@@ -72,9 +73,11 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             "on the optimizer that initialize returns"
         )
     show_log()
-    loaded = _read_config(args, config if config is not None else config_params)
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    loaded = _read_config(args, config if config is not None else config_params, ranks)
     groups = groups_from(optimizer, model_parameters, model, loaded)
-    engine = ZeroEngine(model, groups, loaded, compute_device())
+    device = compute_device()
+    engine = ZeroEngine(model, groups, loaded, device, open_exchange(loaded, device))
     given = loaded.origin("activation_checkpointing") == "user"
     checkpointing.follow(engine.activations, configured=given)
     if lr_scheduler is not None:
@@ -100,14 +103,14 @@ def compute_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None) -> Config:
+def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None, ranks: int) -> Config:
     if source is None:
         source = config_argument(args)
     if source is None:
         raise ConfigError("initialize: give config=, a path or a dict, or args with zero_config or deepspeed_config")
-    loaded = load_config(source)
+    loaded = load_config(source, world_size=ranks)
     if loaded.inactive:
-        logger.info("keys that are accepted and have no effect here: %s", ", ".join(loaded.inactive))
+        logger.info("keys that are accepted and have no effect here: %s", ", ".join(loaded.inactive_with_reasons))
     for line in loaded.deprecated:
         logger.info("deprecated: %s", line)
     return loaded

@@ -112,9 +112,9 @@ class EngineKeeper:
         self._owner.current("GatheredParameters", units)
         self._editor.open(units)
 
-    def close(self, parameters: list[nn.Parameter]) -> None:
+    def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
         """`GatheredParameters` ends."""
-        self._editor.close(self._units_of(parameters))
+        self._editor.close(self._units_of(parameters), modifier_rank)
 
     def store_edits(self) -> None:
         """Store edits that could not be stored when their context ended. Raises StorageError."""

@@ -77,6 +77,8 @@ class Plan:
     limits: Limits
     weight_tiers: dict[int, str] = field(default_factory=dict)
     """Unit index -> tier of its weights."""
+    whole: frozenset[int] = frozenset()
+    """Units (indices) of several slices whose home holds all of them, in one piece."""
     gradient_tiers: dict[int, str] = field(default_factory=dict)
     """Trainable unit index -> tier of its gradient."""
     gradient_wide: bool = False
@@ -95,6 +97,10 @@ class Plan:
     """Device memory that gathered units are read into."""
     gradient_pool_bytes: int = 0
     """Device memory for flat gradients that cannot be written in place."""
+    exchange_bytes: int = 0
+    """Device memory that other ranks' slices of a gradient arrive in."""
+    deferred_bytes: int = 0
+    """Device memory for whole gradients that are accumulated before they are reduced."""
     update_pool_bytes: int = 0
     """Device memory that an update on a GPU passes through what does not live there."""
     swap_bytes: int = 0

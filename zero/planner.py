@@ -13,6 +13,7 @@ from zero.activation_plan import plan_activations
 from zero.config import Config
 from zero.machine import Machine
 from zero.params.layout import Layout, Space, SubGroup, Unit
+from zero.placement import ONE_RANK, Placement
 from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow, tier_of
 from zero.plan_check import check_fits, check_live_limit
 from zero.pools import PoolSizes, prefix_that_fits
@@ -38,10 +39,18 @@ class Planner:
         device: where units are computed on.
         in_place: units whose home memory the device can address are used there without a copy.
         nested_numel: elements of units whose use encloses other units' use (direct parameters of containers).
+        placement: who shares each unit.
     """
 
     def __init__(
-        self, layout: Layout, config: Config, machine: Machine, device: torch.device, in_place: bool, nested_numel: int
+        self,
+        layout: Layout,
+        config: Config,
+        machine: Machine,
+        device: torch.device,
+        in_place: bool,
+        nested_numel: int,
+        placement: Placement = ONE_RANK,
     ) -> None:
         zero = config.zero_optimization
         self.layout, self.config, self.machine, self.device, self.in_place = layout, config, machine, device, in_place
@@ -50,12 +59,12 @@ class Planner:
         self.state_dtype = STATE_DTYPES[zero.offload_optimizer.state_dtype]
         self.wide = (config.gradient_accumulation_steps or 1) > 1
         self.on_cpu = shares_host_memory(device)
-        self.nested_numel = nested_numel
+        self.nested_numel, self.placement = nested_numel, placement
         self.host_budget = self._budget(config.memory_budget.host, machine.available_bytes)
         self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
         self.movable = [unit for unit in layout.units if not unit.persistent]
         self.trained = [unit for unit in layout.units if unit.trainable]
-        self.pools = PoolSizes(layout, on_gpu=not self.on_cpu, wide=self.wide)
+        self.pools = PoolSizes(layout, on_gpu=not self.on_cpu, wide=self.wide, placement=placement)
 
     def make(self) -> Plan:
         """The plan, checked against budgets and machine.
@@ -75,6 +84,7 @@ class Planner:
         plan.two_slots = self._wants_two_slots()
         plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
         rest = self._place_host(plan)
+        plan.whole = frozenset(unit.index for unit in self.layout.units if self._lies_whole(unit, plan))
         self._size_pools(plan)
         self._cache_records(plan, rest, self._states_on_device(plan))
         groups = [group for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True) if tier == DEVICE]
@@ -131,7 +141,8 @@ class Planner:
     # ---- sizes --------------------------------------------------------------------------------
 
     def _weight_bytes(self, unit: Unit) -> int:
-        return unit.shard_numel * unit.dtype.itemsize
+        whole = unit.persistent and not self.placement.shares_memory
+        return (unit.numel if whole else unit.shard_numel) * unit.dtype.itemsize
 
     def _gradient_bytes(self, unit: Unit) -> int:
         return unit.shard_numel * (4 if self.wide else unit.dtype.itemsize)
@@ -177,14 +188,14 @@ class Planner:
         """Four neighbours: one in use, one or two ahead, one kept; less if the device budget says so."""
         numels = [unit.numel for unit in self.movable]
         live = max((sum(numels[i : i + 4]) for i in range(len(numels))), default=0) + self.nested_numel
-        if self.device_budget is None or (self.in_place and self._addressable(self.param_tier)):
+        if self.device_budget is None or self._used_at_home(self.param_tier):
             return live
         fixed = sum(self._weight_bytes(u) for u in self.layout.units if u.persistent or self.param_tier == DEVICE)
         if self.state_tier == DEVICE:
             fixed += sum(self._gradient_bytes(unit) for unit in self.trained)
         fixed += int(self._device_share() * self._records_bytes(self._full_sub_group_numel()))
         width = max((unit.dtype.itemsize for unit in self.movable), default=2)
-        gradient_pool = self.pools.gradients() + self._passing_bytes()
+        gradient_pool = self.pools.gradients() + self.pools.exchange() + self._passing_bytes()
         fits = (self.device_budget - fixed - gradient_pool) // width - largest_numel
         need = largest_numel + self.nested_numel
         if fits < need:
@@ -208,13 +219,22 @@ class Planner:
 
     def _size_pools(self, plan: Plan) -> None:
         in_place = {
-            unit.index
-            for unit in self.movable
-            if not unit.numel or (self.in_place and self._addressable(plan.weight_tiers[unit.index]))
+            unit.index for unit in self.movable if not unit.numel or self._used_at_home(plan.weight_tiers[unit.index])
         }
         plan.unit_pool_bytes = self.pools.units(self.movable, in_place, plan.limits.live_numel_max)
         # Used when a gradient cannot be collected where it is stored; a second backward needs it always.
         plan.gradient_pool_bytes = self.pools.gradients()
+        plan.exchange_bytes = self.pools.exchange()
+        if self.placement.gradients_deferred and not self.placement.alone and self.wide:
+            plan.deferred_bytes = sum(unit.numel * 4 for unit in self.trained)
+
+    def _lies_whole(self, unit: Unit, plan: Plan) -> bool:
+        several = unit.shard_numel != unit.numel
+        return several and (unit.persistent or self._used_at_home(plan.weight_tiers[unit.index]))
+
+    def _used_at_home(self, tier: str) -> bool:
+        """True when whole units lie on that tier, and are used there."""
+        return self.in_place and self._addressable(tier) and (self.placement.alone or self.placement.shares_memory)
 
     def _addressable(self, tier: str) -> bool:
         """True when the compute device can read that tier's memory where it is."""
@@ -384,6 +404,8 @@ class Planner:
             yield PlanRow(tier, "optimizer states", sum(self._record_bytes(g) for g, t in groups if t == tier))
         yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
         yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
+        yield PlanRow(DEVICE, "slices of other ranks in flight", plan.exchange_bytes)
+        yield PlanRow(DEVICE, "gradients of this rank, not reduced yet", plan.deferred_bytes)
         yield PlanRow(DEVICE, "updates in flight", plan.update_pool_bytes)
         yield PlanRow(DEVICE, "stand-in for what is away", self.pools.stand_in())
         yield PlanRow(HOST, "block sums of gradients", self.pools.sums())

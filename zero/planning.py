@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -10,12 +12,13 @@ from zero.covering import cover_model
 from zero.machine import Machine
 from zero.params.layout import Layout, build_layout
 from zero.params.units import CoveredUnit, Leaf, collect_leaves, nested_numel
+from zero.placement import Placement, place
 from zero.plan import Plan
 from zero.planner import Planner
 
 
 def lay_out(
-    model: nn.Module, leaves: list[Leaf], trainable: set[int], config: Config, world_size: int = 1
+    model: nn.Module, leaves: list[Leaf], trainable: set[int], config: Config, placement: Placement
 ) -> tuple[list[CoveredUnit], Layout]:
     """The units of a model, and where each parameter lies in the flat space.
 
@@ -24,17 +27,28 @@ def lay_out(
         leaves: from `collect_leaves(model)`.
         trainable: id(parameter) of those the optimizer holds.
         config: validated configuration.
-        world_size: ranks that share each unit.
+        placement: who shares each unit.
 
     Raises:
         ConfigError: a parameter's dtype cannot be trained; names it.
     """
     covered = cover_model(model, leaves, trainable, config)
-    return covered, build_layout([unit.content for unit in covered], world_size)
+    for unit in covered:
+        if not placement.weights_sharded:
+            unit.content = replace(unit.content, persistent=True)
+        if not placement.alone:  # rows would have to be asked for from whoever has them
+            unit.content = replace(unit.content, expert_rows=0)
+    return covered, build_layout([unit.content for unit in covered], placement)
 
 
 def make_plan(
-    covered: list[CoveredUnit], layout: Layout, config: Config, machine: Machine, device: torch.device, in_place: bool
+    covered: list[CoveredUnit],
+    layout: Layout,
+    config: Config,
+    machine: Machine,
+    device: torch.device,
+    in_place: bool,
+    placement: Placement,
 ) -> Plan:
     """One rank's plan for a layout.
 
@@ -45,12 +59,13 @@ def make_plan(
         machine: what can be had.
         device: where units are computed on.
         in_place: units whose home memory the device can address are used there without a copy.
+        placement: who shares each unit.
 
     Raises:
         ConfigError: a knob that cannot work with this model; names it.
         BudgetError: it does not fit; names the knob to turn.
     """
-    return Planner(layout, config, machine, device, in_place, nested_numel(covered, layout)).make()
+    return Planner(layout, config, machine, device, in_place, nested_numel(covered, layout), placement).make()
 
 
 def plan_model(
@@ -63,12 +78,13 @@ def plan_model(
         config: validated configuration.
         machine: what one rank can have.
         device: where units are computed on.
-        world_size: ranks that share each unit.
+        world_size: number of ranks; the plan is that of the first.
 
     Raises:
         ConfigError: a knob or a parameter that cannot be; names it.
         BudgetError: it does not fit; names the knob to turn.
     """
     trainable = {id(p) for p in model.parameters() if p.requires_grad} if config.optimizer is not None else set()
-    covered, layout = lay_out(model, collect_leaves(model), trainable, config, world_size)
-    return layout, make_plan(covered, layout, config, machine, device, in_place=True)
+    placement = place(config, 0, world_size)
+    covered, layout = lay_out(model, collect_leaves(model), trainable, config, placement)
+    return layout, make_plan(covered, layout, config, machine, device, True, placement)

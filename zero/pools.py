@@ -6,14 +6,15 @@ from collections.abc import Collection, Iterable, Sequence
 
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up
 from zero.params.layout import Layout, SubGroup, Unit
+from zero.placement import ONE_RANK, Placement
 
 WIDE_CHUNK_NUMEL, WIDE_CHUNKS = 1 << 20, 3
 """Elements of a gradient that are widened at once on a GPU, and how many such chunks are on their way."""
 
 
 def gradient_sums_bytes(unit: Unit) -> int:
-    """Bytes of the block sums and non-finite counts of one unit's gradient."""
-    return 16 * -(-unit.numel // BLOCK_NUMEL)
+    """Bytes of the block sums and non-finite counts of this rank's slice of one unit's gradient."""
+    return 16 * -(-unit.shard_numel // BLOCK_NUMEL)
 
 
 class PoolSizes:
@@ -22,10 +23,11 @@ class PoolSizes:
     Args:
         on_gpu: the device's memory is not the host's.
         wide: gradients are accumulated in fp32 from the start.
+        placement: who shares each unit.
     """
 
-    def __init__(self, layout: Layout, *, on_gpu: bool, wide: bool) -> None:
-        self._layout, self._on_gpu, self._wide = layout, on_gpu, wide
+    def __init__(self, layout: Layout, *, on_gpu: bool, wide: bool, placement: Placement = ONE_RANK) -> None:
+        self._layout, self._on_gpu, self._wide, self._placement = layout, on_gpu, wide, placement
         self._trained = [unit for unit in layout.units if unit.trainable]
 
     def stand_in(self) -> int:
@@ -60,6 +62,14 @@ class PoolSizes:
             return flat
         sums = max(align_up(gradient_sums_bytes(unit), PAGE_BYTES) for unit in self._trained)
         return flat + 2 * sums + (WIDE_CHUNKS * WIDE_CHUNK_NUMEL * 4 if self._wide else 0)
+
+    def exchange(self) -> int:
+        """Room for what arrives from other ranks while the largest gradient is reduced."""
+        if self._placement.alone or self._placement.shares_memory:
+            return 0
+        deferred = self._placement.gradients_deferred and self._wide
+        width = 4 if deferred else max((unit.dtype.itemsize for unit in self._trained), default=0)
+        return width * max((unit.numel for unit in self._trained), default=0)
 
     def staged_width(self, weights: bool, gradients: bool, widened: bool) -> int:
         """Bytes per element that an update on a GPU brings there: weights, gradients, or such as may become fp32."""

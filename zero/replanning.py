@@ -30,6 +30,7 @@ from offload.pinned import return_freed_memory
 from offload.sizes import format_bytes
 from zero.assembly import Assembly
 from zero.config import Config
+from zero.exchange import Exchange
 from zero.optim.carrying import GradientCarrier
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.units import Leaf
@@ -115,6 +116,7 @@ class FollowsModel:
     _census: Census
     _tracer: Tracer
     _finalizer: weakref.finalize[Any, Any]
+    exchange: Exchange
 
     def replan(self) -> bool:
         """Take up changes of the model now instead of at the next forward. True if there were any.
@@ -170,6 +172,11 @@ class FollowsModel:
 
     def _exchange(self, old: Assembly, census: Census) -> None:
         """Make parts for the model as it is, fill them from the old ones, and go on with them."""
+        if not self.exchange.placement.alone:
+            raise StateError(
+                "the model has changed since initialize (parameters added, removed, replaced or thawed); with several "
+                "ranks that is not available: change it before zero.initialize, or close the engine and make another"
+            )
         began = time.perf_counter()
         self.at_rest()
         present = {id(p) for p in census.parameters()}

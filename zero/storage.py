@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -49,6 +50,8 @@ class Storage:
 
     def __init__(self, layout: Layout, plan: Plan, config: Config, device: torch.device) -> None:
         self.layout, self.plan, self.device = layout, plan, device
+        self._flats: dict[int, torch.Tensor] = {}
+        self._deferred: dict[int, torch.Tensor] = {}
         self._budgeted = config.memory_budget.host is not None
         self._pinned = device.type == "cuda" and _wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
@@ -92,6 +95,22 @@ class Storage:
         except BaseException:
             self.close()
             raise
+
+    def flat(self, unit: Unit) -> torch.Tensor | None:
+        """The memory of the unit's weights, uint8, where all slices of it lie in one piece; else None."""
+        if unit.index in self._flats:
+            return self._flats[unit.index]
+        if unit.shard_numel != unit.numel:
+            return None
+        return self.weights[self.layout.space_of(unit)].memory(unit.begin, unit.end)
+
+    def deferred_gradient(self, unit: Unit) -> torch.Tensor:
+        """Memory to add up the unit's whole gradient in, fp32 (unit.numel,); planned where it is foreseen."""
+        if unit.index not in self._deferred:
+            trained = [u for u in self.layout.units if u.trainable] if self.plan.deferred_bytes else [unit]
+            region = self._region(DEVICE, sum(u.numel * 4 for u in trained))
+            self._deferred.update({u.index: region.take(u.numel * 4).view(torch.float32) for u in trained})
+        return self._deferred[unit.index]
 
     def gradient_dtype(self, unit: Unit) -> torch.dtype:
         """What the unit's gradient is kept in while it fits its place in the gradient plane."""
@@ -192,6 +211,7 @@ class Storage:
                 getattr(self, name).close()
         self.weights, self.records, self.gradients, self.other_slots = [], [], [], []
         self._regions, self._planes = [], []
+        self._flats, self._deferred = {}, {}
 
     # ---- construction -------------------------------------------------------------------------
 
@@ -241,7 +261,18 @@ class Storage:
         runs = [(unit.begin, unit.end, self.plan.weight_tiers[unit.index]) for unit in space.units]
         if self.plan.two_slots and space.trainable:
             runs = list(self._cut_at_sub_groups(space, runs))
-        return self._plane(f"weights ({space.dtype})", width, runs)
+        whole = [unit for unit in space.units if unit.index in self.plan.whole]
+        homes = {unit.begin: unit.own(self._whole_home(unit, whole)) for unit in whole}
+        return self._plane(f"weights ({space.dtype})", width, runs, homes)
+
+    def _whole_home(self, unit: Unit, units: Sequence[Unit]) -> torch.Tensor:
+        """Memory for all slices of a unit; that of all `units` is allocated at once."""
+        tier = self.plan.weight_tiers[unit.index]
+        if unit.index not in self._flats:
+            together = [u for u in units if self.plan.weight_tiers[u.index] == tier]
+            region = self._region(tier, sum(u.nbytes for u in together))
+            self._flats.update({u.index: region.take(u.nbytes) for u in together})
+        return self._flats[unit.index]
 
     def _cut_at_sub_groups(self, space: Space, runs: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
         """The same runs, those in the swap space cut further: slots are exchanged by the sub-group."""
@@ -276,21 +307,32 @@ class Storage:
         runs = [(unit.begin, unit.end, self.plan.gradient_tiers[unit.index]) for unit in space.units]
         return self._plane(f"gradients ({space.dtype})", width, runs)
 
-    def _plane(self, name: str, width: int | Callable[[int], int], runs: Sequence[tuple[int, int, str]]) -> Plane:
-        """Homes for each run: one region per memory tier, one extent of the swap space for the rest."""
+    def _plane(
+        self,
+        name: str,
+        width: int | Callable[[int], int],
+        runs: Sequence[tuple[int, int, str]],
+        given: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> Plane:
+        """Homes for each run: `given` memory, by where it begins; else a part of one region per memory tier, or of the
+        swap space.
+        """
 
         def nbytes_of(begin: int, end: int) -> int:
             return (end - begin) * width if isinstance(width, int) else width(end - begin)
 
+        ours = [run for run in runs if run[0] not in given]
         regions = {
-            tier: self._region(tier, sum(nbytes_of(begin, end) for begin, end, t in runs if t == tier))
+            tier: self._region(tier, sum(nbytes_of(begin, end) for begin, end, t in ours if t == tier))
             for tier in (DEVICE, HOST)
-            if any(t == tier for _, _, t in runs)
+            if any(t == tier for _, _, t in ours)
         }
         homes, host_bytes = [], 0
         for begin, end, tier in runs:
             nbytes = nbytes_of(begin, end)
-            if tier == NVME:
+            if begin in given:
+                homes.append(Home(begin, end, given[begin]))
+            elif tier == NVME:
                 homes.append(Home(begin, end, None, self._swap_used_bytes))
                 self._swap_used_bytes += nbytes
             else:

@@ -51,7 +51,7 @@ class StoredValues:
                 yield from self._pieces_of_slot(unit, slot, first, last, state)
 
     def _pieces_of_slot(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Iterator[Piece]:
-        origin = unit.begin + slot.offset_numel - slot.first_numel  # where the parameter's first element would be
+        origin = unit.origin + slot.offset_numel - slot.first_numel  # where the parameter's first element would be
         if not (state and unit.trainable):
             yield Piece(begin, self._weights(unit, origin + begin, origin + end))
             return

@@ -26,6 +26,7 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256, ZN_LANES = 16 };
 #include "moments_body.inc"
 #include "cast_body.inc"
 #include "reduce_body.inc"
+#include "ranks_body.inc"
 #undef ZN_VECTOR_BYTES
 #undef ZN_ISA
 
@@ -38,6 +39,7 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256, ZN_LANES = 16 };
 #include "moments_body.inc"
 #include "cast_body.inc"
 #include "reduce_body.inc"
+#include "ranks_body.inc"
 #undef ZN_VECTOR_BYTES
 #undef ZN_ISA
 #pragma GCC pop_options
@@ -50,6 +52,7 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256, ZN_LANES = 16 };
 #include "moments_body.inc"
 #include "cast_body.inc"
 #include "reduce_body.inc"
+#include "ranks_body.inc"
 #undef ZN_VECTOR_BYTES
 #undef ZN_ISA
 #pragma GCC pop_options
@@ -83,7 +86,10 @@ static int supported_avx512(void) {
                   ZN_COLUMNS(accumulate_f16, isa)},                                                       \
    .split = split_##isa,                                                                                  \
    .join = join_##isa,                                                                                    \
-   .sumsq = ZN_COLUMNS(sumsq, isa)}
+   .sumsq = ZN_COLUMNS(sumsq, isa),                                                                       \
+   .reduce = {{reduce_f32_same_##isa, NULL, reduce_f32_add_##isa},                                        \
+              {reduce_bf16_same_##isa, reduce_bf16_wide_##isa, reduce_bf16_add_##isa},                    \
+              {reduce_f16_same_##isa, reduce_f16_wide_##isa, reduce_f16_add_##isa}}}
 
 /* Best first. */
 static const zn_cpu_kernels rows[] = {

@@ -45,6 +45,11 @@ typedef void zn_accumulate_kernel(float *sum, const void *first, const void *in,
 typedef void zn_split_kernel(uint16_t *weight, int16_t *remainder, const float *in, int64_t begin, int64_t end);
 typedef void zn_join_kernel(float *out, const uint16_t *weight, const int16_t *remainder, int64_t begin, int64_t end);
 typedef void zn_sumsq_kernel(double *out, int64_t *nonfinite, const void *in, int64_t begin, int64_t end);
+typedef void zn_reduce_kernel(void *stored, const void *const *sources, int64_t count, float scale, int64_t begin,
+                              int64_t end);
+
+/* What becomes of a sum over ranks: stored in the dtype of the sources, as fp32, or added to fp32. */
+enum { ZN_REDUCE_SAME = 0, ZN_REDUCE_WIDE = 1, ZN_REDUCE_ADD = 2, ZN_REDUCES = 3 };
 
 typedef struct {
   const char *name;
@@ -57,6 +62,7 @@ typedef struct {
   zn_split_kernel *split;
   zn_join_kernel *join;
   zn_sumsq_kernel *sumsq[ZN_DTYPES];
+  zn_reduce_kernel *reduce[ZN_DTYPES][ZN_REDUCES];             /* [in][how]; nothing is wider than fp32 */
 } zn_cpu_kernels;
 
 /* The row in use. */

@@ -275,6 +275,15 @@ int32_t zn_cpu_cast_sumsq(void *out, int32_t out_dtype, double *sums, int64_t *n
                           const void *in, int32_t in_dtype, int64_t numel, float scale,
                           int32_t threads);
 
+/* The sum over ranks and its block sums, in one pass over memory. For each element, in fp32 and in this order:
+ *   s = sources[0][i];  s = s + sources[1][i]; ...  s = s * scale;  stored[i] = s, or stored[i] + s with `add`
+ * `stored` is fp32 or has the dtype of the sources (rounded to nearest even); `add` needs fp32. It may be one of the
+ * sources. `sums` and `nonfinite` are those of zn_cpu_block_sumsq(..., stored, ...) afterwards. The result does not
+ * depend on `threads`. -EINVAL when source_count < 1, for dtypes that do not fit, or a NULL. */
+int32_t zn_cpu_reduce_ranks(void *stored, int32_t stored_dtype, double *sums, int64_t *nonfinite,
+                            const void *const *sources, int64_t source_count, int32_t in_dtype,
+                            int64_t numel, float scale, int32_t add, int32_t threads);
+
 /* CRC-32C (Castagnoli) of `nbytes` at `in`, continued from `crc` (0 to begin). */
 uint32_t zn_cpu_crc32c(uint32_t crc, const void *in, int64_t nbytes);
 

@@ -12,6 +12,7 @@ from offload.errors import BudgetError
 from zero.config import load_config
 from zero.machine import Machine
 from zero.params.layout import Layout, UnitContent, build_layout
+from zero.placement import Placement
 from zero.plan import NVME as ON_NVME
 from zero.plan import Plan
 from zero.planner import Planner
@@ -27,7 +28,7 @@ def units_of(*numels: int, frozen: tuple[int, ...] = ()) -> Layout:
         UnitContent(f"u{i}", ((i, (f"p{i}",), torch.Size((n,))),), torch.bfloat16, i not in frozen, False)
         for i, n in enumerate(numels)
     ]
-    return build_layout(contents, 1)
+    return build_layout(contents, Placement())
 
 
 def on_nvme(plan: Plan, layout: Layout) -> dict[str, int]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from models import build, make_config
 
 from zero.params.layout import Layout, UnitContent, build_layout
+from zero.placement import Placement
 
 BLOCK = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -30,6 +31,11 @@ contents_strategy = st.lists(
 worlds = st.sampled_from([1, 2, 3, 8])
 
 
+def among(world: int) -> Placement:
+    """The first of `world` ranks that share everything."""
+    return Placement(world_size=world, shard_size=world)
+
+
 def contents_of(drawn: list[tuple[list[torch.Size], torch.dtype, bool, bool]]) -> list[UnitContent]:
     contents, index = [], 0
     for number, (unit_shapes, dtype, trainable, persistent) in enumerate(drawn):
@@ -44,7 +50,7 @@ def contents_of(drawn: list[tuple[list[torch.Size], torch.dtype, bool, bool]]) -
 @given(contents_strategy, worlds)
 def test_every_parameter_has_exactly_one_place_of_its_own(drawn: Any, world: int) -> None:
     contents = contents_of(drawn)
-    layout = build_layout(contents, world)
+    layout = build_layout(contents, among(world))
     placed = [(slot.index, slot.names, slot.shape) for unit in layout.units for slot in unit.slots]
     assert placed == [parameter for content in contents for parameter in content.parameters]
     for unit, content in zip(layout.units, contents, strict=True):
@@ -63,7 +69,7 @@ def test_every_parameter_has_exactly_one_place_of_its_own(drawn: Any, world: int
 
 @given(contents_strategy, worlds)
 def test_parameters_start_at_64_bytes_and_waste_less_than_that(drawn: Any, world: int) -> None:
-    for unit in build_layout(contents_of(drawn), world).units:
+    for unit in build_layout(contents_of(drawn), among(world)).units:
         end = 0
         for slot in unit.slots:
             assert slot.offset_numel * unit.dtype.itemsize % 64 == 0
@@ -73,7 +79,7 @@ def test_parameters_start_at_64_bytes_and_waste_less_than_that(drawn: Any, world
 
 @given(contents_strategy, worlds)
 def test_rank_slices_tile_the_unit_in_whole_blocks(drawn: Any, world: int) -> None:
-    for unit in build_layout(contents_of(drawn), world).units:
+    for unit in build_layout(contents_of(drawn), among(world)).units:
         assert unit.shard_numel > 0 and unit.shard_numel % BLOCK == 0
         assert unit.shard_numel * world == unit.numel
         assert unit.numel - unit.slots[-1].end_numel < BLOCK * world or unit.numel == BLOCK * world
@@ -82,7 +88,7 @@ def test_rank_slices_tile_the_unit_in_whole_blocks(drawn: Any, world: int) -> No
 
 @given(contents_strategy, worlds)
 def test_spaces_are_homogeneous_and_their_coordinates_contiguous(drawn: Any, world: int) -> None:
-    layout = build_layout(contents_of(drawn), world)
+    layout = build_layout(contents_of(drawn), among(world))
     assert len({(space.dtype, space.trainable) for space in layout.spaces}) == len(layout.spaces)
     assert sorted(u.index for space in layout.spaces for u in space.units) == [u.index for u in layout.units]
     for position, space in enumerate(layout.spaces):
@@ -98,7 +104,7 @@ def test_spaces_are_homogeneous_and_their_coordinates_contiguous(drawn: Any, wor
 @given(contents_strategy, worlds, st.integers(0, 60_000), st.integers(0, 60_000))
 def test_overlapping_finds_the_units_that_share_a_coordinate(drawn: Any, world: int, a: int, b: int) -> None:
     begin, end = min(a, b), max(a, b) + 1
-    for space in build_layout(contents_of(drawn), world).spaces:
+    for space in build_layout(contents_of(drawn), among(world)).spaces:
         shared = [u for u in space.units if set(range(u.begin, u.end, BLOCK)) & block_starts(begin, end)]
         assert list(space.overlapping(begin, end)) == shared
 
@@ -110,7 +116,7 @@ def block_starts(begin: int, end: int) -> set[int]:
 
 @given(contents_strategy, worlds, st.integers(0, 100_000))
 def test_sub_groups_tile_every_trained_space_for_any_size(drawn: Any, world: int, numel_max: int) -> None:
-    layout = build_layout(contents_of(drawn), world)
+    layout = build_layout(contents_of(drawn), among(world))
     groups = layout.sub_groups(numel_max)
     for index, space in enumerate(layout.spaces):
         mine = [group for group in groups if group.space == index]
@@ -127,7 +133,7 @@ def test_sub_groups_tile_every_trained_space_for_any_size(drawn: Any, world: int
 @given(contents_strategy)
 def test_a_rank_owns_the_same_share_of_every_unit(drawn: Any) -> None:
     contents = contents_of(drawn)
-    one, four = build_layout(contents, 1), build_layout(contents, 4)
+    one, four = build_layout(contents, among(1)), build_layout(contents, among(4))
     for whole, shared in zip(one.units, four.units, strict=True):
         assert whole.slots == shared.slots, "the world size pads a unit's end, it moves no parameter"
         assert whole.numel <= shared.numel < whole.numel + 4 * BLOCK

@@ -16,6 +16,7 @@ from offload.errors import BudgetError, ConfigError, ZeroInfinityError
 from zero.config import load_config
 from zero.machine import Machine
 from zero.params.layout import Layout, UnitContent, build_layout
+from zero.placement import Placement
 from zero.plan import DEVICE, HOST, NVME, Plan
 from zero.planner import Planner
 
@@ -33,7 +34,7 @@ def layout_of(*numels: int, dtype: torch.dtype = torch.bfloat16, frozen: tuple[i
             UnitContent(f"u{i}", ((i, (f"p{i}",), torch.Size((n,))),), dtype, i not in frozen, False)
             for i, n in enumerate(numels)
         ],
-        1,
+        Placement(),
     )
 
 
@@ -172,7 +173,7 @@ def test_persistent_units_stay_on_the_device_whatever_the_tier() -> None:
         UnitContent("small", ((0, ("a",), torch.Size((10,))),), torch.bfloat16, True, True),
         UnitContent("large", ((1, ("b",), torch.Size((9_000,))),), torch.bfloat16, True, False),
     ]
-    plan = Wish(layout=build_layout(contents, 1)).plan()
+    plan = Wish(layout=build_layout(contents, Placement())).plan()
     assert plan.weight_tiers == {0: DEVICE, 1: NVME}
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zero.params.layout import build_layout
 from zero.params.units import CoveredUnit, CoverRules, can_root, collect_leaves, cover, nested_numel
+from zero.placement import Placement
 
 
 def rules(
@@ -256,7 +257,7 @@ def test_a_bare_linear_is_one_unit() -> None:
 def test_nested_elements_are_those_of_units_in_use_around_others() -> None:
     model: Any = build("gpt")
     units = covered(model)
-    layout = build_layout([unit.content for unit in units], 1)
+    layout = build_layout([unit.content for unit in units], Placement())
     around = [placed.numel for unit, placed in zip(units, layout.units, strict=True) if "position" in names_of(unit)]
     assert nested_numel(units, layout) == sum(around) == 4096
 

@@ -3,7 +3,7 @@
 The role of a key is written where the key is declared, as a marker in its annotation:
 
 - no marker: the key acts.
-- `INERT`: known and harmless, but nothing reads it; a user who sets it is told once.
+- `INERT`, or `Inert(reason)`: known and harmless, but it changes nothing; a user who sets it is told once, and why.
 - `Only(...)`: any other value would change the numbers or break a promise, so it is refused.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationInfo
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -30,6 +30,9 @@ class Block(BaseModel):
 
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other spellings of this block's keys."""
+
+    shorthands: ClassVar[Mapping[bool, Mapping[str, object]]] = {}
+    """What true and false stand for where the block should be; empty: nothing."""
 
 
 def problem(
@@ -59,9 +62,17 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def world_size_of(info: ValidationInfo) -> int:
+    """Number of ranks a configuration is being checked for."""
+    return int((info.context or {}).get("world_size", 1))
+
+
 @dataclass(frozen=True)
 class Inert:
-    """Known and harmless, but nothing reads it."""
+    """Known and harmless, but it changes nothing."""
+
+    reason: str = ""
+    """Why, if users may wonder; the start's list shows it."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,8 @@ def choice(*names: str) -> BeforeValidator:
     return reads(parse)
 
 
-def _parse_flag(value: object) -> bool:
+def parse_flag(value: object) -> bool:
+    """Read true or false, also as a word or as 1 or 0; anything else raises ValueError."""
     if isinstance(value, bool):
         return value
     words: dict[object, bool] = {"true": True, "false": False, 1: True, 0: False}
@@ -157,7 +169,7 @@ def _parse_free(value: object) -> dict[object, object]:
     return dict(value)
 
 
-Flag = Annotated[bool, reads(_parse_flag)]
+Flag = Annotated[bool, reads(parse_flag)]
 Whole = Annotated[int, reads(parse_whole)]
 Count = Annotated[int, reads(parse_count)]
 Number = Annotated[float, reads(parse_number)]
@@ -185,6 +197,11 @@ def role_of(field: FieldInfo) -> Role:
     if any(isinstance(mark, Inert) for mark in field.metadata):
         return "inert"
     return "refused" if any(isinstance(mark, Only) for mark in field.metadata) else "acts"
+
+
+def reason_of(field: FieldInfo) -> str:
+    """Why an inert key changes nothing; empty if nobody would wonder."""
+    return next((mark.reason for mark in field.metadata if isinstance(mark, Inert)), "")
 
 
 def means_auto(field: FieldInfo) -> bool:

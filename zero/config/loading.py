@@ -14,20 +14,27 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from offload.errors import ConfigError
-from zero.config.fields import AUTO, Block, Deprecated, block_of, means_auto, role_of, shown
+from zero import ranks
+from zero.config.fields import AUTO, Block, Deprecated, block_of, means_auto, reason_of, role_of, shown
 from zero.config.hints import unknown_key
+from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.schema import Config, Origin, Report
-from zero.config.zero_block import OffloadOptimizerConfig, OffloadParamConfig
 
 COMMENT_PREFIXES = ("_comment", "comment", "//")
 
 
-def load_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config, *, world_size: int = 1) -> Config:
+def load_config(
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    *,
+    world_size: int | None = None,
+    ranks_per_node: int | None = None,
+) -> Config:
     """Read, check and complete a configuration.
 
     Args:
         config: path of a JSON file, or its content as a dict (left untouched), or a `Config`.
-        world_size: number of ranks; the batch sizes are completed for it.
+        world_size: number of ranks; the batch sizes are completed for it. None: as torch.distributed says.
+        ranks_per_node: None: as torch.distributed's launcher says, if `world_size` is None too; else not known.
 
     Returns:
         The frozen configuration.
@@ -35,10 +42,15 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config, *, 
     Raises:
         ConfigError: lists every problem found: dotted path, what was expected, what was got, what to do.
     """
+    if world_size is None:
+        world_size, ranks_per_node = ranks.world_size(), ranks_per_node or ranks.ranks_per_node()
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(f"world_size: expected an integer of at least 1, got {world_size!r}")
     if isinstance(config, Config):
-        return config if config.world_size == world_size else load_config(config._report.source, world_size=world_size)
+        known = config._report
+        if (known.world_size, known.ranks_per_node) == (world_size, ranks_per_node):
+            return config
+        return load_config(known.source, world_size=world_size, ranks_per_node=ranks_per_node)
     reader = _Reader()
     if isinstance(config, Mapping):
         where, content = "config", config
@@ -49,12 +61,14 @@ def load_config(config: str | os.PathLike[str] | Mapping[str, Any] | Config, *, 
         raise ConfigError(f"config: expected a path of a JSON file or a dict, got {type(config).__name__}")
     source = _copied(content)
     data = reader.read(Config, source)
-    checked = _validated(data, reader, world_size)
+    checked = _validated(data, reader, {"world_size": world_size, "ranks_per_node": ranks_per_node})
     if checked is None or reader.problems:
         many = "1 problem" if len(reader.problems) == 1 else f"{len(reader.problems)} problems"
         raise ConfigError("\n  ".join([f"{where}: {many}", *reader.problems]))
     inactive = (*reader.inactive, *_overruled(checked, reader.origins))
-    report = Report(world_size, source, reader.origins, inactive, tuple(reader.deprecated))
+    report = Report(
+        world_size, ranks_per_node, source, reader.origins, inactive, reader.reasons, tuple(reader.deprecated)
+    )
     return checked._settled(report)
 
 
@@ -103,6 +117,7 @@ class _Reader:
     problems: list[str] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
     inactive: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
     deprecated: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
     """Canonical path to the path the user wrote."""
@@ -142,6 +157,10 @@ class _Reader:
             if value is None:
                 return
         inner = block_of(known)
+        if inner is not None and isinstance(value, bool) and value in inner.shorthands:
+            meant = inner.shorthands[value]
+            self.deprecated.append(f"{wrote}: deprecated, use {shown(meant)} for {shown(value)}")
+            value = meant
         if inner is not None and isinstance(value, Mapping):
             value = self.read(inner, value, f"{path}.", f"{wrote}.")
         name = path.rpartition(".")[2]
@@ -152,6 +171,8 @@ class _Reader:
             )
         if inner is None and role_of(known) == "inert":
             self.inactive.append(wrote)
+            if reason_of(known):
+                self.reasons[wrote] = reason_of(known)
         notes = [mark.note for mark in known.metadata if isinstance(mark, Deprecated)]
         self.deprecated.extend(f"{wrote}: deprecated, {note}" for note in notes)
         kept.setdefault(name, value)
@@ -167,7 +188,7 @@ def _meaning_of_auto(known: FieldInfo) -> Any:
     return {key: AUTO for key, below in inner.model_fields.items() if means_auto(below)} or None
 
 
-def _validated(data: dict[str, Any], reader: _Reader, world_size: int) -> Config | None:
+def _validated(data: dict[str, Any], reader: _Reader, ranks_known: Mapping[str, int | None]) -> Config | None:
     """Check all values; faulty ones are reported, taken out, and the rest is checked again.
 
     Checks across keys run only in blocks whose keys are right, so one pass would not find every problem.
@@ -175,7 +196,7 @@ def _validated(data: dict[str, Any], reader: _Reader, world_size: int) -> Config
     removed: set[str] = set()
     while True:
         try:
-            return Config.model_validate(data, context={"world_size": world_size})
+            return Config.model_validate(data, context=dict(ranks_known))
         except ValidationError as error:
             before = len(removed)
             for detail in error.errors(include_url=False):

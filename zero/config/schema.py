@@ -31,9 +31,8 @@ from zero.config.fields import (
     Whole,
     block_of,
     choice,
-    problem,
     reads,
-    shown,
+    world_size_of,
 )
 from zero.config.hints import unknown_key
 from zero.config.optimizer_block import OptimizerConfig, SchedulerConfig
@@ -50,11 +49,14 @@ class Report:
     """What was learnt while a configuration was read; paths are dotted."""
 
     world_size: int = 1
+    ranks_per_node: int | None = None
     source: Mapping[str, Any] = field(default_factory=dict)
     """A copy of the configuration as the user gave it."""
     origins: Mapping[str, Origin] = field(default_factory=dict)
     """Canonical path to "user" or "auto"; a path that is missing was not given."""
     inactive: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why a path of `inactive` does nothing, where users may wonder."""
     deprecated: tuple[str, ...] = ()
 
 
@@ -177,13 +179,20 @@ class Config(Block):
     fp16: Fp16Config = Fp16Config()
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
-    zero_optimization: ZeroConfig = ZeroConfig()
+    zero_optimization: ZeroConfig = ZeroConfig.model_validate({})
     aio: AioConfig = AioConfig()
     memory_budget: MemoryBudget = MemoryBudget()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
 
-    prescale_gradients: Annotated[Flag, Only((False,), "gradients are averaged after the sum")] = False
-    gradient_predivide_factor: Annotated[Number, Only((1.0,), "gradients are averaged after the sum")] = 1.0
+    communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"] | None, _COMM_DTYPE] = None
+    """What gradients are exchanged in; None: what they were computed in."""
+    reduce_scatter_with_fp32_accumulation: Flag = False
+    """Ours, named as Megatron's: 16-bit gradients are exchanged by all-to-all and summed in fp32, in rank order. On the
+    CPU that is always so."""
+    prescale_gradients: Flag = False
+    """Gradients are divided by the number of ranks before their sum instead of after it."""
+    gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
+    """Gradients are divided by it before their sum, and by the rest of the number of ranks after it."""
     gradient_allreduce_op: Annotated[
         Literal["mean", "sum"], Only(("mean",), "gradients are averaged; scale the loss instead"), choice("mean", "sum")
     ] = "mean"
@@ -207,7 +216,6 @@ class Config(Block):
 
     zero_allow_untested_optimizer: InertFlag = None
     zero_force_ds_cpu_optimizer: InertFlag = None
-    communication_data_type: Annotated[InertText, _COMM_DTYPE] = None
     seq_parallel_communication_data_type: Annotated[InertText, _COMM_DTYPE] = None
     sparse_gradients: InertFlag = None
     disable_allgather: InertFlag = None
@@ -248,6 +256,12 @@ class Config(Block):
     def inactive(self) -> tuple[str, ...]:
         """Dotted paths, as the user wrote them, that are known but do nothing here. The engine lists them once."""
         return self._report.inactive
+
+    @property
+    def inactive_with_reasons(self) -> tuple[str, ...]:
+        """As `inactive`, with "path (why)" where users may wonder why."""
+        reasons = self._report.reasons
+        return tuple(f"{path} ({reasons[path]})" if path in reasons else path for path in self.inactive)
 
     @property
     def deprecated(self) -> tuple[str, ...]:
@@ -295,16 +309,7 @@ class Config(Block):
 
     @model_validator(mode="after")
     def _across_ranks(self, info: ValidationInfo) -> Self:
-        world_size: int = (info.context or {}).get("world_size", 1)
-        resolve_batch(self._given_batch(), world_size)
-        if world_size > 1 and self.communication_data_type in ("fp16", "bf16"):
-            raise problem(
-                '"fp32"',
-                fix="gradients are reduced in fp32; remove it",
-                at="communication_data_type",
-                got=shown(self.communication_data_type),
-                keys=("communication_data_type",),
-            )
+        resolve_batch(self._given_batch(), world_size_of(info))
         return self
 
     def _given_batch(self) -> dict[str, int]:

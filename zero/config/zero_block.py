@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ValidationInfo, model_validator
 from typing_extensions import Self
 
 from zero.config.fields import (
+    AUTO,
     Block,
     Count,
     Deprecated,
     Flag,
+    Inert,
     InertAny,
     InertCount,
     InertFlag,
     InertNumber,
     InertObject,
     InertWhole,
-    Number,
     Only,
     Whole,
-    choice,
+    parse_flag,
     problem,
     reads,
+    shown,
+    world_size_of,
 )
+from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
+from zero.config.sizes import parse_number, parse_whole
 
 DEEPSPEED_LEAF_CLASSES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -34,19 +39,7 @@ DEEPSPEED_LEAF_CLASSES = (
 )
 """What DeepSpeed's `leaf_module.classes` is without the key; here nothing is a leaf unasked."""
 
-Device = Literal["none", "cpu", "nvme"]
-StateDtype = Literal["fp32", "bf16", "8bit"]
-
-
-def _parse_paths(value: object) -> tuple[str, ...]:
-    paths = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else []
-    folders = tuple(path for path in paths if isinstance(path, str) and path)
-    if not folders or len(set(folders)) != len(paths):
-        raise ValueError("a folder, or a list of different folders to stripe over")
-    return folders
-
-
-Paths = Annotated[tuple[str, ...], reads(_parse_paths)]
+STAGES = (0, 1, 2, 3)
 
 
 def _parse_words(value: object) -> tuple[str, ...]:
@@ -59,53 +52,31 @@ def _parse_words(value: object) -> tuple[str, ...]:
 Words = Annotated[tuple[str, ...], reads(_parse_words)]
 
 
-class _Offload(Block):
-    device: Annotated[Device, choice("none", "cpu", "nvme")] = "none"
-    """Tier the bytes live in while they are not used."""
-    nvme_path: Paths | None = None
-    """Folders for swap files; more than one are striped. Whether they exist is checked by the plan."""
-    pin_memory: Flag = True
-
-    @model_validator(mode="after")
-    def _nvme_needs_a_path(self) -> Self:
-        if self.device == "nvme" and self.nvme_path is None:
-            raise problem(
-                'a folder, because device is "nvme"',
-                fix="name a folder on the NVMe file system, or a list of them",
-                at="nvme_path",
-                got="nothing",
-                keys=("device", "nvme_path"),
-            )
-        return self
+def _parse_stage(value: object) -> int:
+    try:
+        stage = parse_whole(value)
+    except ValueError:
+        stage = -1
+    if stage not in STAGES:
+        raise ValueError("0, 1, 2 or 3")
+    return stage
 
 
-class OffloadParamConfig(_Offload):
-    """`offload_param`: the 16-bit (or fp32) weights."""
-
-    buffer_count: Annotated[Whole, Field(ge=1)] | None = None
-    """With buffer_size: cap of the parameter arena."""
-    buffer_size: Annotated[Count, Field(ge=1)] | None = None
-    """[elements]"""
-    max_in_cpu: Count | None = None
-    """[elements] kept in host memory as a cache of the NVMe tier."""
+def _parse_mics(value: object) -> int:
+    """-1 for off, which is also what 0 and every negative number mean."""
+    try:
+        return -1 if parse_number(value) < 0 else parse_whole(value) or -1
+    except ValueError:
+        raise ValueError("a whole number such as 8, or -1 for off") from None
 
 
-class OffloadOptimizerConfig(_Offload):
-    """`offload_optimizer`: the master weights and the moments."""
-
-    buffer_count: Annotated[Whole, Field(ge=2)] | None = None
-    """Records in flight: one is loaded while another is stored."""
-    pipeline_read: Flag = False
-    pipeline_write: Flag = False
-    fast_init: InertFlag = None
-    ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
-    """Share of the states that is offloaded; the rest stays on the device and is updated there."""
-    super_offload: Annotated[Flag, Only((False,), "SuperOffload is not available; set it to false")] = False
-    cpuadam_cores_perc: InertNumber = None
-    state_dtype: Annotated[StateDtype, choice("fp32", "bf16", "8bit")] = "fp32"
-    """Ours: what the two moments are stored as. bf16 and 8bit move fewer bytes, and change the numbers."""
-    update_in_backward: Flag = False
-    """Ours: update inside backward into a second slot; costs the space of the states again."""
+def _parse_sharing(value: object) -> str | bool:
+    if isinstance(value, str) and value.lower() == AUTO:
+        return AUTO
+    try:
+        return parse_flag(value)
+    except ValueError:
+        raise ValueError('"auto", true or false') from None
 
 
 class LeafModuleConfig(Block):
@@ -159,7 +130,14 @@ class ZeroConfig(Block):
         "allgather_sequential": "stage3_allgather_sequential",
     }
 
-    stage: Annotated[Whole, Only((3,), "stages 0-2 are not available yet; set it to 3")] = 3
+    shorthands: ClassVar[Mapping[bool, Mapping[str, object]]] = {True: {"stage": 1}, False: {"stage": 0}}
+
+    stage: Annotated[int, reads(_parse_stage)] = 0
+    """What is sharded over the ranks: 0 nothing, 1 states, 2 gradients too, 3 weights too.
+
+    Without the key it is 0, as in DeepSpeed, unless the block asks for what 0 does not have: with a device in
+    offload_param or offload_optimizer, an explicit zero_hpz_partition_size or mics_shard_size, or a stage3_ key, it
+    is 3. (DeepSpeed leaves such a block without effect.)"""
     offload_param: OffloadParamConfig = OffloadParamConfig()
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     sub_group_size: Count | None = None
@@ -177,30 +155,42 @@ class ZeroConfig(Block):
     zero_quantized_weights: Annotated[Flag, _quantized()] = False
     zero_quantized_nontrainable_weights: Annotated[Flag, _quantized()] = False
     zero_quantized_gradients: Annotated[Flag, _quantized()] = False
-    zero_hpz_partition_size: Annotated[
-        Whole, Only((1, 0), "hierarchical partitioning is not available; set it to 1")
-    ] = 1
-    mics_shard_size: Annotated[Number, Only((-1, 0, 1), "MiCS is not available; set it to -1")] = -1
+    zero_hpz_partition_size: Whole = 1
+    """Ranks of a node over which a second copy of the weights is sharded, for the gathers of backward; 1 (or 0): off.
+    Stage 3 only."""
+    mics_shard_size: Annotated[int, reads(_parse_mics)] = -1
+    """Ranks that shard everything among them; the groups of so many ranks hold the same. -1 (or 0): all ranks, off.
+    Stage 3 only."""
     zenflow: ZenFlowConfig | None = None
 
-    contiguous_gradients: InertFlag = None
-    reduce_scatter: InertFlag = None
-    reduce_bucket_size: InertCount = None
-    use_multi_rank_bucket_allreduce: InertFlag = None
-    allgather_partitions: InertFlag = None
-    allgather_bucket_size: InertCount = None
-    overlap_comm: InertFlag = None
+    reduce_bucket_size: Count = 500_000_000
+    """Most elements that one reduction of gradients moves. 0 is read as the default: an empty bucket moves nothing."""
+    allgather_bucket_size: Count = 500_000_000
+    """Most elements that one gather of weights moves. 0: as above."""
+    overlap_comm: Flag | None = None
+    """Gathers and reductions run beside the computation. Without the key: at stage 3, as in DeepSpeed."""
+    stage3_gather_16bit_weights_on_model_save: Flag = False
+    """A saved model holds whole weights; the engine answers with it under DeepSpeed's name."""
+    stage3_module_granularity_threshold: Count = 0
+    """Modules with so many parameter elements per module inside them, or fewer, are fetched as one; 0: none."""
+    ignore_unused_parameters: Flag = True
+    """False: a step raises if a trained parameter got no gradient, and names it."""
+    shared_host_memory: Annotated[Literal["auto"] | bool, reads(_parse_sharing)] = "auto"
+    """Ours: the ranks of a node keep one host copy of each shard, in shared memory. "auto": on the CPU, with all ranks
+    on one node."""
+
+    contiguous_gradients: Annotated[Flag, Inert("a unit's gradients are always one buffer")] = True
+    reduce_scatter: Annotated[Flag, Inert("a rank gets the sums of its own slice either way")] = True
+    allgather_partitions: Annotated[Flag, Inert("a unit is always gathered in one collective")] = True
+    round_robin_gradients: Annotated[Flag, Inert("every rank has an equal slice of every unit")] = False
+    use_multi_rank_bucket_allreduce: Annotated[Flag, Inert("one reduction serves all ranks")] = True
     compute_grad_norm: InertFlag = None
     load_from_fp32_weights: InertFlag = None
     elastic_checkpoint: InertFlag = None
     stage3_model_persistence_threshold: InertCount = None
-    stage3_gather_16bit_weights_on_model_save: InertFlag = None
-    stage3_module_granularity_threshold: InertCount = None
-    stage3_use_all_reduce_for_fetch_params: InertFlag = None
-    stage3_allgather_sequential: InertFlag = None
-    ignore_unused_parameters: InertFlag = None
+    stage3_use_all_reduce_for_fetch_params: Annotated[Flag | None, Inert("gathered slices are the flat unit")] = None
+    stage3_allgather_sequential: Annotated[Flag | None, Inert("gathered slices are the flat unit")] = None
     legacy_stage1: InertFlag = None
-    round_robin_gradients: InertFlag = None
     parameter_alignment: InertFlag = None
     zeropp_loco_param: InertObject = None
     mics_hierarchical_params_gather: InertFlag = None
@@ -226,6 +216,70 @@ class ZeroConfig(Block):
                     fix=f"remove {old}", keys=(old,),
                 )  # fmt: skip
             update[new] = block.model_copy(update={"device": "cpu", **pin})
-        if self.sub_group_size == 0:
-            return self.model_copy(update={**update, "sub_group_size": None})
         return self.model_copy(update=update) if update else self
+
+    @model_validator(mode="after")
+    def _resolved(self) -> Self:
+        update: dict[str, object] = {}
+        if "stage" not in self.model_fields_set:
+            update["stage"] = 3 if self._asks_for_stage_3() else 0
+        if self.overlap_comm is None:
+            update["overlap_comm"] = update.get("stage", self.stage) == 3
+        if self.sub_group_size == 0:
+            update["sub_group_size"] = None
+        for key in ("reduce_bucket_size", "allgather_bucket_size"):
+            if getattr(self, key) == 0:
+                update[key] = type(self).model_fields[key].default
+        update["zero_hpz_partition_size"] = max(self.zero_hpz_partition_size, 1)
+        return self.model_copy(update=update)
+
+    def _asks_for_stage_3(self) -> bool:
+        offloads = {self.offload_param.device, self.offload_optimizer.device} != {"none"}
+        groups = self.zero_hpz_partition_size > 1 or self.mics_shard_size > 0
+        return offloads or groups or any(key.startswith("stage3_") for key in self.model_fields_set)
+
+    @model_validator(mode="after")
+    def _stage_has_what_is_asked_for(self) -> Self:
+        param, states = self.offload_param.device, self.offload_optimizer.device
+        needed: list[tuple[bool, str, str, str]] = [
+            (self.stage < 3 and param != "none", "3", f"offload_param.device is {shown(param)}",
+             'set "stage": 3, or remove offload_param; offload_optimizer works at stages 1 to 3'),
+            (self.stage < 1 and states != "none", "1, 2 or 3", f"offload_optimizer.device is {shown(states)}",
+             'set "stage": 1 or higher, or remove offload_optimizer'),
+            (self.stage < 3 and self.zero_hpz_partition_size > 1, "3", "zero_hpz_partition_size is above 1",
+             'set "stage": 3, or remove zero_hpz_partition_size'),
+            (self.stage < 3 and self.mics_shard_size > 0, "3", "mics_shard_size is above 0",
+             'set "stage": 3, or remove mics_shard_size'),
+        ]  # fmt: skip
+        for wrong, expected, because, fix in needed:
+            if wrong:
+                raise problem(
+                    f"{expected}, because {because}", at="stage", got=str(self.stage), fix=fix, keys=("stage",)
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit(self, info: ValidationInfo) -> Self:
+        """Groups are equally large, and those of hpZ stay on a node."""
+        hpz, mics, ranks = self.zero_hpz_partition_size, self.mics_shard_size, world_size_of(info)
+        of_node = (info.context or {}).get("ranks_per_node")
+        if hpz > 1 and mics > 0:
+            raise problem(
+                f"no mics_shard_size beside zero_hpz_partition_size {hpz}", at="mics_shard_size", got=str(mics),
+                fix="both choose groups for the gathers; remove one of them",
+                keys=("mics_shard_size", "zero_hpz_partition_size"),
+            )  # fmt: skip
+        if mics > 0 and ranks % mics:
+            raise _indivisible("mics_shard_size", mics, f"{ranks}, the number of ranks", -1)
+        if hpz > 1 and ranks % hpz:
+            raise _indivisible("zero_hpz_partition_size", hpz, f"{ranks}, the number of ranks", 1)
+        if hpz > 1 and of_node and of_node % hpz:
+            raise _indivisible("zero_hpz_partition_size", hpz, f"{of_node}, the ranks of a node", 1)
+        return self
+
+
+def _indivisible(key: str, size: int, whole: str, off: int) -> Exception:
+    return problem(
+        f"a divisor of {whole}", at=key, got=str(size), keys=(key,),
+        fix=f"all groups are equally large; set it to {off} for none",
+    )  # fmt: skip

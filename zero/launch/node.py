@@ -37,6 +37,8 @@ from zero.launch.rank import OPTIONS
 from zero.launch.reaper import RUN_ID, Reaper
 
 RANK_FILE = Path(__file__).with_name("rank.py")
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that torchrun takes over."""
 FROM_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_RANKID", "SLURM_PROCID")
 """Where launchers that start one process a node say which one it is."""
 
@@ -59,11 +61,12 @@ def run_node(job: Job, node_rank: int) -> int:
     Raises:
         ConfigError: the node does not have what it should: GPUs, cores, the port.
     """
-    # Until ranks are there, a signal just ends this process, also while it waits for others.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
     run_id = uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix="zero-run-") as folder, _environment(job, node_rank, run_id, folder):
+    with (
+        _signals(),
+        tempfile.TemporaryDirectory(prefix="zero-run-") as folder,
+        _environment(job, node_rank, run_id, folder),
+    ):
         before = read_states()
         peers = Peers(job, node_rank) if len(job.nodes) > 1 else None
         with Reaper(run_id) as reaper:
@@ -153,6 +156,18 @@ def _watch_stdin() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="zero-stdin", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Until torchrun handles signals, they just end this process, also while it waits for other nodes."""
+    before = {kind: signal.getsignal(kind) for kind in HANDLED}
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 @contextlib.contextmanager

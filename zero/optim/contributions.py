@@ -76,6 +76,11 @@ class Contribution:
     transfer: Transfer[None] | None = None
     """The attempt under way; None after a failure."""
 
+    @property
+    def done(self) -> bool:
+        """True once all of it has been dealt with."""
+        return self.position == self.unit.numel
+
 
 class ContributionStore:
     """Puts contributions where they belong.
@@ -210,6 +215,86 @@ class ContributionStore:
             elif begin < end:
                 kernels.cast(stored[begin:end], source[begin:end], threads=self._threads)
         kernels.block_sumsq(stored, into, threads=self._threads)
+
+    async def store_sum(
+        self,
+        unit: Unit,
+        home: tuple[Plane, torch.dtype],
+        sources: list[torch.Tensor],
+        scale: float,
+        sums: BlockSums,
+        *,
+        first: bool,
+    ) -> None:
+        """Store `scale` times the sum of `sources` as this rank's slice of a gradient, or add it there.
+
+        Args:
+            unit: whose.
+            home: its plane, and what that holds.
+            sources: (unit.shard_numel,) each, added up in this order.
+            scale: of the sum.
+            sums: rewritten.
+            first: the plane holds nothing for this step yet.
+
+        Raises:
+            StorageError: of the first chunk that failed.
+        """
+        plane, dtype = home
+        memory = plane.memory(unit.begin, unit.end)
+        if self.can_address(memory, sources[0]) and memory is not None:
+            into = sums if self._streams.shared else BlockSums(torch.empty_like(sums.data, device=memory.device))
+            whole = into.part(0, unit.shard_numel)
+            stored = memory.view(dtype)
+            kernels.reduce_ranks(stored, sources, scale=scale, add=not first, into=whole, threads=self._threads)
+            if into is not sums:
+                await self._streams.reached(self._streams.copy_out(sums.data, into.data, self._streams.fence()))
+            return
+        if not self._streams.shared:  # one sum travels to the host, not one for each rank
+            kernels.reduce_ranks(sources[0], sources, scale=scale)
+            sources, scale = sources[:1], 1.0
+        error: StorageError | None = None
+        for lo in range(0, unit.shard_numel, CHUNK_NUMEL):
+            parts = [part[lo : lo + CHUNK_NUMEL] for part in sources]
+            error = await self._store_chunk(unit, home, parts, scale, sums, lo, first) or error
+        if error is not None:
+            raise error
+
+    async def _store_chunk(
+        self,
+        unit: Unit,
+        home: tuple[Plane, torch.dtype],
+        sources: list[torch.Tensor],
+        scale: float,
+        sums: BlockSums,
+        lo: int,
+        first: bool,
+    ) -> StorageError | None:
+        plane, dtype = home
+        numel = sources[0].numel()
+        begin, end = unit.begin + lo, unit.begin + lo + numel
+        memory = plane.memory(begin, end)
+        stored_bytes = 0 if memory is not None else numel * dtype.itemsize
+        passing_bytes = 0 if self._streams.shared else numel * sources[0].element_size()
+        chunk = await self._storage.arena.lease_when_free(stored_bytes + passing_bytes, "gradient chunk")
+        try:
+            raw = chunk.data[:stored_bytes] if memory is None else memory
+            if memory is None and not first:
+                await plane.read(begin, end, raw)
+            if passing_bytes:
+                copied = chunk.data[stored_bytes : stored_bytes + passing_bytes].view(sources[0].dtype)
+                await self._streams.reached(self._streams.copy_out(copied, sources[0], self._streams.fence()))
+                sources = [copied]
+            kernels.reduce_ranks(
+                raw.view(dtype),
+                sources,
+                scale=scale,
+                add=not first,
+                into=sums.part(lo, lo + numel),
+                threads=self._threads,
+            )
+            return await self._write(plane, begin, end, raw) if memory is None else None
+        finally:
+            chunk.release()
 
     async def widen(self, unit: Unit, narrow: Plane, dtype: torch.dtype, wide: Plane) -> None:
         """Copy a 16-bit gradient to its fp32 home. Raises StorageError."""

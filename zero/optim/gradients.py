@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from offload.arena import Block
 from offload.errors import StateError
+from offload.mover import Transfer
 from offload.planes import Plane
 from offload.streams import Fence
 from zero.optim.contributions import BlockSums, Contribution, ContributionStore
@@ -59,7 +60,7 @@ class UnitGradient:
     """The lease behind `buffer`, with room for its sums on a GPU; None when it is the plane's own memory."""
     stream: Any = None
     """On a GPU, the stream that the buffer is being filled on."""
-    storing: Contribution | None = None
+    storing: Storing | None = None
     """What is being stored; its block is leased until that has succeeded."""
     copied: Fence = None
     """Behind what the device is copying to the host, sums included."""
@@ -68,7 +69,19 @@ class UnitGradient:
     @property
     def empty(self) -> bool:
         """True when the plane holds nothing for this step."""
-        return not any(self.contributions)
+        return not self.summed
+
+
+class Storing(Protocol):
+    """A gradient on its way to its plane."""
+
+    block: Block | None
+    transfer: Transfer[None] | None
+    """The attempt under way; None after a failure."""
+
+    @property
+    def done(self) -> bool:
+        """True once all of it is where it belongs."""
 
 
 class Gradients:
@@ -175,6 +188,18 @@ class Gradients:
         for index in self._units:
             self.flush(index)
 
+    def begin_backward(self, *, boundary: bool) -> None:
+        """A backward begins; `boundary`: the next step is to update the parameters with what it gives."""
+
+    def end_backward(self) -> None:
+        """A backward is over."""
+        self.flush_all()
+
+    def complete(self) -> None:
+        """A step is about to be fixed: nothing waits in a buffer or is on its way. Raises StorageError."""
+        self.flush_all()
+        self.settle()
+
     def settle(self) -> None:
         """Wait until every gradient is where it belongs. Raises StorageError."""
         for state in self._units.values():
@@ -241,10 +266,10 @@ class Gradients:
         state = self._units[index]
         return state.sealed or Sealed(state.plane, state.dtype)
 
-    def norm(self) -> float:
-        """2-norm of all gradients: fp64 block sums, summed exactly, so independent of order and tier."""
+    def square_sum(self) -> float:
+        """Sum of squares of this rank's slices: fp64 block sums, summed exactly, so independent of order and tier."""
         sums = [state.sums.sums for state in self._units.values() if state.summed]
-        return math.sqrt(math.fsum(value for part in sums for value in part.tolist()))
+        return math.fsum(value for part in sums for value in part.tolist())
 
     def nonfinite(self) -> int:
         """How many gradient elements are inf or NaN."""
@@ -288,6 +313,11 @@ class Gradients:
         job = self._store.store(item)
         item.transfer = self._storage.mover.post(f"storing the gradient of {state.unit.name}", job)
 
+    def _restart(self, state: UnitGradient, item: Storing) -> None:
+        """An attempt has failed; make another."""
+        if isinstance(item, Contribution):
+            self._start(state, item)
+
     def _settle(self, state: UnitGradient) -> None:
         """Wait until the mover has stored what it was given of the unit. After a failure the next call tries again.
 
@@ -297,7 +327,7 @@ class Gradients:
         if item is None:
             return
         if item.transfer is None:
-            self._start(state, item)
+            self._restart(state, item)
         transfer = item.transfer
         if transfer is None:
             raise StateError(f"gradient of {state.unit.name}: nothing is on its way")
@@ -306,7 +336,7 @@ class Gradients:
         finally:
             if transfer.settled():
                 item.transfer = None
-            if transfer.settled() and item.position == state.unit.numel:
+            if transfer.settled() and item.done:
                 state.storing = None
                 if item.block is not None:
                     item.block.release()

@@ -121,7 +121,7 @@ class SubGroupPipeline:
         return [
             unit
             for unit in self._layout.spaces[group.space].overlapping(group.begin, group.end)
-            if any(_overlap(unit, slot, group) and slot.index in arguments.values for slot in unit.slots)
+            if any(slot.index in arguments.values and _overlap(unit, slot, group) for slot in unit.slots)
         ]
 
     def at_once(self, group: SubGroup, arguments: StepArguments) -> bool:
@@ -280,7 +280,7 @@ class SubGroupPipeline:
         layout = self._storage.plan.record_format(space)
         state = layout.over(record.bytes, record.begin, record.end, arguments.number)
         lo, hi = weight.begin - record.begin, weight.end - record.begin
-        first = weight.begin - unit.begin
+        first = weight.begin - unit.origin
         segments = [
             segment
             for slot in unit.slots
@@ -308,7 +308,8 @@ def _nothing() -> None:
 
 
 def _overlap(unit: Unit, slot: Slot, group: SubGroup) -> bool:
-    return unit.begin + slot.offset_numel < group.end and group.begin < unit.begin + slot.end_numel
+    begin, end = unit.within(slot)
+    return begin < end and begin < group.end and group.begin < end
 
 
 def _segment(slot: Slot, first: int, numel: int, arguments: StepArguments) -> kernels.Segment | None:

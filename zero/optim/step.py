@@ -12,6 +12,8 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from offload.errors import StorageError, tell, was_told
+from zero.exchange import Exchange
+from zero.optim.agreement import agree_on_step
 from zero.optim.behind import DueUpdates
 from zero.optim.clipping import clip_coefficient
 from zero.optim.gradients import Gradients
@@ -27,6 +29,7 @@ class Stepper:
 
     Args:
         ahead: what was updated inside backward, if anything is.
+        exchange: with the other ranks.
     """
 
     def __init__(
@@ -37,8 +40,9 @@ class Stepper:
         pipeline: SubGroupPipeline,
         updates: DueUpdates,
         ahead: UpdatesInBackward | None,
+        exchange: Exchange,
     ) -> None:
-        self._layout, self._storage, self._gradients = layout, storage, gradients
+        self._layout, self._storage, self._gradients, self._exchange = layout, storage, gradients, exchange
         self._pipeline, self._updates, self._ahead = pipeline, updates, ahead
         self._persistent = [unit.index for unit in layout.units if unit.persistent]
         self._arguments = StepArguments({}, 1.0, 0)
@@ -60,16 +64,15 @@ class Stepper:
         if self.decided:
             return
         self.finish()
-        self._gradients.flush_all()
-        self._gradients.settle()
-        self.norm = self._gradients.norm()
-        contributed = {
+        self._gradients.complete()
+        mine = {
             slot.index
             for unit in self._layout.units
             if unit.trainable
             for slot, has in zip(unit.slots, self._gradients.contributed(unit.index), strict=True)
             if has
         }
+        self.norm, contributed = agree_on_step(self._exchange, number, self._gradients.square_sum(), mine)
         scale = clip_coefficient(self.norm, norm_max)
         arguments = StepArguments(optimizer.values(index_of, contributed), scale, number, self._storage.streams.fence())
         due = [group for group in self._storage.plan.sub_groups if self._pipeline.trained_units(group, arguments)]

@@ -16,7 +16,8 @@ class GatheredParameters:
     Args:
         params: a parameter, or any iterable of them (lists, generators; duplicates are fine).
             Parameters that no engine or `Init` keeps are left alone.
-        modifier_rank: accepted for DeepSpeed's sake; with one rank every edit is that rank's.
+        modifier_rank: the rank whose edits are kept; None: those that all ranks have made alike. Every rank enters and
+            leaves the context, with the same parameters.
         fwd_module: accepted and ignored.
         enabled: False makes the context do nothing.
     """
@@ -34,6 +35,7 @@ class GatheredParameters:
         for parameter in unique.values():
             keeper = keeper_of(parameter)
             self._by_keeper.setdefault(id(keeper), (keeper, []))[1].append(parameter)
+        self._modifier_rank = modifier_rank
         self._open: list[tuple[Keeper, list[nn.Parameter]]] = []
 
     def __enter__(self) -> None:
@@ -58,7 +60,7 @@ class GatheredParameters:
         while self._open:
             keeper, parameters = self._open.pop()
             try:
-                keeper.close(parameters)
+                keeper.close(parameters, self._modifier_rank)
             except Exception as error:
                 first = first or error
         if first is not None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.sizes import ALIGN_BYTES, BLOCK_NUMEL, align_up
+from zero.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,33 @@ class Unit:
     """The ModuleList whose like-typed children the unit and others are; "" for none."""
     expert_rows: int = 0
     """Experts along the first dimension of every slot, whose rows may be fetched alone; 0 for other units."""
+    first_numel: int = 0
+    """First element of the flat unit that is in this rank's slice."""
 
     @property
     def end(self) -> int:
         """One past the last coordinate of this rank's slice."""
         return self.begin + self.shard_numel
+
+    @property
+    def origin(self) -> int:
+        """The coordinate that the flat unit's first element would have: element i of the unit is at origin + i."""
+        return self.begin - self.first_numel
+
+    @property
+    def last_numel(self) -> int:
+        """One past the last element of the flat unit that is in this rank's slice."""
+        return self.first_numel + self.shard_numel
+
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of `flat`, the bytes (uint8) or the elements of the flat unit."""
+        scale = self.dtype.itemsize if flat.dtype == torch.uint8 and flat.numel() == self.nbytes else 1
+        return flat[self.first_numel * scale : self.last_numel * scale]
+
+    def within(self, slot: Slot) -> tuple[int, int]:
+        """Coordinates [begin, end) of the part of a slot that is in this rank's slice; empty if none is."""
+        begin = min(max(self.origin + slot.offset_numel, self.begin), self.end)
+        return begin, max(begin, min(self.origin + slot.end_numel, self.end))
 
     @property
     def nbytes(self) -> int:
@@ -183,12 +206,13 @@ class UnitContent:
     """Of a tile: its first element in the parameter, the only one of the unit."""
 
 
-def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
+def build_layout(contents: Sequence[UnitContent], placement: Placement) -> Layout:
     """Give every parameter an offset and every unit its coordinates.
 
     Args:
         contents: the cover's units, in model order.
-        world_size: ranks that share each unit; every slice is a multiple of 4096 elements.
+        placement: who shares each unit. A unit can be cut into as many slices as there are ranks, each a multiple of
+            4096 elements.
     """
     ends: dict[tuple[torch.dtype, bool], int] = {}
     units: list[Unit] = []
@@ -199,10 +223,10 @@ def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
             position = align_up(position, align_numel)
             slots.append(Slot(names, shape, shape.numel(), position, parameter, content.first_numel))
             position += shape.numel()
-        numel = align_up(max(position, 1), BLOCK_NUMEL * world_size)
+        numel = align_up(max(position, 1), BLOCK_NUMEL * placement.world_size)
         key = (content.dtype, content.trainable)
         begin = ends.get(key, 0)
-        shard_numel = numel // world_size
+        shard_numel = numel // placement.shard_size
         ends[key] = begin + shard_numel
         units.append(
             Unit(
@@ -217,6 +241,7 @@ def build_layout(contents: Sequence[UnitContent], world_size: int) -> Layout:
                 begin,
                 content.siblings,
                 content.expert_rows,
+                placement.shard_index * shard_numel,
             )
         )
     spaces = tuple(

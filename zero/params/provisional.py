@@ -140,8 +140,8 @@ class ProvisionalKeeper:
                     parameter.data = values
                 show_shard(parameter)
 
-    def close(self, parameters: list[nn.Parameter]) -> None:
-        """Spill them again."""
+    def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
+        """Spill them again. Whoever edits them: an engine takes the first rank's values."""
         for parameter in parameters:
             self._open[parameter] -= 1
             if self._open[parameter] == 0:
@@ -156,6 +156,10 @@ class ProvisionalKeeper:
         self.close([parameter])
         self.cut(copied)
         return copied
+
+    def common(self, parameter: nn.Parameter) -> bool:
+        """True if the values are those of a file that all ranks read."""
+        return self._places[parameter].file is not self._file
 
     def adopted(self, parameter: nn.Parameter) -> None:
         """An engine has stored the values; the last one frees the file."""

@@ -57,8 +57,8 @@ class Keeper(Protocol):
     def open(self, parameters: list[nn.Parameter]) -> None:
         """Bring values in for `GatheredParameters`: private copies that may be edited."""
 
-    def close(self, parameters: list[nn.Parameter]) -> None:
-        """End `open`: keep what was edited and release."""
+    def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
+        """End `open`: keep what was edited (by that rank; None: by all alike) and release."""
 
 
 @runtime_checkable

@@ -141,7 +141,7 @@ class TiledKeeper:
                 self.whole.data = values
             show_shard(self.whole)
 
-    def close(self, parameters: list[nn.Parameter]) -> None:
+    def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
         """`GatheredParameters` ends: what was edited goes to the tiles.
 
         Raises:
@@ -158,7 +158,7 @@ class TiledKeeper:
                 else:
                     self.whole.data = self.whole.new_empty(shape)
             self.release(name_of(self.whole))
-        self.engine.close([tile.weight for tile in self.tiles])
+        self.engine.close([tile.weight for tile in self.tiles], modifier_rank)
         if got != shape:
             raise StateError(
                 f"parameter {name_of(self.whole)}: its shape was {tuple(shape)} and is {tuple(got)} at the end of "

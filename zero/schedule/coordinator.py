@@ -188,13 +188,16 @@ class Coordinator(LendsRows, LendsUnits):
 
     def bind_persistent(self) -> None:
         """Bind the units that never leave the device to their home, where they are not."""
+        self._loader.complete_persistent()
         self._storage.streams.wait(self._storage.streams.behind_updates())
         for unit in self._layout.units:
-            if unit.persistent and not self._bound[unit.index].bound:
-                memory = self._storage.weights[self._layout.space_of(unit)].memory(unit.begin, unit.end)
-                if memory is None:
-                    raise StateError(f"persistent unit {unit.name} has no home on the device")
+            memory = self._storage.flat(unit) if unit.persistent else None
+            if memory is not None and not self._bound[unit.index].bound:
                 self._bound[unit.index].bind(exact_alias(memory))
+
+    def step_taken(self) -> None:
+        """A step is fixed: what comes in from now on has to be as of that step. A training forward comes next."""
+        self._loader.step_taken()
 
     def expect_forward(self) -> None:
         """A training forward comes next: begin to bring in what it uses first."""

@@ -11,10 +11,11 @@ import torch
 from offload.arena import Block
 from offload.binding import exact_alias
 from offload.copies import write_plane
-from offload.errors import StorageError, tell, was_told
+from offload.errors import StateError, StorageError, tell, was_told
 from offload.mover import Transfer
 from offload.pinned import aligned_copy
 from offload.streams import Fence
+from zero.exchange import Exchange, Turn
 from zero.optim.behind import DueUpdates
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
@@ -63,6 +64,7 @@ class Loader:
     Args:
         in_place: values in memory that the device can address are used where they live.
         changed: told of a unit whose stored weights the model has changed.
+        exchange: with the other ranks.
     """
 
     def __init__(
@@ -73,23 +75,46 @@ class Loader:
         updates: DueUpdates,
         in_place: bool,
         changed: Callable[[int], None],
+        exchange: Exchange,
     ) -> None:
         self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
-        self._in_place, self._changed = in_place, changed
+        self._in_place, self._changed, self._exchange = in_place, changed, exchange
         self._draining: list[Draining] = []
+        self._partial = set(storage.plan.whole)
+        """Units whose home has room for all slices, but only this rank's is up to date."""
 
     def begin(self, unit: Unit) -> Arrival | None:
         """Start the unit's way in; None if no block is free."""
-        plane = self._storage.weights[self._layout.space_of(unit)]
-        memory = plane.memory(unit.begin, unit.end) if self._in_place else None
+        memory = self._storage.flat(unit) if self._in_place else None
         if memory is not None and memory.device == self._bound[unit.index].flat.device:
-            return Arrival(exact_alias(memory), None, self._bring(unit))
+            return Arrival(exact_alias(memory), None, self._bring(unit, memory))
         block = self.lease(unit.nbytes)
         if block is None:
             return None
         # An alias: binding swaps the memory behind `block.data`, and the update goes on writing from there.
-        job = self._updates.fetch(unit, exact_alias(block.data), block.fences)
+        job = self._fetch(unit, exact_alias(block.data), block.fences, self._exchange.turn("gather", unit))
         return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
+
+    async def _fetch(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
+        own = await self._updates.fetch(unit, unit.own(flat), fences)
+        return await self._exchange.gather(turn, unit, flat, own)
+
+    def step_taken(self) -> None:
+        """Trained units are about to change on every rank."""
+        self._partial = {index for index in self._storage.plan.whole if self._layout.units[index].trainable}
+
+    def complete_persistent(self) -> None:
+        """Bring the units that are always bound up to date: this rank's slices, and those of the others."""
+        arrivals = [self._bring(unit, self._flat_of(unit)) for unit in self._layout.units if unit.persistent]
+        for transfer in arrivals:
+            if transfer is not None:
+                transfer.result()
+
+    def _flat_of(self, unit: Unit) -> torch.Tensor:
+        memory = self._storage.flat(unit)
+        if memory is None:
+            raise StateError(f"persistent unit {unit.name} has no home on the device")
+        return memory
 
     def await_values(self, arrival: Arrival) -> None:
         """Return once the values are on their way to the device, if not there: what follows on it waits for them.
@@ -100,7 +125,7 @@ class Loader:
         streams = self._storage.streams
         if arrival.transfer is not None:
             arrival.fence = arrival.transfer.result()
-        if arrival.block is None:  # used where they live, and where updates write them
+        if arrival.block is None and arrival.fence is None:  # used where they live, and where updates write them
             arrival.fence = streams.behind_updates()
         self.follow(arrival)
 
@@ -149,11 +174,22 @@ class Loader:
         while self._draining:
             self._drain_one()
 
-    def _bring(self, unit: Unit) -> Transfer[None] | None:
+    def _bring(self, unit: Unit, memory: torch.Tensor) -> Transfer[Fence] | None:
+        if unit.index in self._partial:
+            self._partial.discard(unit.index)
+            job = self._bring_all(unit, memory, self._exchange.turn("gather", unit))
+            return self._storage.mover.post(f"gathering unit {unit.name}", job)
         if self._updates.current(unit.index):
             return None
-        job = self._updates.bring_unit(unit)
-        return self._storage.mover.post(f"updating unit {unit.name}", job)
+        return self._storage.mover.post(f"updating unit {unit.name}", self._bring_own(unit))
+
+    async def _bring_own(self, unit: Unit) -> Fence:
+        await self._updates.bring_unit(unit)
+        return self._storage.streams.behind_updates()
+
+    async def _bring_all(self, unit: Unit, memory: torch.Tensor, turn: Turn) -> Fence:
+        own = await self._bring_own(unit)
+        return await self._exchange.gather(turn, unit, memory, own)
 
     def _reclaim(self) -> None:
         """Give back what nothing moves in any more."""
@@ -188,9 +224,9 @@ class Loader:
             await streams.reached(modified, streams.behind_copies_in())
             await self._updates.settle_weights(unit)  # its update writes to the same place
             try:
-                await write_plane(plane, unit.begin, unit.end, data, self._storage.arena)
+                await write_plane(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
             except StorageError as error:
-                plane.strand(unit.begin, unit.end, aligned_copy(data.cpu()), lambda: None)
+                plane.strand(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()), lambda: None)
                 self._updates.failure = self._updates.failure or error
                 raise
 

@@ -60,7 +60,7 @@ class Loan:
             row_numel = slot.numel // unit.expert_rows
             cuts.append((position, torch.Size((len(rows), *slot.shape[1:]))))
             for at, first, count in _runs(rows):
-                begin = unit.begin + slot.offset_numel + first * row_numel
+                begin = unit.origin + slot.offset_numel + first * row_numel
                 self.parts.append((begin, begin + count * row_numel, position + at * row_numel))
             position = align_up(position + len(rows) * row_numel, ALIGN_BYTES // unit.dtype.itemsize)
         self.numel = position

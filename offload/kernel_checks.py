@@ -1,0 +1,84 @@
+"""What C cannot see of a tensor, checked before its address is handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload.moments import MOMENTS_BLOCK_NUMEL, Moments
+from offload.sizes import BLOCK_NUMEL
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
+
+
+def check(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, device: torch.device) -> None:
+    """Refuse a tensor that is not flat and contiguous, or not of this length, kind and place. Raises TypeError."""
+    if tensor.dtype not in dtypes or tensor.device != device or tensor.numel() != numel:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(
+            f"{name}: expected {numel} elements of {wanted} on {device}, "
+            f"got {tensor.numel()} of {tensor.dtype} on {tensor.device}"
+        )
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise TypeError(
+            f"{name}: must be flat and contiguous, got shape {tuple(tensor.shape)}, strides {tensor.stride()}; "
+            "pass tensor.contiguous().view(-1)"
+        )
+
+
+def check_master(weight: Tensor, master: Tensor | None) -> None:
+    """Refuse a master that does not go with the weights' dtype. Raises TypeError."""
+    allowed = {torch.float32: (), torch.bfloat16: (torch.int16, torch.float32), torch.float16: (torch.float32,)}
+    dtypes = allowed[weight.dtype]
+    if master is None:
+        if dtypes:
+            raise TypeError(f"master: {weight.dtype} weights need one of {' or '.join(map(str, dtypes))}, got None")
+        return
+    if not dtypes:
+        raise TypeError(f"master: must be None, because {weight.dtype} weights are the master; got {master.dtype}")
+    check("master", master, dtypes, weight.numel(), weight.device)
+
+
+def check_moments(moments: Moments, numel: int, device: torch.device) -> None:
+    """Refuse moments that are not stored in one of the three ways. Raises TypeError."""
+    check("exp_avg", moments.exp_avg, _MOMENTS, numel, device)
+    check("exp_avg_sq", moments.exp_avg_sq, (moments.exp_avg.dtype,), numel, device)
+    codes = moments.exp_avg.dtype == torch.uint8
+    for name, scale in (("exp_avg_scale", moments.exp_avg_scale), ("exp_avg_sq_scale", moments.exp_avg_sq_scale)):
+        if codes != (scale is not None):
+            raise TypeError(f"{name}: goes with uint8 moments and with no others; these are {moments.exp_avg.dtype}")
+        if scale is not None:
+            check(name, scale, (torch.float32,), numel // MOMENTS_BLOCK_NUMEL, device)
+    if codes and (numel % MOMENTS_BLOCK_NUMEL or moments.origin % MOMENTS_BLOCK_NUMEL):
+        raise TypeError(
+            f"moments: uint8 codes come in blocks of {MOMENTS_BLOCK_NUMEL}, got {numel} elements from coordinate "
+            f"{moments.origin:,} on"
+        )
+
+
+def check_block_sums(into: tuple[Tensor, Tensor] | None, src: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the block sums of `src` go: `into`, or new tensors. Raises TypeError."""
+    blocks = -(-src.numel() // BLOCK_NUMEL)
+    if into is None:
+        return tuple(torch.empty(blocks, dtype=t, device=src.device) for t in (torch.float64, torch.int64))  # type: ignore[return-value]
+    check("sums", into[0], (torch.float64,), blocks, src.device)
+    check("nonfinite", into[1], (torch.int64,), blocks, src.device)
+    return into
+
+
+def check_ranks(stored: Tensor, sources: Sequence[Tensor], add: bool) -> None:
+    """Refuse operands of `reduce_ranks` that do not go together. Raises TypeError or ValueError."""
+    if not sources:
+        raise ValueError("sources: expected at least one tensor, got none")
+    numel, device, dtype = stored.numel(), stored.device, sources[0].dtype
+    check("sources[0]", sources[0], FLOATS, numel, device)
+    for index, source in enumerate(sources):
+        check(f"sources[{index}]", source, (dtype,), numel, device)
+        first, second = sorted((source, stored), key=torch.Tensor.data_ptr)
+        overlaps = second.data_ptr() < first.data_ptr() + first.nbytes
+        if overlaps and (source.data_ptr() != stored.data_ptr() or source.dtype != stored.dtype):
+            raise ValueError(f"sources[{index}]: overlaps stored without being it; reduce into other memory")
+    check("stored", stored, (torch.float32,) if add else (torch.float32, dtype), numel, device)

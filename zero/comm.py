@@ -1,0 +1,317 @@
+"""The collectives of one engine: one order on all ranks, sums in rank order, errors instead of hangs.
+
+[Note: agreed order] Whoever decides that something is to be gathered or reduced takes a `Ticket` at that moment. Ranks
+that run the same program take the same tickets. The jobs behind them become ready in any order, as disks and memory
+have it; they are launched in the order of the tickets.
+
+[Note: headers] gloo ends the process when two ranks' messages differ in size, and mixes values when they do not. So
+before each collective its ranks exchange their places in the order and the hash of all that came before: a few bytes,
+while the collective before it moves its data. NCCL compares nothing on the way; there the watch and `agree` find it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError, RankDivergenceError
+from offload.streams import Fence, Streams
+from offload.timeline import Timeline
+from zero.distributed import backend
+from zero.distributed.fate import Fate, again
+from zero.distributed.groups import Group, Payload
+from zero.distributed.meeting import Meeting
+from zero.distributed.order import Order
+from zero.distributed.sequence import Log, Ticket, pack_header
+
+__all__ = ["Comm", "Group", "Payload", "Ticket"]
+
+
+class Comm:
+    """One rank's side of an engine's collectives.
+
+    Args:
+        device: where the tensors of collectives live.
+        streams: of that device.
+        process_group: whose ranks take part; None: torch's default group, or this process alone if there is none.
+        deadline_seconds: a wait without evidence of anything wrong is warned about after so long.
+        fixed_order: sums are made by the caller, in rank order, on NCCL too (gloo: always).
+        timeline: where collectives are noted.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Streams,
+        *,
+        process_group: Any = None,
+        deadline_seconds: float = 30.0,
+        fixed_order: bool = False,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.device = device
+        self._streams, self._timeline = streams, timeline or Timeline()
+        self._deadline_seconds = deadline_seconds
+        self._members = backend.ranks_of(process_group) if backend.in_a_group() else [0]
+        self.world_size = len(self._members)
+        self.rank = self._members.index(backend.own_rank()) if self.world_size > 1 else 0
+        self._log, self._order = Log(), Order()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._fate = Fate()
+        self._fate.tell(self._ended)
+        self._groups: dict[tuple[int, ...], Group] = {(self.rank,): Group((self.rank,), 0)}
+        self._handles: list[Any] = []
+        self.payload: dict[str, Payload] = {}
+        self._nccl = False
+        self.fixed_order = True
+        if self.world_size > 1:
+            self._nccl = backend.uses_nccl(device, process_group)
+            self.fixed_order = fixed_order or not self._nccl
+        control = self._new_handle(self._members, "gloo") if self.world_size > 1 else None
+        self._meeting = Meeting(
+            self._members, self.rank, control, self._log, self._fate, lambda place, what: nullcontext(), self._explained
+        )
+
+    # ---- groups -------------------------------------------------------------------------------
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """This rank's group. All ranks call it together, each with the group that it is in; groups do not overlap.
+
+        Args:
+            ranks: in the order of their slices. Where every rank is a group of its own, nothing is exchanged.
+        """
+        key = tuple(ranks)
+        if self.rank not in key or len(set(key)) != len(key) or not set(key) <= set(range(self.world_size)):
+            raise ConfigError(f"group: expected distinct ranks below {self.world_size}, {self.rank} among them: {key}")
+        if key not in self._groups:
+            told = self.agree("groups", struct.pack(f"<{len(key)}q", *key))
+            wanted = [struct.unpack(f"<{len(text) // 8}q", text) for text in told]
+            for member in key:
+                if wanted[member] != key:
+                    raise ConfigError(f"group: rank {self.rank} wants {key}, rank {member} wants {wanted[member]}")
+            for other in sorted(set(wanted)):
+                handle = None
+                if len(other) > 1:
+                    handle = self._new_handle([self._members[r] for r in other], "nccl" if self._nccl else "gloo")
+                if other == key:
+                    self._groups[key] = Group(key, key.index(self.rank), handle)
+        return self._groups[key]
+
+    def _new_handle(self, ranks: Sequence[int], name: str) -> Any:
+        handle = backend.new_group(ranks, name)
+        if backend.own_rank() in ranks:
+            self._handles.append(handle)
+        return handle
+
+    # ---- what the mover runs ------------------------------------------------------------------
+
+    def ticket(self, kind: str, unit: int, name: str) -> Ticket:
+        """A place in the agreed order, for the thread that decides: the same calls in the same order on all ranks.
+
+        Args:
+            kind: "gather" or "reduce", say.
+            unit: its index; -1 if it is about none.
+            name: of the unit's module, for messages.
+        """
+        self._fate.check()
+        return self._log.ticket(kind, unit, name)
+
+    async def all_gather(self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence) -> Fence:
+        """Fill `flat` with every rank's slice.
+
+        Args:
+            ticket: its place.
+            flat: (size * N,), contiguous; slice `group.index` of N elements is valid on entry, all are on exit.
+            group: the ranks.
+            after: fences behind which `flat` may be read and written.
+
+        Returns:
+            Behind the gathering.
+
+        Raises:
+            RankDivergenceError: the ranks do not do the same; this and every later call raise it.
+        """
+        if group.size == 1:
+            return self._alone(ticket, after)
+        own = self._slices(ticket, flat, group)[group.index]
+        whole = backend.as_bytes(flat)
+        return await self._run(
+            ticket, group, flat, after, lambda: backend.all_gather(whole, backend.as_bytes(own), group.handle)
+        )
+
+    async def reduce_scatter(
+        self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence, into: Tensor | None = None
+    ) -> list[Tensor]:
+        """What adds up, in this order, to this rank's slice of the sum over the group.
+
+        Args:
+            ticket: its place.
+            flat: (size * N,), contiguous; stays as it is.
+            group: the ranks.
+            after: fences behind which `flat` may be read, and `into` written.
+            into: (size * N,) of the same dtype for what arrives; None allocates. With `fixed_order` False its first N.
+
+        Returns:
+            (N,) each: one a rank, in rank order, or one in all where the backend may add (`fixed_order` False). Ready
+            for the stream that is current on the mover.
+        """
+        if group.size == 1:
+            self._streams.wait(self._alone(ticket, after))
+            return [flat]
+        numel = self._slices(ticket, flat, group)[0].numel()
+        arrived = into if into is not None else flat.new_empty(flat.numel() if self.fixed_order else numel)
+        if not self.fixed_order:
+            arrived = arrived[:numel]
+            start: Callable[[], Any] = lambda: backend.reduce_scatter(arrived, flat, group.handle)  # noqa: E731
+        else:
+            start = lambda: backend.exchange(backend.as_bytes(arrived), backend.as_bytes(flat), group.handle)  # noqa: E731
+        self._streams.wait(await self._run(ticket, group, flat, (*after, self._streams.fence()), start))
+        return list(backend.slices(arrived, numel))
+
+    async def all_reduce(
+        self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence, into: Tensor | None = None
+    ) -> list[Tensor]:
+        """What adds up, in this order, to the sum over the group.
+
+        Args:
+            ticket: its place.
+            flat: (N,), contiguous; with `fixed_order` False it becomes the sum itself.
+            group: the ranks.
+            after: fences behind which `flat` may be used, and `into` written.
+            into: (size * N,) of the same dtype for what arrives, used with `fixed_order`; None allocates.
+
+        Returns:
+            (N,) each, as `reduce_scatter`.
+        """
+        if group.size == 1:
+            self._streams.wait(self._alone(ticket, after))
+            return [flat]
+        arrived, numel = flat, flat.numel()
+        if self.fixed_order:
+            arrived = into if into is not None else flat.new_empty(group.size * numel)
+            whole, own = backend.as_bytes(arrived), backend.as_bytes(flat)
+            start: Callable[[], Any] = lambda: backend.all_gather(whole, own, group.handle)  # noqa: E731
+        else:
+            start = lambda: backend.all_reduce(flat, group.handle)  # noqa: E731
+        self._streams.wait(await self._run(ticket, group, flat, (*after, self._streams.fence()), start))
+        return list(backend.slices(arrived, numel))
+
+    def cancel(self, ticket: Ticket, error: BaseException) -> None:
+        """This rank cannot take part in `ticket`: the ranks that wait for it are told why. Any thread."""
+        self._fate.end(
+            RankDivergenceError(f"rank {self.rank} could not take part in {ticket}: {type(error).__name__}: {error}")
+        )
+
+    def _alone(self, ticket: Ticket, after: tuple[Fence, ...]) -> Fence:
+        self._order.passed(ticket.number)
+        waiting = [fence for fence in after if fence is not None]
+        if len(waiting) < 2:
+            return waiting[0] if waiting else None
+        self._streams.wait(*waiting)
+        return self._streams.fence()
+
+    def _slices(self, ticket: Ticket, flat: Tensor, group: Group) -> tuple[Tensor, ...]:
+        if flat.dim() != 1 or not flat.is_contiguous() or flat.numel() % group.size:
+            raise ConfigError(
+                f"{ticket}: expected a contiguous flat tensor of {group.size} equal slices, got shape "
+                f"{tuple(flat.shape)}, strides {flat.stride()}"
+            )
+        return backend.slices(flat, flat.numel() // group.size)
+
+    async def _run(
+        self, ticket: Ticket, group: Group, flat: Tensor, after: tuple[Fence, ...], start: Callable[[], Any]
+    ) -> Fence:
+        """Launch in turn and wait; a fence behind it."""
+        self._loop = self._loop or asyncio.get_running_loop()
+        try:
+            if not self._nccl:
+                await self._streams.reached(*after)
+            await self._order.turn(ticket.number)
+            self._fate.check()
+            if not self._nccl:
+                await self._compare(ticket, group)
+            with self._streams.collective(*after):
+                work = start()
+                self._order.passed(ticket.number)
+                self._count(ticket.kind, flat)
+                if self._nccl:
+                    work.wait()  # of the stream, not of this thread
+                    return self._streams.fence()
+            with self._timeline.span("collectives", str(ticket), flat.nbytes):
+                await backend.completion(work)
+            work.wait()
+            return None
+        except BaseException as error:
+            raise self._explained(error, str(ticket)) from error
+
+    async def _compare(self, ticket: Ticket, group: Group) -> None:
+        """The group's ranks are about to do the same."""
+        own = pack_header(ticket.place, ticket.digest)
+        whole = torch.empty(group.size * len(own), dtype=torch.uint8)
+        mine = whole[group.index * len(own) : (group.index + 1) * len(own)]
+        mine.copy_(torch.tensor(list(own), dtype=torch.uint8))
+        work = backend.all_gather(whole, mine, group.handle)
+        await backend.completion(work)
+        work.wait()
+        told = bytes(whole.tolist())
+        if told != own * group.size:
+            raise RankDivergenceError(f"{ticket}: the ranks have not decided to do the same so far")
+
+    def _count(self, kind: str, flat: Tensor) -> None:
+        counter = self.payload.setdefault(kind, Payload())
+        counter.calls += 1
+        counter.numel += flat.numel()
+        counter.nbytes += flat.nbytes
+
+    # ---- what blocks --------------------------------------------------------------------------
+
+    def agree(self, what: str, payload: bytes = b"") -> list[bytes]:
+        """Every rank's payload, in rank order. Blocks; any thread but the mover's; all ranks call it at the same place.
+
+        Args:
+            what: the same words on every rank.
+            payload: any bytes, up to a few hundred at the price of one message.
+
+        Raises:
+            RankDivergenceError: what the ranks have decided to do up to here differs.
+        """
+        return self._meeting.agree(what, payload)
+
+    def broadcast(self, tensor: Tensor, source_rank: int) -> None:
+        """Make `tensor` on every rank what it is on `source_rank`. Blocks, as `agree`.
+
+        Args:
+            tensor: any device, dtype and shape; the same on all ranks.
+            source_rank: where the values come from.
+        """
+        self._meeting.broadcast([tensor], source_rank)
+
+    def broadcast_coalesced(self, tensors: Sequence[Tensor], source_rank: int) -> None:
+        """As `broadcast`, many tensors in few messages."""
+        self._meeting.broadcast(tensors, source_rank)
+
+    # ---- failure ------------------------------------------------------------------------------
+
+    def _explained(self, error: BaseException, what: str) -> BaseException:
+        """The error to raise in the place of `error`; nothing is launched from now on."""
+        final = self._fate.end(error)
+        return error if error is final else again(final)
+
+    def _ended(self, error: BaseException) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._order.fail, error)
+
+    def close(self) -> None:
+        """Give the groups back. Idempotent."""
+        if not self._fate.closed:
+            self._fate.closed = True
+            for handle in reversed(self._handles):
+                backend.end_group(handle)
+            self._handles.clear()
+            self._groups.clear()

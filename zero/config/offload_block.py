@@ -1,0 +1,99 @@
+"""The two offload blocks of `zero_optimization`: which tier weights and states live in while they are not used."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, model_validator
+from typing_extensions import Self
+
+from zero.config.fields import (
+    Block,
+    Count,
+    Flag,
+    InertFlag,
+    InertNumber,
+    Number,
+    Only,
+    Whole,
+    choice,
+    problem,
+    reads,
+    world_size_of,
+)
+
+Device = Literal["none", "cpu", "nvme"]
+StateDtype = Literal["fp32", "bf16", "8bit"]
+
+
+def _parse_paths(value: object) -> tuple[str, ...]:
+    paths = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else []
+    folders = tuple(path for path in paths if isinstance(path, str) and path)
+    if not folders or len(set(folders)) != len(paths):
+        raise ValueError("a folder, or a list of different folders to stripe over")
+    return folders
+
+
+Paths = Annotated[tuple[str, ...], reads(_parse_paths)]
+
+
+class _Offload(Block):
+    device: Annotated[Device, choice("none", "cpu", "nvme")] = "none"
+    """Tier the bytes live in while they are not used."""
+    nvme_path: Paths | None = None
+    """Folders for swap files; more than one are striped. Whether they exist is checked by the plan."""
+    pin_memory: Flag = True
+
+    @model_validator(mode="after")
+    def _nvme_needs_a_path(self) -> Self:
+        if self.device == "nvme" and self.nvme_path is None:
+            raise problem(
+                'a folder, because device is "nvme"',
+                fix="name a folder on the NVMe file system, or a list of them",
+                at="nvme_path",
+                got="nothing",
+                keys=("device", "nvme_path"),
+            )
+        return self
+
+
+class OffloadParamConfig(_Offload):
+    """`offload_param`: the 16-bit (or fp32) weights."""
+
+    buffer_count: Annotated[Whole, Field(ge=1)] | None = None
+    """With buffer_size: cap of the parameter arena."""
+    buffer_size: Annotated[Count, Field(ge=1)] | None = None
+    """[elements]"""
+    max_in_cpu: Count | None = None
+    """[elements] kept in host memory as a cache of the NVMe tier."""
+
+
+class OffloadOptimizerConfig(_Offload):
+    """`offload_optimizer`: the master weights and the moments."""
+
+    buffer_count: Annotated[Whole, Field(ge=2)] | None = None
+    """Records in flight: one is loaded while another is stored."""
+    pipeline_read: Flag = False
+    pipeline_write: Flag = False
+    fast_init: InertFlag = None
+    ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
+    """Share of the states that is offloaded; the rest stays on the device and is updated there."""
+    super_offload: Annotated[Flag, Only((False,), "SuperOffload is not available; set it to false")] = False
+    cpuadam_cores_perc: InertNumber = None
+    state_dtype: Annotated[StateDtype, choice("fp32", "bf16", "8bit")] = "fp32"
+    """Ours: what the two moments are stored as. bf16 and 8bit move fewer bytes, and change the numbers."""
+    update_in_backward: Flag = False
+    """Ours: update inside backward into a second slot; costs the space of the states again. One rank only."""
+
+    @model_validator(mode="after")
+    def _one_rank_updates_in_backward(self, info: ValidationInfo) -> Self:
+        ranks = world_size_of(info)
+        if self.update_in_backward and ranks > 1:
+            raise problem(
+                "false, because there are several ranks",
+                at="update_in_backward",
+                got=f"true with {ranks} ranks",
+                fix="not available: all ranks would have to agree before a part counts; set it to false",
+                keys=("update_in_backward",),
+            )
+        return self

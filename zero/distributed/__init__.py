@@ -1,0 +1,1 @@
+"""What several ranks need of each other, over torch.distributed."""

@@ -1,0 +1,48 @@
+"""Whether the ranks still work together: the first error that says they do not ends it for good."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from offload.errors import RankDivergenceError, StateError
+
+
+class Fate:
+    """Of one engine's collectives on this rank. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told: list[Callable[[BaseException], None]] = []
+        self.failure: BaseException | None = None
+        """What ended it."""
+        self.closed = False
+
+    def tell(self, listener: Callable[[BaseException], None]) -> None:
+        """Call `listener` when it ends, from whichever thread that is."""
+        self._told.append(listener)
+
+    def check(self) -> None:
+        """Raises unless all is well."""
+        if self.failure is not None:
+            raise again(self.failure)
+        if self.closed:
+            raise StateError("collectives: the engine is closed")
+
+    def end(self, error: BaseException) -> BaseException:
+        """All is over because of `error`, unless it is already; returns what it is over for."""
+        with self._lock:
+            first = self.failure is None
+            if first:
+                self.failure = error
+        if first:
+            for listener in self._told:
+                listener(error)
+        return self.failure or error
+
+
+def again(error: BaseException) -> BaseException:
+    """The same error for another caller: an exception object carries one traceback."""
+    if isinstance(error, RankDivergenceError):
+        return type(error)(*error.args)
+    return RankDivergenceError(f"the ranks no longer work together since: {type(error).__name__}: {error}")

@@ -1,0 +1,131 @@
+"""The agreed order: what each rank has decided to do with the others, numbered and hashed.
+
+Every rank writes down each collective when it decides to do it. Ranks that run the same program write the same: equal
+hashes at equal places. Where they differ, the entries themselves tell who did what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+ENTRIES_KEPT = 2048
+DIGEST_BYTES = 8
+
+
+class Entry(NamedTuple):
+    """One thing that all ranks do together."""
+
+    kind: str
+    unit: int
+    """Index of the unit it is about; -1: none."""
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} of unit {self.unit} ({self.name})" if self.unit >= 0 else f"{self.kind} ({self.name})"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The place of one collective in the agreed order."""
+
+    number: int
+    """Among the collectives of the mover; they are launched in this order."""
+    kind: str
+    unit: int
+    name: str
+    place: int = field(default=0, repr=False)
+    """In the log of everything."""
+    digest: bytes = field(default=b"", repr=False)
+    """Of everything up to and with it."""
+
+    def __str__(self) -> str:
+        return str(Entry(self.kind, self.unit, self.name))
+
+
+class Log:
+    """What this rank has decided so far. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: deque[Entry] = deque(maxlen=ENTRIES_KEPT)
+        self._count, self._digest = 0, b"\0" * DIGEST_BYTES
+        self._tickets = 0
+
+    def add(self, kind: str, unit: int, name: str) -> tuple[int, bytes]:
+        """Write one down; returns its place and the digest of everything up to and with it."""
+        with self._lock:
+            return self._add(Entry(kind, unit, name))
+
+    def ticket(self, kind: str, unit: int, name: str) -> Ticket:
+        """Write a collective of the mover down."""
+        with self._lock:
+            place, digest = self._add(Entry(kind, unit, name))
+            number, self._tickets = self._tickets, self._tickets + 1
+            return Ticket(number, kind, unit, name, place, digest)
+
+    @property
+    def count(self) -> int:
+        """How many are written down."""
+        return self._count
+
+    def state(self) -> tuple[int, bytes]:
+        """(count, digest)."""
+        with self._lock:
+            return self._count, self._digest
+
+    def tail(self) -> tuple[int, list[Entry]]:
+        """(place of the first one, the last ENTRIES_KEPT of them)."""
+        with self._lock:
+            return self._count - len(self._kept), list(self._kept)
+
+    def _add(self, entry: Entry) -> tuple[int, bytes]:
+        text = f"{entry.kind}\0{entry.unit}\0{entry.name}".encode()
+        self._digest = hashlib.blake2b(self._digest + text, digest_size=DIGEST_BYTES).digest()
+        self._kept.append(entry)
+        self._count += 1
+        return self._count - 1, self._digest
+
+
+HEADER = struct.Struct(f"<q{DIGEST_BYTES}s")
+
+
+def pack_header(place: int, digest: bytes) -> bytes:
+    """What ranks compare: HEADER.size bytes."""
+    return HEADER.pack(place, digest)
+
+
+def difference(tails: Mapping[int, tuple[int, Sequence[Entry]]]) -> str | None:
+    """Where the logs of ranks first differ, in words; None while what they share is equal.
+
+    Args:
+        tails: of each rank, what `Log.tail` gave there.
+    """
+    if len(tails) < 2:
+        return None
+    begin = max(first for first, _ in tails.values())
+    ends = {rank: first + len(entries) for rank, (first, entries) in tails.items()}
+    for place in range(begin, max(ends.values())):
+        did = {rank: tails[rank][1][place - tails[rank][0]] for rank in tails if place < ends[rank]}
+        if len(set(did.values())) > 1:
+            behind = [rank for rank in tails if rank not in did]
+            lines = [f"{_ranks(ranks)}: {entry}" for entry, ranks in _inverted(did).items()]
+            lines += [f"{_ranks(behind)}: not so far yet"] if behind else []
+            return f"they differ at number {place}: " + "; ".join(lines)
+    return None
+
+
+def _inverted(did: Mapping[int, Entry]) -> dict[Entry, list[int]]:
+    by_entry: dict[Entry, list[int]] = {}
+    for rank, entry in sorted(did.items()):
+        by_entry.setdefault(entry, []).append(rank)
+    return by_entry
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

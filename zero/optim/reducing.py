@@ -1,0 +1,269 @@
+"""Gradients of several ranks: each rank keeps the sum of its slice, divided by the number of ranks.
+
+[Note: order of reductions] A reduction needs all ranks, so all must start the same ones in the same order, whatever
+order their own backwards take. The order of a backward is what the ranks agreed on after the one before: units that
+all of them had, as the first rank had them. A unit whose turn has not come waits; at the end of backward the rest of
+the order follows, with zeros for what a rank has not got, then what anybody has that is not in the order.
+
+[Note: whole gradients] Stages 0 and 1 reduce once a step: until then each rank adds up whole gradients in fp32. A
+second contribution to a unit that still waits for its turn is added up in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from offload import kernels
+from offload.arena import Block
+from offload.mover import Transfer
+from offload.streams import Fence
+from zero.exchange import Exchange, Turn
+from zero.optim.contributions import zero_gaps
+from zero.optim.gradients import Gradients, UnitGradient
+from zero.params.layout import Layout
+from zero.storage import Storage
+
+
+class ReductionOrder:
+    """In which order one rank starts reductions. Pure: units are ints.
+
+    Each backward of a step has an order of its own, known by its number.
+    """
+
+    def __init__(self) -> None:
+        self._orders: dict[int, list[int]] = {}
+        self._number = -1
+        self._next = 0
+        self._seen: list[int] = []
+
+    def begin_step(self) -> None:
+        """The next backward is the first of a step."""
+        self._number = -1
+
+    def begin_backward(self) -> None:
+        """A backward begins whose gradients are reduced."""
+        self._number += 1
+        self._next, self._seen = 0, []
+
+    def complete(self, unit: int, waiting: Iterable[int]) -> list[int]:
+        """Units to be reduced now, in order.
+
+        Args:
+            unit: has a gradient now.
+            waiting: all that have one and are not reduced yet.
+        """
+        if unit not in self._seen:
+            self._seen.append(unit)
+        ready, order, now = set(waiting), self._orders.get(self._number, []), []
+        while self._next < len(order) and order[self._next] in ready:
+            now.append(order[self._next])
+            self._next += 1
+        return now
+
+    def rest(self) -> list[int]:
+        """The backward is over: what else of the agreed order has to be reduced, in order."""
+        order = self._orders.get(self._number, [])
+        now, self._next = order[self._next :], len(order)
+        return now
+
+    @property
+    def seen(self) -> list[int]:
+        """Units that had a gradient in this backward, in the order of their first."""
+        return self._seen
+
+    def agree(self, seen: list[list[int]]) -> None:
+        """The next backward of this number follows what the ranks (in rank order) had in this one."""
+        everywhere = set(seen[0]).intersection(*seen[1:])
+        self._orders[self._number] = [unit for unit in seen[0] if unit in everywhere]
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A whole gradient of this rank that is not reduced yet."""
+
+    flat: torch.Tensor
+    """(unit.numel,) of the unit's dtype, or fp32 where several contributions are added up."""
+    block: Block | None
+    """The lease behind it, if it has one."""
+
+
+@dataclass(slots=True)
+class Reduction:
+    """A gradient on its way to its planes on all ranks."""
+
+    block: Block | None
+    transfer: Transfer[None] | None = None
+    done: bool = False
+
+
+class ReducedGradients(Gradients):
+    """See above.
+
+    Args:
+        exchange: with the other ranks.
+        in_place: whole gradients are always collected beside the planes.
+    """
+
+    def __init__(
+        self, layout: Layout, storage: Storage, device: torch.device, threads: int, exchange: Exchange
+    ) -> None:
+        super().__init__(layout, storage, device, in_place=False, threads=threads)
+        self._exchange, self._placement = exchange, exchange.placement
+        self._order = ReductionOrder()
+        self._waiting: dict[int, Waiting] = {}
+        self._reducing = self._in_backward = False
+
+    # ---- a backward -----------------------------------------------------------------------------
+
+    def begin_backward(self, *, boundary: bool) -> None:
+        """See `Gradients`."""
+        self._in_backward = True
+        self._reducing = boundary or not self._placement.gradients_deferred
+        if self._reducing:
+            self._order.begin_backward()
+
+    def flush(self, index: int) -> None:
+        """See `Gradients`. What has arrived waits for its turn."""
+        state = self._units.get(index)
+        if state is None or state.buffer is None:
+            return
+        self._streams.follow(state.stream)
+        arrived = [state.unit.slots[position] for position in state.arrived]
+        zero_gaps(state.buffer, state.unit, arrived, 0)
+        for position in state.arrived:
+            state.contributions[position] += 1
+        self._wait(state, Waiting(state.buffer, state.block))
+        state.buffer = state.block = state.stream = None
+        state.arrived = []
+        if self._reducing and self._in_backward:
+            for due in self._order.complete(index, self._waiting):
+                self._reduce(due)
+
+    def end_backward(self) -> None:
+        """See `Gradients`. All ranks come here."""
+        self.flush_all()
+        if self._in_backward and self._reducing:
+            for index in self._order.rest():
+                self._reduce(index)
+            self._order.agree(self._reduce_rest("end of backward", self._order.seen))
+        self._in_backward = False
+
+    def complete(self) -> None:
+        """See `Gradients`. All ranks come here."""
+        self.flush_all()
+        if self._placement.gradients_deferred:
+            self._reduce_rest("gradients not reduced yet", [])
+        self.settle()
+        self._order.begin_step()
+
+    def clear(self) -> None:
+        """See `Gradients`."""
+        for waiting in self._waiting.values():
+            if waiting.block is not None:
+                waiting.block.release(self._streams.fence())
+        self._waiting.clear()
+        super().clear()
+        self._order.begin_step()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _open(self, state: UnitGradient) -> None:
+        """Collect beside the plane; what the plane holds is not touched before the reduction."""
+        self._settle(state)
+        state.block = self._lease(state, state.unit.nbytes)
+        state.buffer = state.block.view(state.unit.dtype, state.unit.numel)
+
+    def _lease(self, state: UnitGradient, nbytes: int) -> Block:
+        """As in one rank; and what waits for its turn with no room left waits elsewhere."""
+        pool = self._storage.gradient_pool
+        block = pool.try_lease(nbytes)
+        for make_room in (self._settle_all, self._flush_others, self._settle_all, self._move_out):
+            if block is None:
+                make_room(state)
+                block = pool.try_lease(nbytes)
+        block = block or pool.lease(nbytes, f"gradient of {state.unit.name}")
+        self._streams.wait(*block.fences)
+        return block
+
+    def _settle_all(self, state: UnitGradient) -> None:
+        """Wait for the reductions under way."""
+        for other in self._units.values():
+            self._settle(other)
+
+    def _flush_others(self, state: UnitGradient) -> None:
+        """Units still open give way, and open again if need be."""
+        for other in self._units.values():
+            if other is not state:
+                self.flush(other.unit.index)
+
+    def _wait(self, state: UnitGradient, newest: Waiting) -> None:
+        """Let a contribution wait; with an earlier one, or until a step comes, it is added up in fp32."""
+        held = self._waiting.get(state.unit.index)
+        if held is None and self._reducing:
+            self._waiting[state.unit.index] = newest
+            return
+        if held is None or held.block is not None:
+            self._settle(state)  # an earlier sum may still be read
+            wide = self._storage.deferred_gradient(state.unit)
+            kernels.cast(wide, (held or newest).flat)
+        else:
+            wide = held.flat
+        if held is not None:
+            kernels.accumulate(wide, newest.flat)
+        for holder in (held, newest):
+            if holder is not None and holder.block is not None:
+                holder.block.release(self._streams.fence())
+        self._waiting[state.unit.index] = Waiting(wide, None)
+
+    def _move_out(self, state: UnitGradient) -> None:
+        """Ranks that take different ways may each wait for what the other has: then memory is taken from elsewhere."""
+        for index, held in self._waiting.items():
+            if held.block is not None:
+                wide = self._storage.deferred_gradient(self._units[index].unit)
+                kernels.cast(wide, held.flat)
+                held.block.release(self._streams.fence())
+                held.flat, held.block = wide, None
+
+    def _reduce_rest(self, what: str, seen: list[int]) -> list[list[int]]:
+        """Reduce what any rank still has; returns what each had `seen`."""
+        mine = torch.tensor([len(seen), *seen, *sorted(self._waiting)], dtype=torch.int64)
+        answers = self._exchange.agree(what, mine.numpy().tobytes())
+        numbers = [torch.frombuffer(bytearray(answer), dtype=torch.int64).tolist() for answer in answers]
+        for index in sorted({unit for given in numbers for unit in given[1 + given[0] :]}):
+            self._reduce(index)
+        return [given[1 : 1 + given[0]] for given in numbers]
+
+    def _reduce(self, index: int) -> None:
+        """Start the reduction of a unit's gradient; this rank's is zero if it has none."""
+        state = self._units[index]
+        self._settle(state)
+        waiting = self._waiting.pop(index, None) or self._zeros(state)
+        if not state.empty and state.dtype != torch.float32:
+            self._widen(state)
+        if state.sealed is not None:
+            self.update(index)
+            self._streams.wait(self._streams.behind_updates())
+            state.sealed = None
+        self.reclaim(state.unit)
+        turn = self._exchange.turn("reduce", state.unit)
+        item = Reduction(waiting.block)
+        job = self._run(state, item, waiting.flat, turn, self._streams.fence(), first=state.empty)
+        state.storing, state.summed = item, True
+        item.transfer = self._storage.mover.post(f"reducing the gradient of {state.unit.name}", job)
+
+    def _zeros(self, state: UnitGradient) -> Waiting:
+        block = self._lease(state, state.unit.nbytes)
+        return Waiting(block.view(state.unit.dtype, state.unit.numel).zero_(), block)
+
+    async def _run(
+        self, state: UnitGradient, item: Reduction, flat: torch.Tensor, turn: Turn, made: Fence, *, first: bool
+    ) -> None:
+        unit, scale = state.unit, 1.0 / self._placement.world_size
+        try:
+            async with self._exchange.reduce(turn, unit, flat, made) as sources:
+                await self._store.store_sum(unit, (state.plane, state.dtype), sources, scale, state.sums, first=first)
+        finally:
+            item.done = True
