@@ -22,6 +22,7 @@ REFUSED = {
     "save_pid": "the launcher stays in the foreground: its process id is that of this command",
     "venv_script": "the same Python is started on every node: put the environment there under the same path",
 }
+WITH_VALUE = ("autotuning", "venv_script")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--account", default="", help="for slurm")
     add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)
     for name in REFUSED:
-        add(f"--{name}", nargs="?", const="yes", default=None, help=argparse.SUPPRESS)
+        form = {} if name in WITH_VALUE else {"action": "store_const", "const": "yes"}
+        add(f"--{name}", **form, help=argparse.SUPPRESS)
     parser.add_argument("script", metavar="SCRIPT", help="what each rank runs")
     parser.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
 

@@ -125,7 +125,9 @@ def explain_kill(
         plans: by rank of this node, what each engine has planned.
     """
     first = {state.name: state for state in before}
-    kills = sum(state.kills - first[state.name].kills for state in after if state.name in first)
+    # The machine counts everybody's kills, so it is believed only where no cgroup tells.
+    told = [state for state in after if state.name in first and state is not after[-1]] or after[-1:]
+    kills = sum(state.kills - first[state.name].kills for state in told if state.name in first)
     planned = planned_bytes(plans)
     words = "no plan known (no engine was made)" if planned is None else f"planned {format_bytes(planned)}"
     if kills <= 0:
@@ -145,16 +147,11 @@ def explain_kill(
 
 
 def _tightest(first: Mapping[str, MemoryState], after: Sequence[MemoryState]) -> MemoryState:
-    """The place whose limit was reached, else the smallest limit."""
-    limited = [state for state in after if state.limit_bytes is not None] or list(after[-1:])
+    """The place whose limit was reached; if it was none, the machine's memory was."""
 
     def was_hit(state: MemoryState) -> bool:
         before = first.get(state.name)
         near = state.limit_bytes is not None and (state.peak_bytes or 0) >= NEAR_LIMIT * state.limit_bytes
         return near and (before is None or state.hits > before.hits)
 
-    return min((s for s in limited if was_hit(s)), default=None, key=_limit) or min(limited, key=_limit)
-
-
-def _limit(state: MemoryState) -> int:
-    return UNLIMITED_BYTES if state.limit_bytes is None else state.limit_bytes
+    return min((state for state in after if was_hit(state)), default=after[-1], key=lambda s: s.limit_bytes or 0)
