@@ -23,10 +23,9 @@ static int64_t round_up(int64_t value, int64_t multiple) {
 static bool is_mappable(int64_t nbytes) { return nbytes >= 1 && nbytes <= INT64_MAX / 2; }
 
 /* The kernel aligns a mapping to the page only: map more, then cut off both ends. */
-static void *map_aligned(int64_t nbytes, int64_t alignment) {
+static void *map_aligned(int64_t nbytes, int64_t alignment, int protection, int more_flags) {
   int64_t slack = alignment > page_bytes() ? alignment : 0;
-  char *map = mmap(NULL, (size_t)(nbytes + slack), PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  char *map = mmap(NULL, (size_t)(nbytes + slack), protection, MAP_PRIVATE | MAP_ANONYMOUS | more_flags, -1, 0);
   if (map == MAP_FAILED) return NULL;
   if (slack == 0) return map;
   int64_t head = round_up((int64_t)(uintptr_t)map, alignment) - (int64_t)(uintptr_t)map;
@@ -39,8 +38,8 @@ static int32_t touch(char *map, int64_t nbytes) {
   while (madvise(map, (size_t)nbytes, MADV_POPULATE_WRITE) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
     if (errno != EINVAL) return -ENOMEM;
-    /* Kernels before 5.14 do not know the advice. */
-    for (int64_t at = 0; at < nbytes; at += page_bytes()) *(volatile char *)(map + at) = 0;
+    /* Kernels before 5.14 do not know the advice. What is shared may hold somebody's bytes already. */
+    for (int64_t at = 0; at < nbytes; at += page_bytes()) __atomic_fetch_or(map + at, 0, __ATOMIC_RELAXED);
     return 0;
   }
   return 0;
@@ -50,7 +49,7 @@ int32_t zn_mem_alloc(void **out, int64_t nbytes, int32_t flags) {
   if (!is_mappable(nbytes)) return -EINVAL;
   nbytes = round_up(nbytes, page_bytes());
   bool huge = (flags & ZN_MEM_HUGE) != 0;
-  char *map = map_aligned(nbytes, huge ? HUGE_PAGE_BYTES : page_bytes());
+  char *map = map_aligned(nbytes, huge ? HUGE_PAGE_BYTES : page_bytes(), PROT_READ | PROT_WRITE, 0);
   if (map == NULL) return -ENOMEM;
   if (huge) (void)madvise(map, (size_t)nbytes, MADV_HUGEPAGE);
   int32_t status = (flags & ZN_MEM_TOUCH) != 0 ? touch(map, nbytes) : 0;
@@ -60,6 +59,33 @@ int32_t zn_mem_alloc(void **out, int64_t nbytes, int32_t flags) {
   }
   *out = map;
   return 0;
+}
+
+int32_t zn_mem_share(void **out, int32_t fd, int64_t nbytes, int32_t flags) {
+  if (!is_mappable(nbytes)) return -EINVAL;
+  nbytes = round_up(nbytes, page_bytes());
+  bool huge = (flags & ZN_MEM_HUGE) != 0;
+  /* The kernel can only use huge pages where the address and the place in the file are aligned alike. */
+  char *map = map_aligned(nbytes, huge ? HUGE_PAGE_BYTES : page_bytes(), PROT_NONE, MAP_NORESERVE);
+  if (map == NULL) return -ENOMEM;
+  if (mmap(map, (size_t)nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    int32_t status = -errno;
+    munmap(map, (size_t)nbytes);
+    return status;
+  }
+  if (huge) (void)madvise(map, (size_t)nbytes, MADV_HUGEPAGE);
+  int32_t status = (flags & ZN_MEM_TOUCH) != 0 ? touch(map, nbytes) : 0;
+  if (status != 0) {
+    munmap(map, (size_t)nbytes);
+    return status;
+  }
+  *out = map;
+  return 0;
+}
+
+int32_t zn_mem_touch(void *ptr, int64_t nbytes) {
+  if (!is_mappable(nbytes) || (uintptr_t)ptr % (uintptr_t)page_bytes() != 0) return -EINVAL;
+  return touch(ptr, round_up(nbytes, page_bytes()));
 }
 
 int32_t zn_mem_free(void *ptr, int64_t nbytes) {

@@ -16,6 +16,7 @@ from offload.binding import exact_alias
 from offload.errors import BudgetError, StateError
 from offload.extents import Extents
 from offload.pinned import hide_from_children, map_host, pin, tensor_over
+from offload.sharing import SharedRegion
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Mark
 
@@ -25,12 +26,21 @@ class MemoryRegion:
 
     Host memory that is not pinned is faulted in where it is first written to: a model that is moved in
     from memory shrinks while its planes grow, so that both together take hardly more than one of them.
+
+    Args:
+        nbytes: how large.
+        device: where.
+        pinned: page-lock host memory for copies to a GPU.
+        region: shared memory to take the first `nbytes` of instead; it stays its owner's.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(
+        self, nbytes: int, device: torch.device, *, pinned: bool = False, region: SharedRegion | None = None
+    ) -> None:
         self.nbytes = nbytes
         self._taken_bytes = 0
-        self._data: torch.Tensor | None = _allocate(nbytes, device, touched=False)
+        _check_room(f"region of {nbytes:,} bytes", nbytes, region)
+        self._data: torch.Tensor | None = _allocate(nbytes, device, touched=False, region=region)
         self._unpin = pin(self._data) if pinned and device.type == "cpu" else None
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -81,6 +91,17 @@ class Block:
         """`numel` elements of `dtype` starting `offset_bytes` into the block."""
         return self.data[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """(first byte in the arena, bytes): what another process that maps the arena's region need know.
+
+        Raises:
+            StateError: the block was returned.
+        """
+        if self._offset < 0 and self.data.numel() > 0:
+            raise StateError(f"a block of {self.data.numel():,} bytes was returned; it has no place any more")
+        return max(self._offset, 0), self.data.numel()
+
     def release(self, *fences: Fence) -> None:
         """Return it. Idempotent.
 
@@ -101,6 +122,7 @@ class Arena:
         pinned: page-lock host memory for copies to a GPU.
         register: makes host memory known to the I/O engine and returns what undoes it. For an arena whose
             blocks nobody but the engine sees: children of fork find zeros in it.
+        region: shared memory to sit on, from its first byte, instead of making some; it stays its owner's.
     """
 
     def __init__(
@@ -112,11 +134,14 @@ class Arena:
         *,
         pinned: bool = False,
         register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
+        region: SharedRegion | None = None,
     ) -> None:
         self.name, self._knob, self._device, self._pinned = name, knob, device, pinned
         self._register = register if device.type == "cpu" else None
         self._undo: list[Callable[[], None]] = []
+        self._region = region
         self._extents = Extents(align_up(nbytes, PAGE_BYTES))
+        _check_room(f"the {name} arena", self._extents.capacity_bytes, region)
         self._data: torch.Tensor | None = None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []
@@ -189,7 +214,7 @@ class Arena:
     def _memory(self) -> torch.Tensor:
         """The allocation, made at first use: an arena that is planned for but never needed costs nothing."""
         if self._data is None:
-            self._data = _allocate(self._extents.capacity_bytes, self._device)
+            self._data = _allocate(self._extents.capacity_bytes, self._device, region=self._region)
             unpin = pin(self._data) if self._pinned and self._device.type == "cpu" else None
             self._undo = [unpin] if unpin is not None else []
             if self._register is not None:
@@ -219,7 +244,18 @@ class Arena:
             step()
 
 
-def _allocate(nbytes: int, device: torch.device, *, touched: bool = True) -> torch.Tensor:
+def _check_room(what: str, nbytes: int, region: SharedRegion | None) -> None:
+    if region is not None and nbytes > region.nbytes:
+        raise BudgetError(f"{what}: {nbytes:,} bytes do not fit the shared memory of {region.nbytes:,} ({region.what})")
+
+
+def _allocate(
+    nbytes: int, device: torch.device, *, touched: bool = True, region: SharedRegion | None = None
+) -> torch.Tensor:
+    if region is not None:
+        if device.type != "cpu":
+            raise StateError(f"{region.what}: shared memory is host memory, not on {device}")
+        return region.data[:nbytes]
     if device.type == "cpu":
         return tensor_over(map_host(nbytes, touched=touched))[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
     data = torch.zeros(nbytes, dtype=torch.uint8, device=device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno as errno_names
 import os
+from collections.abc import Sequence
 
 
 class ZeroInfinityError(Exception):
@@ -68,6 +69,18 @@ def tell(error: BaseException) -> None:
 def was_told(error: BaseException | None) -> bool:
     """True if some caller was told of `error`."""
     return error is not None and "told" in error.__dict__
+
+
+class PeerError(ZeroInfinityError, RuntimeError):
+    """Another process that this one works with is gone, cannot be reached, or does something else.
+
+    Attributes:
+        peers: the numbers of those meant.
+    """
+
+    def __init__(self, message: str, peers: Sequence[int]) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)
 
 
 class WatchdogError(ZeroInfinityError, TimeoutError):

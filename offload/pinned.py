@@ -6,8 +6,10 @@ tensor somebody kept into a dangling pointer; it only gives up the engine's own 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -47,6 +49,54 @@ def map_host(nbytes: int, *, touched: bool = True) -> memoryview:
     if status != 0:
         raise BudgetError(f"mapping {nbytes:,} bytes of host memory: {_text(lib, status)}; lower memory_budget.host")
     return _owned(lib, out[0], nbytes)
+
+
+def map_shared(descriptor: int, nbytes: int, *, touched: bool) -> memoryview:
+    """The first `nbytes` (rounded up to the page) of a file, shared with whoever maps it; on huge pages if possible.
+
+    Args:
+        descriptor: of a file in memory that is as long; not needed afterwards.
+        nbytes: at least as many.
+        touched: all pages are faulted in at once.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    nbytes = align_up(max(nbytes, 1), PAGE_BYTES)
+    try:
+        lib = native.load()
+    except native.NativeUnavailable:
+        if touched:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages for shared memory
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(mapping)
+    out = lib.ffi.new("void **")
+    flags = lib.lib.ZN_MEM_HUGE | (lib.lib.ZN_MEM_TOUCH if touched else 0)
+    status = lib.lib.zn_mem_share(out, descriptor, nbytes, flags)
+    if status != 0:
+        raise OSError(-status, _text(lib, status))
+    return _owned(lib, out[0], nbytes)
+
+
+def touch(data: torch.Tensor) -> None:
+    """Fault in the pages of `data` (uint8, host, starting on a page); its bytes stay.
+
+    Raises:
+        OSError: the kernel has no memory for them.
+    """
+    if data.numel() == 0:
+        return
+    try:
+        lib = native.load()
+    except native.NativeUnavailable:
+        data[::PAGE_BYTES].max()  # to read is enough where memory is shared, and disturbs nobody who writes
+        return
+    status = lib.lib.zn_mem_touch(lib.ffi.cast("void *", data.data_ptr()), data.numel())
+    if status != 0:
+        raise OSError(-status, _text(lib, status))
 
 
 def map_poison(nbytes: int) -> memoryview:

@@ -59,7 +59,14 @@ class Disk:
         self.traffic.read_bytes += buffer.numel()
 
     async def write(self, offset: int, buffer: torch.Tensor, what: str = "write") -> None:
-        """Write `buffer` (uint8, host) to the swap space; `what` is its name in a timeline. Raises StorageError."""
+        """Write `buffer` (uint8, host) to the swap space; `what` is its name in a timeline.
+
+        Raises:
+            StorageError: of the first part that failed.
+            StateError: the swap space is another process's.
+        """
+        if self.swap.read_only:
+            raise StateError(f"{what}: writing to the swap space of another process, which is only read here")
         await self._move(self.aio.write, offset, buffer, what)
         self.traffic.write_bytes += buffer.numel()
 
@@ -142,6 +149,11 @@ class Plane:
         self._stranded: list[Stranded] = []
         if disk is None and any(home.memory is None for home in homes):
             raise StateError(f"plane {name}: a home lies in the swap space, but there is none")
+
+    @property
+    def homes(self) -> tuple[Home, ...]:
+        """Where everything is now."""
+        return tuple(self._homes)
 
     @property
     def numel(self) -> int:

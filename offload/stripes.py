@@ -41,11 +41,20 @@ class StripeMap:
     """
 
     def __init__(self, weights: Sequence[float], stripe_bytes: int = STRIPE_BYTES) -> None:
-        self.counts = shares(weights)
-        self.stripe_bytes = stripe_bytes
+        self._lay_out(shares(weights), stripe_bytes)
+
+    @classmethod
+    def of_counts(cls, counts: Sequence[int], stripe_bytes: int) -> StripeMap:
+        """The map that has these `counts` and `stripe_bytes`: what somebody else's weights came to."""
+        stripes = cls.__new__(cls)
+        stripes._lay_out(tuple(counts), stripe_bytes)
+        return stripes
+
+    def _lay_out(self, counts: tuple[int, ...], stripe_bytes: int) -> None:
+        self.counts, self.stripe_bytes = counts, stripe_bytes
         self._order = spread(self.counts)
         seen = [0] * len(self.counts)
-        self._local = []  # which of its file's stripes of the round a position is
+        self._local: list[int] = []  # which of its file's stripes of the round a position is
         for file in self._order:
             self._local.append(seen[file])
             seen[file] += 1

@@ -39,6 +39,20 @@ class Span:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class SwapGeometry:
+    """Where each byte of a swap space lies in its files: numbers and strings, to be told to another process."""
+
+    counts: tuple[int, ...]
+    """Stripes of each round that go to each file."""
+    stripe_bytes: int
+    capacity_bytes: int
+    paths: tuple[str, ...]
+    """The folders, for errors; the files have no names."""
+    direct: bool
+    """The files are open past the page cache."""
+
+
 @dataclass(slots=True)
 class _File:
     fd: int
@@ -62,7 +76,13 @@ class SwapSpace:
     Raises:
         ConfigError: a path is missing or not writable, or has no room ("need X, have Y at PATH").
         StorageError: the file system refused the reservation.
+
+    Attributes:
+        direct: no page cache lies between.
+        read_only: it belongs to another process.
     """
+
+    read_only = False
 
     def __init__(self, paths: Sequence[Path | str], capacity_bytes: int, speeds: Sequence[float] | None = None) -> None:
         self.direct = True
@@ -112,6 +132,16 @@ class SwapSpace:
             file = self._files[piece.file]
             yield Span(file.fd, file.path, piece.file_offset, piece.begin, piece.nbytes)
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Of the open files; the space's own."""
+        return tuple(file.fd for file in self._files)
+
+    @property
+    def geometry(self) -> SwapGeometry:
+        """How the space lies in its files now; growing moves nothing."""
+        return SwapGeometry(self._map.counts, self._map.stripe_bytes, self._capacity_bytes, self.paths, self.direct)
+
     def close(self) -> None:
         """Close the files; their space returns to the file system. Idempotent."""
         files, self._files = self._files, []
@@ -155,6 +185,56 @@ class SwapSpace:
             self.direct = False
             path.unlink(missing_ok=True)
             return os.open(path, flags, 0o600)
+
+
+class PeerSwap(SwapSpace):
+    """The swap space of another process, to be read: through descriptors of its files, which have no names.
+
+    The file system has their room back when both have closed them.
+
+    Args:
+        descriptors: as received, in the order of `SwapSpace.descriptors`. They are closed here, also when this fails.
+        geometry: of the other process's space; pieces of it that came to be later can be read too.
+
+    Raises:
+        StateError: there are not as many descriptors as files.
+    """
+
+    read_only = True
+
+    def __init__(self, descriptors: Sequence[int], geometry: SwapGeometry) -> None:
+        self._files, self._capacity_bytes = [], geometry.capacity_bytes
+        self._map, self.direct = StripeMap.of_counts(geometry.counts, geometry.stripe_bytes), geometry.direct
+        if not len(descriptors) == len(geometry.paths) == len(geometry.counts):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise StateError(
+                f"swap space of another process: expected descriptors of {len(geometry.paths)} files "
+                f"({', '.join(geometry.paths)}), got {len(descriptors)}"
+            )
+        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if geometry.direct else 0)
+        for descriptor, path in zip(descriptors, geometry.paths, strict=True):
+            self._files.append(_File(_reopened(descriptor, flags), path))
+
+    def extend(self, nbytes: int) -> int:
+        """Refused.
+
+        Raises:
+            StateError: always; the space is another process's.
+        """
+        raise StateError(
+            f"reserving {nbytes:,} bytes: this swap space belongs to another process, and is only read here"
+        )
+
+
+def _reopened(descriptor: int, flags: int) -> int:
+    """A descriptor of the same file that cannot do more than `flags` say; closes the old one if there is a new one."""
+    try:
+        own = os.open(f"/proc/self/fd/{descriptor}", flags)
+    except OSError:
+        return descriptor  # without /proc
+    os.close(descriptor)
+    return own
 
 
 def check_folder(path: Path | str) -> Path:

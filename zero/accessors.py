@@ -7,15 +7,167 @@ from typing import Any
 
 import torch
 
+from zero import ranks
 from zero.config import Config
+from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
+from zero.config.zero_block import ZeroConfig
 from zero.keeping import EngineKeeper
 
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-class ConfigAccessors:
-    """Mixed into the engine, which sets `_config` and `optimizer`."""
+
+class ZeroAccessors:
+    """The `zero_optimization` block under DeepSpeed's names; the engine sets `_config`.
+
+    Sizes are in elements. One that the configuration leaves to the plan is None: `engine.plan.limits` has it.
+    """
 
     _config: Config
+
+    @property
+    def _zero(self) -> ZeroConfig:
+        return self._config.zero_optimization
+
+    def zero_optimization(self) -> bool:
+        """True: the stage is above 0."""
+        return self._zero.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """What is sharded over the ranks: 0 nothing, 1 states, 2 gradients too, 3 weights too."""
+        return self._zero.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """True: each rank keeps the sums of its part of the gradients only."""
+        return self._zero.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """True: each rank keeps its part of the weights only."""
+        return self._zero.stage >= 3
+
+    def zero_offload_param(self) -> OffloadParamConfig | None:
+        """The block, if weights are offloaded."""
+        block = self._zero.offload_param
+        return None if block.device == "none" else block
+
+    def zero_offload_optimizer(self) -> OffloadOptimizerConfig | None:
+        """The block, if states are offloaded."""
+        block = self._zero.offload_optimizer
+        return None if block.device == "none" else block
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """True: states are offloaded, so they are updated by the CPU."""
+        return self._zero.offload_optimizer.device != "none"
+
+    def zero_cpu_offload(self) -> bool:
+        """True: states are offloaded to host memory."""
+        return self._zero.offload_optimizer.device == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """True: states are offloaded to NVMe."""
+        return self._zero.offload_optimizer.device == "nvme"
+
+    def zero_partial_offload(self) -> float:
+        """Share of the states that is offloaded, where they are."""
+        return self._zero.offload_optimizer.ratio
+
+    def zero_sub_group_size(self) -> int | None:
+        """Most elements of one update."""
+        return self._zero.sub_group_size
+
+    def zero_max_live_parameters(self) -> int | None:
+        """Most elements on the device at once."""
+        return self._zero.stage3_max_live_parameters
+
+    def zero_max_reuse_distance(self) -> int | None:
+        """A unit that is used again sooner stays."""
+        return self._zero.stage3_max_reuse_distance
+
+    def zero_prefetch_bucket_size(self) -> int | None:
+        """Elements read ahead beyond the next unit."""
+        return self._zero.stage3_prefetch_bucket_size
+
+    def zero_param_persistence_threshold(self) -> int:
+        """Parameters up to this size stay on the device."""
+        return self._zero.stage3_param_persistence_threshold
+
+    def zero_module_granularity_threshold(self) -> int:
+        """Modules as fine as this are fetched as one."""
+        return self._zero.stage3_module_granularity_threshold
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: a saved model holds whole weights."""
+        return self._zero.stage3_gather_16bit_weights_on_model_save
+
+    def zero_ignore_unused_parameters(self) -> bool:
+        """False: a step without a gradient for every trained parameter is an error."""
+        return self._zero.ignore_unused_parameters
+
+    def zero_reduce_scatter(self) -> bool:
+        """As configured; has no effect here."""
+        return self._zero.reduce_scatter
+
+    def zero_reduce_bucket_size(self) -> int:
+        """As configured; has no effect here."""
+        return self._zero.reduce_bucket_size
+
+    def zero_multi_rank_bucket_allreduce(self) -> bool:
+        """As configured; has no effect here."""
+        return self._zero.use_multi_rank_bucket_allreduce
+
+    def zero_allgather_bucket_size(self) -> int:
+        """As configured; has no effect here."""
+        return self._zero.allgather_bucket_size
+
+    def zero_allgather_partitions(self) -> bool:
+        """As configured; has no effect here."""
+        return self._zero.allgather_partitions
+
+    def zero_overlap_comm(self) -> bool:
+        """As configured; has no effect here."""
+        return bool(self._zero.overlap_comm)
+
+    def zero_contiguous_gradients(self) -> bool:
+        """As configured; has no effect here."""
+        return self._zero.contiguous_gradients
+
+    def zero_round_robin_gradients(self) -> bool:
+        """As configured; has no effect here."""
+        return self._zero.round_robin_gradients
+
+    def zero_hpz_partition_size(self) -> int:
+        """Ranks that share a second copy of the weights; 1: there is none."""
+        return self._zero.zero_hpz_partition_size
+
+
+class ConfigAccessors(ZeroAccessors):
+    """Mixed into the engine, which sets `_config` and `optimizer`."""
+
     optimizer: Any
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._config.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of ranks that see different data: all."""
+        return self._config.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of ranks that share one sample: 1."""
+        return 1
+
+    @property
+    def global_rank(self) -> int:
+        """This rank, 0 <= rank < world_size."""
+        return ranks.rank()
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its node, as the launcher says; 0 without one."""
+        return ranks.local_rank()
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step over all ranks."""
@@ -33,14 +185,6 @@ class ConfigAccessors:
         """Largest global norm; 0 is off."""
         return float(self._config.gradient_clipping)
 
-    def zero_optimization(self) -> bool:
-        """True: the stage is above 0."""
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return int(self._config.zero_optimization.stage)
-
     def bfloat16_enabled(self) -> bool:
         """True when weights are bf16 with an exact fp32 master."""
         return bool(self._config.bf16.enabled)
@@ -48,6 +192,40 @@ class ConfigAccessors:
     def fp16_enabled(self) -> bool:
         """False: fp16 is not available."""
         return False
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """What weights are computed in where the configuration casts them, and what gradients are added up in."""
+        return torch.bfloat16 if self.bfloat16_enabled() else torch.float32, torch.float32
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """What gradients are exchanged in."""
+        given = self._config.communication_data_type
+        return self.get_data_types()[0] if given is None else DTYPES[given]
+
+    def postscale_gradients(self) -> bool:
+        """True: gradients are divided by the number of ranks after their sum."""
+        return not self._config.prescale_gradients
+
+    def gradient_predivide_factor(self) -> float:
+        """Gradients are divided by it before their sum, and by the rest of the number of ranks after it."""
+        return self._config.gradient_predivide_factor
+
+    def dynamic_loss_scale(self) -> bool:
+        """False: there is no loss scale without fp16."""
+        return False
+
+    def dataloader_drop_last(self) -> bool:
+        """True: loaders drop what does not fill a batch on every rank."""
+        return self._config.dataloader_drop_last
+
+    def steps_per_print(self) -> int | None:
+        """As configured; None: never."""
+        return self._config.steps_per_print
+
+    def optimizer_name(self) -> str | None:
+        """Type of the configured optimizer; None if there is no such block."""
+        return None if self._config.optimizer is None else self._config.optimizer.type
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group."""

@@ -122,7 +122,7 @@ class Assembly:
         self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place, placement)
         logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
         leave_note("plan", self.plan.facts(owner.device))
-        self.storage = Storage(self.layout, self.plan, config, owner.device)
+        self.storage = Storage(self.layout, self.plan, config, owner.device, owner.exchange.memory)
         self._built = False
 
     def build(self) -> None:
@@ -144,7 +144,9 @@ class Assembly:
         if self.plan.two_slots:
             boundary = owner.is_gradient_accumulation_boundary
             self.ahead = UpdatesInBackward(storage, pipeline, updates, self.gradients, owner.arguments_now, boundary)
+        owner.exchange.attach(layout, storage, updates)
         self.stepper = Stepper(layout, storage, self.gradients, pipeline, updates, self.ahead, owner.exchange)
+        self.stepper.needs_all = not self._config.zero_optimization.ignore_unused_parameters
         self.gradients.update = self.stepper.apply
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed, owner.exchange)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
@@ -189,6 +191,7 @@ class Assembly:
         from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
         take_first_ranks_values(self._owner.exchange, self.parameters())
         Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take).run()
+        self._owner.exchange.adopted()
         return_freed_memory()
         keep_freed_memory()
         logger.info(

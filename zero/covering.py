@@ -7,7 +7,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from zero.config import Config
-from zero.params.leaf_modules import apply_zero_leaf_module_config, mark_leaf_parameters
+from zero.params.leaf_modules import apply_zero_leaf_module_config, flag_fine_modules, mark_leaf_parameters
 from zero.params.opaque import is_packed, is_wrapper
 from zero.params.units import CoveredUnit, CoverRules, Leaf, cover
 
@@ -29,6 +29,7 @@ def cover_model(model: nn.Module, leaves: list[Leaf], trainable: set[int], confi
     """
     zero = config.zero_optimization
     apply_zero_leaf_module_config(model, zero.leaf_module)
+    flag_fine_modules(model, zero.stage3_module_granularity_threshold)
     mark_leaf_parameters(model)
     explicit = zero.stage3_max_live_parameters
     rules = CoverRules(

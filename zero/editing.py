@@ -150,8 +150,9 @@ class UnitEditor:
                 bound.flat.detach().view(torch.uint8).copy_(change.after)
         self._unstored += changes
         self.store_edits()
-        if any(self._shown_to_others(index) for index in last):
+        if changes and self._exchange.placement.shares_memory:
             self._exchange.agree("edits stored", b"")
+        if any(self._shown_to_others(index) for index in last):
             self._coordinator.bind_persistent()
         if refused:
             raise StateError(f"GatheredParameters: {'; '.join(refused)}")

@@ -6,24 +6,26 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.errors import StateError
+from offload.errors import StateError, StorageError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.activations import Activations
 from zero.assembly import Assembly
 from zero.config import Config
+from zero.data import LoadsData
 from zero.exchange import Alone, Exchange
 from zero.generation import Generates
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
+from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
 from zero.replanning import Census, FollowsModel
 from zero.starting import take_first_ranks_buffers
@@ -34,7 +36,7 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Traced, nn.Module):
+class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Generates, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -239,7 +241,11 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
             self.activations.check()
             self._keeper.store_edits()
             if self._step_asked and self.optimizer is not None:
-                self._fix_step(self.optimizer)
+                try:
+                    self._fix_step(self.optimizer)
+                except UnusedParameters:
+                    self._step_asked = False
+                    raise
                 self._stepper.start()
                 self._step_asked = False
                 self._coordinator.expect_forward()
@@ -320,6 +326,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
                 self._backward.seconds,
                 self._step.seconds,
                 self._ahead.committed_numel if self._ahead is not None else 0,
+                self.exchange.payload_numel(),
             ),
         )
 
@@ -335,6 +342,9 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, FollowsModel, Generates, Trace
             return
         self._finalizer.detach()
         try:
+            if not self.exchange.placement.alone:  # others may still read this rank's slices
+                with suppress(StorageError):
+                    self._stepper.finish()
             self._stepper.stop()
             self.changed()
             self._gradients.clear()

@@ -6,19 +6,24 @@ are taken in the same order on every rank, and exchanged in that order, whatever
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from offload import kernels
 from offload.streams import Fence
-from zero.comm import Comm, Ticket
-from zero.params.layout import Unit
+from zero.comm import Comm
+from zero.optim.behind import DueUpdates
+from zero.params.layout import Layout, Unit
 from zero.placement import ONE_RANK, Placement
+from zero.storage import SharedPlaces, Storage
 
-Turn = tuple[Ticket, ...]
+Turn = tuple[Any, ...]
+"""What an exchange needs to know of its place in the order."""
 
 HOST_CHUNK_BYTES = 16 << 20
 """Of a slice, at a time, where values are read on the host."""
@@ -28,6 +33,18 @@ class Exchange(Protocol):
     """What an engine asks of the other ranks."""
 
     placement: Placement
+    scale: float
+    """What the sum over ranks has to be multiplied by to give their mean."""
+    overlaps: bool
+    """False: whoever starts a reduction waits for it."""
+    memory: SharedPlaces | None
+    """Where what all ranks see is to be allocated; None: nothing is shared."""
+
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+        """The storage is made, on every rank. All ranks come here."""
+
+    def adopted(self) -> None:
+        """The planes hold the initial values of this rank's slices."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
         """Take the next turn for `what` ("gather" or "reduce"); it must be used."""
@@ -47,11 +64,24 @@ class Exchange(Protocol):
             after: fences behind what filled it.
         """
 
+    def sees(self, flat: torch.Tensor) -> bool:
+        """True if `flat` lies in memory that `reduce` can work with."""
+
+    def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """A step is fixed on every rank: what is gathered from now on is as of that step.
+
+        Args:
+            changing: will this rank's slice of a unit (an index) change?
+        """
+
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """Every rank's `payload`, in rank order. Blocks until all have called it."""
 
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
         """Give every rank the values of `source_rank`, in place. Blocks."""
+
+    def payload_numel(self) -> dict[str, int]:
+        """Elements that collectives have handled so far, by what they were for."""
 
     def close(self) -> None:
         """Let go of what the exchange holds."""
@@ -60,8 +90,17 @@ class Exchange(Protocol):
 class Alone:
     """One rank: there is nobody to exchange anything with."""
 
+    scale, overlaps = 1.0, True
+    memory: SharedPlaces | None = None
+
     def __init__(self, placement: Placement = ONE_RANK) -> None:
         self.placement = placement
+
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+        """See `Exchange`."""
+
+    def adopted(self) -> None:
+        """See `Exchange`."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
         """See `Exchange`."""
@@ -78,6 +117,13 @@ class Alone:
         """See `Exchange`."""
         yield [flat]
 
+    def sees(self, flat: torch.Tensor) -> bool:
+        """See `Exchange`."""
+        return True
+
+    def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """See `Exchange`."""
+
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """See `Exchange`."""
         return [payload]
@@ -85,8 +131,29 @@ class Alone:
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
         """See `Exchange`."""
 
+    def payload_numel(self) -> dict[str, int]:
+        """See `Exchange`."""
+        return {}
+
     def close(self) -> None:
         """See `Exchange`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How gradients travel.
+
+    Attributes:
+        dtype: `communication_data_type`; None: as they are.
+        prescale: divide by the number of ranks before the sum.
+        predivide_factor: of the division, this much comes before the sum.
+        overlaps: beside the computation.
+    """
+
+    dtype: torch.dtype | None = None
+    prescale: bool = False
+    predivide_factor: float = 1.0
+    overlaps: bool = True
 
 
 class Collectives:
@@ -95,45 +162,85 @@ class Collectives:
     Args:
         comm: of this engine.
         placement: of this rank.
+        wire: how gradients travel.
     """
 
-    def __init__(self, comm: Comm, placement: Placement) -> None:
-        self._comm, self.placement = comm, placement
+    memory: SharedPlaces | None = None
+
+    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
+        self._comm, self.placement, self._wire = comm, placement, wire
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
+        self._before = placement.world_size if wire.prescale else wire.predivide_factor
+        self.scale, self.overlaps = self._before / placement.world_size, wire.overlaps
+        self._room = asyncio.Lock()
+        self._arriving: Callable[[int], torch.Tensor] | None = None
+
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+        """See `Exchange`."""
+        self._arriving = storage.arriving
+
+    def adopted(self) -> None:
+        """See `Exchange`."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
         """See `Exchange`."""
-        kinds = {"gather": [what] * (self._shard.size > 1)}.get(what)
-        if kinds is None:
-            kinds = ["reduce"] * (self._shard.size > 1) + ["reduce replicas", "gather replicas"] * (
-                self._replicas.size > 1
-            )
+        kinds = ["gather persistent" if unit.persistent and self.placement.weights_sharded else "gather"]
+        if what == "gather":
+            kinds *= self._shard.size > 1
+        else:
+            kinds = ["reduce"] * (self._shard.size > 1)
+            kinds += ["reduce over replicas", "gather over replicas"] * (self._replicas.size > 1)
         return tuple(self._comm.ticket(kind, unit.index, unit.name) for kind in kinds)
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """See `Exchange`."""
         if not turn:
             return after[0] if after else None
-        return await self._comm.all_gather(turn[0], flat, self._shard, *after)
+        return await self._comm.all_gather(turn[0], flat.view(unit.dtype), self._shard, *after)
 
     @asynccontextmanager
     async def reduce(
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
     ) -> AsyncIterator[list[torch.Tensor]]:
-        """See `Exchange`."""
-        tickets, own = list(turn), flat
-        sources = [flat]
+        """See `Exchange`. What arrives has room for one unit: reductions take turns."""
+        async with self._room:
+            yield await self._reduced(list(turn), unit, self._on_the_wire(flat), *after)
+
+    async def _reduced(self, tickets: list[Any], unit: Unit, flat: torch.Tensor, *after: Fence) -> list[torch.Tensor]:
+        own, sources = flat, [flat]
         if self._shard.size > 1:
-            sources = await self._comm.reduce_scatter(tickets.pop(0), flat, self._shard, *after)
+            into = self._room_for(flat)
+            sources = await self._comm.reduce_scatter(tickets.pop(0), flat, self._shard, *after, into=into)
             own = unit.own(flat)
         if self._replicas.size > 1:
             if self._shard.size > 1:
-                _add_up(own, sources)
-            parts = await self._comm.reduce_scatter(tickets.pop(0), own, self._replicas, *after)
-            _add_up(own.chunk(self._replicas.size)[self._replicas.index], parts)
+                kernels.reduce_ranks(own, sources)
+            into = self._room_for(own)
+            parts = await self._comm.reduce_scatter(tickets.pop(0), own, self._replicas, *after, into=into)
+            kernels.reduce_ranks(own.chunk(self._replicas.size)[self._replicas.index], parts)
             await self._comm.all_gather(tickets.pop(0), own, self._replicas)
             sources = [own]
-        yield sources
+        return sources
+
+    def _on_the_wire(self, flat: torch.Tensor) -> torch.Tensor:
+        """`flat` as it travels. A wider dtype changes nothing where sums are made in fp32 anyway."""
+        wish = self._wire.dtype
+        if wish is not None and wish.itemsize != flat.element_size():
+            wider = wish.itemsize > flat.element_size()
+            flat = flat if wider and self._comm.fixed_order else flat.to(wish)
+        return flat if self._before == 1 else flat.div_(self._before)
+
+    def _room_for(self, flat: torch.Tensor) -> torch.Tensor | None:
+        if self._arriving is None:
+            return None
+        return self._arriving(flat.nbytes).view(flat.dtype)
+
+    def sees(self, flat: torch.Tensor) -> bool:
+        """See `Exchange`."""
+        return True
+
+    def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """See `Exchange`."""
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """See `Exchange`."""
@@ -142,6 +249,10 @@ class Collectives:
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
         """See `Exchange`."""
         self._comm.broadcast(tensor, source_rank)
+
+    def payload_numel(self) -> dict[str, int]:
+        """See `Exchange`."""
+        return {kind: counter.numel for kind, counter in self._comm.payload.items()}
 
     def close(self) -> None:
         """See `Exchange`."""
@@ -162,9 +273,3 @@ def whole(exchange: Exchange, unit: Unit, flat: torch.Tensor) -> torch.Tensor:
             if part is not own:
                 part[lo:hi].copy_(torch.frombuffer(bytearray(answers[rank]), dtype=torch.uint8))
     return flat
-
-
-def _add_up(into: torch.Tensor, sources: list[torch.Tensor]) -> None:
-    if len(sources) == 1 and sources[0] is into:
-        return
-    kernels.reduce_ranks(into, sources)

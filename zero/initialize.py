@@ -22,6 +22,9 @@ from zero.optim.optimizer import ZeroOptimizer, groups_from
 
 logger = logging.getLogger("zero")
 
+PIPELINE_MARKS = ("forward_funcs", "_layer_specs", "_topo")
+"""Attributes of DeepSpeed's PipelineModule."""
+
 
 def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     args: Any = None,
@@ -46,7 +49,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         model: the module to train, built anywhere: under `zero.Init` or in memory.
         optimizer: a fresh torch.optim.Adam or AdamW; None takes `optimizer` from the config.
         model_parameters: parameters or param groups to train; None: all that require gradients.
-        training_data: a dataset; a loader of micro-batches is made from it.
+        training_data: a dataset; a loader of this rank's micro-batches is made from it.
         lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one.
         distributed_port: unused with one rank.
         mpu: not available: must be None.
@@ -65,6 +68,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     """
     if model is None:
         raise ConfigError("initialize: model is missing")
+    _refuse_pipelines(model)
     if mpu is not None or mesh_param is not None:
         raise ConfigError("initialize: mpu and mesh_param are not available; leave them out")
     if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -73,8 +77,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             "on the optimizer that initialize returns"
         )
     show_log()
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    loaded = _read_config(args, config if config is not None else config_params, ranks)
+    loaded = _read_config(args, config if config is not None else config_params)
     groups = groups_from(optimizer, model_parameters, model, loaded)
     device = compute_device()
     engine = ZeroEngine(model, groups, loaded, device, open_exchange(loaded, device))
@@ -83,8 +86,9 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if lr_scheduler is not None:
         is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
         engine.lr_scheduler = lr_scheduler(engine.optimizer) if is_factory else lr_scheduler
-    loader = None if training_data is None else _make_loader(training_data, collate_fn, loaded)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    engine.collate_fn = collate_fn
+    engine.training_dataloader = None if training_data is None else engine.deepspeed_io(training_data)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def compute_device() -> torch.device:
@@ -103,12 +107,12 @@ def compute_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None, ranks: int) -> Config:
+def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None) -> Config:
     if source is None:
         source = config_argument(args)
     if source is None:
         raise ConfigError("initialize: give config=, a path or a dict, or args with zero_config or deepspeed_config")
-    loaded = load_config(source, world_size=ranks)
+    loaded = load_config(source)
     if loaded.inactive:
         logger.info("keys that are accepted and have no effect here: %s", ", ".join(loaded.inactive_with_reasons))
     for line in loaded.deprecated:
@@ -116,15 +120,15 @@ def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Co
     return loaded
 
 
-def _make_loader(data: Dataset[Any], collate_fn: Callable[..., Any] | None, config: Config) -> DataLoader[Any]:
-    """Micro-batches in random order, as DeepSpeed makes them."""
-    return DataLoader(
-        data,
-        batch_size=config.train_micro_batch_size_per_gpu,
-        collate_fn=collate_fn,
-        shuffle=True,
-        drop_last=config.dataloader_drop_last,
-    )
+def _refuse_pipelines(model: nn.Module) -> None:
+    """Raise ConfigError for DeepSpeed's PipelineModule, or a class that is made like it."""
+    named = any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__)
+    if named or all(hasattr(model, mark) for mark in PIPELINE_MARKS):
+        raise ConfigError(
+            f"initialize: model: {type(model).__name__} is a PipelineModule, and pipelines are not available; give an "
+            "nn.Module, such as nn.Sequential of the same layers (with ZeRO it need not fit a device), or build the "
+            "pipeline with torch.distributed.pipelining"
+        )
 
 
 def show_log() -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from offload.descriptors import same_node
+from offload.errors import ConfigError
 from offload.streams import open_streams
 from zero.comm import Comm
 from zero.config import Config
-from zero.exchange import Alone, Collectives, Exchange
+from zero.exchange import Alone, Collectives, Exchange, Wire
 from zero.placement import place
+from zero.sharing import SharedMemory
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def open_exchange(config: Config, device: torch.device) -> Exchange:
@@ -21,9 +28,32 @@ def open_exchange(config: Config, device: torch.device) -> Exchange:
     Raises:
         ConfigError: a group that the configuration asks for cannot be made of the ranks.
     """
-    comm = Comm(device, open_streams(device))
-    placement = place(config, comm.rank, comm.world_size)
+    comm = Comm(device, open_streams(device), fixed_order=config.sums_16_bit_in_fp32)
+    shares_memory = _can_share(comm, config, device)
+    placement = place(config, comm.rank, comm.world_size, shares_memory=shares_memory)
     if placement.alone:
         comm.close()
         return Alone(placement)
-    return Collectives(comm, placement)
+    wire = Wire(
+        dtype=DTYPES.get(config.communication_data_type or ""),
+        prescale=config.prescale_gradients,
+        predivide_factor=float(config.gradient_predivide_factor),
+        overlaps=config.zero_optimization.overlap_comm is not False,
+    )
+    if shares_memory:
+        return SharedMemory(comm, placement, wire)
+    return Collectives(comm, placement, wire)
+
+
+def _can_share(comm: Comm, config: Config, device: torch.device) -> bool:
+    """Do the ranks keep one copy of each slice in shared memory? All ranks come here and get the same answer."""
+    wish = config.zero_optimization.shared_host_memory
+    if comm.world_size == 1 or wish is False:
+        return False
+    possible = device.type == "cpu" and same_node(partial(comm.agree, "one node"))
+    if wish is True and not possible:
+        raise ConfigError(
+            "zero_optimization.shared_host_memory: needs ranks that compute on the CPU of one node; "
+            'got ranks that do not share memory; set it to "auto" or false'
+        )
+    return possible

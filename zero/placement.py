@@ -71,8 +71,8 @@ def place(config: Config, rank: int, world_size: int, *, shares_memory: bool = F
     """
     zero = config.zero_optimization
     shard_size = 1 if zero.stage == 0 else world_size
-    if zero.mics_shard_size > 1:
-        shard_size = int(zero.mics_shard_size)
+    if zero.mics_shard_size > 0:
+        shard_size = zero.mics_shard_size
     if world_size % shard_size:
         raise ConfigError(
             f"zero_optimization.mics_shard_size: {shard_size} does not divide the {world_size} ranks; choose a divisor"

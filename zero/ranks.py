@@ -1,10 +1,10 @@
-"""How many ranks there are and which one this is: the one place that asks torch.distributed."""
+"""How many ranks there are and which one this is."""
 
 from __future__ import annotations
 
 import os
 
-import torch.distributed as dist
+from zero.distributed import backend
 
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 """torchrun's name for the ranks of a node, and DeepSpeed's launcher's."""
@@ -12,17 +12,23 @@ LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 def is_distributed() -> bool:
     """True once torch.distributed has its default group."""
-    return dist.is_available() and dist.is_initialized()
+    return backend.in_a_group()
 
 
 def world_size() -> int:
     """Number of ranks; 1 before torch.distributed is initialised."""
-    return dist.get_world_size() if is_distributed() else 1
+    return len(backend.ranks_of(None)) if is_distributed() else 1
 
 
 def rank() -> int:
     """This rank, 0 <= rank < world_size; 0 before torch.distributed is initialised."""
-    return dist.get_rank() if is_distributed() else 0
+    return backend.own_rank() if is_distributed() else 0
+
+
+def local_rank() -> int:
+    """This rank among those of its node, as the launcher says; 0 without a launcher."""
+    said = os.environ.get("LOCAL_RANK", "")
+    return int(said) if said.isdecimal() else 0
 
 
 def ranks_per_node() -> int | None:

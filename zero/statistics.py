@@ -55,6 +55,9 @@ class Statistics:
     releases_by_unit: Mapping[str, int]
     updated_in_backward_numel: int
     """Elements whose update a step has found done (`update_in_backward`)."""
+    payload_numel: Mapping[str, int]
+    """Elements of whole units, padding included, that collectives have handled, by what they were for: "gather",
+    "gather persistent", "reduce"; for groups of replicas "reduce over replicas" and "gather over replicas"."""
     live_numel_peak: int
     """Most elements gathered or on their way at once; persistent units apart."""
     arena_peak_bytes: int
@@ -99,6 +102,7 @@ class LoopCounters:
     backward_seconds: float
     optimizer_seconds: float
     updated_in_backward_numel: int
+    payload_numel: Mapping[str, int]
 
 
 def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], loop: LoopCounters) -> Statistics:
@@ -127,6 +131,7 @@ def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], lo
         releases=counters.releases.total(),
         releases_by_unit={unit_names[i]: n for i, n in sorted(counters.releases.items())},
         updated_in_backward_numel=loop.updated_in_backward_numel,
+        payload_numel=dict(loop.payload_numel),
         live_numel_peak=counters.live_numel_peak,
         arena_peak_bytes=storage.arena.peak_bytes,
         activation_stored_bytes=kept.counters.stored_bytes if kept else 0,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,8 @@ from offload.errors import BudgetError, ConfigError, StateError
 from offload.mover import Mover
 from offload.pieces import PieceStore, Swap
 from offload.planes import Disk, Home, Plane
+from offload.sharing import SharedRegion
+from offload.sizes import PAGE_BYTES, align_up
 from offload.slabs import Slabs, SwapArea
 from offload.streams import open_streams
 from offload.swapfile import SwapSpace
@@ -36,6 +39,16 @@ class OtherSlots:
     records: Plane
 
 
+class SharedPlaces(Protocol):
+    """Gives out memory that all ranks see. All ranks ask for the same, in the same order."""
+
+    def common(self, nbytes: int, what: str) -> SharedRegion:
+        """The same bytes for all, zero."""
+
+    def own(self, nbytes: int, what: str) -> SharedRegion:
+        """Bytes of this rank that the others can read."""
+
+
 class Storage:
     """The engine's memory and files, made from a plan and freed as a whole.
 
@@ -48,10 +61,14 @@ class Storage:
         activations: keeps what autograd saves, where the plan gives it a tier (else None).
     """
 
-    def __init__(self, layout: Layout, plan: Plan, config: Config, device: torch.device) -> None:
-        self.layout, self.plan, self.device = layout, plan, device
+    def __init__(
+        self, layout: Layout, plan: Plan, config: Config, device: torch.device, shared: SharedPlaces | None = None
+    ) -> None:
+        self.layout, self.plan, self.device, self._shared = layout, plan, device, shared
         self._flats: dict[int, torch.Tensor] = {}
         self._deferred: dict[int, torch.Tensor] = {}
+        self._deferred_memory: torch.Tensor | None = None
+        self._arriving: torch.Tensor | None = None
         self._budgeted = config.memory_budget.host is not None
         self._pinned = device.type == "cuda" and _wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
@@ -80,7 +97,7 @@ class Storage:
                 register=aio.register_memory if aio else None,
             )
             self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
-            self.gradient_pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device)
+            self.gradient_pool = self._open_gradient_pool()
             self.update_pool = Arena("updates", plan.update_pool_bytes, "memory_budget.device", device)
             self._sums: MemoryRegion | None = None
             self._swap_used_bytes = 0
@@ -107,10 +124,21 @@ class Storage:
     def deferred_gradient(self, unit: Unit) -> torch.Tensor:
         """Memory to add up the unit's whole gradient in, fp32 (unit.numel,); planned where it is foreseen."""
         if unit.index not in self._deferred:
-            trained = [u for u in self.layout.units if u.trainable] if self.plan.deferred_bytes else [unit]
-            region = self._region(DEVICE, sum(u.numel * 4 for u in trained))
-            self._deferred.update({u.index: region.take(u.numel * 4).view(torch.float32) for u in trained})
+            planned = self.plan.deferred_bytes and not self._deferred
+            trained = [u for u in self.layout.units if u.trainable] if planned else [unit]
+            memory = self._deferred_memory if planned else None
+            if memory is None:
+                memory = self._region(DEVICE, sum(u.numel * 4 for u in trained)).take(sum(u.numel * 4 for u in trained))
+            parts = torch.split(memory.view(torch.float32), [u.numel for u in trained])
+            self._deferred.update({u.index: part for u, part in zip(trained, parts, strict=True)})
         return self._deferred[unit.index]
+
+    def arriving(self, nbytes: int) -> torch.Tensor:
+        """Device memory, uint8, that what other ranks send of a gradient arrives in; the same for all calls."""
+        if self._arriving is None or self._arriving.numel() < nbytes:  # planned; more, if a sum is wider than planned
+            total = max(nbytes, self.plan.exchange_bytes)
+            self._arriving = self._region(DEVICE, total).take(total)
+        return self._arriving[:nbytes]
 
     def gradient_dtype(self, unit: Unit) -> torch.dtype:
         """What the unit's gradient is kept in while it fits its place in the gradient plane."""
@@ -211,7 +239,7 @@ class Storage:
                 getattr(self, name).close()
         self.weights, self.records, self.gradients, self.other_slots = [], [], [], []
         self._regions, self._planes = [], []
-        self._flats, self._deferred = {}, {}
+        self._flats, self._deferred, self._deferred_memory, self._arriving = {}, {}, None, None
 
     # ---- construction -------------------------------------------------------------------------
 
@@ -251,8 +279,17 @@ class Storage:
         pieces = PieceStore("saved activations", memory, self.streams, near=near, swap=swap, mover=self.mover)
         return ActivationStore(pieces, self.device, self.streams)
 
-    def _region(self, tier: str, nbytes: int) -> MemoryRegion:
-        region = MemoryRegion(nbytes, self.device if tier == DEVICE else torch.device("cpu"), pinned=self._pinned)
+    def _open_gradient_pool(self) -> Arena:
+        nbytes, region = self.plan.gradient_pool_bytes, None
+        if self._shared is not None:  # whole gradients too: whoever owns a slice reads it here
+            pool_bytes = align_up(nbytes, PAGE_BYTES)
+            region = self._shared.own(pool_bytes + self.plan.deferred_bytes, "gradients")
+            self._deferred_memory = region.data[pool_bytes:]
+        return Arena("flat gradients", nbytes, "memory_budget.device", self.device, region=region)
+
+    def _region(self, tier: str, nbytes: int, shared: SharedRegion | None = None) -> MemoryRegion:
+        device = self.device if tier == DEVICE else torch.device("cpu")
+        region = MemoryRegion(nbytes, device, pinned=self._pinned, region=shared)
         self._regions.append(region)
         return region
 
@@ -270,7 +307,8 @@ class Storage:
         tier = self.plan.weight_tiers[unit.index]
         if unit.index not in self._flats:
             together = [u for u in units if self.plan.weight_tiers[u.index] == tier]
-            region = self._region(tier, sum(u.nbytes for u in together))
+            nbytes = sum(u.nbytes for u in together)
+            region = self._region(tier, nbytes, self._shared.common(nbytes, "weights") if self._shared else None)
             self._flats.update({u.index: region.take(u.nbytes) for u in together})
         return self._flats[unit.index]
 

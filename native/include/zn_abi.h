@@ -41,13 +41,30 @@ enum { ZN_MEM_HUGE = 1, ZN_MEM_TOUCH = 2 };
  * ZN_MEM_HUGE is set. -ENOMEM, or -EINVAL when nbytes < 1. */
 int32_t zn_mem_alloc(void **out, int64_t nbytes, int32_t flags);
 
-/* Unmap what zn_mem_alloc mapped; the same `nbytes`. */
+/* Map the first `nbytes` (rounded up to the page) of file `fd`, shared with whoever else maps it; flags as above. The
+ * file has to be as long. The mapping outlives the descriptor. -EINVAL when nbytes < 1, -ENOMEM, or mmap's -errno. */
+int32_t zn_mem_share(void **out, int32_t fd, int64_t nbytes, int32_t flags);
+
+/* Fault pages in for writing and leave their bytes as they are; `ptr` lies on a page. -EINVAL, or -ENOMEM. */
+int32_t zn_mem_touch(void *ptr, int64_t nbytes);
+
+/* Unmap what zn_mem_alloc or zn_mem_share mapped; the same `nbytes`. */
 int32_t zn_mem_free(void *ptr, int64_t nbytes);
 
 /* Map `nbytes` (rounded up to the page) of private, writable pages that all read as 0xFF bytes,
  * which is NaN in every float type. All pages are backed by one small block, so the mapping costs
  * no memory until somebody writes to it. Freed with zn_mem_free. */
 int32_t zn_mem_poison(void **out, int64_t nbytes);
+
+/* ---- a table that processes share ----------------------------------------------------------- */
+
+/* One number in memory that several processes map. Who reads a published number also sees all that its publisher had
+ * written before (release and acquire). Cells lie on multiples of 8 bytes. */
+void zn_board_publish(int64_t *cell, int64_t value);
+int64_t zn_board_read(const int64_t *cell);
+
+/* The first of `count` cells, `stride` int64_t apart, that is below `value`; `count` when none is. */
+int64_t zn_board_first_below(const int64_t *cell, int64_t stride, int64_t count, int64_t value);
 
 /* ---- asynchronous file I/O ---------------------------------------------------------------- */
 

@@ -123,7 +123,7 @@ def test_old_switches_of_offload_need_the_same_stages(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_resolved_block_loads_to_itself(stage: int) -> None:
-    whole = load_config({"zero_optimization": {"stage": stage, "mics_shard_size": 0, "reduce_bucket_size": 0}})
+    whole = load_config({"zero_optimization": {"stage": stage, "mics_shard_size": 0}})
     assert load_config(whole.as_dict()).as_dict() == whole.as_dict()
 
 
@@ -167,9 +167,9 @@ def test_a_flag_takes_true_and_false_also_as_words_and_nothing_else(path: str) -
 
 
 @pytest.mark.parametrize("key", ["reduce_bucket_size", "allgather_bucket_size"])
-def test_a_bucket_takes_every_form_of_a_number_and_is_never_empty(key: str) -> None:
+def test_a_bucket_takes_every_form_of_a_number(key: str) -> None:
     assert getattr(zero_block({}), key) == BUCKET_NUMEL
-    for form, numel in {5e8: BUCKET_NUMEL, "5e8": BUCKET_NUMEL, 15099494.4: 15_099_494, 1: 1, 0: BUCKET_NUMEL}.items():
+    for form, numel in {5e8: BUCKET_NUMEL, "5e8": BUCKET_NUMEL, 15099494.4: 15_099_494, 1: 1, 0: 0}.items():
         assert getattr(zero_block({key: form}), key) == numel
     for wrong in (-1, "1GB", True, "x", math.inf):
         assert problem({key: wrong}).startswith(f"zero_optimization.{key}: expected a number of elements")
@@ -191,13 +191,24 @@ def test_a_granularity_is_a_number_of_elements() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_are_exchanged_in_one_of_three_types(world_size: int) -> None:
-    key = "communication_data_type"
+@pytest.mark.parametrize("bf16", [True, False])
+def test_gradients_are_exchanged_as_they_are_or_wider(bf16: bool, world_size: int) -> None:
+    key, base = "communication_data_type", {"bf16": {"enabled": bf16}}
     for form, meant in {"fp32": "fp32", "FP16": "fp16", "bf16": "bf16", None: None, "auto": None}.items():
-        config = load_config({key: form}, world_size=world_size)
-        assert config.communication_data_type == meant and config.inactive == ()
+        if world_size == 1 or meant in (None, "fp32") or (meant == "bf16" and bf16):
+            config = load_config({**base, key: form}, world_size=world_size)
+            assert config.communication_data_type == meant and config.inactive == ()
+            assert config.sums_16_bit_in_fp32 is (meant == "fp32" and bf16)
+        else:
+            line = problem_of({**base, key: form}, world_size=world_size)
+            assert line.startswith(f'{key}: expected "fp32"') and "2 ranks" in line and "remove it" in line
     for wrong in ("int8", 16, True, ["fp16"]):
         assert 'expected "fp32" or "fp16" or "bf16"' in problem_of({key: wrong}, world_size=world_size)
+
+
+def test_sums_in_fp32_can_be_asked_for() -> None:
+    for form, meant in FLAGS:
+        assert load_config({"reduce_scatter_with_fp32_accumulation": form}).sums_16_bit_in_fp32 is meant
 
 
 def test_a_predivide_factor_is_above_zero() -> None:
@@ -297,12 +308,18 @@ def test_a_key_without_effect_is_listed_with_its_reason() -> None:
         "allgather_partitions",
         "round_robin_gradients",
         "use_multi_rank_bucket_allreduce",
+        "reduce_bucket_size",
+        "allgather_bucket_size",
+        "overlap_comm",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "zero_hpz_partition_size",
         "stage3_use_all_reduce_for_fetch_params",
         "stage3_allgather_sequential",
     }
     for path, reason in reasons.items():
-        for value in (True, False):
-            config = load_config(config_with(path, value))
+        for value in (1, 4) if path.endswith(("_size", "_factor")) else (True, False):
+            config = load_config(config_with(path, value), world_size=4)
             assert config.inactive == (path,) and config.inactive_with_reasons == (f"{path} ({reason})",)
 
 

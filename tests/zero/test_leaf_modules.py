@@ -13,6 +13,7 @@ from torch import nn
 
 import zero
 from offload.errors import ConfigError
+from zero.params.leaf_modules import flag_fine_modules
 
 Open = Callable[..., Any]
 LARGE = {"stage3_max_live_parameters": 300_000}
@@ -150,3 +151,64 @@ def test_torch_is_not_confused_by_the_flag() -> None:
     keys = list(model.state_dict())
     zero.set_z3_leaf_modules(model, [Block])
     assert list(model.state_dict()) == keys and not any(isinstance(v, torch.Tensor) for v in vars(model).values())
+
+
+# ---- fine modules ------------------------------------------------------------------------------
+
+
+def fine_tree() -> nn.Module:
+    """Granularity by hand: root (300 + 12) / 6 = 52, fine 12 / 3 = 4, coarse 300 / 2 = 150."""
+    fine = nn.Module()
+    fine.one, fine.two, fine.nothing = nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False), nn.GELU()
+    coarse = nn.Module()
+    coarse.inner = nn.Linear(10, 30, bias=False)
+    root = nn.Module()
+    root.list = nn.ModuleList([fine, coarse])
+    return root
+
+
+@pytest.mark.parametrize(
+    ("granularity_numel", "flagged"),
+    [(0, []), (3, []), (4, ["list.0"]), (51, ["list.0"]), (52, [""]), (150, [""]), (10**9, [""])],
+)
+def test_modules_as_fine_as_the_threshold_are_leaves_outer_ones_first(
+    granularity_numel: int, flagged: list[str]
+) -> None:
+    model = fine_tree()
+    found = flag_fine_modules(model, granularity_numel)
+    assert [name for name, module in model.named_modules() if module in found] == flagged
+    assert zero.get_z3_leaf_modules(model) == found
+
+
+def test_containers_and_modules_without_others_inside_are_no_leaves() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.GELU()]), nn.ModuleDict())
+    assert flag_fine_modules(model, 10**9) == []
+
+
+def test_a_large_module_is_no_leaf_however_fine() -> None:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.embedding = nn.Embedding(2**20, 2**10)
+        model.fine = nn.TransformerEncoderLayer(8, 2, 8)
+    assert model.fine in flag_fine_modules(model, 10**12) and not zero.z3_leaf_module(model)
+
+
+def test_a_threshold_that_finds_nothing_says_what_would(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "zero"):
+        assert flag_fine_modules(fine_tree(), 3) == []
+        assert flag_fine_modules(fine_tree(), 4) != []
+    (record,) = caplog.records
+    assert "no module is as fine as 3 elements; the finest, list.0, has 4" in record.getMessage()
+
+
+def test_the_key_makes_fine_modules_units(open_engine: Open, nvme_path: Any) -> None:
+    """An attention of two Linears is two units under a tight limit, and one where it counts as fine."""
+    model = build("gpt")
+    attention = sum(p.numel() for p in model.blocks[0].attention.parameters()) // 3
+    zero_keys = {"stage3_max_live_parameters": 16_384, "stage3_module_granularity_threshold": attention}
+    engine = open_engine(model, make_config(("cpu", "cpu"), nvme_path, zero=zero_keys))
+    names = {f"blocks.0.attention.{part}.{kind}" for part in ("qkv", "out") for kind in ("weight", "bias")}
+    assert any(names <= unit for unit in units(engine).values())
+    coarse = {**zero_keys, "stage3_module_granularity_threshold": 0}
+    plain = open_engine(build("gpt"), make_config(("cpu", "cpu"), nvme_path, zero=coarse))
+    assert not any(names <= unit for unit in units(plain).values())

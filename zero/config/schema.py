@@ -20,6 +20,7 @@ from zero.config.fields import (
     MEANS_AUTO,
     Block,
     Flag,
+    Inert,
     InertAny,
     InertFlag,
     InertNumber,
@@ -31,7 +32,9 @@ from zero.config.fields import (
     Whole,
     block_of,
     choice,
+    problem,
     reads,
+    shown,
     world_size_of,
 )
 from zero.config.hints import unknown_key
@@ -185,14 +188,15 @@ class Config(Block):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
 
     communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"] | None, _COMM_DTYPE] = None
-    """What gradients are exchanged in; None: what they were computed in."""
+    """What gradients are exchanged in; None: what they are in. "fp32" says of 16-bit gradients that they are summed in
+    fp32; they need not be widened before they are sent."""
     reduce_scatter_with_fp32_accumulation: Flag = False
     """Ours, named as Megatron's: 16-bit gradients are exchanged by all-to-all and summed in fp32, in rank order. On the
     CPU that is always so."""
-    prescale_gradients: Flag = False
-    """Gradients are divided by the number of ranks before their sum instead of after it."""
-    gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
-    """Gradients are divided by it before their sum, and by the rest of the number of ranks after it."""
+    prescale_gradients: Annotated[Flag, Inert("no sum overflows, and one division after it rounds least")] = False
+    gradient_predivide_factor: Annotated[
+        Number, Field(gt=0), Inert("no sum overflows, and one division after it rounds least")
+    ] = 1.0
     gradient_allreduce_op: Annotated[
         Literal["mean", "sum"], Only(("mean",), "gradients are averaged; scale the loss instead"), choice("mean", "sum")
     ] = "mean"
@@ -253,6 +257,12 @@ class Config(Block):
         return self._report.world_size
 
     @property
+    def sums_16_bit_in_fp32(self) -> bool:
+        """Whether 16-bit gradients are to be summed in fp32 on every backend."""
+        asked = self.communication_data_type == "fp32" and self.bf16.enabled
+        return asked or self.reduce_scatter_with_fp32_accumulation
+
+    @property
     def inactive(self) -> tuple[str, ...]:
         """Dotted paths, as the user wrote them, that are known but do nothing here. The engine lists them once."""
         return self._report.inactive
@@ -309,7 +319,17 @@ class Config(Block):
 
     @model_validator(mode="after")
     def _across_ranks(self, info: ValidationInfo) -> Self:
-        resolve_batch(self._given_batch(), world_size_of(info))
+        world_size = world_size_of(info)
+        resolve_batch(self._given_batch(), world_size)
+        dtype = self.communication_data_type
+        if world_size > 1 and (dtype == "fp16" or (dtype == "bf16" and not self.bf16.enabled)):
+            raise problem(
+                '"fp32" or "bf16"' if self.bf16.enabled else '"fp32"',
+                fix="gradients are exchanged as they are or wider, never narrower; remove it",
+                at="communication_data_type",
+                got=f"{shown(dtype)} with {world_size} ranks",
+                keys=("communication_data_type",),
+            )
         return self
 
     def _given_batch(self) -> dict[str, int]:

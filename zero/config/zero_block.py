@@ -155,20 +155,14 @@ class ZeroConfig(Block):
     zero_quantized_weights: Annotated[Flag, _quantized()] = False
     zero_quantized_nontrainable_weights: Annotated[Flag, _quantized()] = False
     zero_quantized_gradients: Annotated[Flag, _quantized()] = False
-    zero_hpz_partition_size: Whole = 1
-    """Ranks of a node over which a second copy of the weights is sharded, for the gathers of backward; 1 (or 0): off.
-    Stage 3 only."""
+    zero_hpz_partition_size: Annotated[Whole, Inert("backward gathers from all ranks, as forward does")] = 1
+    """Ranks of a node over which a second copy of the weights is to be sharded, for the gathers of backward; 1 (or 0):
+    off. Stage 3 only."""
     mics_shard_size: Annotated[int, reads(_parse_mics)] = -1
     """Ranks that shard everything among them; the groups of so many ranks hold the same. -1 (or 0): all ranks, off.
     Stage 3 only."""
     zenflow: ZenFlowConfig | None = None
 
-    reduce_bucket_size: Count = 500_000_000
-    """Most elements that one reduction of gradients moves. 0 is read as the default: an empty bucket moves nothing."""
-    allgather_bucket_size: Count = 500_000_000
-    """Most elements that one gather of weights moves. 0: as above."""
-    overlap_comm: Flag | None = None
-    """Gathers and reductions run beside the computation. Without the key: at stage 3, as in DeepSpeed."""
     stage3_gather_16bit_weights_on_model_save: Flag = False
     """A saved model holds whole weights; the engine answers with it under DeepSpeed's name."""
     stage3_module_granularity_threshold: Count = 0
@@ -179,6 +173,10 @@ class ZeroConfig(Block):
     """Ours: the ranks of a node keep one host copy of each shard, in shared memory. "auto": on the CPU, with all ranks
     on one node."""
 
+    reduce_bucket_size: Annotated[Count, Inert("gradients are reduced a unit at a time")] = 500_000_000
+    allgather_bucket_size: Annotated[Count, Inert("weights are gathered a unit at a time")] = 500_000_000
+    overlap_comm: Annotated[Flag | None, Inert("exchanges always run beside the computation")] = None
+    """Without the key: what it is in DeepSpeed, true at stage 3."""
     contiguous_gradients: Annotated[Flag, Inert("a unit's gradients are always one buffer")] = True
     reduce_scatter: Annotated[Flag, Inert("a rank gets the sums of its own slice either way")] = True
     allgather_partitions: Annotated[Flag, Inert("a unit is always gathered in one collective")] = True
@@ -227,9 +225,6 @@ class ZeroConfig(Block):
             update["overlap_comm"] = update.get("stage", self.stage) == 3
         if self.sub_group_size == 0:
             update["sub_group_size"] = None
-        for key in ("reduce_bucket_size", "allgather_bucket_size"):
-            if getattr(self, key) == 0:
-                update[key] = type(self).model_fields[key].default
         update["zero_hpz_partition_size"] = max(self.zero_hpz_partition_size, 1)
         return self.model_copy(update=update)
 

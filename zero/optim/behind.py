@@ -16,7 +16,7 @@ is due. Other threads only ask whether a set of sub-groups is empty; the answer 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,9 @@ class DueUpdates:
         self._due: set[SubGroup] = set()
         self._unapplied: set[SubGroup] = set()
         self._running: dict[SubGroup, Running] = {}
+        self._unstored: set[SubGroup] = set()
+        self.stored: Callable[[int], None] = lambda index: None
+        """Called, on the mover's loop, with a unit whose weights of the last step are where they live."""
         self.failure: StorageError | None = None
         """A result could not be stored since the last `retry`."""
         self.stopped = False
@@ -79,6 +82,11 @@ class DueUpdates:
         self._arguments = arguments
         self._due = set(due)
         self._unapplied = set(self._due)
+        self._unstored = set(self._due)
+
+    def at_home(self, index: int) -> bool:
+        """True when the unit's weights of the last step are where they live."""
+        return not any(group in self._unstored for group in self._groups[index])
 
     def current(self, index: int) -> bool:
         """True when the unit's weights are those of the last step."""
@@ -203,6 +211,7 @@ class DueUpdates:
         except StorageError as error:
             raise error.within(f"update of step {self._arguments.number}") from error
         self.failure = None
+        self._at_home(self._unstored - self._unapplied)
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
         """The sub-groups of these units (None: all) that are due or under way, in coordinate order. For any thread."""
@@ -212,6 +221,13 @@ class DueUpdates:
         return sorted(wanted, key=lambda group: (group.space, group.begin))
 
     # ---- inside -------------------------------------------------------------------------------
+
+    def _at_home(self, groups: Iterable[SubGroup]) -> None:
+        for group in list(groups):
+            self._unstored.discard(group)
+            for unit in self._layout.spaces[group.space].overlapping(group.begin, group.end):
+                if self.at_home(unit.index):
+                    self.stored(unit.index)
 
     async def _settle(self, groups: list[SubGroup]) -> None:
         """Wait until nothing of these moves any more."""
@@ -271,7 +287,8 @@ class DueUpdates:
 
         try:
             turn()
-            await self._pipeline.update(group, self._arguments, wanted, Told(turn, applied, returned), threads)
+            told = Told(turn, applied, returned, lambda: self._at_home([group]))
+            await self._pipeline.update(group, self._arguments, wanted, told, threads)
         except BaseException as error:
             named = error
             if isinstance(error, StorageError) and error is not self.failure:

@@ -106,6 +106,8 @@ class Told:
     """It is done, and these units' weights were delivered; nothing of it is stored yet."""
     returned: Callable[[], None]
     """Nothing reads memory of the caller's any more."""
+    stored: Callable[[], None]
+    """Its weights are where they live."""
 
 
 class SubGroupPipeline:
@@ -249,6 +251,8 @@ class SubGroupPipeline:
             if part.borrowed:
                 part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes), _nothing)
         told.returned()
+        if not failed:
+            told.stored()
         for result in await asyncio.gather(record, return_exceptions=True):
             if isinstance(result, BaseException):
                 failed.append((work.record, result))

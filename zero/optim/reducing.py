@@ -248,11 +248,17 @@ class ReducedGradients(Gradients):
             self._streams.wait(self._streams.behind_updates())
             state.sealed = None
         self.reclaim(state.unit)
+        if not self._exchange.sees(waiting.flat):
+            block = self._lease(state, waiting.flat.nbytes)
+            copied = block.view(waiting.flat.dtype, waiting.flat.numel())
+            waiting = Waiting(copied.copy_(waiting.flat), block)
         turn = self._exchange.turn("reduce", state.unit)
         item = Reduction(waiting.block)
         job = self._run(state, item, waiting.flat, turn, self._streams.fence(), first=state.empty)
         state.storing, state.summed = item, True
         item.transfer = self._storage.mover.post(f"reducing the gradient of {state.unit.name}", job)
+        if not self._exchange.overlaps:
+            self._settle(state)
 
     def _zeros(self, state: UnitGradient) -> Waiting:
         block = self._lease(state, state.unit.nbytes)
@@ -261,7 +267,7 @@ class ReducedGradients(Gradients):
     async def _run(
         self, state: UnitGradient, item: Reduction, flat: torch.Tensor, turn: Turn, made: Fence, *, first: bool
     ) -> None:
-        unit, scale = state.unit, 1.0 / self._placement.world_size
+        unit, scale = state.unit, self._exchange.scale
         try:
             async with self._exchange.reduce(turn, unit, flat, made) as sources:
                 await self._store.store_sum(unit, (state.plane, state.dtype), sources, scale, state.sums, first=first)

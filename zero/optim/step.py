@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from offload.errors import StorageError, tell, was_told
+from offload.errors import StateError, StorageError, tell, was_told
 from zero.exchange import Exchange
 from zero.optim.agreement import agree_on_step
 from zero.optim.behind import DueUpdates
@@ -22,6 +22,12 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.storage import Storage
+
+NAMES_SHOWN = 8
+
+
+class UnusedParameters(StateError):
+    """Trained parameters got no gradient on any rank, and the configuration says that this is a mistake."""
 
 
 class Stepper:
@@ -48,6 +54,8 @@ class Stepper:
         self._arguments = StepArguments({}, 1.0, 0)
         self.decided = False
         """`fix` has decided; set to False when the next step is asked for."""
+        self.needs_all = False
+        """A step without a gradient for every trained parameter is a mistake."""
         self.norm: float | None = None
         """2-norm of the last step's gradients, before clipping."""
         gradients.reclaim = self._reclaim
@@ -58,6 +66,7 @@ class Stepper:
         A step that is decided stays so: a further call does nothing.
 
         Raises:
+            UnusedParameters: see `needs_all`; the step is none.
             StorageError: a gradient could not be stored, or the step before cannot be completed; the next attempt
                 goes on where this one stopped.
         """
@@ -73,6 +82,8 @@ class Stepper:
             if has
         }
         self.norm, contributed = agree_on_step(self._exchange, number, self._gradients.square_sum(), mine)
+        if self.needs_all:
+            self._refuse_unused(contributed)
         scale = clip_coefficient(self.norm, norm_max)
         arguments = StepArguments(optimizer.values(index_of, contributed), scale, number, self._storage.streams.fence())
         due = [group for group in self._storage.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
@@ -82,6 +93,16 @@ class Stepper:
         self._gradients.seal()
         self._updates.begin_step(arguments, [group for group in due if group not in done])
         self._arguments, self.decided = arguments, True
+
+    def _refuse_unused(self, contributed: set[int]) -> None:
+        trained = (slot for unit in self._layout.units if unit.trainable for slot in unit.slots)
+        unused = [slot.name for slot in trained if slot.index not in contributed]
+        if unused:
+            more = f" and {len(unused) - NAMES_SHOWN} more" if len(unused) > NAMES_SHOWN else ""
+            raise UnusedParameters(
+                f"step: no gradient for {', '.join(unused[:NAMES_SHOWN])}{more}; use them in every step, call "
+                "requires_grad_(False) on them, or set zero_optimization.ignore_unused_parameters to true"
+            )
 
     def start(self) -> None:
         """Begin with what cannot wait for a fetch: what needs no disk, and units that are always bound.

@@ -6,6 +6,7 @@ A flag counts when `zero.initialize` makes the units; set or unset later, it cou
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -13,8 +14,14 @@ from torch import nn
 from offload.errors import ConfigError
 from zero.config.zero_block import DEEPSPEED_LEAF_CLASSES, LeafModuleConfig
 
+logger = logging.getLogger("zero")
+
 FLAG = "_z3_leaf"
 OWNER = "ds_z3_leaf_module"
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules whose own forward may never be called."""
+FINE_NUMEL_MAX = 10**9
+"""Larger modules are no leaves, however fine they are: all of a leaf is live at once."""
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -112,6 +119,60 @@ def apply_zero_leaf_module_config(model: nn.Module, config: LeafModuleConfig | N
             raise ConfigError(f"{key}.{name}: {_nothing_found(phrase, missing, model)}")
         modules += found
     return list(dict.fromkeys(modules))
+
+
+def flag_fine_modules(model: nn.Module, granularity_numel: int) -> list[nn.Module]:
+    """Flag what `zero_optimization.stage3_module_granularity_threshold` means: modules made of many small ones.
+
+    The granularity of a module is the mean number of parameter elements of the modules inside it that have any, itself
+    included and containers left out. Outer modules come first; what is inside a flagged one needs no flag. Containers,
+    modules without others inside and those above `FINE_NUMEL_MAX` are never flagged.
+
+    Args:
+        model: the tree.
+        granularity_numel: [elements] up to which a module is fine; 0: none is.
+
+    Returns:
+        The modules that were flagged.
+    """
+    if granularity_numel <= 0:
+        return []
+    found: list[nn.Module] = []
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        granularity = _granularity_numel(module)
+        if granularity is not None and granularity <= granularity_numel:
+            set_z3_leaf_module(module, True)
+            found.append(module)
+        else:
+            pending += reversed(list(module.children()))
+    if not found:
+        known = [(_granularity_numel(module), name) for name, module in model.named_modules()]
+        finest, name = min(((numel, name) for numel, name in known if numel is not None), default=(None, ""))
+        logger.warning(
+            "zero_optimization.stage3_module_granularity_threshold: no module is as fine as %d elements%s",
+            granularity_numel,
+            "" if finest is None else f"; the finest, {name or type(model).__name__}, has {finest}",
+        )
+    return found
+
+
+def _granularity_numel(module: nn.Module) -> int | None:
+    """See `flag_fine_modules`; None for a module that is never flagged."""
+    modules_count, numel = _measure(module)
+    if type(module) in CONTAINERS or not any(True for _ in module.children()):
+        return None
+    return None if numel == 0 or numel > FINE_NUMEL_MAX else numel // modules_count
+
+
+def _measure(module: nn.Module) -> tuple[int, int]:
+    """(modules with parameters below and including it, containers left out; elements of all parameters)."""
+    numel = sum(p.numel() for p in module.parameters(recurse=False))
+    below = [_measure(child) for child in module.children()]
+    modules_count, inner_numel = sum(count for count, _ in below), sum(numel for _, numel in below)
+    numel += inner_numel
+    return modules_count + (numel > 0 and type(module) not in CONTAINERS), numel
 
 
 def mark_leaf_parameters(model: nn.Module) -> None:

@@ -102,6 +102,7 @@ class Loader:
     def step_taken(self) -> None:
         """Trained units are about to change on every rank."""
         self._partial = {index for index in self._storage.plan.whole if self._layout.units[index].trainable}
+        self._exchange.step_taken(lambda index: not self._updates.at_home(index))
 
     def complete_persistent(self) -> None:
         """Bring the units that are always bound up to date: this rank's slices, and those of the others."""
