@@ -7,10 +7,15 @@ the order follows, with zeros for what a rank has not got, then what anybody has
 
 [Note: whole gradients] Stages 0 and 1 reduce once a step: until then each rank adds up whole gradients in fp32. A
 second contribution to a unit that still waits for its turn is added up in the same way.
+
+[Note: dtype] All ranks reduce a unit in one dtype, though some may have added up several contributions, and others have
+none: in fp32 if backwards of this step have been deferred, and at the end of backward if any rank has fp32; else in the
+dtype of the unit.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -115,6 +120,8 @@ class ReducedGradients(Gradients):
         self._order = ReductionOrder()
         self._waiting: dict[int, Waiting] = {}
         self._reducing = self._in_backward = False
+        self._deferred = bool(storage.plan.deferred_bytes)
+        """Gradients of an earlier backward of this step wait."""
 
     # ---- a backward -----------------------------------------------------------------------------
 
@@ -124,6 +131,8 @@ class ReducedGradients(Gradients):
         self._reducing = boundary or not self._placement.gradients_deferred
         if self._reducing:
             self._order.begin_backward()
+        else:
+            self._deferred = True
 
     def flush(self, index: int) -> None:
         """See `Gradients`. What has arrived waits for its turn."""
@@ -157,7 +166,11 @@ class ReducedGradients(Gradients):
         if self._placement.gradients_deferred:
             self._reduce_rest("gradients not reduced yet", [])
         self.settle()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self._order.begin_step()
+        self._deferred = bool(self._storage.plan.deferred_bytes)
 
     def clear(self) -> None:
         """See `Gradients`."""
@@ -166,7 +179,7 @@ class ReducedGradients(Gradients):
                 waiting.block.release(self._streams.fence())
         self._waiting.clear()
         super().clear()
-        self._order.begin_step()
+        self._begin_step()
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -229,20 +242,27 @@ class ReducedGradients(Gradients):
 
     def _reduce_rest(self, what: str, seen: list[int]) -> list[list[int]]:
         """Reduce what any rank still has; returns what each had `seen`."""
-        mine = torch.tensor([len(seen), *seen, *sorted(self._waiting)], dtype=torch.int64)
-        answers = self._exchange.agree(what, mine.numpy().tobytes())
-        numbers = [torch.frombuffer(bytearray(answer), dtype=torch.int64).tolist() for answer in answers]
-        for index in sorted({unit for given in numbers for unit in given[1 + given[0] :]}):
-            self._reduce(index)
-        return [given[1 : 1 + given[0]] for given in numbers]
+        left = {index: waiting.flat.dtype == torch.float32 for index, waiting in self._waiting.items()}
+        answers = self._exchange.agree(what, json.dumps([seen, list(left.items())]).encode())
+        everybodys = [json.loads(answer) for answer in answers]
+        rest: dict[int, bool] = {}
+        for _, theirs in everybodys:
+            for index, wide in theirs:
+                rest[index] = rest.get(index, False) or wide
+        for index, wide in sorted(rest.items()):
+            self._reduce(index, wide=wide)
+        return [seen for seen, _ in everybodys]
 
-    def _reduce(self, index: int) -> None:
-        """Start the reduction of a unit's gradient; this rank's is zero if it has none."""
+    def _reduce(self, index: int, *, wide: bool = False) -> None:
+        """Start the reduction of a unit's gradient, in fp32 if `wide`; this rank's is zero if it has none."""
         state = self._units[index]
         self._settle(state)
-        waiting = self._waiting.pop(index, None) or self._zeros(state)
+        dtype = torch.float32 if wide or self._deferred else state.unit.dtype
+        waiting = self._in_dtype(state, self._waiting.pop(index, None), dtype)
         if not state.empty and state.dtype != torch.float32:
             self._widen(state)
+        elif dtype == torch.float32:
+            self.make_wide(state)
         if state.sealed is not None:
             self.update(index)
             self._streams.wait(self._streams.behind_updates())
@@ -260,9 +280,22 @@ class ReducedGradients(Gradients):
         if not self._exchange.overlaps:
             self._settle(state)
 
-    def _zeros(self, state: UnitGradient) -> Waiting:
-        block = self._lease(state, state.unit.nbytes)
-        return Waiting(block.view(state.unit.dtype, state.unit.numel).zero_(), block)
+    def _in_dtype(self, state: UnitGradient, held: Waiting | None, dtype: torch.dtype) -> Waiting:
+        """What is reduced: zeros if nothing waits."""
+        if held is not None and held.flat.dtype == dtype:
+            return held
+        if dtype == state.unit.dtype:
+            block = self._lease(state, state.unit.nbytes)
+            made = Waiting(block.view(dtype, state.unit.numel), block)
+        else:
+            made = Waiting(self._storage.deferred_gradient(state.unit), None)
+        if held is None:
+            made.flat.zero_()
+        else:
+            made.flat.copy_(held.flat)
+            if held.block is not None:
+                held.block.release(self._streams.fence())
+        return made
 
     async def _run(
         self, state: UnitGradient, item: Reduction, flat: torch.Tensor, turn: Turn, made: Fence, *, first: bool
