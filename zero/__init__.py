@@ -6,6 +6,7 @@ The names users know from DeepSpeed: `initialize`, `Init`, `GatheredParameters`.
 from __future__ import annotations
 
 from zero import checkpointing
+from zero.arguments import add_config_arguments
 from zero.distributed.joining import init_distributed
 from zero.engine import ZeroEngine
 from zero.estimates import (
@@ -45,6 +46,7 @@ __all__ = [
     "TiledLinearReturnBias",
     "ZeroEngine",
     "__version__",
+    "add_config_arguments",
     "checkpointing",
     "estimate_zero1_model_states_mem_needs_all_cold",
     "estimate_zero1_model_states_mem_needs_all_live",
