@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy
 import torch
 
 from offload import kernels
@@ -20,7 +21,8 @@ from zero.comm import Comm
 from zero.optim.behind import DueUpdates
 from zero.params.layout import Layout, Unit
 from zero.placement import ONE_RANK, Placement
-from zero.storage import SharedPlaces, Storage
+from zero.storage import Storage
+from zero.whole_gradients import SharedPlaces
 
 Turn = tuple[Any, ...]
 """What an exchange needs to know of its place in the order."""
@@ -177,7 +179,7 @@ class Collectives:
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """See `Exchange`."""
-        self._arriving = storage.arriving
+        self._arriving = storage.whole_gradients.arriving
 
     def adopted(self) -> None:
         """See `Exchange`."""
@@ -271,5 +273,5 @@ def whole(exchange: Exchange, unit: Unit, flat: torch.Tensor) -> torch.Tensor:
         answers = exchange.agree(f"reading {unit.name}", own[lo:hi].numpy().tobytes())
         for part, rank in zip(parts, ranks, strict=True):
             if part is not own:
-                part[lo:hi].copy_(torch.frombuffer(bytearray(answers[rank]), dtype=torch.uint8))
+                part[lo:hi].copy_(torch.from_numpy(numpy.frombuffer(answers[rank], dtype=numpy.uint8).copy()))
     return flat

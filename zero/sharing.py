@@ -36,7 +36,8 @@ from zero.exchange import Turn, Wire
 from zero.optim.behind import DueUpdates
 from zero.params.layout import Layout, Unit
 from zero.placement import Placement
-from zero.storage import SharedPlaces, Storage
+from zero.storage import Storage
+from zero.whole_gradients import SharedPlaces
 
 WAIT_SECONDS_MAX = 120.0
 """A slice that is not there by then never will be: whoever has it makes its updates as soon as it is asked."""
