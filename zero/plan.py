@@ -151,6 +151,12 @@ class Plan:
         """Sum of the rows of one tier."""
         return sum(row.nbytes for row in self.rows if row.tier == tier)
 
+    def facts(self, device: torch.device) -> dict[str, int]:
+        """The totals for whoever has started this rank; the CPU's device memory counts as host memory."""
+        in_host = self.tier_bytes(HOST) + (self.tier_bytes(DEVICE) if device.type == "cpu" else 0)
+        totals = {"host_bytes": in_host, "nvme_bytes": self.tier_bytes(NVME), "baseline_bytes": self.baseline_bytes}
+        return totals | {"device_bytes": 0 if device.type == "cpu" else self.tier_bytes(DEVICE)}
+
     def table(self) -> str:
         """The plan as printed, one line per row."""
         lines = ["zero-infinity plan (this rank)", f"  {'tier':<8}{'plane':<34}{'bytes':>16}"]
