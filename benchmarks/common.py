@@ -41,6 +41,7 @@ COMPUTE_WALL_MAX = 1.4
 For two threads that is a wall time of 0.7 x the CPU seconds."""
 FLOOR_DEVIATION_MAX = 1.3
 """A floor this much slower than the fastest one seen was measured on a busy machine."""
+LAUNCHER_SAYS = r"^[EW]\d{4} .*torch/distributed/elastic"
 TRIES_PER_ROUND = 3
 """How patient a series is with a busy machine; cheap rounds can be more patient."""
 RESAMPLES = 2000
@@ -266,7 +267,8 @@ class Report:
         """Print a ratio, and whether it meets its bound if it has one."""
         summary = summarize(values)
         verdict = verdict_of(summary.median, at_least, at_most)
-        bound = f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}" if at_most is not None else ""
+        given = ((sign, bound) for sign, bound in ((">=", at_least), ("<=", at_most)) if bound is not None)
+        bound = " and ".join(f"{sign} {value:g}" for sign, value in given)
         print(f"{what:<53} {summary}  {'must be ' + bound if bound else ''} {verdict}".rstrip(), flush=True)
         entry = dataclasses.asdict(summary)
         self.marks.append({"what": what, **entry, "at_least": at_least, "at_most": at_most, "verdict": verdict})
@@ -348,7 +350,9 @@ def run_child(
             return dict(json.loads(lines[-1]))
     except ValueError:
         pass
-    said = " | ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
+    # What a launcher of ranks adds says nothing that the first rank that failed did not.
+    errors = re.split(LAUNCHER_SAYS, done.stderr, maxsplit=1, flags=re.MULTILINE)[0]
+    said = " | ".join((errors.strip() or done.stdout.strip()).splitlines()[-3:])
     raise RivalMissing(_without_folders(f"{' '.join(arguments[:3])} ended with status {done.returncode}: {said}"))
 
 

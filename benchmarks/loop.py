@@ -7,6 +7,7 @@ the figures of the whole.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from benchmarks.machine import read_disk
 
 
 def emit(event: str, **figures: Any) -> None:
-    """Print one JSON line that the parent process understands."""
-    print(json.dumps({"event": event, **figures}), flush=True)
+    """Print one JSON line that the parent process understands. Of several ranks only the first speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps({"event": event, **figures}), flush=True)
 
 
 def timed_steps(step: Callable[[], Any], *, warmup: int, steps: int, path: str | None = None) -> dict[str, Any]:

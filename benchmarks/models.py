@@ -49,11 +49,11 @@ class GPT(nn.Module):
 
 
 class Samples:
-    """Random tokens, the same sequence of batches for every contestant."""
+    """Random tokens, the same sequence of batches for every contestant; each rank has `seed`s of its own."""
 
-    def __init__(self, shape: Shape, device: torch.device | str = "cpu") -> None:
+    def __init__(self, shape: Shape, device: torch.device | str = "cpu", seed: int = 0) -> None:
         self._shape, self._device = shape, device
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> Tensor:
         """(batch, sequence) of int64."""

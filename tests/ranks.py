@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PRELOADED = ["torch", "torch.distributed", "pytest", "hypothesis", "zero"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "zero"]
 GROUP_TIMEOUT_SECONDS = 120.0
 PR_SET_PDEATHSIG = 1
 

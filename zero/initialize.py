@@ -16,6 +16,7 @@ from offload.errors import ConfigError
 from zero import checkpointing
 from zero.arguments import config_argument
 from zero.config import Config, load_config
+from zero.device import compute_device
 from zero.engine import ZeroEngine
 from zero.joining import open_exchange
 from zero.optim.optimizer import ZeroOptimizer, groups_from
@@ -89,22 +90,6 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     engine.collate_fn = collate_fn
     engine.training_dataloader = None if training_data is None else engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def compute_device() -> torch.device:
-    """The current GPU if there is one, else the CPU; ZERO_DEVICE=cpu asks for the CPU on a GPU machine.
-
-    Raises:
-        ConfigError: ZERO_DEVICE names something that is not there.
-    """
-    wish = os.environ.get("ZERO_DEVICE", "auto")
-    if wish not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"ZERO_DEVICE: expected auto, cpu or cuda, got {wish!r}")
-    if wish == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("ZERO_DEVICE=cuda: torch sees no GPU here")
-    if wish != "cpu" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None) -> Config:

@@ -157,7 +157,7 @@ class SharedMemory:
         if self._reducer is None:
             raise StateError("reduce: nothing is shared yet")
         own = self._regions.pools[self._comm.rank]
-        async with self._reducer.reduce(turn[0], own.offset_of(flat), flat.nbytes) as slices:
+        async with self._reducer.reduce(turn[0], own.offset_of(flat), flat.nbytes, unit=unit.index) as slices:
             yield [part.view(flat.dtype) for part in slices]
 
     def sees(self, flat: torch.Tensor) -> bool:

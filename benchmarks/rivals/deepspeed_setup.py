@@ -26,27 +26,37 @@ from benchmarks.common import RivalMissing
 from benchmarks.machine import version
 
 WANTED_VERSION = "0.19.8"
-BUILDERS = {"async_io": "AsyncIOBuilder", "cpu_adam": "CPUAdamBuilder"}
+BUILDERS = {
+    "async_io": "AsyncIOBuilder",
+    "cpu_adam": "CPUAdamBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "shm_comm": "ShareMemCommBuilder",
+}
+"""By operator. Without offloading its Adam on a CPU is `fused_adam`; `shm_comm` is loaded wherever ranks meet."""
 BEST_SETTINGS: dict[str, Mapping[str, Any]] = {
     "default": {},
     "pipelined": {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12},
 }
 """What to set in offload_optimizer. buffer_count 4 and 8 assert when pipelined."""
+BEST_RANK_SETTINGS: dict[str, Mapping[str, Any]] = {
+    "stage 1, none": {},
+    "stage 2, none": {},
+    "stage 3, none": {},
+    "stage 3, cpu": {},
+    "stage 3, nvme": {},
+}
+"""By cell, what `python -m benchmarks.ranks --tune` found fastest on two ranks; the keys of `rank_contestants`."""
 SUB_GROUP_SIZES = (20_000_000, 100_000_000, 1_000_000_000)
 
 
 def environment() -> dict[str, str]:
-    """Variables that make it run in one process, on the CPU where there is no GPU."""
+    """Variables that make it run on the CPU where there is no GPU, and in one process if no launcher started it."""
     import torch
 
-    needed = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": os.environ.get("MASTER_PORT", "29577"),
-    }
+    needed = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+    if "WORLD_SIZE" not in os.environ:
+        needed |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        needed["MASTER_PORT"] = os.environ.get("MASTER_PORT", "29577")
     return needed if torch.cuda.is_available() else {**needed, "DS_ACCELERATOR": "cpu"}
 
 
@@ -62,7 +72,7 @@ def require(*operators: str) -> dict[str, Any]:
     """Import it and load (building if need be) the named operators, with what it prints going to stderr.
 
     Args:
-        operators: of "async_io" and "cpu_adam".
+        operators: of `BUILDERS`.
 
     Raises:
         RivalMissing: it is not installed, or an operator cannot be built; the text says why.

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from offload.errors import RankDivergenceError
 from zero.distributed import backend
 from zero.distributed.fate import Fate
 from zero.distributed.sequence import HEADER, Log, pack_header
@@ -50,7 +51,7 @@ class Meeting:
         handle: Any,
         log: Log,
         fate: Fate,
-        waiting: Callable[[int, str], AbstractContextManager[None]],
+        waiting: Callable[[int, str], AbstractContextManager[Any]],
         explain: Explain,
     ) -> None:
         self._members, self._rank, self._handle = members, rank, handle
@@ -84,7 +85,7 @@ class Meeting:
         with self._waiting(place, said):
             told = self._all_told(said, head + (payload if fits else b"").ljust(INLINE_BYTES, b"\0"))
             if any(message[: HEADER.size] != head[: HEADER.size] for message in told):
-                raise self._explain(RuntimeError("the ranks have not decided to do the same so far"), said)
+                raise self._explain(RankDivergenceError("the ranks have not decided to do the same so far"), said)
             lengths = [LENGTH.unpack_from(message, HEADER.size)[0] for message in told]
             if max(lengths) > INLINE_BYTES:
                 told = [head + message for message in self._all_told(said, payload.ljust(max(lengths), b"\0"))]

@@ -1,0 +1,114 @@
+"""Does each rank take the memory that ZeRO's formulas promise, and no more than its plan says?
+
+The 113 M-parameter GPT with nothing offloaded, at stages 0 to 3 on 1, 2 and 4 ranks of this machine. A parameter has
+a weight of 2 bytes, a gradient of 2, and optimizer states. ZeRO's paper counts 12 for those (fp32 master and two
+moments); here the master is the weight and a remainder of 2 bytes, so states are 10. A stage divides by the number of
+ranks: 1 the states, 2 the gradients too, 3 the weights too.
+
+Measured twice: the sizes of what the engine has allocated, by plane; and the memory of all processes above what they
+had before (PSS: a page that several ranks share counts once), which pools and whatever else there is are part of.
+
+    python -m benchmarks.rank_memory --table benchmarks/results/rank_memory.json      (a result as a table)
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Report, parser
+from benchmarks.rank_contestants import Cell, RankBench, add_rank_arguments, ranks_config
+
+WORKER = "benchmarks.rank_memory_worker"
+WEIGHT_BYTES, GRADIENT_BYTES, PAPER_STATE_BYTES, STATE_BYTES = 2, 2, 12, 10
+STATES = {"weights": WEIGHT_BYTES, "gradients": GRADIENT_BYTES, "optimizer states": STATE_BYTES}
+DIVIDED_FROM_STAGE = {"weights": 3, "gradients": 2, "optimizer states": 1}
+TOLERANCE = 0.05
+
+
+def formula(stage: int, ranks: int, widths: dict[str, int] = STATES) -> dict[str, float]:
+    """Bytes per parameter of each plane on a rank."""
+    return {plane: width / (ranks if stage >= DIVIDED_FROM_STAGE[plane] else 1) for plane, width in widths.items()}
+
+
+def paper(stage: int, ranks: int) -> float:
+    """Bytes per parameter on a rank in ZeRO's paper."""
+    return sum(formula(stage, ranks, {**STATES, "optimizer states": PAPER_STATE_BYTES}).values())
+
+
+def main() -> None:
+    """Measure, print and write; or print the table of an earlier result."""
+    parsed = parser(__doc__, rounds=1, disk=True)
+    add_rank_arguments(parsed, warmup=0, steps=2)
+    parsed.set_defaults(tokens=32)
+    parsed.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
+    parsed.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4], help="numbers of ranks")
+    parsed.add_argument("--table", type=Path, default=None, metavar="FILE", help="print a result as a table, and end")
+    options = parsed.parse_args()
+    if options.table is not None:
+        print(table(json.loads(options.table.read_text(encoding="utf-8"))))
+        return
+    del options.table
+    report = Report("rank_memory", __doc__, options)
+    bench = RankBench(options)
+    report.figure("parameters", bench.shape.numel, f"{bench.shape.numel:,}")
+    for stage in options.stages:
+        for world in options.worlds:
+            one(report, bench, stage, world)
+    report.finish()
+
+
+def one(report: Report, bench: RankBench, stage: int, world: int) -> None:
+    """One stage on so many ranks: allocations against formula and plan, processes against the plan."""
+    config = ranks_config(Cell(stage), bench.path, bench.shape)
+    ranks: list[dict[str, Any]] = bench.run(WORKER, ranks=world, config=config)["ranks"]
+    numel, wanted = bench.shape.numel, formula(stage, world)
+    what = f"stage {stage}, {world} ranks" if world > 1 else f"stage {stage}, 1 rank"
+    report.figure(what, {"ranks": ranks, "formula": wanted, "paper": paper(stage, world)}, line(ranks[0], numel))
+    bounds = {"at_least": 1 - TOLERANCE, "at_most": 1 + TOLERANCE}
+    for plane, width in wanted.items():
+        held = [rank["allocated"].get(plane, 0) / (width * numel) for rank in ranks]
+        report.mark(f"{what}: {plane} / formula", held, **bounds)
+    report.mark(f"{what}: allocated / plan", [sum_of(r, "allocated") / sum_of(r, "planned") for r in ranks], **bounds)
+    grown = sum(rank["grown_bytes"] for rank in ranks) / sum(sum_of(rank, "planned") for rank in ranks)
+    report.mark(f"{what}: memory of all processes / plan", [grown], **bounds)
+
+
+def sum_of(rank: dict[str, Any], which: str) -> int:
+    """Bytes of all planes."""
+    return sum(rank[which].values())
+
+
+def line(rank: dict[str, Any], numel: int) -> str:
+    """Bytes per parameter of the first rank: planned / allocated by plane, then the process."""
+    planes = [
+        f"{plane} {nbytes / numel:.2f} / {rank['allocated'].get(plane, 0) / numel:.2f}"
+        for plane, nbytes in rank["planned"].items()
+        if nbytes > 0.005 * numel
+    ]
+    return f"{', '.join(planes)}; process {rank['grown_bytes'] / numel:.2f} bytes per parameter"
+
+
+def table(result: dict[str, Any]) -> str:
+    """A result as a table: bytes per parameter and rank."""
+    numel = result["figures"]["parameters"]
+    lines = [
+        "| stage, ranks | ZeRO's formula | with our master | planned: states | with pools | measured |",
+        "|---|---|---|---|---|---|",
+    ]
+    for what, found in result["figures"].items():
+        if not isinstance(found, dict):
+            continue
+        ranks = found["ranks"]
+        count = numel * len(ranks)
+        states = sum(rank["planned"].get(plane, 0) for rank in ranks for plane in STATES) / count
+        full = sum(sum_of(rank, "planned") for rank in ranks) / count
+        grown = sum(rank["grown_bytes"] for rank in ranks) / count
+        formulas = f"{found['paper']:.2f} | {sum(found['formula'].values()):.2f}"
+        lines.append(f"| {what.removeprefix('stage ')} | {formulas} | {states:.2f} | {full:.2f} | {grown:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

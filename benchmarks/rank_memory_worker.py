@@ -1,0 +1,107 @@
+"""The memory of an engine on several ranks; each is `python -m benchmarks.rank_memory_worker SPEC` under a launcher.
+
+SPEC is JSON: `shape`, `config`, `steps`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import zero
+from benchmarks import rank_loop
+from benchmarks.loop import emit
+from benchmarks.shapes import SHAPES, Shape
+from offload.pinned import return_freed_memory
+from offload.planes import Plane
+from zero.plan import NVME
+
+
+def proportional_bytes() -> int:
+    """Resident memory of this process, each page divided by the number of processes that have it (PSS)."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def settled_bytes() -> int:
+    """`proportional_bytes` while every rank is at rest and holds no freed memory. A collective."""
+    return_freed_memory()
+    dist.barrier()
+    found = proportional_bytes()
+    dist.barrier()
+    return found
+
+
+def train(engine: Any, shape: Shape, steps: int) -> None:
+    """Some steps on this rank's tokens."""
+    turns = rank_loop.Turns(engine, shape)
+    for _ in range(steps):
+        turns()
+
+
+def planned(engine: zero.ZeroEngine) -> dict[str, int]:
+    """Bytes of this rank's plan by plane, NVMe apart."""
+    found: Counter[str] = Counter()
+    for row in engine.plan.rows:
+        if row.tier != NVME:
+            found[row.plane] += row.nbytes
+    return dict(found)
+
+
+def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
+    """Bytes of memory the engine holds by plane: the sizes of the tensors, whatever a plan says."""
+    storage = engine._storage
+    kinds: dict[str, Iterable[Plane | None]] = {
+        "weights": storage.weights,
+        "gradients": storage.gradients,
+        "optimizer states": storage.records,
+    }
+    found = {name: sum(map(memory_bytes, planes)) for name, planes in kinds.items()}
+    pools = {
+        "gathered units": storage.unit_pool,
+        "flat gradients in flight": storage.gradient_pool,
+        "updates in flight": storage.update_pool,
+        "arena: records and chunks in flight": storage.arena,
+    }
+    return {
+        name: nbytes for name, nbytes in {**found, **{n: p.capacity_bytes for n, p in pools.items()}}.items() if nbytes
+    }
+
+
+def memory_bytes(plane: Plane | None) -> int:
+    """Of a plane, what lies in memory."""
+    if plane is None:
+        return 0
+    return sum(home.memory.nbytes for home in plane._homes if home.memory is not None)
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Train a tiny model for what libraries take at first use, count, train the model in question, and count again."""
+    shape, tiny = Shape(**spec["shape"]), SHAPES["tiny"]
+    with zero.initialize(model=rank_loop.model_of(tiny), config=spec["config"])[0] as engine:
+        train(engine, tiny, 2)
+    del engine
+    before = settled_bytes()
+    with zero.initialize(model=rank_loop.model_of(shape), config=spec["config"])[0] as engine:
+        train(engine, shape, spec["steps"])
+        own = {"grown_bytes": settled_bytes() - before, "planned": planned(engine), "allocated": allocated(engine)}
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+    return {"ranks": ranks}
+
+
+def main() -> None:
+    """Measure what the specification names and print it."""
+    spec = json.loads(sys.argv[1])
+    rank_loop.meet()
+    emit("done", **measure(spec))
+
+
+if __name__ == "__main__":
+    main()
