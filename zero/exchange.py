@@ -12,10 +12,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy
 import torch
 
 from offload import kernels
+from offload.messages import bytes_of, tensor_of
 from offload.streams import Fence
 from zero.comm import Comm
 from zero.optim.behind import DueUpdates
@@ -270,8 +270,8 @@ def whole(exchange: Exchange, unit: Unit, flat: torch.Tensor) -> torch.Tensor:
     own = parts[exchange.placement.shard_index]
     for lo in range(0, own.numel(), HOST_CHUNK_BYTES):
         hi = min(lo + HOST_CHUNK_BYTES, own.numel())
-        answers = exchange.agree(f"reading {unit.name}", own[lo:hi].numpy().tobytes())
+        answers = exchange.agree(f"reading {unit.name}", bytes_of(own[lo:hi]))
         for part, rank in zip(parts, ranks, strict=True):
             if part is not own:
-                part[lo:hi].copy_(torch.from_numpy(numpy.frombuffer(answers[rank], dtype=numpy.uint8).copy()))
+                part[lo:hi].copy_(tensor_of(answers[rank]))
     return flat
