@@ -6,8 +6,12 @@ The names users know from DeepSpeed: `initialize`, `Init`, `GatheredParameters`.
 from __future__ import annotations
 
 from zero import checkpointing
+from zero.arguments import add_config_arguments
+from zero.distributed.joining import init_distributed
 from zero.engine import ZeroEngine
 from zero.estimates import (
+    estimate_zero1_model_states_mem_needs_all_cold,
+    estimate_zero1_model_states_mem_needs_all_live,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_cold,
@@ -42,12 +46,16 @@ __all__ = [
     "TiledLinearReturnBias",
     "ZeroEngine",
     "__version__",
+    "add_config_arguments",
     "checkpointing",
+    "estimate_zero1_model_states_mem_needs_all_cold",
+    "estimate_zero1_model_states_mem_needs_all_live",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "get_z3_leaf_modules",
+    "init_distributed",
     "init_inference",
     "initialize",
     "load_pretrained",

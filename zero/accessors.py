@@ -123,8 +123,8 @@ class ZeroAccessors:
         return self._zero.allgather_partitions
 
     def zero_overlap_comm(self) -> bool:
-        """As configured; has no effect here."""
-        return bool(self._zero.overlap_comm)
+        """False: whoever starts a reduction of gradients waits for it."""
+        return self._zero.overlap_comm
 
     def zero_contiguous_gradients(self) -> bool:
         """As configured; has no effect here."""

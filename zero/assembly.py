@@ -16,6 +16,7 @@ from torch import nn
 
 from offload.binding import Poison
 from offload.pinned import keep_freed_memory, return_freed_memory
+from offload.run_notes import leave_note
 from offload.sizes import format_bytes
 from offload.threads import update_threads
 from zero.adoption import Adoption, Piece, read_parameter
@@ -120,6 +121,7 @@ class Assembly:
         machine = agree_on_machine(owner.exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
         self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place, placement)
         logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
+        leave_note("plan", self.plan.facts(owner.device))
         self.storage = Storage(self.layout, self.plan, config, owner.device, owner.exchange.memory)
         self._built = False
 

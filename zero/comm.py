@@ -12,25 +12,35 @@ while the collective before it moves its data. NCCL compares nothing on the way;
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.errors import ConfigError, RankDivergenceError
+from offload.messages import bytes_of, tensor_of
 from offload.streams import Fence, Streams
 from offload.timeline import Timeline
 from zero.distributed import backend
+from zero.distributed.board import Board
 from zero.distributed.fate import Fate, again
 from zero.distributed.groups import Group, Payload
+from zero.distributed.lines import Lines
 from zero.distributed.meeting import Meeting
 from zero.distributed.order import Order
 from zero.distributed.sequence import Log, Ticket, pack_header
+from zero.distributed.watch import Wait, Watch
 
 __all__ = ["Comm", "Group", "Payload", "Ticket"]
+
+
+GIVE_UP_SECONDS = 10.0
+"""How long work under way may take to end once its connections are shut."""
 
 
 class Comm:
@@ -57,25 +67,27 @@ class Comm:
     ) -> None:
         self.device = device
         self._streams, self._timeline = streams, timeline or Timeline()
-        self._deadline_seconds = deadline_seconds
         self._members = backend.ranks_of(process_group) if backend.in_a_group() else [0]
         self.world_size = len(self._members)
         self.rank = self._members.index(backend.own_rank()) if self.world_size > 1 else 0
-        self._log, self._order = Log(), Order()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._fate = Fate()
+        self._log, self._order, self._fate = Log(), Order(), Fate()
         self._fate.tell(self._ended)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._moving: set[asyncio.Future[None]] = set()
         self._groups: dict[tuple[int, ...], Group] = {(self.rank,): Group((self.rank,), 0)}
-        self._handles: list[Any] = []
         self.payload: dict[str, Payload] = {}
-        self._nccl = False
-        self.fixed_order = True
+        self._nccl = self.world_size > 1 and backend.uses_nccl(device, process_group)
+        self.fixed_order = fixed_order or not self._nccl
+        self._lines, self._watch, control = Lines(device, process_group), None, None
         if self.world_size > 1:
-            self._nccl = backend.uses_nccl(device, process_group)
-            self.fixed_order = fixed_order or not self._nccl
-        control = self._new_handle(self._members, "gloo") if self.world_size > 1 else None
+            control = self._lines.open(self._members, "gloo")
+            board = self._lines.board = Board(backend.store_of(control), self.rank, self.world_size)
+            self._lines.tell_ends()
+            self._watch = Watch(board, self._log, self._fate, self.rank, self.world_size, deadline_seconds)
+            self._watch.when_broken(self._lines.cut)
+        self._leave = weakref.finalize(self, _leave, os.getpid(), self._watch, self._lines, self._fate)
         self._meeting = Meeting(
-            self._members, self.rank, control, self._log, self._fate, lambda place, what: nullcontext(), self._explained
+            self._members, self.rank, control, self._log, self._fate, self._waiting, self._explained
         )
 
     # ---- groups -------------------------------------------------------------------------------
@@ -98,16 +110,12 @@ class Comm:
             for other in sorted(set(wanted)):
                 handle = None
                 if len(other) > 1:
-                    handle = self._new_handle([self._members[r] for r in other], "nccl" if self._nccl else "gloo")
+                    members = [self._members[rank] for rank in other]
+                    handle = self._lines.open(members, "nccl" if self._nccl else "gloo")
                 if other == key:
                     self._groups[key] = Group(key, key.index(self.rank), handle)
+            self._lines.tell_ends()
         return self._groups[key]
-
-    def _new_handle(self, ranks: Sequence[int], name: str) -> Any:
-        handle = backend.new_group(ranks, name)
-        if backend.own_rank() in ranks:
-            self._handles.append(handle)
-        return handle
 
     # ---- what the mover runs ------------------------------------------------------------------
 
@@ -202,11 +210,20 @@ class Comm:
         self._streams.wait(await self._run(ticket, group, flat, (*after, self._streams.fence()), start))
         return list(backend.slices(arrived, numel))
 
+    def check(self) -> None:
+        """Raise if the ranks no longer work together, or the engine is closed."""
+        self._fate.check()
+
+    def waiting(self, what: str) -> AbstractContextManager[Any]:
+        """A context in which this rank waits for others by other means, such as memory that they share.
+
+        Inside, a rank that has failed or left ends the fate of all, so call `check` while waiting.
+        """
+        return self._waiting(self._log.count, what)
+
     def cancel(self, ticket: Ticket, error: BaseException) -> None:
         """This rank cannot take part in `ticket`: the ranks that wait for it are told why. Any thread."""
-        self._fate.end(
-            RankDivergenceError(f"rank {self.rank} could not take part in {ticket}: {type(error).__name__}: {error}")
-        )
+        self._failed(error, ticket)
 
     def _alone(self, ticket: Ticket, after: tuple[Fence, ...]) -> Fence:
         self._order.passed(ticket.number)
@@ -234,34 +251,48 @@ class Comm:
                 await self._streams.reached(*after)
             await self._order.turn(ticket.number)
             self._fate.check()
-            if not self._nccl:
-                await self._compare(ticket, group)
-            with self._streams.collective(*after):
-                work = start()
+            with self._waiting(ticket.place, str(ticket)) as wait:
+                if not self._nccl:
+                    await self._compare(ticket, group)
+                with self._streams.collective(*after):
+                    work = start()
                 self._order.passed(ticket.number)
                 self._count(ticket.kind, flat)
+                if not self._nccl:
+                    with self._timeline.span("collectives", str(ticket), flat.nbytes):
+                        await self._done(work, str(ticket))
+                with self._streams.collective():
+                    work.wait()  # NCCL's: of the stream, not of this thread
+                    fence = self._streams.fence()
                 if self._nccl:
-                    work.wait()  # of the stream, not of this thread
-                    return self._streams.fence()
-            with self._timeline.span("collectives", str(ticket), flat.nbytes):
-                await backend.completion(work)
-            work.wait()
-            return None
+                    wait.fence = fence
+                return fence
         except BaseException as error:
-            raise self._explained(error, str(ticket)) from error
+            self._failed(error, ticket)
+            raise
 
     async def _compare(self, ticket: Ticket, group: Group) -> None:
-        """The group's ranks are about to do the same."""
+        """Return if the group's ranks are about to do the same."""
         own = pack_header(ticket.place, ticket.digest)
         whole = torch.empty(group.size * len(own), dtype=torch.uint8)
         mine = whole[group.index * len(own) : (group.index + 1) * len(own)]
-        mine.copy_(torch.tensor(list(own), dtype=torch.uint8))
-        work = backend.all_gather(whole, mine, group.handle)
-        await backend.completion(work)
-        work.wait()
-        told = bytes(whole.tolist())
-        if told != own * group.size:
-            raise RankDivergenceError(f"{ticket}: the ranks have not decided to do the same so far")
+        mine.copy_(tensor_of(own))
+        await self._done(backend.all_gather(whole, mine, group.handle), str(ticket))
+        if bytes_of(whole) != own * group.size:
+            parted = RankDivergenceError("the ranks have not decided to do the same so far")
+            raise await self._explained_later(parted, str(ticket))
+
+    async def _done(self, work: Any, what: str) -> None:
+        """Return when the work has ended on the host."""
+        ended = backend.completion(work)
+        self._moving.add(ended)
+        try:
+            await ended
+            work.wait()
+        except RuntimeError as error:
+            raise await self._explained_later(error, what) from error
+        finally:
+            self._moving.discard(ended)
 
     def _count(self, kind: str, flat: Tensor) -> None:
         counter = self.payload.setdefault(kind, Payload())
@@ -298,20 +329,60 @@ class Comm:
 
     # ---- failure ------------------------------------------------------------------------------
 
+    def _waiting(self, place: int, what: str) -> AbstractContextManager[Any]:
+        return nullcontext(Wait(place, what, 0.0)) if self._watch is None else self._watch.waiting(place, what)
+
     def _explained(self, error: BaseException, what: str) -> BaseException:
-        """The error to raise in the place of `error`; nothing is launched from now on."""
-        final = self._fate.end(error)
-        return error if error is final else again(final)
+        """The error to raise in the place of `error`. Blocks until ranks have been asked."""
+        if self._fate.failure is None and self._watch is not None:
+            self._watch.ask(error, what).result()
+        return again(self._fate.end(error))
+
+    async def _explained_later(self, error: BaseException, what: str) -> BaseException:
+        """As `_explained`, for the mover."""
+        if self._fate.failure is None and self._watch is not None:
+            await asyncio.wrap_future(self._watch.ask(error, what))
+        return again(self._fate.end(error))
+
+    def _failed(self, error: BaseException, ticket: Ticket) -> None:
+        """This rank does not take part in `ticket`."""
+        if not isinstance(error, RankDivergenceError):
+            error = RankDivergenceError(
+                f"rank {self.rank} could not take part in {ticket}: {type(error).__name__}: {error}"
+            )
+        self._fate.end(error)
 
     def _ended(self, error: BaseException) -> None:
+        """Ranks no longer work together: let the other threads know."""
+        if self._watch is not None:
+            self._watch.tell_soon()
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._order.fail, error)
+            self._loop.call_soon_threadsafe(self._give_up, error)
+
+    def _give_up(self, error: BaseException) -> None:
+        self._order.fail(error)
+        # The connections are shut, so what is under way ends, and its memory is nobody's. If not, it is given up.
+        asyncio.get_running_loop().call_later(GIVE_UP_SECONDS, self._abandon, error)
+
+    def _abandon(self, error: BaseException) -> None:
+        for ended in self._moving:
+            if not ended.done():
+                ended.set_exception(RuntimeError(str(error)))
 
     def close(self) -> None:
-        """Give the groups back. Idempotent."""
-        if not self._fate.closed:
-            self._fate.closed = True
-            for handle in reversed(self._handles):
-                backend.end_group(handle)
-            self._handles.clear()
-            self._groups.clear()
+        """Leave: a rank that waits for this one is told so. Gives the groups back. Idempotent."""
+        self._leave()
+        self._groups.clear()
+
+
+def _leave(pid: int, watch: Watch | None, lines: Lines, fate: Fate) -> None:
+    """Of an engine that is closed or dropped, or whose process ends."""
+    if os.getpid() != pid:
+        return  # a child by fork, such as a data loader's worker: nothing of this is its own
+    fate.closed = True
+    if watch is not None:
+        watch.stop()
+        if watch.under_way:
+            lines.cut()
+            watch.wait(GIVE_UP_SECONDS)  # the process may be about to end: gloo's threads must not outlive Python
+    lines.close()

@@ -17,12 +17,11 @@ from torch import nn
 from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.machine import Machine
-from zero.params.layout import Layout, UnitContent, build_layout
-from zero.params.units import collect_leaves
-from zero.placement import Placement, place
+from zero.params.layout import UnitContent, build_layout
+from zero.placement import place
 from zero.plan import DEVICE, HOST, NVME, Plan
 from zero.planner import Planner
-from zero.planning import lay_out, make_plan
+from zero.planning import plan_model
 
 TIERS = ("nvme", "cpu", "none")
 FP32_BYTES = 4
@@ -82,15 +81,8 @@ def estimate_zero3_model_states_mem_needs_all_live(
     """
     setup = Setup(num_gpus_per_node, num_nodes, additional_buffer_factor)
     largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
-    plans = {}
-    for param, states in _pairs():
-        config = _config(param, states)
-        trainable = {id(p) for p in model.parameters() if p.requires_grad}
-        placement = place(config, 0, setup.world_size)
-        covered, layout = lay_out(model, collect_leaves(model), trainable, config, placement)
-        plan = make_plan(covered, layout, config, ENDLESS, torch.device("cuda"), True, placement)
-        plans[param, states] = plan
     total = sum(p.numel() for p in model.parameters())
+    plans = {(param, states): _live_plan(model, _config(3, param, states), setup) for param, states in _pairs()}
     return _table3(total, largest, setup, plans)
 
 
@@ -122,8 +114,9 @@ def estimate_zero3_model_states_mem_needs_all_cold(
             f"memory estimate: expected 0 < largest_layer_params <= total_params, got {largest:,} and {total:,}"
         )
     setup = Setup(num_gpus_per_node, num_nodes, additional_buffer_factor)
-    layout = _layers(total, largest, setup.world_size)
-    plans = {(param, states): _plan(layout, param, states) for param, states in _pairs()}
+    plans = {
+        (param, states): _cold_plan(total, largest, _config(3, param, states), setup) for param, states in _pairs()
+    }
     return _table3(total, largest, setup, plans)
 
 
@@ -132,11 +125,12 @@ def estimate_zero2_model_states_mem_needs_all_live(
 ) -> list[Estimate]:
     """Print what stage 2 takes for a model, for every place of the states; arguments as for stage 3.
 
+    Stage 2 keeps all weights on each device and shards gradients and states.
+
     Returns:
         The lines.
     """
-    total = sum(p.numel() for p in model.parameters())
-    return estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    return _live_table(2, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -144,7 +138,33 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 ) -> list[Estimate]:
     """As `..._all_live` for a model of which only the size is known.
 
-    Stage 2 keeps all weights on each device and shards gradients and states.
+    Returns:
+        The lines.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+    return _cold_table(2, int(total_params), Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
+
+
+def estimate_zero1_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+) -> list[Estimate]:
+    """Print what stage 1 takes for a model, for every place of the states; arguments as for stage 3.
+
+    Stage 1 keeps all weights on each device and shards states. With several micro-batches a step, which is what is
+    counted, each device also has the fp32 sums of all gradients; with one it takes what stage 2 does.
+
+    Returns:
+        The lines.
+    """
+    return _live_table(1, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
+
+
+def estimate_zero1_model_states_mem_needs_all_cold(
+    total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+) -> list[Estimate]:
+    """As `..._all_live` for a model of which only the size is known.
 
     Returns:
         The lines.
@@ -152,20 +172,28 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     Raises:
         ConfigError: a number is not positive.
     """
-    total = int(total_params)
+    return _cold_table(1, int(total_params), Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
+
+
+def _live_table(stage: int, model: nn.Module, setup: Setup) -> list[Estimate]:
+    plans = {states: _live_plan(model, _config(stage, "none", states), setup) for states in TIERS}
+    return _table(sum(p.numel() for p in model.parameters()), setup, plans)
+
+
+def _cold_table(stage: int, total: int, setup: Setup) -> list[Estimate]:
     if total < 1:
         raise ConfigError(f"memory estimate: expected total_params > 0, got {total:,}")
-    setup = Setup(num_gpus_per_node, num_nodes, additional_buffer_factor)
-    layout = _layers(total, -(-total // LAYERS), setup.world_size)
+    largest = -(-total // LAYERS)
+    plans = {states: _cold_plan(total, largest, _config(stage, "none", states), setup) for states in TIERS}
+    return _table(total, setup, plans)
+
+
+def _table(total: int, setup: Setup, plans: dict[str, Plan]) -> list[Estimate]:
+    """Of a stage that keeps whole weights on the device."""
     lines = []
-    for states in TIERS:
-        plan = _plan(layout, "none", states)
-        # The planner's weights are this rank's slice, gathered unit by unit; here they are whole, and nothing is.
-        whole = sum(unit.nbytes for unit in layout.units)
-        slices = sum(row.nbytes for row in plan.rows if row.tier == DEVICE and row.plane == "weights")
-        device = plan.tier_bytes(DEVICE) - slices - plan.unit_pool_bytes + whole
-        host = int(plan.tier_bytes(HOST) * num_gpus_per_node * additional_buffer_factor)
-        lines.append(Estimate("none", states, False, host, device, plan.tier_bytes(NVME)))
+    for states, plan in plans.items():
+        host = int(plan.tier_bytes(HOST) * setup.num_gpus_per_node * setup.additional_buffer_factor)
+        lines.append(Estimate("none", states, False, host, plan.tier_bytes(DEVICE), plan.tier_bytes(NVME)))
     _print_header(setup, f"Model with {total // 10**6}M total params.")
     for line in lines:
         _print_line(line, f"offload_optimizer={line.offload_optimizer:4}")
@@ -208,27 +236,35 @@ def _pairs() -> list[tuple[str, str]]:
     return list(product(TIERS, TIERS))
 
 
-def _config(param: str, states: str) -> Config:
+def _config(stage: int, param: str, states: str) -> Config:
     def block(device: str) -> dict[str, str]:
         return {"device": device, **({"nvme_path": "nvme"} if device == "nvme" else {})}
 
+    blocks = {"offload_param": block(param), "offload_optimizer": block(states)}
     return load_config(
         {
+            "gradient_accumulation_steps": 2 if stage == 1 else 1,
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW"},
-            "zero_optimization": {"stage": 3, "offload_param": block(param), "offload_optimizer": block(states)},
-        }
+            "zero_optimization": {"stage": stage, **blocks},
+        },
+        world_size=1,
     )
 
 
-def _layers(total: int, largest: int, world_size: int) -> Layout:
+def _live_plan(model: nn.Module, config: Config, setup: Setup) -> Plan:
+    """Of a rank of a GPU machine without limits."""
+    return plan_model(model, config, ENDLESS, torch.device("cuda"), setup.world_size)[1]
+
+
+def _cold_plan(total: int, largest: int, config: Config, setup: Setup) -> Plan:
+    """As `_live_plan`, for layers of `largest` elements."""
+    placement = place(config, 0, setup.world_size)
     sizes: Sequence[int] = [largest] * (total // largest) + ([total % largest] if total % largest else [])
+    persistent = not placement.weights_sharded
     contents = [
-        UnitContent(f"layer {i}", ((i, (f"layer {i}",), torch.Size((numel,))),), torch.bfloat16, True, False)
+        UnitContent(f"layer {i}", ((i, (f"layer {i}",), torch.Size((numel,))),), torch.bfloat16, True, persistent)
         for i, numel in enumerate(sizes)
     ]
-    return build_layout(contents, Placement(world_size=world_size, shard_size=world_size))
-
-
-def _plan(layout: Layout, param: str, states: str) -> Plan:
-    return Planner(layout, _config(param, states), ENDLESS, torch.device("cuda"), True, 0).make()
+    layout = build_layout(contents, placement)
+    return Planner(layout, config, ENDLESS, torch.device("cuda"), True, 0, placement).make()

@@ -14,8 +14,9 @@ from offload.errors import ConfigError, StateError
 from zero.assembly import Assembly
 from zero.config import Config
 from zero.config.inference import read_inference
+from zero.device import compute_device
 from zero.engine import ZeroEngine
-from zero.initialize import compute_device, show_log
+from zero.initialize import show_log
 from zero.keeping import take_back
 from zero.params.buffers import move_buffers
 from zero.params.released import is_kept

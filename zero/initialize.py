@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from offload.errors import ConfigError
 from zero import checkpointing
+from zero.arguments import config_argument
 from zero.config import Config, load_config
+from zero.device import compute_device
 from zero.engine import ZeroEngine
-from zero.joining import open_exchange
 from zero.optim.optimizer import ZeroOptimizer, groups_from
+from zero.partners import open_exchange
 
 logger = logging.getLogger("zero")
 
@@ -43,7 +45,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     """Wrap a model for training with its weights and states on the configured tiers.
 
     Args:
-        args: accepted; `args.deepspeed_config` names the config file when `config` is None.
+        args: `args.zero_config` or `args.deepspeed_config` names the config file when `config` is None; see
+            `zero.add_config_arguments`.
         model: the module to train, built anywhere: under `zero.Init` or in memory.
         optimizer: a fresh torch.optim.Adam or AdamW; None takes `optimizer` from the config.
         model_parameters: parameters or param groups to train; None: all that require gradients.
@@ -89,27 +92,11 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def compute_device() -> torch.device:
-    """The current GPU if there is one, else the CPU; ZERO_DEVICE=cpu asks for the CPU on a GPU machine.
-
-    Raises:
-        ConfigError: ZERO_DEVICE names something that is not there.
-    """
-    wish = os.environ.get("ZERO_DEVICE", "auto")
-    if wish not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"ZERO_DEVICE: expected auto, cpu or cuda, got {wish!r}")
-    if wish == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("ZERO_DEVICE=cuda: torch sees no GPU here")
-    if wish != "cpu" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None) -> Config:
     if source is None:
-        source = getattr(args, "deepspeed_config", None)
+        source = config_argument(args)
     if source is None:
-        raise ConfigError("initialize: give config=, a path or a dict")
+        raise ConfigError("initialize: give config=, a path or a dict, or args with zero_config or deepspeed_config")
     loaded = load_config(source)
     if loaded.inactive:
         logger.info("keys that are accepted and have no effect here: %s", ", ".join(loaded.inactive_with_reasons))

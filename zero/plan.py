@@ -103,6 +103,8 @@ class Plan:
     """Device memory for whole gradients that are accumulated before they are reduced."""
     update_pool_bytes: int = 0
     """Device memory that an update on a GPU passes through what does not live there."""
+    second_slot_bytes: int = 0
+    """Of `swap_bytes`: where updates inside backward write."""
     swap_bytes: int = 0
     activations: ActivationPlan = ActivationPlan()
     rows: tuple[PlanRow, ...] = ()
@@ -150,6 +152,12 @@ class Plan:
     def tier_bytes(self, tier: str) -> int:
         """Sum of the rows of one tier."""
         return sum(row.nbytes for row in self.rows if row.tier == tier)
+
+    def facts(self, device: torch.device) -> dict[str, int]:
+        """The totals for whoever has started this rank; the CPU's device memory counts as host memory."""
+        in_host = self.tier_bytes(HOST) + (self.tier_bytes(DEVICE) if device.type == "cpu" else 0)
+        totals = {"host_bytes": in_host, "nvme_bytes": self.tier_bytes(NVME), "baseline_bytes": self.baseline_bytes}
+        return totals | {"device_bytes": 0 if device.type == "cpu" else self.tier_bytes(DEVICE)}
 
     def table(self) -> str:
         """The plan as printed, one line per row."""

@@ -56,8 +56,9 @@ class PoolSizes:
         return numel * width + rows
 
     def gradients(self) -> int:
-        """Room for two flat gradients of the largest unit; on a GPU with their sums, and with chunks widened there."""
-        flat = 2 * max((unit.numel * unit.dtype.itemsize for unit in self._trained), default=0)
+        """Room for flat gradients of the largest unit; on a GPU with their sums, and with chunks widened there."""
+        count = 2 if self._placement.alone else 3  # one is always zero: what a rank gives that has none
+        flat = count * max((unit.numel * unit.dtype.itemsize for unit in self._trained), default=0)
         if not self._on_gpu or not flat:
             return flat
         sums = max(align_up(gradient_sums_bytes(unit), PAGE_BYTES) for unit in self._trained)

@@ -36,7 +36,8 @@ from zero.exchange import Turn, Wire
 from zero.optim.behind import DueUpdates
 from zero.params.layout import Layout, Unit
 from zero.placement import Placement
-from zero.storage import SharedPlaces, Storage
+from zero.storage import Storage
+from zero.whole_gradients import SharedPlaces
 
 WAIT_SECONDS_MAX = 120.0
 """A slice that is not there by then never will be: whoever has it makes its updates as soon as it is asked."""
@@ -157,7 +158,7 @@ class SharedMemory:
         if self._reducer is None:
             raise StateError("reduce: nothing is shared yet")
         own = self._regions.pools[self._comm.rank]
-        async with self._reducer.reduce(turn[0], own.offset_of(flat), flat.nbytes) as slices:
+        async with self._reducer.reduce(turn[0], own.offset_of(flat), flat.nbytes, unit=unit.index) as slices:
             yield [part.view(flat.dtype) for part in slices]
 
     def sees(self, flat: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -20,10 +21,13 @@ import torch
 from peers import Parent, all_run, running
 
 from offload import descriptors
+from offload.aio import AioOptions, open_aio
 from offload.arena import Arena, MemoryRegion
 from offload.descriptors import Share, close_received, exchange_descriptors, same_node
-from offload.errors import BudgetError, PeerError, StateError
+from offload.errors import BudgetError, ConfigError, PeerError, StateError
+from offload.planes import Disk
 from offload.sharing import SharedRegion, exchange_regions
+from offload.swapfile import SwapSpace
 
 PAGE = 4096
 CPU = torch.device("cpu")
@@ -176,6 +180,29 @@ def test_an_arena_on_a_region_tells_where_its_blocks_are() -> None:
     assert bool((region.data[PAGE : 2 * PAGE] == 2).all())  # the region is its owner's
     for each in (region, other):
         each.close()
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "libaio", "threads", "aiofiles"])
+def test_blocks_of_a_region_are_read_and_written_in_place_and_can_be_registered(tmp_path: Path, backend: str) -> None:
+    try:
+        aio = open_aio(AioOptions(backend=backend))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    region = SharedRegion(16 * PAGE, "test")
+    arena = Arena("test", 16 * PAGE, "knob", CPU, region=region, register=aio.register_memory)
+    disk = Disk(aio, SwapSpace([tmp_path], 8 * PAGE))
+    source, target = (arena.lease(7 * PAGE, "test").data for _ in range(2))
+    source.copy_(torch.arange(7 * PAGE) % 251)
+
+    async def move() -> None:
+        await disk.write(0, source)
+        await disk.read(0, target)
+
+    asyncio.run(move())
+    assert torch.equal(source, target)
+    arena.close()
+    disk.close()
+    region.close()
 
 
 def test_an_arena_or_a_plane_that_is_larger_than_its_region_is_refused() -> None:
@@ -355,7 +382,7 @@ def test_processes_of_one_machine_are_on_the_same_node(count: int) -> None:
     assert all_run(count, job) == [True] * count
 
 
-@pytest.mark.parametrize("lacks", ["another boot", "another namespace", "no way"])
+@pytest.mark.parametrize("lacks", ["another boot", "another namespace", "no way", "no files in memory"])
 def test_peers_of_different_nodes_all_get_no(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     monkeypatch.setattr(descriptors, "SAME_NODE_SECONDS_MAX", 0.3)
 
@@ -366,6 +393,8 @@ def test_peers_of_different_nodes_all_get_no(monkeypatch: pytest.MonkeyPatch, la
             subprocess_free_unshare()
         if index == 1 and lacks == "no way":  # a clone of a machine: alike in all, and yet apart
             monkeypatch.setattr(descriptors, "_socket", unreachable)
+        if index == 1 and lacks == "no files in memory":
+            monkeypatch.setattr(descriptors, "memory_file", no_files)
         return same_node(share)
 
     if lacks == "another namespace" and os.geteuid() != 0:
@@ -378,6 +407,10 @@ def subprocess_free_unshare() -> None:
     import ctypes
 
     assert ctypes.CDLL(None, use_errno=True).unshare(0x40000000) == 0, os.strerror(ctypes.get_errno())
+
+
+def no_files() -> int:
+    raise OSError(errno.ENOSYS, "no memfd_create")
 
 
 class Elsewhere(socket.socket):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from zero.config import load_config
+from zero.config import Config, load_config
+from zero.config.fields import block_of, known_keys, reason_of
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -34,9 +35,9 @@ def test_the_example_trains(gpt: ModuleType, nvme_path: Path) -> None:
     assert names["loss"].item() < 5.54  # ln 256 is where it began
 
 
-def documented_keys() -> list[str]:
-    """First column of the configuration table, each key with its block."""
-    table = README.partition("| key | meaning | default |")[2].partition("\n\n")[0]
+def documented_keys(head: str = "| key | meaning | default |") -> list[str]:
+    """First column of a table of keys, each with its block."""
+    table = README.partition(head)[2].partition("\n\n")[0]
     keys: list[str] = []
     for row in table.splitlines()[2:]:
         block = ""
@@ -55,3 +56,23 @@ def test_a_documented_key_exists(key: str) -> None:
         candidates = [f"zero_optimization.{block}.{name}" for block in ("offload_param", "offload_optimizer")]
     for candidate in candidates:
         assert load_config({}).origin(candidate) == "default"
+
+
+ELSEWHERE = ("activation_checkpointing.", "zero_optimization.leaf_module.", "optimizer.params.")
+"""Blocks with a page of their own, or in one row."""
+OLD = ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "steps_per_print")
+"""Deprecated, or only answered to whoever asks."""
+
+
+def test_every_acting_key_is_documented() -> None:
+    acting = {key.path for key in known_keys(Config) if key.role == "acts" and block_of(key.field) is None}
+    acting = {path for path in acting if not path.startswith(ELSEWHERE) and path.rpartition(".")[2] not in OLD}
+    tables = documented_keys()
+    known = {*tables, *(path.replace("zero_optimization.", f"zero_optimization.{block}.") for path in tables
+                        for block in ("offload_param", "offload_optimizer"))}  # fmt: skip
+    assert acting - known == set()
+
+
+def test_every_key_of_an_exchange_that_changes_nothing_is_documented_with_its_reason() -> None:
+    with_reason = {key.path for key in known_keys(Config) if reason_of(key.field)}
+    assert set(documented_keys("| key | why |")) == with_reason

@@ -18,6 +18,8 @@ from models import build, make_config, tokens
 from offload import tuning
 from offload.device import identify
 from offload.errors import ConfigError
+from zero.config import load_config
+from zero.machine import Machine, read_machine
 from zero.planning import plan_model
 from zero.tools import cli
 from zero.tools.plan import Rates, build_on_meta, measure_update_rate, step_time
@@ -64,9 +66,6 @@ def test_the_plan_on_the_meta_device_is_the_plan_that_the_engine_allocates(
         model = build(name)
     for trained, original in zip(model.parameters(), engine.module.parameters(), strict=True):
         trained.requires_grad_(original.requires_grad)
-    from zero.config import load_config
-    from zero.machine import read_machine
-
     planned = plan_model(model, load_config(config), read_machine(torch.device("cpu")), torch.device("cpu"))[1]
     assert planned.rows == engine.plan.rows
     assert (planned.sub_groups, planned.record_tiers) == (engine.plan.sub_groups, engine.plan.record_tiers)
@@ -140,7 +139,11 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "host": (["--host", "1KB"], "--host leaves 1,000"),
     "device": (["--device", "1KB"], "device memory, 1,000 are free"),
     "nvme": (["--nvme", "1KB"], "bytes of NVMe, --nvme has 1,000; add a folder to nvme_path"),
-    "ranks": (["--ranks", "0"], "--ranks: expected at least 1"),
+    "ranks": (["--ranks", "0"], "--world-size: expected at least 1, got 0"),
+    "nodes": (["--world-size", "4", "--nodes", "3"], "--nodes: expected a divisor of 4, the number of ranks, got 3"),
+    "no nodes": (["--nodes", "0"], "--nodes: expected a divisor of 1"),
+    "stage": (["--stage", "4"], "zero_optimization.stage: expected 0, 1, 2 or 3, got 4"),
+    "stage and tier": (["--stage", "2"], 'expected 3, because offload_param.device is "nvme", got 2'),
     "arguments": (["--model-args", "[1]"], "--model-args: expected an object"),
     "callable": (["--model-args", '{"what": 1}'], "models:GPT cannot be called"),
 }
@@ -152,6 +155,37 @@ def test_refusals_name_the_knob(write: Any, nvme_path: Path, capsys: pytest.Capt
     config = write("ds.json", make_config(("nvme", "nvme"), nvme_path))
     assert cli.main(["plan", "models:GPT", config, *options]) == 1
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("world_size", "nodes"), [(1, 1), (4, 1), (4, 2)])
+def test_the_plan_of_any_stage_and_number_of_ranks_is_that_of_the_planner(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str], stage: int, world_size: int, nodes: int
+) -> None:
+    tiers = ("none", "none" if stage == 0 else "cpu")
+    content = make_config(tiers, nvme_path, accumulation=2)
+    host_bytes = 64 << 30
+    described = ["--host", str(host_bytes), "--device", str(host_bytes), "--stage", str(stage)]
+    arguments = [*described, "--world-size", str(world_size), "--nodes", str(nodes), "--json"]
+    content["zero_optimization"].pop("stage")
+    assert cli.main(["plan", "models:GPT", write("ds.json", content), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    content["zero_optimization"]["stage"] = stage
+    machine = Machine(host_bytes // (world_size // nodes), "--host", None, host_bytes, 0)
+    with torch.device("meta"):
+        model = build("gpt")
+    config = load_config(content, world_size=world_size)
+    plan = plan_model(model, config, machine, torch.device("cuda"), world_size)[1]
+    assert [row["nbytes"] for row in found["rows"]] == [row.nbytes for row in plan.rows]
+
+
+def test_a_stage_stands_in_for_a_bare_switch(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    content = {"zero_optimization": True, "optimizer": {"type": "Adam"}}
+    plans = []
+    for options in ([], ["--stage", "1"], ["--stage", "0"]):
+        assert cli.main(["plan", "models:GPT", write("ds.json", content), "--world-size", "2", "--json", *options]) == 0
+        plans.append(json.loads(capsys.readouterr().out)["rows"])
+    assert plans[0] == plans[1] != plans[2]
 
 
 def test_a_budget_in_the_config_is_refused_as_by_the_engine(

@@ -20,6 +20,11 @@ from zero.config.hints import unknown_key
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.schema import Config, Origin, Report
 
+FETCHING_KEYS = (
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_max_reuse_distance",
+)
+"""Without effect below stage 3, where weights never leave the device."""
 COMMENT_PREFIXES = ("_comment", "comment", "//")
 
 
@@ -238,7 +243,7 @@ def _line(detail: ErrorDetails, written: Mapping[str, str]) -> str:
 
 
 def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
-    """Keys of an offload block that its device leaves without effect."""
+    """Keys that another key's value leaves without effect: a device, a stage."""
     paths: list[str] = []
     zero = config.zero_optimization
     blocks: dict[str, OffloadParamConfig | OffloadOptimizerConfig] = {
@@ -252,5 +257,7 @@ def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
             idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
         acting = {prefix + name for name, known in type(block).model_fields.items() if role_of(known) == "acts"}
         paths += [path for path in idle if origins.get(path) == "user" and path in acting]
+    fetching = FETCHING_KEYS if zero.stage < 3 else ()
+    paths += [path for path in fetching if origins.get(path) == "user"]
     named = [f"activation_checkpointing.{key}" for key in config.activation_checkpointing.idle]
     return paths + [path for path in named if origins.get(path) == "user"]

@@ -20,7 +20,6 @@ from zero.config.fields import (
     MEANS_AUTO,
     Block,
     Flag,
-    Inert,
     InertAny,
     InertFlag,
     InertNumber,
@@ -34,7 +33,6 @@ from zero.config.fields import (
     choice,
     problem,
     reads,
-    shown,
     world_size_of,
 )
 from zero.config.hints import unknown_key
@@ -188,15 +186,15 @@ class Config(Block):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
 
     communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"] | None, _COMM_DTYPE] = None
-    """What gradients are exchanged in; None: what they are in. "fp32" says of 16-bit gradients that they are summed in
-    fp32; they need not be widened before they are sent."""
+    """What gradients travel in between ranks; None: what they are in. "fp32" says of 16-bit gradients that they are
+    summed in fp32, for which they need not be widened."""
     reduce_scatter_with_fp32_accumulation: Flag = False
     """Ours, named as Megatron's: 16-bit gradients are exchanged by all-to-all and summed in fp32, in rank order. On the
     CPU that is always so."""
-    prescale_gradients: Annotated[Flag, Inert("no sum overflows, and one division after it rounds least")] = False
-    gradient_predivide_factor: Annotated[
-        Number, Field(gt=0), Inert("no sum overflows, and one division after it rounds least")
-    ] = 1.0
+    prescale_gradients: Flag = False
+    """Gradients are divided by the number of ranks before they travel instead of after their sum."""
+    gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
+    """Gradients are divided by it before they travel, and by the rest of the number of ranks after their sum."""
     gradient_allreduce_op: Annotated[
         Literal["mean", "sum"], Only(("mean",), "gradients are averaged; scale the loss instead"), choice("mean", "sum")
     ] = "mean"
@@ -321,13 +319,12 @@ class Config(Block):
     def _across_ranks(self, info: ValidationInfo) -> Self:
         world_size = world_size_of(info)
         resolve_batch(self._given_batch(), world_size)
-        dtype = self.communication_data_type
-        if world_size > 1 and (dtype == "fp16" or (dtype == "bf16" and not self.bf16.enabled)):
+        if world_size > 1 and self.communication_data_type == "fp16" and self.bf16.enabled:
             raise problem(
-                '"fp32" or "bf16"' if self.bf16.enabled else '"fp32"',
-                fix="gradients are exchanged as they are or wider, never narrower; remove it",
+                '"fp32" or "bf16"',
+                fix="bf16 gradients do not fit fp16; remove it",
                 at="communication_data_type",
-                got=f"{shown(dtype)} with {world_size} ranks",
+                got=f'"fp16" with {world_size} ranks and bf16.enabled',
                 keys=("communication_data_type",),
             )
         return self

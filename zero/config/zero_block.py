@@ -163,6 +163,8 @@ class ZeroConfig(Block):
     Stage 3 only."""
     zenflow: ZenFlowConfig | None = None
 
+    overlap_comm: Flag = True
+    """False: whoever starts a reduction of gradients waits for it. (Without the key DeepSpeed overlaps at stage 3.)"""
     stage3_gather_16bit_weights_on_model_save: Flag = False
     """A saved model holds whole weights; the engine answers with it under DeepSpeed's name."""
     stage3_module_granularity_threshold: Count = 0
@@ -175,8 +177,6 @@ class ZeroConfig(Block):
 
     reduce_bucket_size: Annotated[Count, Inert("gradients are reduced a unit at a time")] = 500_000_000
     allgather_bucket_size: Annotated[Count, Inert("weights are gathered a unit at a time")] = 500_000_000
-    overlap_comm: Annotated[Flag | None, Inert("exchanges always run beside the computation")] = None
-    """Without the key: what it is in DeepSpeed, true at stage 3."""
     contiguous_gradients: Annotated[Flag, Inert("a unit's gradients are always one buffer")] = True
     reduce_scatter: Annotated[Flag, Inert("a rank gets the sums of its own slice either way")] = True
     allgather_partitions: Annotated[Flag, Inert("a unit is always gathered in one collective")] = True
@@ -221,8 +221,6 @@ class ZeroConfig(Block):
         update: dict[str, object] = {}
         if "stage" not in self.model_fields_set:
             update["stage"] = 3 if self._asks_for_stage_3() else 0
-        if self.overlap_comm is None:
-            update["overlap_comm"] = update.get("stage", self.stage) == 3
         if self.sub_group_size == 0:
             update["sub_group_size"] = None
         update["zero_hpz_partition_size"] = max(self.zero_hpz_partition_size, 1)

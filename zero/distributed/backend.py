@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -43,9 +44,32 @@ def uses_nccl(device: torch.device, group: Handle | None) -> bool:
     return "nccl" in str(dist.get_backend_config(group))
 
 
-def new_group(ranks: Sequence[int], backend: str) -> Handle:
-    """A process group of global ranks; every rank of the default group calls this in the same order."""
-    return dist.new_group(list(ranks), backend=backend)
+def new_group(ranks: Sequence[int], name: str, parent: Handle | None) -> Handle:
+    """A process group of global ranks; every rank of the default group calls this in the same order.
+
+    Args:
+        ranks: its members.
+        name: of its backend.
+        parent: the group whose timeout it has; None: the default group.
+    """
+    return dist.new_group(list(ranks), backend=name, timeout=_timeout_of(parent))
+
+
+def _timeout_of(group: Handle | None) -> timedelta | None:
+    """None: torch's default."""
+    handle: Any = group if group is not None else dist.group.WORLD
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(Exception):
+            timeout: timedelta = handle._get_backend(torch.device(device)).options._timeout
+            return timeout
+    return None
+
+
+def abort(handle: Handle, device: torch.device) -> None:
+    """End what NCCL has under way; gloo cannot."""
+    with contextlib.suppress(Exception):
+        if device.type == "cuda" and "nccl" in str(dist.get_backend_config(handle)):
+            handle._get_backend(device).abort()
 
 
 def end_group(handle: Handle) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 from offload.errors import RankDivergenceError, StateError
@@ -13,14 +14,14 @@ class Fate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told: list[Callable[[BaseException], None]] = []
+        self._told: list[weakref.WeakMethod[Callable[[BaseException], None]]] = []
         self.failure: BaseException | None = None
         """What ended it."""
         self.closed = False
 
     def tell(self, listener: Callable[[BaseException], None]) -> None:
-        """Call `listener` when it ends, from whichever thread that is."""
-        self._told.append(listener)
+        """Call a bound method when it ends, from whichever thread that is. Its object is not kept alive."""
+        self._told.append(weakref.WeakMethod(listener))
 
     def check(self) -> None:
         """Raises unless all is well."""
@@ -36,8 +37,9 @@ class Fate:
             if first:
                 self.failure = error
         if first:
-            for listener in self._told:
-                listener(error)
+            for reference in self._told:
+                if (listener := reference()) is not None:
+                    listener(error)
         return self.failure or error
 
 

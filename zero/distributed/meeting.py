@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from offload.errors import RankDivergenceError
+from offload.messages import bytes_of, tensor_of
 from zero.distributed import backend
 from zero.distributed.fate import Fate
 from zero.distributed.sequence import HEADER, Log, pack_header
@@ -50,7 +52,7 @@ class Meeting:
         handle: Any,
         log: Log,
         fate: Fate,
-        waiting: Callable[[int, str], AbstractContextManager[None]],
+        waiting: Callable[[int, str], AbstractContextManager[Any]],
         explain: Explain,
     ) -> None:
         self._members, self._rank, self._handle = members, rank, handle
@@ -84,7 +86,7 @@ class Meeting:
         with self._waiting(place, said):
             told = self._all_told(said, head + (payload if fits else b"").ljust(INLINE_BYTES, b"\0"))
             if any(message[: HEADER.size] != head[: HEADER.size] for message in told):
-                raise self._explain(RuntimeError("the ranks have not decided to do the same so far"), said)
+                raise self._explain(RankDivergenceError("the ranks have not decided to do the same so far"), said)
             lengths = [LENGTH.unpack_from(message, HEADER.size)[0] for message in told]
             if max(lengths) > INLINE_BYTES:
                 told = [head + message for message in self._all_told(said, payload.ljust(max(lengths), b"\0"))]
@@ -92,10 +94,10 @@ class Meeting:
 
     def _all_told(self, said: str, message: bytes) -> list[bytes]:
         """Messages of one size, in rank order."""
-        own = torch.tensor(list(message), dtype=torch.uint8)
+        own = tensor_of(message)
         whole = torch.empty(len(self._members) * len(message), dtype=torch.uint8)
         self._finish(said, partial(backend.all_gather, whole, own, self._handle))
-        return [part.numpy().tobytes() for part in backend.slices(whole, len(message))]
+        return [bytes_of(part) for part in backend.slices(whole, len(message))]
 
     def _finish(self, said: str, start: Callable[[], Any]) -> None:
         try:

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ENTRIES_KEPT = 2048
+DIGEST_EVERY = 64
+"""Every so many entries the digest is kept, to be compared while nobody waits."""
+DIGESTS_KEPT = 32
 DIGEST_BYTES = 8
 
 
@@ -55,6 +58,7 @@ class Log:
         self._lock = threading.Lock()
         self._kept: deque[Entry] = deque(maxlen=ENTRIES_KEPT)
         self._count, self._digest = 0, b"\0" * DIGEST_BYTES
+        self._digests: deque[tuple[int, str]] = deque(maxlen=DIGESTS_KEPT)
         self._tickets = 0
 
     def add(self, kind: str, unit: int, name: str) -> tuple[int, bytes]:
@@ -74,10 +78,15 @@ class Log:
         """How many are written down."""
         return self._count
 
-    def state(self) -> tuple[int, bytes]:
-        """(count, digest)."""
+    def last(self) -> str:
+        """The last entry in words, with its place."""
         with self._lock:
-            return self._count, self._digest
+            return f"number {self._count - 1}, {self._kept[-1]}" if self._kept else "nothing"
+
+    def digests(self) -> list[tuple[int, str]]:
+        """(count, digest of so many entries) at regular places, and now."""
+        with self._lock:
+            return [*self._digests, (self._count, self._digest.hex())]
 
     def tail(self) -> tuple[int, list[Entry]]:
         """(place of the first one, the last ENTRIES_KEPT of them)."""
@@ -89,6 +98,8 @@ class Log:
         self._digest = hashlib.blake2b(self._digest + text, digest_size=DIGEST_BYTES).digest()
         self._kept.append(entry)
         self._count += 1
+        if self._count % DIGEST_EVERY == 0:
+            self._digests.append((self._count, self._digest.hex()))
         return self._count - 1, self._digest
 
 

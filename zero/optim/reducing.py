@@ -2,8 +2,9 @@
 
 [Note: order of reductions] A reduction needs all ranks, so all must start the same ones in the same order, whatever
 order their own backwards take. The order of a backward is what the ranks agreed on after the one before: units that
-all of them had, as the first rank had them. A unit whose turn has not come waits; at the end of backward the rest of
-the order follows, with zeros for what a rank has not got, then what anybody has that is not in the order.
+all of them had, as the first rank had them; at first it is the layout's, from its end. A unit whose turn has not come
+waits; at the end of backward the rest of the order follows, with zeros for what a rank has not got, then what anybody
+has that is not in the order. A rank that has no room to wait gives zeros at once.
 
 [Note: whole gradients] Stages 0 and 1 reduce once a step: until then each rank adds up whole gradients in fp32. A
 second contribution to a unit that still waits for its turn is added up in the same way.
@@ -16,7 +17,6 @@ dtype of the unit.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,61 +28,9 @@ from offload.streams import Fence
 from zero.exchange import Exchange, Turn
 from zero.optim.contributions import zero_gaps
 from zero.optim.gradients import Gradients, UnitGradient
-from zero.params.layout import Layout
+from zero.optim.reduction_order import ReductionOrder
+from zero.params.layout import Layout, Unit
 from zero.storage import Storage
-
-
-class ReductionOrder:
-    """In which order one rank starts reductions. Pure: units are ints.
-
-    Each backward of a step has an order of its own, known by its number.
-    """
-
-    def __init__(self) -> None:
-        self._orders: dict[int, list[int]] = {}
-        self._number = -1
-        self._next = 0
-        self._seen: list[int] = []
-
-    def begin_step(self) -> None:
-        """The next backward is the first of a step."""
-        self._number = -1
-
-    def begin_backward(self) -> None:
-        """A backward begins whose gradients are reduced."""
-        self._number += 1
-        self._next, self._seen = 0, []
-
-    def complete(self, unit: int, waiting: Iterable[int]) -> list[int]:
-        """Units to be reduced now, in order.
-
-        Args:
-            unit: has a gradient now.
-            waiting: all that have one and are not reduced yet.
-        """
-        if unit not in self._seen:
-            self._seen.append(unit)
-        ready, order, now = set(waiting), self._orders.get(self._number, []), []
-        while self._next < len(order) and order[self._next] in ready:
-            now.append(order[self._next])
-            self._next += 1
-        return now
-
-    def rest(self) -> list[int]:
-        """The backward is over: what else of the agreed order has to be reduced, in order."""
-        order = self._orders.get(self._number, [])
-        now, self._next = order[self._next :], len(order)
-        return now
-
-    @property
-    def seen(self) -> list[int]:
-        """Units that had a gradient in this backward, in the order of their first."""
-        return self._seen
-
-    def agree(self, seen: list[list[int]]) -> None:
-        """The next backward of this number follows what the ranks (in rank order) had in this one."""
-        everywhere = set(seen[0]).intersection(*seen[1:])
-        self._orders[self._number] = [unit for unit in seen[0] if unit in everywhere]
 
 
 @dataclass(slots=True)
@@ -117,16 +65,19 @@ class ReducedGradients(Gradients):
     ) -> None:
         super().__init__(layout, storage, device, in_place=False, threads=threads)
         self._exchange, self._placement = exchange, exchange.placement
-        self._order = ReductionOrder()
+        self._order = ReductionOrder([unit.index for unit in reversed(layout.units) if unit.trainable])
         self._waiting: dict[int, Waiting] = {}
         self._reducing = self._in_backward = False
         self._deferred = bool(storage.plan.deferred_bytes)
         """Gradients of an earlier backward of this step wait."""
+        self._nothing: Block | None = None
 
     # ---- a backward -----------------------------------------------------------------------------
 
     def begin_backward(self, *, boundary: bool) -> None:
         """See `Gradients`."""
+        if self._nothing is None and self._units:
+            self._zeros(next(iter(self._units.values())).unit)
         self._in_backward = True
         self._reducing = boundary or not self._placement.gradients_deferred
         if self._reducing:
@@ -193,7 +144,8 @@ class ReducedGradients(Gradients):
         """As in one rank; and what waits for its turn with no room left waits elsewhere."""
         pool = self._storage.gradient_pool
         block = pool.try_lease(nbytes)
-        for make_room in (self._settle_all, self._flush_others, self._settle_all, self._move_out):
+        steps = (self._settle_all, self._flush_others, self._settle_all, self._go_on, self._settle_all, self._move_out)
+        for make_room in steps:
             if block is None:
                 make_room(state)
                 block = pool.try_lease(nbytes)
@@ -218,9 +170,9 @@ class ReducedGradients(Gradients):
         if held is None and self._reducing:
             self._waiting[state.unit.index] = newest
             return
-        if held is None or held.block is not None:
+        if held is None or held.flat.dtype != torch.float32 or held.block is not None:
             self._settle(state)  # an earlier sum may still be read
-            wide = self._storage.deferred_gradient(state.unit)
+            wide = self._storage.whole_gradients.deferred(state.unit)
             kernels.cast(wide, (held or newest).flat)
         else:
             wide = held.flat
@@ -231,14 +183,22 @@ class ReducedGradients(Gradients):
                 holder.block.release(self._streams.fence())
         self._waiting[state.unit.index] = Waiting(wide, None)
 
+    def _go_on(self, state: UnitGradient) -> None:
+        """What waits does so for units that may not come on this rank: they are zero then."""
+        while any(held.block is not None for held in self._waiting.values()):
+            due = self._order.force(self._waiting) if self._reducing and self._in_backward else []
+            if not due:
+                return
+            for index in due:
+                self._reduce(index)
+
     def _move_out(self, state: UnitGradient) -> None:
-        """Ranks that take different ways may each wait for what the other has: then memory is taken from elsewhere."""
-        for index, held in self._waiting.items():
+        """What is in no order waits for the end of backward, in other memory if need be."""
+        for held in self._waiting.values():
             if held.block is not None:
-                wide = self._storage.deferred_gradient(self._units[index].unit)
-                kernels.cast(wide, held.flat)
+                moved = held.flat.clone()
                 held.block.release(self._streams.fence())
-                held.flat, held.block = wide, None
+                held.flat, held.block = moved, None
 
     def _reduce_rest(self, what: str, seen: list[int]) -> list[list[int]]:
         """Reduce what any rank still has; returns what each had `seen`."""
@@ -284,11 +244,13 @@ class ReducedGradients(Gradients):
         """What is reduced: zeros if nothing waits."""
         if held is not None and held.flat.dtype == dtype:
             return held
+        if held is None and dtype == state.unit.dtype:
+            return Waiting(self._zeros(state.unit), None)
         if dtype == state.unit.dtype:
             block = self._lease(state, state.unit.nbytes)
             made = Waiting(block.view(dtype, state.unit.numel), block)
         else:
-            made = Waiting(self._storage.deferred_gradient(state.unit), None)
+            made = Waiting(self._storage.whole_gradients.deferred(state.unit), None)
         if held is None:
             made.flat.zero_()
         else:
@@ -297,6 +259,14 @@ class ReducedGradients(Gradients):
                 held.block.release(self._streams.fence())
         return made
 
+    def _zeros(self, unit: Unit) -> torch.Tensor:
+        """What a rank gives that has no gradient; one for all units."""
+        if self._nothing is None:
+            nbytes = max(state.unit.nbytes for state in self._units.values())
+            self._nothing = self._storage.gradient_pool.lease(nbytes, "gradients that are zero")
+            self._nothing.data.zero_()
+        return self._nothing.view(unit.dtype, unit.numel)
+
     async def _run(
         self, state: UnitGradient, item: Reduction, flat: torch.Tensor, turn: Turn, made: Fence, *, first: bool
     ) -> None:
@@ -304,5 +274,7 @@ class ReducedGradients(Gradients):
         try:
             async with self._exchange.reduce(turn, unit, flat, made) as sources:
                 await self._store.store_sum(unit, (state.plane, state.dtype), sources, scale, state.sums, first=first)
+                if item.block is None and self._nothing is not None and flat.dtype == unit.dtype:
+                    self._zeros(unit).zero_()  # sums on the way may have been made there
         finally:
             item.done = True

@@ -26,8 +26,9 @@ from offload.moments import Moments
 from offload.sizes import format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config, load_config
+from zero.config.loading import read_json
 from zero.config.sizes import parse_bytes
-from zero.initialize import compute_device
+from zero.device import compute_device
 from zero.machine import Machine, read_machine
 from zero.params.layout import Layout
 from zero.plan import DEVICE, HOST, NVME, Plan
@@ -70,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="config.json of a Hugging Face model, or module:callable")
     parser.add_argument("config", metavar="CONFIG", help="DeepSpeed JSON file")
     parser.add_argument("--model-args", metavar="JSON", default="{}", help="keyword arguments of the callable")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of one node that share the model (1)")
+    parser.add_argument("--stage", type=int, help="ZeRO stage, in place of CONFIG's")
+    parser.add_argument("--world-size", "--ranks", dest="ranks", type=int, default=1, help="ranks (1)")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes, each with as many of the ranks (1)")
     parser.add_argument("--host", type=_size, metavar="BYTES", help="free host memory, such as 64GB")
     parser.add_argument("--device", type=_size, metavar="BYTES", help="a GPU's free memory, such as 24GB")
     parser.add_argument("--nvme", type=_size, metavar="BYTES", help="free space of the drives, such as 2TB")
@@ -86,9 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan and print; the exit status."""
-    if options.ranks < 1:
-        raise ConfigError(f"--ranks: expected at least 1, got {options.ranks}")
-    config = load_config(options.config, world_size=options.ranks)
+    config = _config(options)
     model = build_on_meta(options.model, options.model_args)
     device = torch.device("cuda") if options.device is not None else compute_device()
     layout, plan = plan_model(model, config, _machine(options, device), device, options.ranks)
@@ -104,6 +105,24 @@ def run(options: argparse.Namespace) -> int:
     print(plan.table())
     print("\n".join(_time_lines(traffic, rates, seconds)))
     return 0
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """CONFIG as the options change it."""
+    if options.ranks < 1:
+        raise ConfigError(f"--world-size: expected at least 1, got {options.ranks}")
+    if options.nodes < 1 or options.ranks % options.nodes:
+        raise ConfigError(f"--nodes: expected a divisor of {options.ranks}, the number of ranks, got {options.nodes}")
+    content = read_json(options.config)
+    if options.stage is not None:
+        block = content.get("zero_optimization")
+        content["zero_optimization"] = {**(block if isinstance(block, dict) else {}), "stage": options.stage}
+    return load_config(content, world_size=options.ranks, ranks_per_node=_of_node(options))
+
+
+def _of_node(options: argparse.Namespace) -> int:
+    """Ranks of one node."""
+    return int(options.ranks // options.nodes)
 
 
 def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
@@ -183,12 +202,12 @@ def _machine(options: argparse.Namespace, device: torch.device) -> Machine:
     if options.device is not None:
         changes["device_bytes"] = options.device
     machine = dataclasses.replace(here, **changes)
-    return dataclasses.replace(machine, available_bytes=machine.available_bytes // options.ranks)
+    return dataclasses.replace(machine, available_bytes=machine.available_bytes // _of_node(options))
 
 
 def _check_disk(plan: Plan, config: Config, options: argparse.Namespace) -> None:
     """Refuse what the drives cannot hold; folders that are not here can say nothing."""
-    need, free, where = plan.swap_bytes * options.ranks, options.nvme, "--nvme"
+    need, free, where = plan.swap_bytes * _of_node(options), options.nvme, "--nvme"
     folders = [Path(path) for path in _folders(config)]
     if free is None and folders and all(folder.is_dir() for folder in folders):
         devices = {folder.stat().st_dev: os.statvfs(folder) for folder in folders}

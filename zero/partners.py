@@ -37,8 +37,8 @@ def open_exchange(config: Config, device: torch.device) -> Exchange:
     wire = Wire(
         dtype=DTYPES.get(config.communication_data_type or ""),
         prescale=config.prescale_gradients,
-        predivide_factor=float(config.gradient_predivide_factor),
-        overlaps=config.zero_optimization.overlap_comm is not False,
+        predivide_factor=config.gradient_predivide_factor,
+        overlaps=config.zero_optimization.overlap_comm,
     )
     if shares_memory:
         return SharedMemory(comm, placement, wire)

@@ -1,0 +1,234 @@
+"""The command line of `zero run`, the job it makes, and the words that each launcher is started with."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.errors import ConfigError
+from zero.launch import arguments, job
+from zero.launch.arguments import Program
+from zero.launch.commands import Transport, build_commands, torchrun_words
+from zero.launch.hosts import Node
+from zero.launch.job import Job, is_remote, parse_cores, plan_job
+
+NODES = (Node("a", (0, 1)), Node("b", (2,)))
+JOB = Job(NODES, Program(("train.py", "--text", 'it\'s 100% "quoted"', "a b")), "a", 29500)
+
+
+@pytest.fixture(autouse=True)
+def no_default_hostfile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "DEFAULT_HOSTFILE", "/nowhere/hostfile")
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    arguments.add_arguments(parser)
+    options = parser.parse_args(words)
+    arguments.check(options)
+    return options
+
+
+def planned(*words: str, device_count: int = 0) -> Job:
+    return plan_job(parsed(*words), device_count)
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> str:
+    path = tmp_path / "hostfile"
+    path.write_text("a slots=2\nb slots=4\n")
+    return str(path)
+
+
+# ---- the command line --------------------------------------------------------------------------
+
+
+def test_what_follows_the_script_is_the_scripts() -> None:
+    made = planned("--num_gpus", "2", "train.py", "--num_gpus", "7", "-m", "--module")
+    assert made.program == Program(("train.py", "--num_gpus", "7", "-m", "--module"))
+    assert made.ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (("--module", "pkg.train"), Program(("pkg.train",), "module")),
+        (("--no_python", "--no_local_rank", "./run.sh"), Program(("./run.sh",), "program", False)),
+    ],
+)
+def test_what_each_rank_runs(words: tuple[str, ...], program: Program) -> None:
+    assert planned(*words).program == program
+
+
+@pytest.mark.parametrize(
+    ("words", "device_count", "slots"),
+    [
+        ((), 0, 1),
+        ((), 3, 3),
+        (("--num_gpus", "2"), 3, 2),
+        (("--num_accelerators", "5"), 0, 5),
+        (("--num-gpus", "1"), 3, 1),
+    ],
+)
+def test_ranks_on_this_machine(words: tuple[str, ...], device_count: int, slots: int) -> None:
+    made = planned(*words, "x.py", device_count=device_count)
+    assert made.nodes == (Node("localhost", tuple(range(slots))),) and made.master_port is None
+
+
+def test_slots_of_this_machine_can_be_chosen() -> None:
+    assert planned("--include", "localhost:1,3", "x.py", device_count=4).nodes[0].slots == (1, 3)
+    assert planned("-e", "localhost:0", "x.py", device_count=2).nodes[0].slots == (1,)
+
+
+def test_the_forms_that_accelerate_gives(hostfile: str) -> None:
+    common = ("--hostfile", hostfile)
+    alone = parsed(*common, "--node_rank", "1", "--no_ssh", "--num_gpus", "2", "--master_addr", "m", "--master_port",
+                   "123", "x.py", "--lr", "1")  # fmt: skip
+    made = plan_job(alone, 0)
+    assert (made.master_addr, made.master_port, made.nodes) == ("m", 123, (Node("a", (0, 1)), Node("b", (0, 1))))
+    assert not is_remote(alone, made)
+    for launcher in ("pdsh", "openmpi", "mvapich", "mpich", "slurm"):
+        wish = ("--no_local_rank", "--launcher", launcher, "--exclude", "b:3", "--master_port", "123", "--module", "x")
+        remote = parsed(*common, *wish)
+        made = plan_job(remote, 0)
+        assert is_remote(remote, made) and made.nodes[1].slots == (0, 1, 2) and made.master_addr == "a"
+    assert parsed(*common, "--launcher", "nossh", "--node_rank", "0", "x.py").no_ssh
+
+
+def test_nodes_without_a_hostfile_are_numbered() -> None:
+    words = ("--no_ssh", "--num_nodes", "2", "--num_gpus", "3", "--node_rank", "1", "x.py")
+    assert planned("--master_addr", "10.0.0.1", *words).nodes == (Node("node-0", (0, 1, 2)), Node("node-1", (0, 1, 2)))
+    with pytest.raises(ConfigError, match="--master_addr: expected the address of node 0 with --no_ssh"):
+        planned(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--launcher", "telnet"), r"--launcher: expected one of pdsh, ssh, .*got 'telnet'"),
+        (("--num_gpus", "2", "--include", "a"), "--num_nodes and --num_gpus with --include or --exclude"),
+        (("--num_nodes", "2"), "--num_nodes: expected --hostfile FILE for more than one node"),
+        (("--num_gpus", "0"), "--num_gpus: expected at least 1, got 0"),
+        (("--num_gpus", "9"), r"--num_gpus: expected at most 4 \(the GPUs that are visible.*got 9"),
+        (("--master_port", "70000"), "--master_port: expected 1 to 65535, got 70000"),
+        (("--node_rank", "1"), "--node_rank: expected together with --no_ssh"),
+        (("--no_ssh",), "--no_ssh: expected --node_rank N too"),
+        (("--no_ssh", "--node_rank", "1"), "--node_rank: expected 0 to 0, got 1"),
+        (("--module", "--no_python"), "--module and --no_python: expected one of them, got both"),
+        (("--max_restarts", "-1"), "--max_restarts: expected at least 0"),
+        (("--autotuning", "tune"), "--autotuning: not available: zero tune"),
+        (("--elastic_training",), "--elastic_training: not available"),
+        (("--save_pid",), "--save_pid: not available"),
+        (("--bind_core_list", "3-1"), "--bind_core_list 3-1: expected numbers and ranges"),
+        (("--bind_core_list", "1,0-3"), "each core once"),
+        (("--include", "localhost:4"), "expected a slot from 0 to 3"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_named(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        planned(*words, "x.py", device_count=4)
+
+
+def test_several_nodes_need_an_address_that_all_can_reach(tmp_path: Path, hostfile: str) -> None:
+    path = tmp_path / "two"
+    path.write_text("localhost slots=1\nb slots=1\n")
+    with pytest.raises(ConfigError, match=r"--master_addr: .*got localhost, which is each node itself"):
+        planned("-H", str(path), "x.py")
+    assert planned("-H", str(path), "--master_addr", "10.1.1.1", "x.py").master_addr == "10.1.1.1"
+    assert planned("-H", hostfile, "x.py").master_port == 29500
+    with pytest.raises(ConfigError, match="--max_restarts: expected 0 with several nodes"):
+        planned("-H", hostfile, "--max_restarts", "1", "x.py")
+
+
+def test_core_lists() -> None:
+    assert parse_cores("0-2, 7,4-5") == (0, 1, 2, 7, 4, 5)
+
+
+# ---- commands ----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.text(max_size=8), min_size=1), st.text(max_size=8), st.none() | st.integers(1, 65535))
+def test_a_job_travels_as_one_word_that_shells_leave_alone(words: list[str], address: str, port: int | None) -> None:
+    sent = Job(NODES, Program(tuple(words), "module", False), address, port, (1, 2), 0, "logs", True, True)
+    assert Job.from_word(sent.to_word()) == sent
+    assert shlex.quote(sent.to_word().rstrip("=")) == sent.to_word().rstrip("=") and "%" not in sent.to_word()
+
+
+@pytest.mark.parametrize("word", ["", "nonsense", Job(NODES, Program(("x",))).to_word()[8:]])
+def test_another_word_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match="expected the word that zero run makes"):
+        Job.from_word(word)
+
+
+def test_torchrun_gets_one_nodes_part() -> None:
+    assert torchrun_words(JOB, 1, ["rank.py", "x.py"], "/tmp/f") == [
+        *("--nproc-per-node=1", "--max-restarts=0", "--nnodes=2", "--node-rank=1"),
+        *("--master-addr=a", "--master-port=29500", "--log-dir=/tmp/f", "rank.py", "x.py"),
+    ]
+    alone = Job((Node("localhost", (0, 1)),), Program(("x.py",)), log_folder="/logs")
+    assert torchrun_words(alone, 0, ["rank.py"], "/logs") == [
+        *("--nproc-per-node=2", "--max-restarts=0", "--standalone", "--local-addr=127.0.0.1"),
+        *("--log-dir=/logs", "--redirects=3", "rank.py"),
+    ]
+
+
+def sent_job(words: tuple[str, ...]) -> Job:
+    """The job in the last word of a command, or of the last shell line in it."""
+    return Job.from_word(shlex.split(words[-1])[-1])
+
+
+def check_same(job: Job, **more: Any) -> None:
+    assert (job.nodes, job.program, job.master_addr, job.quiet) == (JOB.nodes, JOB.program, "a", True)
+    assert all(getattr(job, name) == value for name, value in more.items())
+
+
+def test_ssh_starts_one_process_a_node() -> None:
+    commands = build_commands(JOB, Transport("ssh", ("-i", "key"), 2222), {"A": "x y", "B": "$(rm)'"}, "/my folder")
+    assert [command.host for command in commands] == ["a", "b"]
+    for command in commands:
+        assert command.words[0] == "ssh" and command.words[-6:-1] == ("-p", "2222", "-i", "key", command.host)
+        assert command.feeds and command.environment == {}
+        line = shlex.split(command.words[-1])
+        assert line[:6] == ["cd", "/my folder", "&&", "exec", "env", "A=x y"] and line[6] == "B=$(rm)'"
+        assert line[7:-1] == [sys.executable, "-u", "-m", "zero.launch.node", "--host", command.host]
+        check_same(sent_job(command.words), watch_stdin=True)
+
+
+def test_pdsh_starts_all_nodes_and_fills_in_their_names() -> None:
+    (command,) = build_commands(JOB, Transport("pdsh", ("-x", "c"), 2222), {"A": "50%"}, "/here")
+    assert command.words[:9] == ("pdsh", "-S", "-R", "ssh", "-f", "1024", "-w", "a,b", "-x")
+    assert "A=50%%" in command.words[-1] and "--host %h " in command.words[-1]
+    assert command.environment["PDSH_SSH_ARGS_APPEND"].endswith("-p 2222") and not command.feeds
+    check_same(sent_job(command.words), watch_stdin=True)
+
+
+def test_slurm_starts_one_task_a_node() -> None:
+    (command,) = build_commands(JOB, Transport("slurm", ("--gres=gpu:2",), None, "c", "acc"), {"A": "1"}, "/here")
+    assert command.words[:5] == ("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=a,b")
+    assert {"--comment=c", "--account=acc", "--gres=gpu:2", "--export=ALL", "--chdir=/here"} <= set(command.words)
+    assert command.words[-2] == "--from-launcher" and command.environment == {"A": "1"}
+    check_same(sent_job(command.words), watch_stdin=False)
+
+
+def test_mpi_starts_one_process_a_node() -> None:
+    (command,) = build_commands(JOB, Transport("mpi"), {"A": "1", "B": "2"}, "/here", as_root=True)
+    assert command.words[:6] == ("mpirun", "--allow-run-as-root", "-np", "2", "--host", "a:1,b:1")
+    assert shlex.join(command.words).count("-x A -x B") == 1 and command.environment == {"A": "1", "B": "2"}
+    (command,) = build_commands(JOB, Transport("mpich"), {"A": "1"}, "/here")
+    assert command.words[:7] == ("mpirun", "-n", "2", "-ppn", "1", "-hosts", "a,b")
+    assert "-genv A 1" in shlex.join(command.words)
+    check_same(sent_job(command.words), watch_stdin=False)
+
+
+def test_local_nodes_are_reached_by_a_prefix() -> None:
+    commands = build_commands(JOB, Transport("local", ("ip", "netns", "exec", "{host}")), {"A": "1"}, "/here")
+    assert [command.words[:4] for command in commands] == [("ip", "netns", "exec", "a"), ("ip", "netns", "exec", "b")]
+    assert all(command.feeds and command.environment == {"A": "1"} for command in commands)
+    check_same(sent_job(commands[1].words), watch_stdin=True)

@@ -1,0 +1,55 @@
+"""What other nodes get of this one's environment, and the file .deepspeed_env."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.errors import ConfigError
+from zero.launch.environment import exported, find_file, for_other_nodes, parse_file
+
+NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True)
+
+
+def test_only_variables_of_training_libraries_travel() -> None:
+    mine = {"NCCL_DEBUG": "INFO", "PYTHONHASHSEED": "1", "GLOO_SOCKET_IFNAME": "eth1", "ZERO_NATIVE": "0"}
+    others = {"HOME": "/root", "SECRET_TOKEN": "x", "RANK": "3", "TORCHELASTIC_RUN_ID": "1", "ZERO_RUN_FOLDER": "/tmp"}
+    assert exported({**mine, **others}) == mine
+
+
+@given(st.dictionaries(NAMES, st.text(st.characters(exclude_categories=("C", "Z")), max_size=8).map(str.strip)))
+def test_what_is_written_is_read(variables: dict[str, str]) -> None:
+    text = "# a comment\n\n" + "".join(f'export {name} = "{value}"\n' for name, value in variables.items())
+    assert parse_file(text, "env") == variables
+
+
+@pytest.mark.parametrize("line", ["NOVALUE", "=3", "2X=3", "A B=3"])
+def test_a_bad_line_names_file_and_line(line: str) -> None:
+    with pytest.raises(ConfigError, match=r"/x/.deepspeed_env, line 3: expected NAME=value, got"):
+        parse_file(f"A=1\n\n{line}\n", "/x/.deepspeed_env")
+
+
+def test_the_file_is_looked_for_here_then_at_home_and_a_variable_overrides(tmp_path: Path) -> None:
+    here, home = tmp_path / "here", tmp_path / "home"
+    here.mkdir()
+    home.mkdir()
+    assert find_file({}, here, home) is None
+    (home / ".deepspeed_env").write_text("A=home")
+    assert find_file({}, here, home) == home / ".deepspeed_env"
+    (here / ".deepspeed_env").write_text("A=here")
+    assert find_file({}, here, home) == here / ".deepspeed_env"
+    (tmp_path / "other").write_text("A=other")
+    assert find_file({"DS_ENV_FILE": str(tmp_path / "other")}, here, home) == tmp_path / "other"
+    with pytest.raises(ConfigError, match="DS_ENV_FILE: expected an existing file, got /none"):
+        find_file({"DS_ENV_FILE": "/none"}, here, home)
+
+
+def test_the_file_wins_and_programs_are_found_in_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=WARN\nMY_OWN=1\n")
+    given = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/lib", "HOME": "/root"}
+    variables = for_other_nodes(given, tmp_path, tmp_path)
+    assert variables == {"NCCL_DEBUG": "WARN", "MY_OWN": "1", "PYTHONPATH": f"{tmp_path}{os.pathsep}/lib"}

@@ -1,0 +1,154 @@
+"""Plain torch on several ranks: what the engine's numbers are held against, and how far two such runs may differ.
+
+    loss = trainer(batch); trainer.backward(loss); trainer.step()
+
+`Ddp` is DistributedDataParallel, torch's AdamW and clip_grad_norm_. `Opposite` says the same in other words: each rank
+sums its own gradients over a whole step, then all are added up from the last rank to the first; the norm is taken in
+fp64, and AdamW is torch's fused one. Neither is more right than the other, so their distance is what the order of
+operations is worth. Both average over ranks and over the micro-steps of one step; several backwards are added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ALLOWED_SPREADS = 4
+FLOOR_ULPS = 32
+FP32_EPS = 2.0**-23
+
+
+@dataclass
+class Outcome:
+    """What a run leaves: "name/weight", "name/exp_avg", ... of every parameter, and the norm of every step."""
+
+    tensors: dict[str, Tensor]
+    norms: list[float]
+
+
+@dataclass
+class Plain:
+    """The common part. Attributes: as in the engine's config."""
+
+    model: nn.Module
+    adamw: Mapping[str, Any]
+    accumulation: int = 1
+    clipping: float = 0.0
+    fused: bool = False
+    norms: list[float] = field(default_factory=list)
+    micro_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.trained.values(), fused=self.fused, **self.adamw)
+        self.callable: nn.Module = self.model
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.callable(*inputs, **named)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        (loss / self.accumulation).backward(retain_graph=retain_graph)
+
+    def step(self) -> None:
+        self.micro_steps += 1
+        if self.micro_steps % self.accumulation:
+            return
+        self.norms.append(self.settle())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def settle(self) -> float:
+        """Make the gradients those of the step; returns their norm before clipping."""
+        raise NotImplementedError
+
+    def outcome(self) -> Outcome:
+        held: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            held[f"{name}/weight"] = parameter.detach().clone()
+            if name in self.trained:
+                state = self.optimizer.state.get(parameter, {})
+                zeros = torch.zeros_like(parameter)
+                held[f"{name}/master"] = parameter.detach().clone()
+                held[f"{name}/exp_avg"] = state.get("exp_avg", zeros).clone()
+                held[f"{name}/exp_avg_sq"] = state.get("exp_avg_sq", zeros).clone()
+                held[f"{name}/step"] = torch.tensor(int(state.get("step", 0)))
+        return Outcome(held, list(self.norms))
+
+
+@dataclass
+class Ddp(Plain):
+    """DistributedDataParallel; gradients are reduced in each backward."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.callable = nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=True)
+
+    def settle(self) -> float:
+        limit = self.clipping or math.inf
+        return float(torch.nn.utils.clip_grad_norm_(self.trained.values(), limit))
+
+
+@dataclass
+class Opposite(Plain):
+    """By hand; ranks are added up from the last to the first."""
+
+    def __post_init__(self) -> None:
+        self.fused = True
+        super().__post_init__()
+
+    def settle(self) -> float:
+        ranks = dist.get_world_size()
+        for parameter in self.trained.values():
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            flat = torch.cat([mine.flatten(), torch.tensor([float(parameter.grad is not None)])])
+            everyone = [torch.empty_like(flat) for _ in range(ranks)]
+            dist.all_gather(everyone, flat)
+            total = torch.zeros_like(flat)
+            for rank in reversed(range(ranks)):
+                total += everyone[rank]
+            parameter.grad = (total[:-1] / ranks).view_as(parameter) if total[-1] else None
+        held = [p.grad for p in self.trained.values() if p.grad is not None]
+        norm = math.sqrt(math.fsum(float(grad.double().square().sum()) for grad in held))
+        if self.clipping and norm > self.clipping:
+            for grad in held:
+                grad *= self.clipping / (norm + 1e-6)
+        return norm
+
+
+def beyond(ours: Outcome, one: Outcome, other: Outcome) -> list[str]:
+    """Where `ours` is further from `one` than the spread of the two allows, in words; empty if nowhere.
+
+    The spread of a tensor is the largest distance of its elements. Where both runs agree there is a floor: a few ulps
+    of its largest.
+    """
+    found = [f"only on one side: {key}" for key in sorted(set(ours.tensors) ^ set(one.tensors))]
+    for key in sorted(set(ours.tensors) & set(one.tensors)):
+        a, b, c = (run.tensors[key].double() for run in (ours, one, other))
+        if a.shape != b.shape:
+            found.append(f"{key}: {tuple(a.shape)} against {tuple(b.shape)}")
+            continue
+        allowed = allowed_distance(b, c)
+        distance = (a - b).abs()
+        if key.endswith("/step"):
+            allowed = torch.zeros(())
+        if (distance > allowed).any():
+            found.append(f"{key}: {distance.max():.3g} apart, {allowed.max():.3g} allowed, up to {b.abs().max():.3g}")
+    norms = [torch.tensor(run.norms, dtype=torch.float64) for run in (ours, one, other)]
+    if norms[0].shape != norms[1].shape:
+        found.append(f"{len(norms[0])} norms against {len(norms[1])}")
+    elif ((norms[0] - norms[1]).abs() > allowed_distance(norms[1], norms[2])).any():
+        found.append(f"norms: {ours.norms} against {one.norms}")
+    return found
+
+
+def allowed_distance(one: Tensor, other: Tensor) -> Tensor:
+    """How far from `one` a third run may be: 4 times the spread, and not less than the floor."""
+    spread = (one - other).abs().max() if one.numel() else torch.zeros(())
+    largest = one.abs().max() if one.numel() else torch.zeros(())
+    return torch.maximum(ALLOWED_SPREADS * spread, FLOOR_ULPS * FP32_EPS * largest).expand(one.shape)

@@ -1,0 +1,162 @@
+"""One cell of the matrix of ranks: what is trained, where its bytes live, and how its outcome is compared.
+
+Everything here runs inside the ranks of a pool.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import ADAMW, make_config, trainability
+from ranks_model import LIVE_NUMEL, SAMPLES, batch, motley
+from ranks_plain import Ddp, Opposite, Outcome
+from reference import snapshot
+
+STEPS = 20
+CLIPPING = 0.3
+HYPER: dict[str, Any] = {**ADAMW, "betas": (0.9, 0.95), "eps": 1e-3}
+"""With torch's eps an element whose gradients nearly cancel takes a full step in either direction, and the distance of
+two runs says nothing. With this one a small error of a gradient stays small, and a wrong factor shows."""
+
+
+@dataclass(frozen=True, order=True)
+class Run:
+    """What is trained, told apart from where its bytes live."""
+
+    ranks: int = 2
+    accumulation: int = 1
+    clipping: float = 0.0
+    backwards: int = 1
+    """Forward and backward passes before each call of step()."""
+    bf16: bool = False
+    steps: int = STEPS
+    agreed: bool = False
+    """All ranks call the same modules."""
+
+    @property
+    def name(self) -> str:
+        words = [f"{self.ranks} ranks", f"accumulation {self.accumulation}", f"{self.backwards} backwards"]
+        words += ["clipped"] * bool(self.clipping) + ["bf16"] * self.bf16 + ["agreed"] * self.agreed
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """The stage, and where bytes live."""
+
+    stage: int = 3
+    params: str = "none"
+    states: str = "none"
+    shared: bool = True
+    """Ranks of one machine may share host memory."""
+    cached: float | None = None
+    """Host budget: the bare working set and this share of what lies on NVMe then. None: no budget is set."""
+    more: tuple[tuple[str, Any], ...] = field(default=())
+    """Further keys of `zero_optimization`."""
+
+    @property
+    def name(self) -> str:
+        words = [f"stage {self.stage}, parameters {self.params}, states {self.states}"]
+        words += ["not shared"] * (not self.shared) + [f"cached {self.cached}"] * (self.cached is not None)
+        return ", ".join(words + [f"{key} {value}" for key, value in self.more])
+
+    def config(self, run: Run, nvme_path: str, host_bytes: int | None = None) -> dict[str, Any]:
+        zero = {"stage": self.stage, "stage3_max_live_parameters": LIVE_NUMEL, **dict(self.more)}
+        if not self.shared:
+            zero["shared_host_memory"] = False
+        budget = {} if host_bytes is None else {"memory_budget": {"host": host_bytes}}
+        config = make_config(
+            (self.params, self.states),
+            nvme_path,
+            accumulation=run.accumulation,
+            clipping=run.clipping,
+            bf16=run.bf16,
+            zero=zero,
+            optimizer={"type": "AdamW", "params": {**HYPER, "betas": list(HYPER["betas"])}},
+            train_micro_batch_size_per_gpu=SAMPLES,
+            **budget,
+        )
+        for block in ("offload_param", "offload_optimizer"):
+            if config["zero_optimization"][block]["device"] == "none":
+                del config["zero_optimization"][block]
+        return config
+
+
+def train(trainer: Any, run: Run) -> list[float]:
+    """The one loop: `trainer` is an engine or plain torch. Returns the norm of every step."""
+    index, norms, rank = 0, [], dist.get_rank()
+    for _ in range(run.steps):
+        for _ in range(run.accumulation):
+            for _ in range(run.backwards):
+                trainer.backward(trainer(batch(index, rank, agreed=run.agreed)))
+                index += 1
+            trainer.step()
+        norms.append(trainer.norms[-1] if hasattr(trainer, "norms") else trainer.get_global_grad_norm())
+    return norms
+
+
+def trained(run: Run, place: Place, nvme_path: str) -> tuple[str, Outcome | None]:
+    """A digest of what the engine has made of the model, on each rank; rank 0 gives the outcome itself too."""
+    import zero
+
+    quiet()
+    model = motley()
+    names = trainability(model)
+    with zero.initialize(model=model, config=engine_config(run, place, nvme_path))[0] as engine:
+        held = outcome_of(engine, names, train(engine, run))
+        statistics = engine.statistics()
+    if place.stage == 3 and not statistics.gathered_bytes:
+        raise AssertionError("no weights were fetched: the run proves nothing")
+    if "nvme" in (place.params, place.states) and (place.cached or 0) < 1 and not statistics.nvme_read_bytes:
+        raise AssertionError("nothing was read from NVMe: the run proves nothing")
+    return digest(held), held if dist.get_rank() == 0 else None
+
+
+def outcome_of(engine: Any, names: tuple[tuple[str, bool], ...], norms: list[float]) -> Outcome:
+    """What the engine holds; `names` as `trainability` gave them before the engine had the model."""
+    return Outcome(snapshot(engine, names), norms)
+
+
+def engine_config(run: Run, place: Place, nvme_path: str) -> dict[str, Any]:
+    """What `zero.initialize` gets."""
+    return place.config(run, nvme_path, host_bytes(run, place, nvme_path))
+
+
+def host_bytes(run: Run, place: Place, nvme_path: str) -> int | None:
+    """The budget that the place's `cached` stands for."""
+    import zero
+
+    if place.cached is None:
+        return None
+    with zero.initialize(model=motley(), config=place.config(run, nvme_path))[0] as engine:
+        least = sum(row.nbytes for row in engine.plan.rows if row.tier == "host")
+        return int(least + place.cached * sum(row.nbytes for row in engine.plan.rows if row.tier == "nvme"))
+
+
+def plain(run: Run) -> tuple[Outcome, Outcome] | None:
+    """Rank 0: the outcome of DDP, and that of the same in the opposite order."""
+    held = []
+    for kind in (Ddp, Opposite):
+        trainer = kind(motley(), HYPER, run.accumulation, run.clipping)
+        train(trainer, run)
+        held.append(trainer.outcome())
+    return (held[0], held[1]) if dist.get_rank() == 0 else None
+
+
+def digest(outcome: Outcome) -> str:
+    """Equal for outcomes that are equal bit for bit."""
+    total = hashlib.sha256(repr(outcome.norms).encode())
+    for key, tensor in sorted(outcome.tensors.items()):
+        total.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def quiet() -> None:
+    """The plans of hundreds of engines are nobody's reading."""
+    logging.getLogger("zero").setLevel(logging.WARNING)

@@ -1,0 +1,134 @@
+"""Ranks that go different ways: with shared host memory each goes its own, without it the ranks that wait say who and
+where, within a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import seeded, trainability
+from ranks import RankPool
+from ranks_model import Moody
+from ranks_plain import Ddp, Opposite, Outcome, beyond
+from ranks_runs import HYPER, Place, Run, engine_config, outcome_of, quiet
+from torch import Tensor, nn
+
+Pool = Callable[[int], RankPool]
+
+LIMIT_SECONDS = 60.0
+STEPS = 4
+DIVERGING_STEP = 2
+
+
+class Chain(nn.Module):
+    """Blocks in a row, some of which a call may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(29, 37)
+        self.blocks = nn.ModuleList(Moody(37, 211) for _ in range(4))
+        self.last = nn.Linear(37, 3)
+
+    def forward(self, x: Tensor, without: tuple[int, ...]) -> Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            x = x if index in without else block(x)
+        return self.last(x).square().mean()
+
+
+WAYS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    # rank, step -> the blocks that are left out
+    "one rank skips a block": lambda rank, step: (1,) if rank == 1 and step == DIVERGING_STEP else (),
+    "each rank has a branch of its own": lambda rank, step: (1 + rank % 2,) if step >= DIVERGING_STEP else (),
+    "one rank skips the last block": lambda rank, step: (3,) if rank == 1 and step == DIVERGING_STEP else (),
+}
+
+
+def model() -> Chain:
+    with seeded(0):
+        return Chain()
+
+
+def train(trainer: Any, way: str, steps: int = STEPS) -> list[float]:
+    rank, norms = dist.get_rank(), []
+    for step in range(steps):
+        x = torch.randn(5, 29, generator=torch.Generator().manual_seed(17 * step + rank))
+        trainer.backward(trainer(x, WAYS[way](rank, step)))
+        trainer.step()
+        norms.append(trainer.norms[-1] if hasattr(trainer, "norms") else trainer.get_global_grad_norm())
+    return norms
+
+
+def trained(way: str, place: Place, nvme_path: str) -> Outcome:
+    import zero
+
+    quiet()
+    chain = model()
+    names = trainability(chain)
+    with zero.initialize(model=chain, config=engine_config(Run(), place, nvme_path))[0] as engine:
+        return outcome_of(engine, names, train(engine, way))
+
+
+def plain(way: str) -> list[Outcome]:
+    held = []
+    for kind in (Ddp, Opposite):
+        trainer = kind(model(), HYPER)
+        train(trainer, way)
+        held.append(trainer.outcome())
+    return held
+
+
+@pytest.mark.parametrize(
+    "place", [Place(1), Place(2, "none", "cpu"), Place(3), Place(3, "cpu", "cpu"), Place(3, "nvme", "nvme")],
+    ids=lambda place: place.name,
+)  # fmt: skip
+@pytest.mark.parametrize("way", WAYS)
+def test_in_shared_host_memory_ranks_that_go_different_ways_train_as_under_ddp(
+    rank_pool: Pool, nvme_path: Any, way: str, place: Place
+) -> None:
+    ours = rank_pool(2).run(trained, way, place, str(nvme_path), timeout_seconds=LIMIT_SECONDS)[0]
+    assert beyond(ours, *rank_pool(2).run(plain, way)[0]) == []
+
+
+def errors_of(pool: RankPool, job: Callable[..., Any], *args: Any) -> list[BaseException | None]:
+    """Each rank's error, or None; the pool starts anew afterwards, for its group is out of step."""
+    try:
+        told = pool.run(job, *args, timeout_seconds=LIMIT_SECONDS, errors="return")
+    finally:
+        pool.restart()
+    return [answer if isinstance(answer, BaseException) else None for answer in told]
+
+
+@pytest.mark.parametrize("tier", ["none", "nvme"])
+@pytest.mark.parametrize("way", WAYS)
+def test_without_it_every_rank_that_waits_names_rank_and_module(
+    rank_pool: Pool, nvme_path: Any, way: str, tier: str
+) -> None:
+    place = Place(3, tier, tier, shared=False)
+    for rank, error in enumerate(errors_of(rank_pool(2), trained, way, place, str(nvme_path))):
+        assert error is not None, f"rank {rank} went on with what another had not done"
+        assert "rank 0" in str(error) and "rank 1" in str(error), str(error)
+        assert "blocks." in str(error), str(error)
+
+
+def uneven(place: Place, nvme_path: str) -> None:
+    """Rank 1 has one batch less, and is done."""
+    import zero
+
+    quiet()
+    with zero.initialize(model=model(), config=engine_config(Run(), place, nvme_path))[0] as engine:
+        train(engine, "one rank skips a block", DIVERGING_STEP - dist.get_rank())
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["not shared", "shared"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_rank_that_has_fewer_batches_is_named_by_those_that_wait_for_it(
+    rank_pool: Pool, nvme_path: Any, stage: int, shared: bool
+) -> None:
+    error = errors_of(rank_pool(2), uneven, Place(stage, shared=shared), str(nvme_path))[0]
+    assert error is not None, "rank 0 went on alone"
+    assert "rank 1" in str(error), str(error)

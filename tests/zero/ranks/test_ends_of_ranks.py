@@ -1,0 +1,89 @@
+"""A rank that is killed takes the job with it: the others say who it was, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from models import trainability
+from ranks import RankError, RankPool
+from ranks_model import motley
+from ranks_runs import Place, Run, engine_config, outcome_of, quiet, train
+
+SHARED = Path("/dev/shm")
+SURVIVAL_SECONDS = 10.0
+PLACES = (Place(3, "nvme", "nvme"), Place(2, "none", "cpu"), Place(3, "nvme", "nvme", shared=False))
+
+
+def train_for_ever(place: Place, nvme_path: str) -> None:
+    import zero
+
+    quiet()
+    model = motley()
+    names = trainability(model)
+    run = Run(3, steps=3, agreed=True)
+    with zero.initialize(model=model, config=engine_config(run, place, nvme_path))[0] as engine:
+        while True:
+            outcome_of(engine, names, train(engine, run))
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def run_folders() -> set[str]:
+    return {path.name for path in SHARED.iterdir()} if SHARED.is_dir() else set()
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    """One of its own: a rank of it dies."""
+    made = RankPool(3)
+    yield made
+    made.close()
+
+
+def die_once(pool: RankPool, nvme_path: Path, place: Place, victim: int, after_seconds: float) -> None:
+    before = run_folders()
+    pool.run(quiet)
+    pids, killed_at = pool.pids, [0.0]
+
+    def kill() -> None:
+        killed_at[0] = time.monotonic()
+        os.kill(pids[victim], signal.SIGKILL)
+
+    timer = threading.Timer(after_seconds, kill)
+    timer.start()
+    with pytest.raises(RankError) as told:
+        pool.run(train_for_ever, place, str(nvme_path), timeout_seconds=after_seconds + 60)
+    took_seconds = time.monotonic() - killed_at[0]
+    timer.join()
+    where = f"{place.name}, {after_seconds:.2f} s after the start"
+    texts = {int(text[0]): text for text in str(told.value).split("---- rank ")[1:]}
+    for rank in {0, 1, 2} - {victim}:
+        assert "no answer in time" not in texts[rank], f"{where}: rank {rank} hung\n{texts[rank]}"
+        assert f"rank {victim}" in texts[rank], f"{where}: rank {rank} does not say who died\n{texts[rank]}"
+    assert took_seconds < SURVIVAL_SECONDS, where
+    pool.close()
+    assert bytes_in(nvme_path) == 0, where
+    assert run_folders() <= before, where
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+def test_the_others_name_a_rank_that_was_killed_and_nothing_stays_behind(
+    pool: RankPool, nvme_path: Path, place: Place, victim: int
+) -> None:
+    die_once(pool, nvme_path, place, victim, random.uniform(0.05, 1.5))
+
+
+@pytest.mark.slow
+def test_so_it_is_at_fifty_moments(pool: RankPool, nvme_path: Path) -> None:
+    for trial in range(50):
+        die_once(pool, nvme_path, PLACES[trial % 3], trial % 3, random.uniform(0.0, 3.0))

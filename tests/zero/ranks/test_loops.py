@@ -1,0 +1,227 @@
+"""Loops that users write around several ranks give what DistributedDataParallel gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import seeded, trainability
+from ranks import RankPool
+from ranks_model import batch, motley
+from ranks_plain import Ddp, Opposite, Outcome, beyond
+from ranks_runs import CLIPPING, HYPER, Place, Run, engine_config, outcome_of, quiet
+from reference import differences
+from torch import nn
+
+Pool = Callable[[int], RankPool]
+
+STEPS = 6
+PLACES = (Place(0), Place(1, "none", "cpu"), Place(2, "none", "nvme"), Place(3, "nvme", "nvme"))
+of_every_stage = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"stage {place.stage}")
+
+
+def both(rank_pool: Pool, run: Run, job: Callable[..., Any], *args: Any) -> tuple[Outcome, Outcome]:
+    """Rank 0's outcome of DDP and of the opposite order; `job(trainer, *args)` is the loop."""
+    told = [rank_pool(run.ranks).run(run_plain, kind, run, job, *args)[0] for kind in (Ddp, Opposite)]
+    return told[0], told[1]
+
+
+def run_plain(kind: type, run: Run, job: Callable[..., Any], *args: Any) -> Outcome:
+    trainer = kind(motley(), HYPER, run.accumulation, run.clipping)
+    job(trainer, *args)
+    return trainer.outcome()
+
+
+def run_engine(run: Run, place: Place, nvme_path: str, job: Callable[..., Any], *args: Any) -> Outcome:
+    import zero
+
+    quiet()
+    model = motley()
+    names = trainability(model)
+    with zero.initialize(model=model, config=engine_config(run, place, nvme_path))[0] as engine:
+        return outcome_of(engine, names, job(engine, *args))
+
+
+def norm_of(trainer: Any) -> float:
+    return trainer.norms[-1] if hasattr(trainer, "norms") else trainer.get_global_grad_norm()
+
+
+# ---- no_sync ----------------------------------------------------------------------------------
+
+
+def accumulate(trainer: Any, micro_steps: int, no_sync: str) -> list[float]:
+    """`no_sync`: "never", around "backward" of all but the last micro-batch, or around "all" of it, step() too."""
+    norms, index = [], 0
+    quietly = getattr(trainer, "no_sync", contextlib.nullcontext)
+    for _ in range(STEPS):
+        for micro in range(micro_steps):
+            last = micro == micro_steps - 1 or no_sync == "never"
+            with contextlib.nullcontext() if last else quietly():
+                trainer.backward(trainer(batch(index, dist.get_rank())))
+                if no_sync == "all":
+                    trainer.step()
+            if no_sync != "all":
+                trainer.step()
+            index += 1
+        norms.append(norm_of(trainer))
+    return norms
+
+
+@of_every_stage
+def test_no_sync_changes_where_gradients_meet_and_no_number(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    run = Run(2, 3, CLIPPING, steps=STEPS)
+    one, other = both(rank_pool, run, accumulate, 3, "never")
+    held = {}
+    for no_sync in ("never", "backward", "all"):
+        held[no_sync] = rank_pool(2).run(run_engine, run, place, str(nvme_path), accumulate, 3, no_sync)[0]
+        assert beyond(held[no_sync], one, other) == [], no_sync
+    if place.stage >= 2:  # gradients are sharded, so they meet in each backward whatever the loop says
+        assert differences(held["backward"].tensors, held["never"].tensors) == []
+    assert differences(held["backward"].tensors, held["all"].tensors) == []
+
+
+# ---- batches that are not alike ---------------------------------------------------------------
+
+
+def uneven_samples(trainer: Any, micro_steps: int) -> list[float]:
+    """The last micro-batch of an epoch is smaller, on one rank more so than on the other."""
+    norms, index = [], 0
+    for step in range(STEPS):
+        for micro in range(micro_steps):
+            is_last = step % 3 == 2 and micro == micro_steps - 1
+            samples = 1 + dist.get_rank() if is_last else 3
+            trainer.backward(trainer(batch(index, dist.get_rank(), samples=samples)))
+            trainer.step()
+            index += 1
+        norms.append(norm_of(trainer))
+    return norms
+
+
+@of_every_stage
+def test_a_last_batch_with_fewer_samples_on_one_rank_equals_ddp(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    run = Run(2, 2, CLIPPING, steps=STEPS)
+    one, other = both(rank_pool, run, uneven_samples, 2)
+    ours = rank_pool(2).run(run_engine, run, place, str(nvme_path), uneven_samples, 2)
+    assert beyond(ours[0], one, other) == []
+    assert differences(ours[0].tensors, ours[1].tensors) == []
+
+
+def two_losses(trainer: Any, together: bool) -> list[float]:
+    """Two losses of one graph: in two backwards, or added up where DDP can only do one."""
+    norms = []
+    for step in range(STEPS):
+        first = trainer(batch(step, dist.get_rank()))
+        second = 0.5 * first.square()
+        if together:
+            trainer.backward(first + second)
+        else:
+            trainer.backward(first, retain_graph=True)
+            trainer.backward(second)
+        trainer.step()
+        norms.append(norm_of(trainer))
+    return norms
+
+
+@of_every_stage
+def test_two_backwards_of_one_graph_equal_one_of_the_sum(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    run = Run(2, 1, CLIPPING, steps=STEPS)
+    one = both(rank_pool, run, two_losses, True)[0]
+    other = rank_pool(2).run(run_plain, Opposite, run, two_losses, False)[0]
+    ours = rank_pool(2).run(run_engine, run, place, str(nvme_path), two_losses, False)[0]
+    assert beyond(ours, one, other) == []
+
+
+# ---- one rank does more -----------------------------------------------------------------------
+
+
+def evaluating(trainer: Any, evaluations: int) -> list[float]:
+    """Rank 0 evaluates between steps while the other waits."""
+    norms = []
+    for step in range(STEPS):
+        trainer.backward(trainer(batch(step, dist.get_rank())))
+        trainer.step()
+        norms.append(norm_of(trainer))
+        if dist.get_rank() == 0 and evaluations:
+            trainer.eval()
+            with torch.no_grad():
+                losses = [trainer(batch(100 + i, i)).item() for i in range(evaluations)]
+            trainer.train()
+            if not all(torch.isfinite(torch.tensor(losses))):
+                raise AssertionError(f"step {step}: evaluation gave {losses}")
+        dist.barrier()
+    return norms
+
+
+@of_every_stage
+def test_rank_0_may_evaluate_alone_in_shared_host_memory(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    run = Run(2, 1, CLIPPING, steps=STEPS)
+    held = [rank_pool(2).run(run_engine, run, place, str(nvme_path), evaluating, n)[0] for n in (0, 3)]
+    assert differences(held[0].tensors, held[1].tensors) == []
+    assert held[0].norms == held[1].norms
+
+
+# ---- buffers ----------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """Two batch norms, one of which only rank 1 calls, and a buffer of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(19, 23)
+        self.norm = nn.BatchNorm1d(23)
+        self.second = nn.Linear(23, 31)
+        self.late = nn.BatchNorm1d(31)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.relu(self.norm(self.first(x))))
+        if dist.get_rank():
+            x = self.late(x)
+        with torch.no_grad():
+            self.seen += torch.tensor([1, dist.get_rank(), 0])
+        return x.square().mean()
+
+
+def normed_batch(index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * index + dist.get_rank())
+    return torch.randn(5, 19, generator=generator) * (1 + dist.get_rank())
+
+
+def buffers_after(place: Place | None, nvme_path: str, evaluate: bool) -> dict[str, torch.Tensor]:
+    """Buffers of this rank after a few steps of the engine (None: of DDP), and perhaps an evaluation."""
+    import zero
+
+    quiet()
+    with seeded(dist.get_rank()):
+        model = Normed()
+        model.norm.running_mean.normal_()  # ranks begin with different ones: rank 0's count
+    trainer: Any = Ddp(model, HYPER)
+    if place is not None:
+        trainer = zero.initialize(model=model, config=engine_config(Run(), place, nvme_path))[0]
+    with trainer if place is not None else contextlib.nullcontext():
+        for step in range(STEPS):
+            trainer.backward(trainer(normed_batch(step)))
+            trainer.step()
+        if evaluate:
+            model.eval()
+            with torch.no_grad():
+                trainer(normed_batch(STEPS))
+        return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize("evaluate", [False, True], ids=["training", "evaluation"])
+@of_every_stage
+def test_buffers_are_rank_0s_before_each_forward_as_under_ddp(
+    rank_pool: Pool, nvme_path: Any, place: Place, evaluate: bool
+) -> None:
+    ours = rank_pool(2).run(buffers_after, place, str(nvme_path), evaluate)
+    theirs = rank_pool(2).run(buffers_after, None, str(nvme_path), evaluate)
+    for rank in range(2):
+        assert ours[rank].keys() == theirs[rank].keys()
+        for name, buffer in ours[rank].items():
+            torch.testing.assert_close(buffer, theirs[rank][name], rtol=1e-5, atol=1e-6, msg=f"rank {rank}: {name}")

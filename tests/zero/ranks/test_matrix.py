@@ -1,0 +1,194 @@
+"""Stage, ranks, tier, accumulation, clipping and backwards never change a number beyond the order of a sum.
+
+Of one run (ranks, accumulation, clipping, backwards) every place of one stage trains to the same bits, on every rank;
+against DistributedDataParallel each is as near as two plain-torch runs are to each other that add in opposite orders.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ranks import RankError, RankPool
+from ranks_plain import Outcome, beyond
+from ranks_runs import CLIPPING, Place, Run, plain, trained
+from reference import differences
+
+Pool = Callable[[int], RankPool]
+
+RANKS = (1, 2, 4)
+TIERS = ("none", "cpu", "nvme")
+FEW_STEPS = 8
+WHERE = (
+    Place(0),
+    *(Place(stage, "none", states) for stage in (1, 2) for states in TIERS),
+    *(Place(3, params, states) for params in TIERS for states in TIERS),
+)
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "ranks": RANKS,
+    "stage": (0, 1, 2, 3),
+    "params": TIERS,
+    "states": TIERS,
+    "shared": (True, False),
+    "accumulation": (1, 4),
+    "clipping": (0.0, CLIPPING),
+    "backwards": (1, 2),
+}
+
+
+def possible(chosen: dict[str, Any]) -> bool:
+    """Whether some cell has all of these."""
+    return any(
+        all(getattr(place, key) == value for key, value in chosen.items() if key in ("stage", "params", "states"))
+        for place in WHERE
+    )
+
+
+def pairwise() -> Iterator[tuple[Run, Place]]:
+    """Cells in which every two choices meet that can: row by row, the choices that meet most pairs not met yet."""
+    keys = tuple(CHOICES)
+    missing = {
+        frozenset(((a, x), (b, y)))
+        for a, b in itertools.combinations(keys, 2)
+        for x, y in itertools.product(CHOICES[a], CHOICES[b])
+        if possible({a: x, b: y})
+    }
+    while missing:
+        chosen: dict[str, Any] = dict(sorted(min(missing, key=sorted_text)))
+        for key in keys:
+            if key not in chosen:
+                fitting = [value for value in CHOICES[key] if possible({**chosen, key: value})]
+                chosen[key] = max(
+                    fitting, key=lambda v: sum(frozenset(((key, v), item)) in missing for item in chosen.items())
+                )
+        missing -= {frozenset(pair) for pair in itertools.combinations(chosen.items(), 2)}
+        place = Place(*(chosen[key] for key in ("stage", "params", "states", "shared")))
+        run = Run(chosen["ranks"], chosen["accumulation"], chosen["clipping"], chosen["backwards"], steps=FEW_STEPS)
+        yield for_place(run, place), place
+
+
+def sorted_text(pair: frozenset[tuple[str, Any]]) -> list[str]:
+    return sorted(f"{key}={value}" for key, value in pair)
+
+
+def for_place(run: Run, place: Place) -> Run:
+    """Without shared memory all ranks have to fetch what one of them calls, so in that case they call the same."""
+    return replace(run, agreed=place.stage == 3 and not place.shared)
+
+
+class Matrix:
+    """Runs cells; every outcome and every comparison is kept."""
+
+    def __init__(self, rank_pool: Pool, nvme_path: Any) -> None:
+        self._pool, self._nvme_path = rank_pool, str(nvme_path)
+        self._plain: dict[Run, tuple[Outcome, Outcome]] = {}
+        self._first: dict[tuple[Run, int], Outcome] = {}
+
+    def plain(self, run: Run) -> tuple[Outcome, Outcome]:
+        if run not in self._plain:
+            self._plain[run] = self._pool(run.ranks).run(plain, run)[0]
+        return self._plain[run]
+
+    def trained(self, run: Run, place: Place) -> Outcome:
+        """What the place gives, the same on every rank."""
+        pool = self._pool(run.ranks)
+        try:
+            told = pool.run(trained, run, place, self._nvme_path)
+        except RankError:
+            pool.restart()  # the ranks' group may be out of step
+            raise
+        digests = [digest for digest, _ in told]
+        assert len(set(digests)) == 1, f"{place.name}: the ranks see different values"
+        return told[0][1]
+
+    def first(self, run: Run, stage: int) -> Outcome:
+        """The stage without offloading, which every place of it must equal; held against DDP."""
+        if (run, stage) not in self._first:
+            self._first[run, stage] = self.trained(run, Place(stage))
+            assert beyond(self._first[run, stage], *self.plain(run)) == [], Place(stage).name
+        return self._first[run, stage]
+
+    def check(self, run: Run, place: Place) -> list[str]:
+        """What is wrong with a cell, in words."""
+        ours, first = self.trained(run, place), self.first(run, place.stage)
+        wrong = differences(ours.tensors, first.tensors) + ["norms"] * (ours.norms != first.norms)
+        return [f"{place.name}: {line}" for line in wrong]
+
+
+@pytest.fixture(scope="module")
+def matrix(rank_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(rank_pool, tmp_path_factory.mktemp("nvme"))
+
+
+# What only matters where weights are sharded, meet over two ranks and more, and nobody sees the others' memory.
+GATHERED = (
+    (Run(2, 4, CLIPPING, 2, steps=FEW_STEPS, agreed=True), Place(3, "nvme", "nvme", shared=False)),
+    (Run(4, 1, 0.0, 1, steps=FEW_STEPS, agreed=True), Place(3, "cpu", "nvme", shared=False)),
+    (Run(2, 1, CLIPPING, 1, steps=FEW_STEPS, agreed=True), Place(3, shared=False)),
+)
+CELLS = (*pairwise(), *GATHERED)
+
+
+@pytest.mark.parametrize(("run", "place"), CELLS, ids=[f"{run.name}, {place.name}" for run, place in CELLS])
+def test_a_cell_trains_to_the_bits_of_its_stage_and_within_the_spread_of_ddp(
+    matrix: Matrix, run: Run, place: Place
+) -> None:
+    assert matrix.check(run, place) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("clipping", [0.0, CLIPPING])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_place_trains_to_the_bits_of_its_stage_and_within_the_spread_of_ddp(
+    matrix: Matrix, ranks: int, stage: int, accumulation: int, clipping: float, backwards: int
+) -> None:
+    run = Run(ranks, accumulation, clipping, backwards)
+    places = [place for place in WHERE if place.stage == stage]
+    again = [places[-1]]
+    budgets = [replace(places[-1], cached=share) for share in (0.0, 0.3, 2.0) if stage]
+    unshared = [replace(place, shared=False) for place in places]
+    wrong = [line for place in places + again + budgets for line in matrix.check(run, place)]
+    wrong += [line for place in unshared for line in matrix.check(for_place(run, place), place)]
+    assert wrong == []
+
+
+BF16 = (
+    Place(0), Place(1, "none", "cpu"), Place(2, "none", "nvme"), Place(3, "cpu", "nvme"), Place(3, "nvme", "nvme"),
+    Place(3, "nvme", "nvme", shared=False), Place(3, "nvme", "nvme", cached=0.3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", BF16, ids=lambda place: place.name)
+def test_bf16_trains_to_the_same_bits_in_every_place_and_every_time(matrix: Matrix, place: Place) -> None:
+    run = for_place(Run(2, 1, CLIPPING, 2, bf16=True, steps=FEW_STEPS), place)
+    ours, again = matrix.trained(run, place), matrix.trained(run, Place(place.stage))
+    assert differences(ours.tensors, again.tensors) == []
+    assert ours.norms == again.norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_bf16_trains_to_the_same_bits_in_every_place_of_a_stage(
+    matrix: Matrix, ranks: int, stage: int, accumulation: int
+) -> None:
+    run = Run(ranks, accumulation, CLIPPING, 2, bf16=True)
+    places = [place for place in WHERE if place.stage == stage]
+    first = matrix.trained(run, places[0])
+    for place in (places + places)[1:]:  # each of them twice
+        ours = matrix.trained(run, place)
+        assert differences(ours.tensors, first.tensors) == [], place.name
+        assert ours.norms == first.norms, place.name
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_rank_trains_to_the_bits_of_stage_3_at_every_stage(matrix: Matrix, stage: int) -> None:
+    run = Run(1, 4, CLIPPING, 2, steps=FEW_STEPS)
+    assert differences(matrix.trained(run, Place(stage)).tensors, matrix.trained(run, Place(3)).tensors) == []

@@ -1,0 +1,161 @@
+"""Whatever a rank asks for, all ranks hold the same model: rank 0's at first, and one truth afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import seeded, trainability
+from ranks import RankPool
+from ranks_model import Motley, batch, motley
+from ranks_runs import Place, Run, engine_config, quiet
+from reference import differences, snapshot
+
+Pool = Callable[[int], RankPool]
+Values = dict[str, torch.Tensor]
+
+PLACES = (
+    Place(0), Place(1, "none", "nvme"), Place(2, "none", "cpu"), Place(3), Place(3, "cpu", "nvme"),
+    Place(3, "nvme", "nvme"), Place(3, "nvme", "nvme", shared=False),
+)  # fmt: skip
+everywhere = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+STEPS = 3
+
+
+def train(engine: Any, steps: int = STEPS) -> None:
+    for index in range(steps):
+        engine.backward(engine(batch(index, dist.get_rank(), agreed=True)))
+        engine.step()
+
+
+def opened(place: Place, nvme_path: str, model: torch.nn.Module, **more: Any) -> Any:
+    import zero
+
+    quiet()
+    config = engine_config(Run(bf16=True, **more), place, nvme_path)
+    return zero.initialize(model=model, config=config)[0]
+
+
+def same(told: list[Values]) -> Values:
+    """What every rank has told."""
+    for other in told[1:]:
+        assert differences(told[0], other) == []
+    return told[0]
+
+
+# ---- where values come from -------------------------------------------------------------------
+
+
+def first_values(place: Place, nvme_path: str, construction: str) -> Values:
+    """Masters right after initialize, of a model that each rank has built from a seed of its own."""
+    import zero
+
+    config = engine_config(Run(bf16=True), place, nvme_path)
+    with seeded(100 + dist.get_rank()), zero.Init(config_dict_or_path=config, enabled=construction == "Init"):
+        model = Motley()
+    names = trainability(model)
+    with opened(place, nvme_path, model) as engine:
+        return {name: engine.full_master(name) for name, trainable in names if trainable}
+
+
+@pytest.mark.parametrize("construction", ["Init", "in memory"])
+@everywhere
+def test_ranks_that_built_different_models_all_get_rank_0s(
+    rank_pool: Pool, nvme_path: Any, place: Place, construction: str
+) -> None:
+    held = same(rank_pool(2).run(first_values, place, str(nvme_path), construction))
+    with seeded(100):
+        theirs = dict(Motley().named_parameters())
+    assert differences(held, {name: theirs[name].detach() for name in held}) == []
+
+
+# ---- asking for them --------------------------------------------------------------------------
+
+
+def everything(place: Place, nvme_path: str) -> tuple[Values, Values, Values]:
+    """What the engine tells of each parameter, what `state_dict` gives inside GatheredParameters, and its shapes."""
+    import zero
+
+    model = motley()
+    names = trainability(model)
+    shapes = {name: torch.tensor(value.shape) for name, value in model.state_dict().items()}
+    with opened(place, nvme_path, model) as engine:
+        train(engine)
+        told = snapshot(engine, names)
+        released = {name: torch.tensor(value.shape) for name, value in engine.module.state_dict().items()}
+        if differences(released, shapes):
+            raise AssertionError(f"released: {differences(released, shapes)}")
+        with zero.GatheredParameters(list(model.parameters())):
+            gathered = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+        return told, gathered, dict(engine.named_full_parameters())
+
+
+@everywhere
+def test_full_values_and_state_dict_are_the_same_on_all_ranks(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    told = rank_pool(2).run(everything, place, str(nvme_path))
+    values, gathered, named = (same([rank[i] for rank in told]) for i in range(3))
+    assert gathered.keys() == motley().state_dict().keys() == named.keys()
+    tied = {"head.weight": "table.weight"}
+    weights = {name: values[f"{tied.get(name, name)}/weight"] for name in gathered}
+    assert differences(gathered, weights) == []
+    assert differences(named, weights) == []
+
+
+def values_of_one_rank(place: Place, nvme_path: str) -> Values:
+    """Rank 1 alone looks at a parameter; the others wait."""
+    with opened(place, nvme_path, motley()) as engine:
+        train(engine)
+        engine.synchronize()
+        held = {}
+        if dist.get_rank() == 1:
+            held = {"blocks.0.up.weight": engine.full_parameter("blocks.0.up.weight")}
+        dist.barrier()
+        train(engine)
+        held["after"] = engine.full_parameter("blocks.0.up.weight")
+        return held
+
+
+@pytest.mark.parametrize("place", [Place(0), Place(1), Place(2), Place(3, "nvme", "nvme")], ids=lambda p: p.name)
+def test_one_rank_may_look_at_weights_alone_in_shared_host_memory(
+    rank_pool: Pool, nvme_path: Any, place: Place
+) -> None:
+    told = rank_pool(2).run(values_of_one_rank, place, str(nvme_path))
+    assert torch.equal(told[0]["after"], told[1]["after"])
+    assert torch.isfinite(told[1]["blocks.0.up.weight"]).all()
+
+
+# ---- editing them -----------------------------------------------------------------------------
+
+EDITED = ("blocks.0.up.weight", "table.weight", "norm.bias", "frozen.weight")
+
+
+def edited(place: Place, nvme_path: str, modifier_rank: int | None) -> Values:
+    """Each rank writes its own number into some parameters; weights after one more step without gradients."""
+    import zero
+
+    model = motley()
+    names = trainability(model)
+    with opened(place, nvme_path, model) as engine:
+        train(engine)
+        parameters = [model.get_parameter(name) for name in EDITED]
+        with zero.GatheredParameters(parameters, modifier_rank=modifier_rank), torch.no_grad():
+            for parameter in parameters:
+                parameter.view(-1)[3:5] = 7.0 if modifier_rank is None else 7.0 + dist.get_rank()
+        return snapshot(engine, names)
+
+
+@pytest.mark.parametrize("modifier_rank", [0, 1, None])
+@everywhere
+def test_an_edit_of_the_modifier_rank_reaches_all_ranks_and_the_masters(
+    rank_pool: Pool, nvme_path: Any, place: Place, modifier_rank: int | None
+) -> None:
+    held = same(rank_pool(2).run(edited, place, str(nvme_path), modifier_rank))
+    untouched = same([rank[0] for rank in rank_pool(2).run(everything, place, str(nvme_path))])
+    for name in EDITED:
+        for plane in ("weight", "master"):
+            if f"{name}/{plane}" in untouched:
+                untouched[f"{name}/{plane}"].view(-1)[3:5] = 7.0 + (modifier_rank or 0)
+    assert differences(held, untouched) == []

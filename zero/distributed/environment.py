@@ -1,0 +1,205 @@
+"""Which rank this process is, from what its launcher has put into the environment.
+
+The first launcher whose variables are there decides: torchrun (and whoever sets the same), Slurm's srun, MPI. A
+launcher inside another, such as torchrun started by srun on each node, comes first in this order.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offload.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process among all that train together."""
+
+    source: str
+    """Who said so; "" if nobody did: one process alone."""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    """Among the processes of its machine; None: not known."""
+    local_world_size: int | None = None
+    master_addr: str = ""
+    """Host of rank 0; empty: not known."""
+    master_port: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """Nobody started it as one of several."""
+        return not self.source
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The variables of a launcher."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+TORCHRUN = Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SLURM = Names("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
+MPI = (
+    Names(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Names(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Names("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> Place:
+    """What the environment says of this process.
+
+    Args:
+        environ: as os.environ.
+        port: of rank 0, where MASTER_PORT does not say.
+        mpi: look for MPI too.
+
+    Raises:
+        ConfigError: variables that are missing, are no numbers, or contradict each other; all of them at once.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _with_master(environ, port, _read(environ, TORCHRUN), "")
+    if "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ):
+        # Without a step it is the batch script itself, which Slurm gives the variables of its first task.
+        return _with_master(environ, port, _read(environ, SLURM), first_host(_node_list(environ)))
+    for names in MPI if mpi else ():
+        if names.rank in environ and names.world_size in environ:
+            place = _read(environ, names)
+            here = place.world_size in (1, place.local_world_size)
+            return _with_master(environ, port, place, LOOPBACK if here else _mpi_master())
+    if mpi and (found := _from_mpi4py()) is not None:
+        return _with_master(environ, port, found, _mpi_master())
+    local = environ.get("LOCAL_RANK", "0")
+    if local not in ("0", "-1", ""):
+        raise ConfigError(
+            f"LOCAL_RANK={local}, but neither RANK nor WORLD_SIZE is set: start all ranks with torchrun, or set RANK, "
+            "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        )
+    return Place("")
+
+
+def variables(place: Place) -> dict[str, str]:
+    """The environment as torchrun would have made it, for whoever looks there."""
+    found: dict[str, object] = {"RANK": place.rank, "WORLD_SIZE": place.world_size}
+    if place.local_rank is not None:
+        found["LOCAL_RANK"] = place.local_rank
+    if place.local_world_size is not None:
+        found["LOCAL_WORLD_SIZE"] = place.local_world_size
+    found |= {"MASTER_ADDR": place.master_addr, "MASTER_PORT": place.master_port}
+    return {name: str(value) for name, value in found.items()}
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: "gpu[03-05,9],login" -> "gpu03"."""
+    depth, end = 0, len(nodes)
+    for position, letter in enumerate(nodes):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            end = position
+            break
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", nodes[:end])
+
+
+def _node_list(environ: Mapping[str, str]) -> str:
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    return next((environ[name] for name in names if environ.get(name)), "")
+
+
+def _read(environ: Mapping[str, str], names: Names) -> Place:
+    problems: list[str] = []
+    rank, world_size = (_number(environ, name, problems, required=True) for name in (names.rank, names.world_size))
+    local_rank = _number(environ, names.local_rank, problems)
+    local_rank = None if local_rank == -1 else local_rank
+    local_world_size = _number(environ, names.local_world_size, problems)
+    if world_size is not None and world_size < 1:
+        problems.append(f"{names.world_size}: expected at least 1, got {world_size}")
+    for name, value, bound_name, bound in (
+        (names.rank, rank, names.world_size, world_size),
+        (names.local_rank, local_rank, names.local_world_size, local_world_size),
+    ):
+        if value is not None and (value < 0 or (bound is not None and value >= bound)):
+            problems.append(f"{name}={value} is not from 0 to below {bound_name}={bound}")
+    if local_world_size is not None and world_size is not None and local_world_size > world_size:
+        problems.append(f"{names.local_world_size}={local_world_size} is more than {names.world_size}={world_size}")
+    if problems:
+        raise ConfigError(f"environment of {names.launcher}: " + "; ".join(problems))
+    return Place(names.launcher, rank or 0, world_size or 1, local_rank, local_world_size)
+
+
+def _number(environ: Mapping[str, str], name: str, problems: list[str], *, required: bool = False) -> int | None:
+    text = environ.get(name, "") if name else ""
+    if text == "" and not required:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        problems.append(f"{name}: expected a number, got {text!r}" if text else f"{name} is not set")
+        return None
+
+
+def _with_master(environ: Mapping[str, str], port: int, place: Place, known: str) -> Place:
+    """With the address of rank 0; MASTER_ADDR and MASTER_PORT come first."""
+    address = environ.get("MASTER_ADDR") or known or (LOOPBACK if place.world_size == 1 else "")
+    if not address:
+        raise ConfigError(
+            f"environment of {place.source}: {place.world_size} ranks, but MASTER_ADDR is not set: set it to the host "
+            "of rank 0"
+        )
+    text = environ.get("MASTER_PORT") or str(port)
+    if not text.isdigit() or not 0 <= int(text) < 1 << 16:
+        raise ConfigError(f"MASTER_PORT: expected a port number, got {text!r}")
+    return Place(
+        place.source, place.rank, place.world_size, place.local_rank, place.local_world_size, address, int(text)
+    )
+
+
+def _mpi() -> Any:
+    """mpi4py's MPI if it is there; importing it starts MPI, so only where MPI has started this process."""
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        return None
+    return MPI
+
+
+def _mpi_master() -> str:
+    """Host of rank 0, told by itself; empty without mpi4py."""
+    mpi = _mpi()
+    if mpi is None:
+        return ""
+    return str(mpi.COMM_WORLD.bcast(mpi.Get_processor_name(), root=0))
+
+
+def _from_mpi4py() -> Place | None:
+    """Of a program that has imported mpi4py itself and runs as several."""
+    if "mpi4py.MPI" not in sys.modules:
+        return None
+    world = _mpi().COMM_WORLD
+    if world.Get_size() == 1:
+        return None
+    mine = world.Split_type(_mpi().COMM_TYPE_SHARED)
+    return Place("mpi4py", world.Get_rank(), world.Get_size(), mine.Get_rank(), mine.Get_size())

@@ -1,0 +1,140 @@
+"""The command line of `zero run`: the flags of the `deepspeed` command, and the same meaning."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.errors import ConfigError
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+"""Read when it exists, as the deepspeed command does."""
+DEFAULT_PORT = 29500
+"""Of a job on several nodes; on one node a free port is taken."""
+LAUNCHERS = ("pdsh", "ssh", "slurm", "mpi", "local")
+ALIASES = {"openmpi": "mpi", "nossh": "--no_ssh"}
+HYDRA = ("mpich", "mvapich", "impi")
+"""MPI launchers that take mpich's flags."""
+REFUSED = {
+    "autotuning": "zero tune measures disks; other settings are not searched for",
+    "elastic_training": "the number of nodes is fixed; --max_restarts N starts the same ranks again",
+    "save_pid": "the launcher stays in the foreground: its process id is that of this command",
+    "venv_script": "the same Python is started on every node: put the environment there under the same path",
+}
+WITH_VALUE = ("autotuning", "venv_script")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What each rank runs."""
+
+    words: tuple[str, ...]
+    """Script, module or program, and its arguments."""
+    kind: str = "script"
+    """script, module or program."""
+    local_rank: bool = True
+    """Whether --local_rank=i is put before the arguments."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags; underscores and dashes are one."""
+
+    def add(*names: str, **more: object) -> None:
+        forms = [form for name in names for form in (name, "--" + name[2:].replace("_", "-"))]
+        parser.add_argument(*dict.fromkeys(forms), **more)  # type: ignore[arg-type]
+
+    parser.add_argument(
+        "-H", "--hostfile", metavar="FILE", help=f"lines HOST slots=N ({DEFAULT_HOSTFILE} if it exists)"
+    )
+    parser.add_argument("-i", "--include", default="", metavar="SLOTS", help="such as worker-1@worker-2:0,1")
+    parser.add_argument("-e", "--exclude", default="", metavar="SLOTS", help="the same form; what to leave out")
+    add("--num_nodes", type=int, metavar="N", help="the first N hosts")
+    gpus = "ranks per node: the first N visible GPUs; on a machine without GPUs N ranks on the CPU (1)"
+    add("--num_gpus", "--num_accelerators", type=int, metavar="N", help=gpus)
+    add("--master_addr", default="", metavar="HOST", help="address of node 0 (its name in the hostfile)")
+    port = f"of node 0 (one node: a free one; several: {DEFAULT_PORT})"
+    add("--master_port", type=int, metavar="PORT", help=port)
+    others = "pdsh, ssh, slurm, mpi (also openmpi, mpich, mvapich, impi, nossh), or local: nodes that are reached by "
+    parser.add_argument("--launcher", default="pdsh", help=others + "--launcher_args as a prefix (pdsh)")
+    add(
+        "--launcher_args",
+        default="",
+        metavar="WORDS",
+        help="more words for the launcher; in a prefix {host} is filled in",
+    )
+    add("--ssh_port", type=int, metavar="PORT", help="of the ssh servers")
+    add("--no_ssh", action="store_true", help="start this node's ranks only; the command is given once on every node")
+    add("--node_rank", type=int, metavar="N", help="which node this is, from 0, with --no_ssh")
+    add("--force_multi", action="store_true", help="use the launcher for a single host too")
+    add("--module", action="store_true", help="the script is a module, as with python -m")
+    add("--no_python", action="store_true", help="the script is a program of its own")
+    add("--no_local_rank", action="store_true", help="do not pass --local_rank=i to the script")
+    add("--bind_cores_to_rank", action="store_true", help="each rank keeps to cores of its own")
+    add("--bind_core_list", metavar="CORES", help="such as 0-7,16: what to share out (all that may be used)")
+    add("--max_restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times (0)")
+    add("--enable_each_rank_log", metavar="FOLDER", help="write each rank's output into files there")
+    add("--comment", default="", help="for slurm")
+    add("--account", default="", help="for slurm")
+    add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)
+    for name in REFUSED:
+        form = {} if name in WITH_VALUE else {"action": "store_const", "const": "yes"}
+        add(f"--{name}", **form, help=argparse.SUPPRESS)
+    parser.add_argument("script", metavar="SCRIPT", help="what each rank runs")
+    parser.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def program_of(options: argparse.Namespace) -> Program:
+    """What each rank runs.
+
+    Raises:
+        ConfigError: --module and --no_python together.
+    """
+    if options.module and options.no_python:
+        raise ConfigError("--module and --no_python: expected one of them, got both; a module needs Python")
+    kind = "module" if options.module else "program" if options.no_python else "script"
+    return Program((options.script, *options.script_args), kind, not options.no_local_rank)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Settle aliases in place, and refuse what cannot be.
+
+    Raises:
+        ConfigError: names the flag and what to do.
+    """
+    for name, reason in REFUSED.items():
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name}: not available: {reason}; leave it out")
+    _settle_launcher(options)
+    if (options.num_nodes is not None or options.num_gpus is not None) and (options.include or options.exclude):
+        raise ConfigError(
+            "--num_nodes and --num_gpus with --include or --exclude: expected one way to say which slots, got both; "
+            "put the numbers into --include"
+        )
+    _check_numbers(options)
+
+
+def _settle_launcher(options: argparse.Namespace) -> None:
+    wish = options.launcher.lower()
+    options.launcher = ALIASES.get(wish, wish)
+    if options.launcher == "--no_ssh":
+        options.no_ssh, options.launcher = True, "local"
+    known: Sequence[str] = (*LAUNCHERS, *HYDRA)
+    if options.launcher not in known:
+        raise ConfigError(
+            f"--launcher: expected one of {', '.join((*known, *ALIASES))}, got {wish!r}; or start every node yourself "
+            "with --no_ssh --node_rank N"
+        )
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name in ("master_port", "ssh_port"):
+        number = getattr(options, name)
+        if number is not None and not 0 < number < 1 << 16:
+            raise ConfigError(f"--{name}: expected 1 to 65535, got {number}; leave it out to have one chosen")
+    if options.max_restarts < 0:
+        raise ConfigError(f"--max_restarts: expected at least 0, got {options.max_restarts}")
+    if options.node_rank is not None and not options.no_ssh:
+        raise ConfigError("--node_rank: expected together with --no_ssh, got it alone; add --no_ssh or leave it out")
+    if options.no_ssh and options.node_rank is None:
+        raise ConfigError("--no_ssh: expected --node_rank N too, from 0, got none; say which node this is")

@@ -1,0 +1,109 @@
+"""What went wrong first: the rank that failed on its own, its host, and its traceback or the signal that ended it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+"""Signals that a rank does not get because another one has failed."""
+OF_A_PEER = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|Dist(Backend|Network|Store)Error|gloo|NCCL|process group|TCPStore"
+)
+"""Words in an error that a rank gets when another one is gone."""
+RULE = "=" * 72
+
+
+class TorchFailure(Protocol):
+    """What torch's ProcessFailure says of a rank."""
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file_data: dict[str, Any]
+    timestamp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One rank that ended badly."""
+
+    rank: int
+    host: str
+    exitcode: int
+    """Negative: the signal that ended it."""
+    seconds: float
+    """Since the epoch, when it was noticed or raised."""
+    text: str = ""
+    """Traceback or message."""
+    cause: str = ""
+    """What the kernel knows of it."""
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Smallest for what came first: what was its own fault before what follows from another's, then by time."""
+        crashed = self.exitcode < 0 and -self.exitcode in CRASHES
+        last_line = (self.text.strip().splitlines() or [""])[-1]
+        follows = not crashed and (self.exitcode == -signal.SIGTERM or bool(OF_A_PEER.search(last_line)))
+        return follows, self.seconds
+
+    @property
+    def ending(self) -> str:
+        """How the process ended."""
+        if self.exitcode >= 0:
+            return f"exit code {self.exitcode}"
+        try:
+            name = signal.Signals(-self.exitcode).name
+        except ValueError:
+            name = f"signal {-self.exitcode}"
+        return f"killed by {name}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def from_torch(failures: Mapping[int, TorchFailure], host: str) -> list[Failure]:
+    """The ranks of this node that failed, by torchrun's account.
+
+    Args:
+        failures: by rank.
+        host: this node.
+    """
+    found = []
+    for rank, failure in failures.items():
+        message = failure.error_file_data.get("message", "")
+        extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+        text = str(extra.get("py_callstack", "")) or (message.get("message", "") if isinstance(message, dict) else "")
+        seconds = extra.get("seconds", failure.timestamp)  # torchrun's own moment is whole seconds, rounded down
+        found.append(Failure(rank, host, failure.exitcode, float(seconds), text))
+    return found
+
+
+def first_of(failures: Iterable[Failure]) -> Failure:
+    """The failure that the others follow from."""
+    return min(failures, key=lambda failure: failure.order)
+
+
+def describe(failure: Failure, others: int) -> str:
+    """The last words of a job.
+
+    Args:
+        failure: the first one.
+        others: how many more ranks ended badly; they follow from it, most likely.
+    """
+    head = f"zero run: rank {failure.rank} on {failure.host} failed first: {failure.ending}"
+    if others:
+        head += f"; {others} other rank{'s' * (others != 1)} ended after it"
+    lines = [RULE, head]
+    if failure.text:
+        lines.append(failure.text.rstrip())
+    if failure.cause:
+        lines.append(f"rank {failure.rank} on {failure.host}: {failure.cause}")
+    if not failure.text and not failure.cause:
+        lines.append("(no traceback: the program ended itself; its own output above says why)")
+    return "\n".join([*lines, RULE])

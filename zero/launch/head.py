@@ -1,0 +1,122 @@
+"""Where the command was given: starts a launcher's processes, stays until all have ended, and takes them along."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+from offload.errors import ConfigError
+from offload.process import die_with_parent
+from zero.launch.commands import Command
+
+LOOK_SECONDS = 0.1
+GRACE_SECONDS = 20.0
+"""After a node has failed, what the others have to tell each other and end by themselves."""
+END_SECONDS = 45.0
+"""After they were told to end: more than torchrun gives ranks that were asked from outside."""
+
+
+def run_commands(commands: Sequence[Command]) -> int:
+    """Start the commands and wait for them.
+
+    Returns:
+        0 if all succeeded, else the status of the first that did not (128 + signal if one ended it).
+
+    Raises:
+        ConfigError: the launcher's program is not installed here.
+    """
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        with _signals() as asked:
+            for command in commands:
+                children.append(_start(command))
+            return _wait(children, commands, asked)
+    finally:
+        _kill(children)
+
+
+def _start(command: Command) -> subprocess.Popen[bytes]:
+    launcher = os.getpid()
+    try:
+        # A session of its own: what the terminal sends comes here, and is passed on in order.
+        return subprocess.Popen(
+            command.words,
+            env={**os.environ, **command.environment},
+            stdin=subprocess.PIPE if command.feeds else subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(launcher),
+        )
+    except (FileNotFoundError, PermissionError) as error:
+        raise ConfigError(
+            f"--launcher: {command.words[0]} cannot be started here ({error.strerror}); install it, choose another "
+            "launcher (ssh needs nothing but ssh), or start every node yourself with --no_ssh --node_rank N"
+        ) from error
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]], commands: Sequence[Command], asked: list[int]) -> int:
+    status, told, deadline = 0, False, float("inf")
+    watched = dict(zip(children, commands, strict=True))
+    while watched:
+        for child in [child for child in watched if child.poll() is not None]:
+            _say_if_lost(child, watched.pop(child))
+            if child.returncode and not status:
+                status = child.returncode if child.returncode > 0 else 128 - child.returncode
+                deadline = time.monotonic() + GRACE_SECONDS
+        if asked and not told:
+            status, deadline = status or 128 + asked[0], time.monotonic()
+        if time.monotonic() >= deadline or len(asked) > 1:  # asked again: at once
+            end = _kill if told else _tell_to_end
+            end(list(watched))
+            told, deadline = True, time.monotonic() + END_SECONDS
+        time.sleep(LOOK_SECONDS)
+    return status
+
+
+def _say_if_lost(child: subprocess.Popen[bytes], command: Command) -> None:
+    """The node itself has had no chance to say anything."""
+    code = child.returncode
+    if code < 0 or (code == 255 and command.words[0] == "ssh"):
+        ending = f"signal {-code}" if code < 0 else f"status {code} of ssh"
+        print(f"zero run: what ran on {command.host} ended without a word: {ending}", file=sys.stderr, flush=True)
+
+
+def _tell_to_end(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        if child.stdin is not None:
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+        else:
+            child.terminate()
+
+
+def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+        if child.stdin is not None:
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals that have asked this process to end, instead of ending it."""
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(kind, note) for kind in kinds]
+    try:
+        yield asked
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)

@@ -1,0 +1,181 @@
+"""A job: nodes, meeting point and program, decided once where the command was given, and carried to each node."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ConfigError
+from zero.launch.arguments import DEFAULT_HOSTFILE, DEFAULT_PORT, Program, program_of
+from zero.launch.hosts import Node, choose, first_nodes, first_slots, read_hostfile
+
+LOOPBACK = "127.0.0.1"
+LOCAL_NAMES = ("localhost", LOOPBACK, "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a node has to know to start its ranks."""
+
+    nodes: tuple[Node, ...]
+    program: Program
+    master_addr: str = LOOPBACK
+    master_port: int | None = None
+    """None: one node, which finds a free one."""
+    cores: tuple[int, ...] | None = None
+    """Shared out among the ranks of a node; None: ranks are not bound, (): all that may be used."""
+    max_restarts: int = 0
+    log_folder: str | None = None
+    watch_stdin: bool = False
+    """End when standard input closes: then whoever started the node is gone."""
+    quiet: bool = False
+    """All nodes print to one terminal, so only node 0 says at the end what failed."""
+
+    @property
+    def ranks(self) -> int:
+        """Of all nodes together."""
+        return sum(len(node.slots) for node in self.nodes)
+
+    def to_word(self) -> str:
+        """The job as one word without blanks, quotes or percent signs, which every shell leaves alone."""
+        return base64.urlsafe_b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
+
+    @staticmethod
+    def from_word(word: str) -> Job:
+        """The inverse of `to_word`.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        try:
+            values: dict[str, Any] = json.loads(base64.urlsafe_b64decode(word.encode()))
+            values["nodes"] = tuple(Node(node["host"], tuple(node["slots"])) for node in values["nodes"])
+            values["program"] = Program(**{**values["program"], "words": tuple(values["program"]["words"])})
+            values["cores"] = None if values["cores"] is None else tuple(values["cores"])
+            return Job(**values)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"zero.launch.node: expected the word that zero run makes, got {word[:20]!r}... ({error}); "
+                "are both nodes at the same version?"
+            ) from error
+
+
+def plan_job(options: argparse.Namespace, device_count: int) -> Job:
+    """Who runs where.
+
+    Args:
+        options: of the command line, checked.
+        device_count: GPUs that this machine shows; 0 on a CPU-only machine.
+
+    Raises:
+        ConfigError: a flag or a file that cannot be; says what to do.
+    """
+    pool, name = _pool(options, device_count)
+    nodes = choose(pool, options.include, options.exclude, name)
+    if options.num_nodes is not None:
+        nodes = first_nodes(nodes, options.num_nodes)
+    if options.num_gpus is not None:
+        nodes = first_slots(nodes, options.num_gpus)
+    if options.no_ssh and not 0 <= options.node_rank < len(nodes):
+        raise ConfigError(f"--node_rank: expected 0 to {len(nodes) - 1}, got {options.node_rank}")
+    several = len(nodes) > 1
+    if several and options.max_restarts:
+        raise ConfigError(
+            f"--max_restarts: expected 0 with several nodes, got {options.max_restarts}; to restart over several nodes "
+            "start torchrun itself on each (--rdzv-backend=c10d)"
+        )
+    port = options.master_port if options.master_port is not None or not several else DEFAULT_PORT
+    return Job(
+        nodes=tuple(nodes),
+        program=program_of(options),
+        master_addr=_master_addr(options, nodes) if several else options.master_addr or LOOPBACK,
+        master_port=port,
+        cores=_cores(options),
+        max_restarts=options.max_restarts,
+        log_folder=options.enable_each_rank_log,
+    )
+
+
+def is_remote(options: argparse.Namespace, job: Job) -> bool:
+    """True when a launcher has to reach the nodes."""
+    return not options.no_ssh and (len(job.nodes) > 1 or options.force_multi or not _is_here(job.nodes[0].host))
+
+
+def _is_here(host: str) -> bool:
+    return host in (*LOCAL_NAMES, socket.gethostname(), socket.getfqdn())
+
+
+def _pool(options: argparse.Namespace, device_count: int) -> tuple[Mapping[str, int], str]:
+    """Slots by host, and where they come from."""
+    if options.hostfile is not None:
+        return read_hostfile(options.hostfile), options.hostfile
+    if Path(DEFAULT_HOSTFILE).is_file():
+        return read_hostfile(DEFAULT_HOSTFILE), DEFAULT_HOSTFILE
+    wanted = options.num_gpus
+    if device_count and wanted is not None and wanted > device_count:
+        raise ConfigError(
+            f"--num_gpus: expected at most {device_count} (the GPUs that are visible here"
+            f"{_visible_note()}), got {wanted}; ask for fewer, or set ZERO_DEVICE=cpu to run on the CPU"
+        )
+    count = device_count or max(wanted or 1, 1)
+    if options.no_ssh and (options.num_nodes or 1) > 1:
+        return {f"node-{index}": count for index in range(options.num_nodes)}, "--num_nodes"
+    if (options.num_nodes or 1) > 1:
+        raise ConfigError(
+            f"--num_nodes: expected --hostfile FILE for more than one node, got {options.num_nodes} without; write "
+            "lines HOST slots=N, or use --no_ssh --node_rank N on every node"
+        )
+    what = f"{device_count} visible GPUs" if device_count else "no GPU: one slot unless --num_gpus says more"
+    return {"localhost": count}, f"this machine ({what})"
+
+
+def _visible_note() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
+
+
+def _master_addr(options: argparse.Namespace, nodes: list[Node]) -> str:
+    """Where the ranks of several nodes meet."""
+    address = options.master_addr or nodes[0].host.rpartition("@")[2]
+    if options.no_ssh and not options.master_addr and options.hostfile is None:
+        raise ConfigError("--master_addr: expected the address of node 0 with --no_ssh, got none; add it on every node")
+    if address in LOCAL_NAMES:
+        raise ConfigError(
+            f"--master_addr: expected an address that every node can reach, got {address}, which is each node "
+            "itself; give the address of node 0"
+        )
+    return str(address)
+
+
+def _cores(options: argparse.Namespace) -> tuple[int, ...] | None:
+    if options.bind_core_list is not None:
+        return parse_cores(options.bind_core_list)
+    return () if options.bind_cores_to_rank else None
+
+
+def parse_cores(words: str) -> tuple[int, ...]:
+    """Core numbers of a list such as 0-7,16.
+
+    Raises:
+        ConfigError: a word that is neither a number nor a range, or a core named twice.
+    """
+    found: list[int] = []
+    for word in words.split(","):
+        first, dash, last = word.strip().partition("-")
+        ends = (first, last) if dash else (first, first)
+        if not all(end.isascii() and end.isdigit() for end in ends) or int(ends[0]) > int(ends[1]):
+            raise ConfigError(
+                f"--bind_core_list {words}: expected numbers and ranges joined by commas, such as 0-7,16, got {word!r}"
+            )
+        found += range(int(ends[0]), int(ends[1]) + 1)
+    if len(set(found)) != len(found):
+        raise ConfigError(f"--bind_core_list {words}: expected each core once; remove the one that is named again")
+    return tuple(found)

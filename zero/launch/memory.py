@@ -1,0 +1,157 @@
+"""What the kernel says about memory and kills: the cgroups of this process and the machine, before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.sizes import format_bytes
+
+UNLIMITED_BYTES = 1 << 60
+NEAR_LIMIT = 0.98
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """One place that limits memory: a cgroup, or the machine."""
+
+    name: str
+    limit_bytes: int | None
+    """None: no limit here."""
+    peak_bytes: int | None
+    """The most that was in use; None: not told."""
+    kills: int
+    """Processes killed for memory since it exists."""
+    hits: int
+    """How often the limit was hit."""
+
+
+def read_states(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[MemoryState]:
+    """The memory cgroups of this process, innermost first, then the machine. What cannot be read is left out."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    found: list[MemoryState] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            mount, is_v2 = cgroups / "memory", False
+        elif controllers == "":
+            mount, is_v2 = cgroups, True
+        else:
+            continue
+        folder = mount / path.lstrip("/")
+        while folder != mount and not folder.is_dir():  # a container may see only its own part of the tree
+            folder = folder.parent
+        while True:
+            state = _read_v2(folder, mount) if is_v2 else _read_v1(folder, mount)
+            if state is not None:
+                found.append(state)
+            if folder == mount:
+                break
+            folder = folder.parent
+    return [*found, _machine(proc)]
+
+
+def _read_v1(folder: Path, mount: Path) -> MemoryState | None:
+    control = _table(folder / "memory.oom_control")
+    limit = _number(folder / "memory.limit_in_bytes")
+    if not control and limit is None:
+        return None
+    return MemoryState(
+        f"cgroup /{folder.relative_to(mount)}".replace("/.", "/"),
+        limit if limit is not None and limit < UNLIMITED_BYTES else None,
+        _number(folder / "memory.max_usage_in_bytes"),
+        control.get("oom_kill", 0),
+        _number(folder / "memory.failcnt") or 0,
+    )
+
+
+def _read_v2(folder: Path, mount: Path) -> MemoryState | None:
+    events = _table(folder / "memory.events")
+    if not events:
+        return None
+    peak = _number(folder / "memory.peak")
+    return MemoryState(
+        f"cgroup /{folder.relative_to(mount)}".replace("/.", "/"),
+        _number(folder / "memory.max"),  # the word "max" is no number
+        peak if peak is not None else _number(folder / "memory.current"),
+        events.get("oom_kill", 0),
+        events.get("max", 0),
+    )
+
+
+def _machine(proc: Path) -> MemoryState:
+    total = _table(proc / "meminfo").get("MemTotal:")
+    kills = _table(proc / "vmstat").get("oom_kill", 0)
+    return MemoryState("the machine", None if total is None else total * 1024, None, kills, 0)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines of a name and a number, and whatever follows."""
+    try:
+        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+    except (OSError, ValueError):
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def planned_bytes(plans: Mapping[int, Mapping[str, Any]]) -> int | None:
+    """Host memory that the ranks of a node have planned, with what they held before; None if no plan is known."""
+    try:
+        return sum(int(plan["host_bytes"]) + int(plan["baseline_bytes"]) for plan in plans.values()) if plans else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def explain_kill(
+    before: Sequence[MemoryState], after: Sequence[MemoryState], plans: Mapping[int, Mapping[str, Any]]
+) -> str:
+    """Why a rank on this node got SIGKILL, as far as the kernel tells.
+
+    Args:
+        before: when the ranks were started.
+        after: now.
+        plans: by rank of this node, what each engine has planned.
+    """
+    first = {state.name: state for state in before}
+    # The machine counts everybody's kills, so it is believed only where no cgroup tells.
+    told = [state for state in after if state.name in first and state is not after[-1]] or after[-1:]
+    kills = sum(state.kills - first[state.name].kills for state in told if state.name in first)
+    planned = planned_bytes(plans)
+    words = "no plan known (no engine was made)" if planned is None else f"planned {format_bytes(planned)}"
+    if kills <= 0:
+        return (
+            "the kernel has counted no kill for memory here meanwhile: somebody or something sent the signal, such as "
+            f"a scheduler or an administrator ({words})"
+        )
+    place = _tightest(first, after)
+    limit = "unknown" if place.limit_bytes is None else format_bytes(place.limit_bytes)
+    peak = "" if place.peak_bytes is None else f", peak {format_bytes(place.peak_bytes)}"
+    ranks = f" by {len(plans)} rank{'s' * (len(plans) != 1)} here" if plans else ""
+    return (
+        f"kernel OOM: {words}{ranks}, limit {limit} of {place.name}{peak}. Activations and the data loader come on top "
+        "of a plan: lower memory_budget.host or the micro-batch, offload to nvme, use fewer ranks per node, or raise "
+        "the limit"
+    )
+
+
+def _tightest(first: Mapping[str, MemoryState], after: Sequence[MemoryState]) -> MemoryState:
+    """The place whose limit was reached; if it was none, the machine's memory was."""
+
+    def was_hit(state: MemoryState) -> bool:
+        before = first.get(state.name)
+        near = state.limit_bytes is not None and (state.peak_bytes or 0) >= NEAR_LIMIT * state.limit_bytes
+        return near and (before is None or state.hits > before.hits)
+
+    return min((state for state in after if was_hit(state)), default=after[-1], key=lambda s: s.limit_bytes or 0)

@@ -1,0 +1,243 @@
+"""One node's part of a job: torchrun, in this process, and afterwards what there is to say about its failures.
+
+Run as a module it is what a launcher starts on each node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed import DistNetworkError
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from offload.errors import ConfigError, ZeroInfinityError
+from offload.run_notes import FOLDER, read_notes
+from zero.launch.binding import core_of, cores_by_rank, usable_cpus, visible_devices
+from zero.launch.commands import torchrun_words
+from zero.launch.failure import Failure, describe, first_of, from_torch
+from zero.launch.job import LOCAL_NAMES, Job
+from zero.launch.memory import MemoryState, explain_kill, read_states
+from zero.launch.peers import Peers
+from zero.launch.rank import OPTIONS
+from zero.launch.reaper import RUN_ID, Reaper
+
+RANK_FILE = Path(__file__).with_name("rank.py")
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that torchrun takes over."""
+FROM_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_RANKID", "SLURM_PROCID")
+"""Where launchers that start one process a node say which one it is."""
+
+
+def device_count() -> int:
+    """GPUs that ranks on this machine would use; 0 also with ZERO_DEVICE=cpu."""
+    return 0 if os.environ.get("ZERO_DEVICE") == "cpu" else torch.cuda.device_count()
+
+
+def run_node(job: Job, node_rank: int) -> int:
+    """Start this node's ranks and stay until they have ended.
+
+    Args:
+        job: whole.
+        node_rank: which node this is.
+
+    Returns:
+        The exit status: 0, the first failed rank's, or 128 + signal.
+
+    Raises:
+        ConfigError: the node does not have what it should: GPUs, cores, the port.
+    """
+    run_id = uuid.uuid4().hex
+    with (
+        _signals(),
+        tempfile.TemporaryDirectory(prefix="zero-run-") as folder,
+        _environment(job, node_rank, run_id, folder),
+    ):
+        before = read_states()
+        peers = Peers(job, node_rank) if len(job.nodes) > 1 else None
+        with Reaper(run_id) as reaper:
+            if peers is not None:
+                peers.watch(lambda: _end_ranks(reaper))
+            if job.watch_stdin:
+                _watch_stdin()
+            failures, status = _run_ranks(job, node_rank, folder)
+            if peers is not None:
+                peers.ended()
+            if failures or status:
+                reaper.sweep()
+        own = None
+        if failures:
+            own = _with_cause(first_of(failures), before, Path(folder))
+        return _report(job, node_rank, peers, own, len(failures) - 1, status)
+
+
+def _run_ranks(job: Job, node_rank: int, folder: str) -> tuple[list[Failure], int]:
+    entry = [str(RANK_FILE), *job.program.words]
+    words = torchrun_words(job, node_rank, entry, job.log_folder or folder)
+    try:
+        torchrun.run(torchrun.parse_args(words))  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        failures = from_torch(error.failures, _name(job, node_rank))
+        first = first_of(failures)
+        return failures, first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException as error:
+        return [], 128 + error.sigval
+    except DistNetworkError as error:
+        raise ConfigError(
+            f"--master_port {job.master_port}: cannot be used ({str(error).splitlines()[0]}); is another job there? "
+            "Choose another port, or on one node leave it out and have a free one taken"
+        ) from error
+    return [], 0
+
+
+def _with_cause(failure: Failure, before: Sequence[MemoryState], folder: Path) -> Failure:
+    """With what the kernel and the plan say, if the rank was killed."""
+    if failure.exitcode != -signal.SIGKILL:
+        return failure
+    return replace(failure, cause=explain_kill(before, read_states(), read_notes(folder, "plan")))
+
+
+def _report(job: Job, node_rank: int, peers: Peers | None, own: Failure | None, more: int, status: int) -> int:
+    """Print what failed first, of all nodes, once; the exit status of this node."""
+    known, further = ([own] if own else []), more if own else 0
+    settled = peers.settle(own, more) if peers is not None else None
+    if settled is not None:
+        known, further = settled
+    if known and (settled is None or node_rank == 0 or not job.quiet):
+        first = first_of(known)
+        print(describe(first, further + len(known) - 1), file=sys.stderr, flush=True)
+    elif peers is not None and settled is None and peers.failed:
+        lost = f"zero run: {_name(job, node_rank)} ended its ranks: node 0 ({_name(job, 0)}) is gone"
+        print(lost, file=sys.stderr, flush=True)
+    return status
+
+
+def _name(job: Job, node_rank: int) -> str:
+    host = job.nodes[node_rank].host
+    return socket.gethostname() if host in LOCAL_NAMES else host
+
+
+def _end_ranks(reaper: Reaper) -> None:
+    """Another node has failed: end this one's ranks as torchrun does on SIGTERM, but soon.
+
+    When torchrun ends them already, they have failed themselves, and it must live to tell.
+    """
+    if reaper.is_ending:
+        return
+    reaper.arm()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _watch_stdin() -> None:
+    """End this node's ranks when whoever started it goes. The ranks get an empty standard input."""
+    mine = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(mine, 4096):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="zero-stdin", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Until torchrun handles signals, they just end this process, also while it waits for other nodes."""
+    before = {kind: signal.getsignal(kind) for kind in HANDLED}
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+@contextlib.contextmanager
+def _environment(job: Job, node_rank: int, run_id: str, folder: str) -> Iterator[None]:
+    """What ranks inherit, in this process's environment; as it was afterwards."""
+    slots = job.nodes[node_rank].slots
+    cpus = usable_cpus(job.cores or ())
+    cores, threads = None, [0] * len(slots)
+    if job.cores is not None:
+        cores, threads = cores_by_rank(cpus, [core_of(cpu) for cpu in cpus], len(slots))
+    options = {
+        "kind": job.program.kind,
+        "local_rank": job.program.local_rank,
+        "launcher": os.getpid(),
+        "cores": cores,
+        "threads": threads,
+    }
+    before = dict(os.environ)
+    visible = visible_devices(slots, before.get("CUDA_VISIBLE_DEVICES"), device_count())
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    if job.cores is None:
+        # torchrun would take 1 for several ranks; an update on the CPU wants the node's cores.
+        share = max(len({core_of(cpu) for cpu in cpus}) // len(slots), 1)
+        os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    os.environ.update({OPTIONS: json.dumps(options), RUN_ID: run_id, FOLDER: folder})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def which_node(job: Job, options: argparse.Namespace) -> int:
+    """The node that this process is.
+
+    Raises:
+        ConfigError: it is none of the job's.
+    """
+    hosts = [node.host for node in job.nodes]
+    if options.host is not None:
+        if options.host not in hosts:
+            raise ConfigError(f"zero.launch.node: expected a host of {', '.join(hosts)}, got {options.host!r}")
+        return hosts.index(options.host)
+    if os.environ.get("SLURMD_NODENAME") in hosts:  # slurm sorts its nodes, the hostfile need not be sorted
+        return hosts.index(os.environ["SLURMD_NODENAME"])
+    number = next((os.environ[name] for name in FROM_LAUNCHERS if os.environ.get(name, "").isdigit()), None)
+    if number is None or int(number) >= len(hosts):
+        raise ConfigError(
+            f"zero.launch.node: expected a number below {len(hosts)} in one of {', '.join(FROM_LAUNCHERS)}, got "
+            f"{number}; does the launcher start one process a node?"
+        )
+    return int(number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """What a launcher starts on a node; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m zero.launch.node", description=(__doc__ or "").splitlines()[0])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--host", help="this node's name in the job")
+    which.add_argument("--from-launcher", action="store_true", help="the launcher's environment says which node")
+    parser.add_argument("job", help="the word that zero run makes")
+    options = parser.parse_args(arguments)
+    try:
+        job = Job.from_word(options.job)
+        return run_node(job, which_node(job, options))
+    except ZeroInfinityError as error:
+        print(f"zero run: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

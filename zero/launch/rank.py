@@ -1,0 +1,116 @@
+"""What torchrun starts as a rank: it prepares the process and becomes the user's program.
+
+It is run by its path and imports the standard library only, so that the program decides what is imported first and
+with which environment. It
+- dies with the launcher, also when that is killed,
+- keeps to its cores, if asked,
+- sets the variables that programs written for the deepspeed command read,
+- passes --local_rank, and
+- leaves an uncaught exception's traceback for the launcher.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+OPTIONS = "ZERO_RANK_OPTIONS"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+def prepare(options: dict[str, Any], environment: dict[str, str]) -> None:
+    """Set what belongs to this process: its end, its cores, and the names that DeepSpeed gives the ranks' numbers."""
+    _tie_to_launcher(int(options["launcher"]))
+    local_rank = int(environment["LOCAL_RANK"])
+    if options["cores"] is not None:
+        cores: list[int] = options["cores"][local_rank]
+        os.sched_setaffinity(0, cores)
+        environment.setdefault("OMP_NUM_THREADS", str(options["threads"][local_rank]))
+    environment["LOCAL_SIZE"] = environment["LOCAL_WORLD_SIZE"]
+    environment["CROSS_RANK"] = environment["GROUP_RANK"]
+    environment["CROSS_SIZE"] = environment["GROUP_WORLD_SIZE"]
+
+
+def _tie_to_launcher(launcher: int) -> None:
+    path = Path(__file__).resolve().parents[2] / "offload" / "process.py"
+    spec = importlib.util.spec_from_file_location("_zero_process", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.die_with_parent(launcher)
+
+
+def run(kind: str, words: list[str]) -> None:
+    """Run the program in this interpreter, or become it.
+
+    Args:
+        kind: script, module or program.
+        words: the program and its arguments.
+    """
+    if kind == "program":
+        try:
+            os.execvp(words[0], words)
+        except OSError as error:
+            raise SystemExit(f"zero run: {words[0]}: cannot be started: {error.strerror}") from error
+    sys.argv[:] = words
+    if kind == "module":
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        return
+    if not Path(words[0]).exists():
+        raise SystemExit(f"zero run: {words[0]}: no such file in {Path.cwd()}")
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def leave_error(error: BaseException, trace: TracebackType | None) -> None:
+    """Write the exception where torchrun looks for it, in its form, with the moment in fractions of a second."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    extra = {"py_callstack": text, "timestamp": str(int(time.time())), "seconds": time.time()}
+    record = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+    try:
+        Path(path).write_text(json.dumps(record), encoding="utf-8")
+    except OSError as failed:
+        print(f"zero run: the traceback could not be left in {path}: {failed}", file=sys.stderr)
+
+
+def of_program(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that is not this module's and not that of running a program."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    kept = trace
+    while kept is not None and kept.tb_frame.f_code.co_filename in ours:
+        kept = kept.tb_next
+    return kept or trace
+
+
+def main() -> NoReturn:
+    """Become the program that the arguments name."""
+    options = json.loads(os.environ.pop(OPTIONS))
+    prepare(options, os.environ)  # type: ignore[arg-type]
+    words = sys.argv[1:]
+    if options["local_rank"]:
+        words[1:1] = [f"--local_rank={os.environ['LOCAL_RANK']}"]
+    try:
+        run(options["kind"], words)
+    except Exception as error:
+        trace = of_program(error.__traceback__)
+        leave_error(error, trace)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

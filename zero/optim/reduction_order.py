@@ -1,0 +1,73 @@
+"""In which order the ranks reduce the gradients of a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ReductionOrder:
+    """In which order one rank starts reductions. Pure: units are ints.
+
+    Each backward of a step has an order of its own, known by its number.
+
+    Args:
+        expected: the order of a backward that is the first of its number.
+    """
+
+    def __init__(self, expected: list[int]) -> None:
+        self._expected, self._orders = expected, dict[int, list[int]]()
+        self._number = -1
+        self._next = 0
+        self._seen: list[int] = []
+
+    def begin_step(self) -> None:
+        """The next backward is the first of a step."""
+        self._number = -1
+
+    def begin_backward(self) -> None:
+        """A backward begins whose gradients are reduced."""
+        self._number += 1
+        self._next, self._seen = 0, []
+
+    def complete(self, unit: int, waiting: Iterable[int]) -> list[int]:
+        """Units to be reduced now, in order.
+
+        Args:
+            unit: has a gradient now.
+            waiting: all that have one and are not reduced yet.
+        """
+        if unit not in self._seen:
+            self._seen.append(unit)
+        return self._advance(waiting)
+
+    def force(self, waiting: Iterable[int]) -> list[int]:
+        """There is no room to wait: the next of the order, there or not, and what of `waiting` follows it."""
+        first = self._order[self._next : self._next + 1]
+        self._next += len(first)
+        return first + self._advance(waiting)
+
+    def _advance(self, waiting: Iterable[int]) -> list[int]:
+        ready, now = set(waiting), list[int]()
+        while self._next < len(self._order) and self._order[self._next] in ready:
+            now.append(self._order[self._next])
+            self._next += 1
+        return now
+
+    def rest(self) -> list[int]:
+        """The backward is over: what else of the agreed order has to be reduced, in order."""
+        now, self._next = self._order[self._next :], len(self._order)
+        return now
+
+    @property
+    def _order(self) -> list[int]:
+        return self._orders.get(self._number, self._expected)
+
+    @property
+    def seen(self) -> list[int]:
+        """Units that had a gradient in this backward, in the order of their first."""
+        return self._seen
+
+    def agree(self, seen: list[list[int]]) -> None:
+        """The next backward of this number follows what the ranks (in rank order) had in this one."""
+        everywhere = set(seen[0]).intersection(*seen[1:])
+        self._orders[self._number] = [unit for unit in seen[0] if unit in everywhere]

@@ -1,0 +1,22 @@
+"""Start a script on several ranks, on this machine or on many: the flags of the `deepspeed` command.
+
+Without a hostfile it runs on this machine: one rank for each visible GPU, or --num_gpus of them; on a machine without
+GPUs --num_gpus ranks on the CPU, 1 if it is left out. With one, every slot of every host is a rank. Each node runs
+torchrun; --local_rank=i goes before the script's arguments unless --no_local_rank says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from zero.launch import arguments, starting
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `zero run`."""
+    arguments.add_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start the job and wait for it; the exit status."""
+    return starting.launch(options)
