@@ -20,7 +20,7 @@ def steps(nvme_path: str) -> Iterator[tuple[Any, float]]:
     rank = dist.get_rank()
     with seeded(7):
         model = GPT(blocks=2)
-    engine = zero.initialize(model=model, config=make_config(("nvme", "nvme"), nvme_path, clipping=1.0, bf16=False))[0]
+    engine = zero.initialize(model=model, config=make_config(("nvme", "nvme"), nvme_path, clipping=1.0))[0]
     step = 0
     with engine:
         while True:
@@ -28,7 +28,7 @@ def steps(nvme_path: str) -> Iterator[tuple[Any, float]]:
             engine.backward(loss)
             engine.step()
             step += 1
-            yield engine, float(loss)
+            yield engine, float(loss.detach())
 
 
 def train(nvme_path: str, count: int = 3) -> dict[str, Any]:

@@ -13,9 +13,15 @@ from types import ModuleType
 
 import zero
 from offload.errors import ZeroInfinityError
-from zero.tools import plan, run, trace, tune
+from zero.tools import doctor, plan, run, trace, tune
 
-COMMANDS: Mapping[str, ModuleType] = {"run": run, "plan": plan, "trace": trace, "tune": tune}
+COMMANDS: Mapping[str, ModuleType] = {
+    "run": run,
+    "plan": plan,
+    "trace": trace,
+    "tune": tune,
+    "doctor": doctor,
+}
 """Name -> module, in the order of the help."""
 
 

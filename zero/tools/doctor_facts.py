@@ -1,0 +1,335 @@
+"""The facts of `zero doctor`: each is asked for on its own, and a question that fails is an answer too."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+import zero
+from offload import health, kernels, tuning
+from offload.device import identify
+from offload.sizes import format_bytes
+from offload.swapfile import free_bytes
+from offload.threads import physical_cores
+from zero.launch.memory import read_states
+
+OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"
+SECTIONS = ("software", "cpu", "memory", "file I/O", "disks", "GPUs", "several ranks")
+LIBRARIES = ("torch", "numpy", "cffi", "aiofiles", "pydantic", "safetensors", "psutil")
+OPTIONAL = ("transformers", "accelerate", "peft", "deepspeed", "matplotlib")
+FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "asimd", "sve")
+LAUNCHERS = ("ssh", "pdsh", "srun", "mpirun")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+IN_MEMORY = ("tmpfs", "ramfs")
+FREE_LITTLE_BYTES = 20 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line."""
+
+    section: str
+    name: str
+    value: str
+    verdict: str = OK
+    note: str = ""
+    """What it costs and what to do, if it is not OK."""
+
+
+Answer = tuple[str, str, str]
+"""Value, verdict, note."""
+
+
+def good(value: str) -> Answer:
+    """An answer with which all is well."""
+    return value, OK, ""
+
+
+def ask(section: str, name: str, question: Callable[[], Answer]) -> Fact:
+    """The answer as a fact; whatever the question raises is one too."""
+    try:
+        value, verdict, note = question()
+    except Exception as error:
+        return _untold(section, name, error)
+    return Fact(section, name, value, verdict, note)
+
+
+def _untold(section: str, name: str, error: Exception) -> Fact:
+    text = " ".join(str(error).split())
+    return Fact(section, name, f"cannot be told ({type(error).__name__}: {text})", UNKNOWN)
+
+
+def collect(paths: Sequence[Path], *, probe: bool = False) -> Iterator[Fact]:
+    """All facts, section by section.
+
+    Args:
+        paths: folders that swap files could be in.
+        probe: measure their disks.
+    """
+    for section, questions in (
+        ("software", software()),
+        ("cpu", cpu()),
+        ("memory", memory()),
+        ("file I/O", file_io()),
+        ("disks", disks(paths, probe)),
+        ("GPUs", gpus()),
+        ("several ranks", several_ranks()),
+    ):
+        try:
+            for name, question in questions:
+                yield ask(section, name, question)
+        except Exception as error:  # what else to ask depends on an answer
+            yield _untold(section, "the rest", error)
+
+
+Questions = Iterator[tuple[str, Callable[[], Answer]]]
+
+
+def software() -> Questions:
+    """Versions."""
+    yield "zero-infinity", lambda: good(f"{zero.__version__} in {Path(zero.__file__).parent}")
+    yield "system", lambda: good(f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
+    for name in LIBRARIES:
+        yield name, lambda name=name: good(importlib.metadata.version(name))  # type: ignore[misc]
+    yield "also installed", _optional
+
+
+def _optional() -> Answer:
+    found = []
+    for name in OPTIONAL:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return good(", ".join(found) or "none of " + ", ".join(OPTIONAL))
+
+
+def cpu() -> Questions:
+    """The processor and who updates weights on it."""
+    yield "processor", lambda: good(_cpuinfo("model name") or platform.processor() or platform.machine())
+    yield "cores", _cores
+    yield (
+        "features",
+        lambda: good(
+            ", ".join(f for f in FEATURES if f in (_cpuinfo("flags") or _cpuinfo("Features")).split()) or "none of note"
+        ),
+    )
+    yield "kernels", _kernels
+
+
+def _cores() -> Answer:
+    usable = len(os.sched_getaffinity(0))
+    return good(f"{physical_cores()} usable ({usable} threads of {os.cpu_count()})")
+
+
+def _cpuinfo(key: str) -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return ""
+
+
+def _kernels() -> Answer:
+    trouble = health.cpu_library_trouble()
+    if trouble:
+        return (
+            "torch operations",
+            SLOWER,
+            f"{trouble}. Results are the same; an optimizer update takes about twenty times as long",
+        )
+    return good(f"native, {kernels.isa()}")
+
+
+def memory() -> Questions:
+    """What there is and what limits it."""
+    yield "host memory", _host_memory
+    for state in read_states()[:-1]:
+        if state.limit_bytes is not None:
+            text = f"limit {format_bytes(state.limit_bytes)}, {state.kills} kills so far"
+            yield state.name, lambda text=text: good(text)  # type: ignore[misc]
+    yield "huge pages", _huge_pages
+    yield "lockable memory", _lockable
+    yield "open files", lambda: good(f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} at most (RLIMIT_NOFILE)")
+    yield "shared memory", _shared
+
+
+def _host_memory() -> Answer:
+    found = psutil.virtual_memory()
+    return good(f"{format_bytes(found.total)}, {format_bytes(found.available)} available")
+
+
+def _huge_pages() -> Answer:
+    text = HUGE_PAGES.read_text(encoding="ascii").strip()
+    if "[never]" in text:
+        note = f"transparent huge pages are off; disks are about half as fast: echo madvise > {HUGE_PAGES}"
+        return text, SLOWER, note
+    return good(text)
+
+
+def _lockable() -> Answer:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return good("unlimited (RLIMIT_MEMLOCK)")
+    # Only registering buffers asks this limit, and the fact about buffers says whether that worked.
+    return good(f"{format_bytes(soft)} (RLIMIT_MEMLOCK)")
+
+
+def _shared() -> Answer:
+    trouble = health.shared_memory_trouble()
+    if trouble:
+        return "none", SLOWER, f"{trouble}. Ranks of one node cannot share host memory and copy to each other"
+    return good("memfd works: ranks of one node can share host memory")
+
+
+def file_io() -> Questions:
+    """Which code reads and writes swap files."""
+    yield "backends", _backends
+    yield "in use", _io_choice
+
+
+def _backends() -> Answer:
+    found = health.io_backends()
+    listed = ", ".join(name if not trouble else f"{name} not" for name, trouble in found.items())
+    bad = [f"{name}: {trouble}" for name, trouble in found.items() if trouble]
+    return listed, (SLOWER if bad else OK), "; ".join(bad)
+
+
+def _io_choice() -> Answer:
+    backend, reason = health.io_choice()
+    if backend == "aiofiles":
+        return reason, SLOWER, "Python threads move every request: fast disks are not kept busy; build the C library"
+    if backend == "threads":
+        return reason, SLOWER, "one system call and one thread for each request: more CPU time for a byte"
+    if "not registered" in reason:
+        return reason, SLOWER, "the kernel pins buffers anew for each request: more CPU time for a byte"
+    return good(reason)
+
+
+def disks(paths: Sequence[Path], probe: bool) -> Questions:
+    """Where swap files could be."""
+    for path in paths:
+        yield str(path), lambda path=path: _disk(path)  # type: ignore[misc]
+        if _usable(path):
+            yield f"{path}: O_DIRECT", lambda path=path: _direct(path)  # type: ignore[misc]
+            yield f"{path}: speed", lambda path=path: _speed(path, probe)  # type: ignore[misc]
+
+
+def _usable(path: Path) -> bool:
+    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+
+
+def _disk(path: Path) -> Answer:
+    if not path.is_dir():
+        return "no such folder", MISSING, f"create {path} on the disk that swap files are to use"
+    if not _usable(path):
+        return "not writable", MISSING, f"swap files need to be made in {path}: change its owner or mode"
+    free = free_bytes(path)
+    device = identify(path)
+    text = f"{device}, {format_bytes(free)} free"
+    if device.file_system in IN_MEMORY:
+        return text, SLOWER, "this is host memory, not a disk: offload to cpu instead, or take a folder on NVMe"
+    if free < FREE_LITTLE_BYTES:
+        return text, SLOWER, "little room: weights and states on NVMe take 12 bytes a parameter (bf16, Adam)"
+    return good(text)
+
+
+def _direct(path: Path) -> Answer:
+    trouble = health.direct_io_trouble(path)
+    if trouble:
+        note = f"{trouble}; the page cache sits between: it takes host memory and a copy of every byte"
+        return "no", SLOWER, note
+    return good("yes")
+
+
+def _speed(path: Path, probe: bool) -> Answer:
+    known = tuning.probe(path) if probe else tuning.cached(path)
+    if known is None:
+        return good("not measured: --probe, or zero tune, which keeps the result")
+    rates = (known.read_bytes_per_second, known.write_bytes_per_second, known.mixed_bytes_per_second)
+    words = ", ".join(f"{name} {format_bytes(round(rate))}/s" for name, rate in zip(_RATES, rates, strict=True))
+    return good(f"{words} ({'measured now' if probe else known.measured_at})")
+
+
+_RATES = ("read", "write", "mixed")
+
+
+def gpus() -> Questions:
+    """Devices that torch sees."""
+    yield "torch's CUDA", lambda: good(torch.version.cuda or "none: a CPU build of torch")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        yield "CUDA_VISIBLE_DEVICES", lambda: good(repr(visible))
+    if not torch.cuda.is_available():
+        yield "GPUs", lambda: good("none visible: the device tier is host memory")
+        return
+    for index in range(torch.cuda.device_count()):
+        yield f"GPU {index}", lambda index=index: _gpu(index)  # type: ignore[misc]
+    yield "CUDA kernels", _cuda_kernels
+    yield "pinned memory", _pinned
+
+
+def _gpu(index: int) -> Answer:
+    free, total = torch.cuda.mem_get_info(index)
+    return good(f"{torch.cuda.get_device_name(index)}, {format_bytes(total)}, {format_bytes(free)} free")
+
+
+def _cuda_kernels() -> Answer:
+    trouble = health.cuda_library_trouble()
+    if trouble:
+        return "torch operations", SLOWER, f"{trouble}. Updates on the GPU and block sums run as several torch kernels"
+    return good("native")
+
+
+def _pinned() -> Answer:
+    trouble = health.pinning_trouble()
+    if trouble:
+        return "no", SLOWER, f"{trouble}; copies to and from the GPU are slower and stop its stream"
+    return good("works")
+
+
+def several_ranks() -> Questions:
+    """What ranks talk over and how they are started."""
+    yield "collectives", _collectives
+    yield "this host's name", _host_name
+    yield "interfaces", lambda: good(", ".join(name for _, name in socket.if_nameindex()))
+    yield (
+        "launchers",
+        lambda: good(
+            ", ".join(("torchrun", *(name for name in LAUNCHERS if shutil.which(name)))) + " (zero run --launcher)"
+        ),
+    )
+
+
+def _collectives() -> Answer:
+    if not dist.is_available():
+        return "none", MISSING, "this torch has no torch.distributed: only one rank can run"
+    has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    text = ", ".join(name for name, is_there in has.items() if is_there)
+    if torch.cuda.is_available() and not has["nccl"]:
+        return text, SLOWER, "no NCCL: GPUs exchange through host memory"
+    return good(text)
+
+
+def _host_name() -> Answer:
+    name = socket.gethostname()
+    address = socket.gethostbyname(name)
+    text = f"{name} is {address}"
+    if address.startswith("127."):
+        note = (
+            "other nodes cannot reach this address, which gloo would tell them: with several nodes set "
+            "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface between them"
+        )
+        return text, SLOWER, note
+    return good(text)
