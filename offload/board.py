@@ -23,6 +23,7 @@ import torch
 import native
 from offload.descriptors import SECONDS_MAX, Share, close_received, exchange_descriptors
 from offload.errors import BudgetError, NativeError, PeerError, StateError, WatchdogError
+from offload.linux import open_lifeline
 from offload.sharing import SharedRegion
 from offload.sizes import align_up
 
@@ -284,7 +285,7 @@ def _made(nbytes: int) -> SharedRegion | BudgetError:
 def _lifeline() -> list[int]:
     """A pidfd of this process, if the kernel has them."""
     try:
-        return [os.pidfd_open(os.getpid())]
+        return [open_lifeline()]
     except OSError:
         return []
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from offload.errors import PeerError, StateError
+from offload.linux import memory_file
 
 Share = Callable[[bytes], list[bytes]]
 """Gives this process's bytes to all, and returns everybody's in peer order. All call it, the same number of times."""
@@ -92,22 +93,32 @@ def same_node(share: Share) -> bool:
     if len({identity for _, _, identity in shared}) != 1:
         return False
     tokens = [other for other, _, _ in shared]
-    proof = os.memfd_create("zero-infinity", os.MFD_CLOEXEC)
+    proof = _proof(token)
     try:
-        os.write(proof, token)
         reached = _proven(tokens.index(token), tokens, share, proof)
     finally:
-        os.close(proof)
+        for descriptor in proof:
+            os.close(descriptor)
     return all(answer == b"yes" for answer in share(b"yes" if reached else b"no"))
 
 
-def _proven(index: int, tokens: Sequence[bytes], share: Share, proof: int) -> bool:
-    """True if every peer's file holds the peer's token."""
+def _proof(token: bytes) -> list[int]:
+    """A file that holds the token; none where there can be none."""
     try:
-        received = exchange_descriptors(index, len(tokens), share, [proof], seconds=SAME_NODE_SECONDS_MAX)
+        descriptor = memory_file()
+    except OSError:
+        return []
+    os.write(descriptor, token)
+    return [descriptor]
+
+
+def _proven(index: int, tokens: Sequence[bytes], share: Share, proof: Sequence[int]) -> bool:
+    """True if a file of every peer has come, and holds that peer's token."""
+    try:
+        received = exchange_descriptors(index, len(tokens), share, proof, seconds=SAME_NODE_SECONDS_MAX)
     except PeerError:
         return False
-    found = [os.pread(descriptors[0], len(token) + 1, 0) for descriptors, token in zip(received, tokens, strict=True)]
+    found = [b"".join(os.pread(descriptor, 2 * TOKEN_BYTES + 1, 0) for descriptor in given) for given in received]
     close_received(index, received)
     return found == list(tokens)
 

@@ -21,6 +21,8 @@ from offload.sizes import BLOCK_NUMEL
 
 LANES = 16
 TILE_NUMEL = 32 * BLOCK_NUMEL
+DEVICE_TILE_NUMEL = 256 * BLOCK_NUMEL
+"""Fewer launches; the scratch memory is still no more than a few MiB."""
 CRC_LANES = 4096
 CRC_POLYNOMIAL = 0x82F63B78
 
@@ -30,9 +32,9 @@ def to_fp32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-def _tiles(begin: int, end: int) -> Iterator[slice]:
-    for start in range(begin, end, TILE_NUMEL):
-        yield slice(start, min(start + TILE_NUMEL, end))
+def _tiles(begin: int, end: int, tile_numel: int = TILE_NUMEL) -> Iterator[slice]:
+    for start in range(begin, end, tile_numel):
+        yield slice(start, min(start + tile_numel, end))
 
 
 def _canonical(values: Tensor) -> Tensor:
@@ -205,8 +207,9 @@ def cast_sumsq(out: Tensor, sums: Tensor, nonfinite: Tensor, src: Tensor, scale:
 
 
 def reduce_ranks(stored: Tensor, sources: Sequence[Tensor], scale: float, add: bool) -> None:
-    """See `offload.kernels.reduce_ranks`, without the block sums."""
-    for tile in _tiles(0, stored.numel()):
+    """See `offload.kernels.reduce_ranks`, without the block sums. On a GPU this is all there is."""
+    tile_numel = TILE_NUMEL if stored.device.type == "cpu" else DEVICE_TILE_NUMEL
+    for tile in _tiles(0, stored.numel(), tile_numel):
         total = sources[0][tile].to(torch.float32, copy=True)
         for source in sources[1:]:
             total.add_(source[tile].to(torch.float32))

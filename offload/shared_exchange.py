@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -39,6 +39,7 @@ class SharedExchange:
         part: (index, count): this peer reads slice `index` of `count` of every flat.
         slots: collectives in flight at most; a further one waits. The same on all peers.
         deadline_seconds: how long to wait for another peer.
+        check: called while waiting; what it raises ends the wait.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class SharedExchange:
         *,
         slots: int = SLOTS,
         deadline_seconds: float = SECONDS_MAX,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         if len(regions) != board.count or not 0 <= part[0] < part[1]:
             raise StateError(
                 f"exchange of {board.count} peers: got {len(regions)} regions, and slice {part[0]} of {part[1]}"
             )
         self._board, self._regions, self._part = board, tuple(regions), part
-        self._slots, self._deadline_seconds = slots, deadline_seconds
+        self._slots, self._deadline_seconds, self._check = slots, deadline_seconds, check
         self._taken: set[int] = set()
         """Numbers that have been entered, of those that are not over in every slot."""
         self._next = [number or slots for number in range(slots)]
@@ -74,11 +76,12 @@ class SharedExchange:
         *,
         slots: int = SLOTS,
         deadline_seconds: float = SECONDS_MAX,
+        check: Callable[[], None] = lambda: None,
     ) -> SharedExchange:
         """Make an exchange together: a collective call like `Board.join`, with its errors."""
         board = Board.join(index, count, cls.columns(slots), share)
         try:
-            return cls(board, regions, part, slots=slots, deadline_seconds=deadline_seconds)
+            return cls(board, regions, part, slots=slots, deadline_seconds=deadline_seconds, check=check)
         except BaseException:
             board.close()
             raise
@@ -198,7 +201,8 @@ class SharedExchange:
             raise WatchdogError(f"{error}; last offered by each peer: {self._board.read_all(LATEST)}") from error
 
     def _check_others(self) -> None:
-        """Raise PeerError if somebody has given up."""
+        """Raise PeerError if somebody has given up, or whatever `check` raises."""
+        self._check()
         numbers = self._board.read_all(FAILED)
         if failed := [peer for peer, number in enumerate(numbers) if number and peer != self._board.index]:
             names = ", ".join(f"{self._board.name(peer)} gave up in collective {numbers[peer]}" for peer in failed)

@@ -13,12 +13,11 @@ import torch
 
 from offload.descriptors import SECONDS_MAX, Share, close_received, exchange_descriptors
 from offload.errors import BudgetError, StateError
+from offload.linux import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, memory_file
 from offload.pinned import map_shared, tensor_over, touch
 from offload.sizes import PAGE_BYTES, align_up
 
-MFD_NOEXEC_SEAL = 8
-"""Linux 6.3; where it is missing, an older way to say "may be sealed" does."""
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
 """Its length is final: nobody can make somebody else's mapping fault."""
 
 
@@ -47,9 +46,9 @@ class SharedRegion:
     def __init__(self, nbytes: int, what: str, *, touched: bool = True) -> None:
         self._start(nbytes, what)
         try:
-            self._descriptor = _memory_file()
+            self._descriptor = memory_file(sealable=True)
             os.ftruncate(self._descriptor, align_up(max(nbytes, 1), PAGE_BYTES))
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, SEALS)
+            fcntl.fcntl(self._descriptor, F_ADD_SEALS, SEALS)
         except OSError as error:
             self.close()
             raise self._refused("sharing", error) from error
@@ -74,7 +73,7 @@ class SharedRegion:
         region._descriptor = descriptor
         try:
             found = os.fstat(descriptor).st_size
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            sealed = fcntl.fcntl(descriptor, F_GET_SEALS)
         except OSError as error:
             region.close()
             raise StateError(f"{what}: descriptor {descriptor} is no shared memory: {error.strerror}") from error
@@ -179,12 +178,3 @@ def exchange_regions(
                 other.close()
         raise
     return opened
-
-
-def _memory_file() -> int:
-    """A new file in memory: empty, nameless, closed in programs that are started, its length can be sealed."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        return os.memfd_create("zero-infinity", flags | MFD_NOEXEC_SEAL)
-    except OSError:
-        return os.memfd_create("zero-infinity", flags)

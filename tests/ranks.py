@@ -74,7 +74,8 @@ class RankPool:
             per_rank: one tuple a rank.
             timeout_seconds: until the last rank has answered. Ranks that have not are killed, and the error says where
                 their threads were.
-            errors: "raise" raises one RankError; "return" puts a rank's exception in the place of its result.
+            errors: "raise" raises one RankError; "return" puts a rank's exception in the place of its result, and a
+                RankError where the rank died or did not answer.
         """
         self._start()
         more = per_rank or [()] * self.world_size
@@ -87,10 +88,10 @@ class RankPool:
         if broken:
             self.close()
         failed = [rank for rank, answer in enumerate(answers) if answer is None or answer[0] == "error"]
-        if broken or (failed and errors == "raise"):
+        if failed and errors == "raise":
             lines = [f"{_name(function)} failed on ranks {failed} of {self.world_size}"]
             raise RankError("\n".join([*lines, *(f"---- rank {r}\n{text}" for r, text in enumerate(told) if text)]))
-        return [answer[1] for answer in answers if answer is not None]
+        return [RankError(text) if answer is None else answer[1] for answer, text in zip(answers, told, strict=True)]
 
     def restart(self) -> None:
         """End all ranks; the next `run` starts new ones."""
@@ -152,7 +153,7 @@ class RankPool:
         waiting = list(self._workers if workers is None else workers)
         end, died = time.monotonic() + timeout_seconds, False
         while waiting and (left := end - time.monotonic()) > 0:
-            ready = wait([w.connection for w in waiting], timeout=min(left, 5.0) if died else left)
+            ready = wait([w.connection for w in waiting], timeout=min(left, 30.0) if died else left)
             for worker in [w for w in waiting if w.connection in ready]:
                 worker.receive()
                 waiting.remove(worker)

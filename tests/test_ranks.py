@@ -79,6 +79,8 @@ def test_a_rank_that_dies_is_told(rank_pool: Pool) -> None:
     with pytest.raises(RankError, match="ended with -9"):
         pool.run(dying, 1)
     assert len(set(pool.run(os.getpid))) == 2
+    kept, lost = pool.run(dying, 1, errors="return")
+    assert kept is None and isinstance(lost, RankError) and "ended with -9" in str(lost)
 
 
 SCRIPT = """

@@ -12,6 +12,7 @@ while the collective before it moves its data. NCCL compares nothing on the way;
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError, RankDivergenceError
+from offload.messages import bytes_of, tensor_of
 from offload.streams import Fence, Streams
 from offload.timeline import Timeline
 from zero.distributed import backend
@@ -83,7 +85,7 @@ class Comm:
             self._lines.tell_ends()
             self._watch = Watch(board, self._log, self._fate, self.rank, self.world_size, deadline_seconds)
             self._watch.when_broken(self._lines.cut)
-        self._leave = weakref.finalize(self, _leave, self._watch, self._lines, self._fate)
+        self._leave = weakref.finalize(self, _leave, os.getpid(), self._watch, self._lines, self._fate)
         self._meeting = Meeting(
             self._members, self.rank, control, self._log, self._fate, self._waiting, self._explained
         )
@@ -208,6 +210,17 @@ class Comm:
         self._streams.wait(await self._run(ticket, group, flat, (*after, self._streams.fence()), start))
         return list(backend.slices(arrived, numel))
 
+    def check(self) -> None:
+        """Raise if the ranks no longer work together, or the engine is closed."""
+        self._fate.check()
+
+    def waiting(self, what: str) -> AbstractContextManager[Any]:
+        """A context in which this rank waits for others by other means, such as memory that they share.
+
+        Inside, a rank that has failed or left ends the fate of all, so call `check` while waiting.
+        """
+        return self._waiting(self._log.count, what)
+
     def cancel(self, ticket: Ticket, error: BaseException) -> None:
         """This rank cannot take part in `ticket`: the ranks that wait for it are told why. Any thread."""
         self._failed(error, ticket)
@@ -263,9 +276,9 @@ class Comm:
         own = pack_header(ticket.place, ticket.digest)
         whole = torch.empty(group.size * len(own), dtype=torch.uint8)
         mine = whole[group.index * len(own) : (group.index + 1) * len(own)]
-        mine.copy_(torch.tensor(list(own), dtype=torch.uint8))
+        mine.copy_(tensor_of(own))
         await self._done(backend.all_gather(whole, mine, group.handle), str(ticket))
-        if bytes(whole.tolist()) != own * group.size:
+        if bytes_of(whole) != own * group.size:
             parted = RankDivergenceError("the ranks have not decided to do the same so far")
             raise await self._explained_later(parted, str(ticket))
 
@@ -362,8 +375,10 @@ class Comm:
         self._groups.clear()
 
 
-def _leave(watch: Watch | None, lines: Lines, fate: Fate) -> None:
+def _leave(pid: int, watch: Watch | None, lines: Lines, fate: Fate) -> None:
     """Of an engine that is closed or dropped, or whose process ends."""
+    if os.getpid() != pid:
+        return  # a child by fork, such as a data loader's worker: nothing of this is its own
     fate.closed = True
     if watch is not None:
         watch.stop()

@@ -15,12 +15,14 @@ from typing import Any, Protocol
 import torch
 
 from offload import kernels
+from offload.messages import bytes_of, tensor_of
 from offload.streams import Fence
 from zero.comm import Comm
 from zero.optim.behind import DueUpdates
 from zero.params.layout import Layout, Unit
 from zero.placement import ONE_RANK, Placement
-from zero.storage import SharedPlaces, Storage
+from zero.storage import Storage
+from zero.whole_gradients import SharedPlaces
 
 Turn = tuple[Any, ...]
 """What an exchange needs to know of its place in the order."""
@@ -177,7 +179,7 @@ class Collectives:
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """See `Exchange`."""
-        self._arriving = storage.arriving
+        self._arriving = storage.whole_gradients.arriving
 
     def adopted(self) -> None:
         """See `Exchange`."""
@@ -268,8 +270,8 @@ def whole(exchange: Exchange, unit: Unit, flat: torch.Tensor) -> torch.Tensor:
     own = parts[exchange.placement.shard_index]
     for lo in range(0, own.numel(), HOST_CHUNK_BYTES):
         hi = min(lo + HOST_CHUNK_BYTES, own.numel())
-        answers = exchange.agree(f"reading {unit.name}", own[lo:hi].numpy().tobytes())
+        answers = exchange.agree(f"reading {unit.name}", bytes_of(own[lo:hi]))
         for part, rank in zip(parts, ranks, strict=True):
             if part is not own:
-                part[lo:hi].copy_(torch.frombuffer(bytearray(answers[rank]), dtype=torch.uint8))
+                part[lo:hi].copy_(tensor_of(answers[rank]))
     return flat

@@ -18,8 +18,8 @@ from zero.arguments import config_argument
 from zero.config import Config, load_config
 from zero.device import compute_device
 from zero.engine import ZeroEngine
-from zero.joining import open_exchange
 from zero.optim.optimizer import ZeroOptimizer, groups_from
+from zero.partners import open_exchange
 
 logger = logging.getLogger("zero")
 

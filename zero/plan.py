@@ -103,6 +103,8 @@ class Plan:
     """Device memory for whole gradients that are accumulated before they are reduced."""
     update_pool_bytes: int = 0
     """Device memory that an update on a GPU passes through what does not live there."""
+    second_slot_bytes: int = 0
+    """Of `swap_bytes`: where updates inside backward write."""
     swap_bytes: int = 0
     activations: ActivationPlan = ActivationPlan()
     rows: tuple[PlanRow, ...] = ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from offload.errors import BudgetError, ConfigError
@@ -12,12 +10,12 @@ from offload.streams import shares_host_memory
 from zero.activation_plan import plan_activations
 from zero.config import Config
 from zero.machine import Machine
-from zero.params.layout import Layout, Space, SubGroup, Unit
+from zero.params.layout import Layout, Unit
 from zero.placement import ONE_RANK, Placement
-from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow, tier_of
+from zero.plan import DEVICE, HOST, NVME, Plan, tier_of
 from zero.plan_check import check_fits, check_live_limit
+from zero.plane_sizes import PlaneSizes, rows_of
 from zero.pools import PoolSizes, prefix_that_fits
-from zero.record import RecordFormat
 from zero.schedule.policy import Limits
 
 SUB_GROUP_NUMEL_MAX = 4 << 20
@@ -64,6 +62,7 @@ class Planner:
         self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
         self.movable = [unit for unit in layout.units if not unit.persistent]
         self.trained = [unit for unit in layout.units if unit.trainable]
+        self.sizes = PlaneSizes(layout, placement, self.state_dtype, wide=self.wide)
         self.pools = PoolSizes(layout, on_gpu=not self.on_cpu, wide=self.wide, placement=placement)
 
     def make(self) -> Plan:
@@ -90,18 +89,19 @@ class Planner:
         groups = [group for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True) if tier == DEVICE]
         plan.update_pool_bytes = self.pools.updates(groups, self._staged_on_device(), plan.records_in_flight)
         plan.swap_bytes = sum(
-            self._weight_bytes(unit) for unit in self.layout.units if plan.weight_tiers[unit.index] == NVME
+            self.sizes.weight_bytes(unit) for unit in self.layout.units if plan.weight_tiers[unit.index] == NVME
         )
         plan.swap_bytes += sum(
-            self._record_bytes(group)
+            self.sizes.record_bytes(group)
             for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True)
             if tier == NVME
         )
         plan.swap_bytes += sum(
-            self._gradient_bytes(unit) for unit in self.trained if plan.gradient_tiers[unit.index] == NVME
+            self.sizes.gradient_bytes(unit) for unit in self.trained if plan.gradient_tiers[unit.index] == NVME
         )
-        plan.swap_bytes += self._second_slot_bytes(plan) + plan.activations.swap_bytes
-        plan.rows = tuple(row for row in self._rows(plan) if row.nbytes)
+        plan.second_slot_bytes = self._second_slot_bytes(plan)
+        plan.swap_bytes += plan.second_slot_bytes + plan.activations.swap_bytes
+        plan.rows = tuple(row for row in rows_of(plan, self.sizes, self.pools) if row.nbytes)
         written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)
         if written:
             plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
@@ -134,28 +134,11 @@ class Planner:
         if not plan.two_slots:
             return 0
         return sum(
-            self._record_bytes(group) + (group.end - group.begin) * self.layout.spaces[group.space].dtype.itemsize
+            self.sizes.record_bytes(group) + (group.end - group.begin) * self.layout.spaces[group.space].dtype.itemsize
             for group in plan.in_swap(self.layout)
         )
 
-    # ---- sizes --------------------------------------------------------------------------------
-
-    def _weight_bytes(self, unit: Unit) -> int:
-        whole = unit.persistent and not self.placement.shares_memory
-        return (unit.numel if whole else unit.shard_numel) * unit.dtype.itemsize
-
-    def _gradient_bytes(self, unit: Unit) -> int:
-        return unit.shard_numel * (4 if self.wide else unit.dtype.itemsize)
-
-    def _record_bytes(self, group: SubGroup) -> int:
-        return self._format(self.layout.spaces[group.space]).nbytes(group.end - group.begin)
-
-    def _format(self, space: Space) -> RecordFormat:
-        return RecordFormat(space.split, self.state_dtype)
-
-    def _records_bytes(self, numel: int) -> int:
-        """All records, when sub-groups have `numel` elements."""
-        return sum(self._record_bytes(group) for group in self.layout.sub_groups(numel))
+    # ---- what is asked for --------------------------------------------------------------------
 
     def _device_share(self) -> float:
         """Share of the states that is on the device by the user's word."""
@@ -190,10 +173,10 @@ class Planner:
         live = max((sum(numels[i : i + 4]) for i in range(len(numels))), default=0) + self.nested_numel
         if self.device_budget is None or self._used_at_home(self.param_tier):
             return live
-        fixed = sum(self._weight_bytes(u) for u in self.layout.units if u.persistent or self.param_tier == DEVICE)
+        fixed = sum(self.sizes.weight_bytes(u) for u in self.layout.units if u.persistent or self.param_tier == DEVICE)
         if self.state_tier == DEVICE:
-            fixed += sum(self._gradient_bytes(unit) for unit in self.trained)
-        fixed += int(self._device_share() * self._records_bytes(self._full_sub_group_numel()))
+            fixed += sum(self.sizes.gradient_bytes(unit) for unit in self.trained)
+        fixed += int(self._device_share() * self.sizes.records_bytes(self._full_sub_group_numel()))
         width = max((unit.dtype.itemsize for unit in self.movable), default=2)
         gradient_pool = self.pools.gradients() + self.pools.exchange() + self._passing_bytes()
         fits = (self.device_budget - fixed - gradient_pool) // width - largest_numel
@@ -252,8 +235,8 @@ class Planner:
         can_spill = gradient_home == HOST and self._uses_disk()
         fixed = self.pools.sums() + plan.activations.host_bytes
         if self.param_tier == HOST:
-            fixed += sum(self._weight_bytes(unit) for unit in self.movable)
-        gradients = sum(self._gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
+            fixed += sum(self.sizes.weight_bytes(unit) for unit in self.movable)
+        gradients = sum(self.sizes.gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
         budget = self.host_budget
         if budget is None:
             spill, rest = False, None
@@ -305,7 +288,7 @@ class Planner:
         needs = [0]
         for space in self.layout.spaces:
             if space.trainable:
-                nbytes = self._format(space).nbytes(numel) if self.state_tier == NVME else 0
+                nbytes = self.sizes.format(space).nbytes(numel) if self.state_tier == NVME else 0
                 nbytes += numel * space.dtype.itemsize if self._weights_staged() else 0
                 # An unannounced second backward widens a gradient, on disk when memory is budgeted.
                 nbytes += 4 * numel if spill or (self.host_budget is not None and self._uses_disk()) else 0
@@ -339,7 +322,7 @@ class Planner:
     def _working_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
         """Host bytes that depend on the size of sub-groups: the arena, and records that live there."""
         share = 1 - self._device_share() if self.state_tier == HOST else 0.0
-        return self._arena_bytes(plan, numel, spill) + int(share * self._records_bytes(numel))
+        return self._arena_bytes(plan, numel, spill) + int(share * self.sizes.records_bytes(numel))
 
     def _cache_weights(self, plan: Plan, rest: int | None) -> int | None:
         cap_numel = self.config.zero_optimization.offload_param.max_in_cpu
@@ -349,14 +332,14 @@ class Planner:
         if cap_numel is not None:
             count, _ = prefix_that_fits((unit.shard_numel for unit in self.movable), cap_numel)
         if rest is not None:
-            count, rest = prefix_that_fits(map(self._weight_bytes, self.movable[:count]), rest)
+            count, rest = prefix_that_fits(map(self.sizes.weight_bytes, self.movable[:count]), rest)
         for unit in self.movable[:count]:
             plan.weight_tiers[unit.index] = HOST
         return rest
 
     def _cache_gradients(self, plan: Plan, rest: int) -> int:
         on_host = [unit for unit in self.trained if plan.gradient_tiers[unit.index] == HOST]
-        count, rest = prefix_that_fits(map(self._gradient_bytes, on_host), rest)
+        count, rest = prefix_that_fits(map(self.sizes.gradient_bytes, on_host), rest)
         for unit in on_host[count:]:
             plan.gradient_tiers[unit.index] = NVME
         return rest
@@ -365,7 +348,7 @@ class Planner:
         groups = plan.sub_groups[on_device:]
         count = 0
         if self.state_tier == NVME and rest is not None:
-            count, _ = prefix_that_fits(map(self._record_bytes, groups), rest)
+            count, _ = prefix_that_fits(map(self.sizes.record_bytes, groups), rest)
         tiers = [DEVICE] * on_device + [HOST] * count + [self.state_tier] * (len(groups) - count)
         plan.record_tiers = tuple(tiers)
 
@@ -377,38 +360,11 @@ class Planner:
         if self.state_tier == DEVICE:
             return 0
         if self.config.origin("zero_optimization.offload_optimizer.ratio") == "user":
-            share_bytes = int(self._device_share() * sum(map(self._record_bytes, plan.sub_groups)))
-            return prefix_that_fits(map(self._record_bytes, plan.sub_groups), share_bytes)[0]
+            share_bytes = int(self._device_share() * sum(map(self.sizes.record_bytes, plan.sub_groups)))
+            return prefix_that_fits(map(self.sizes.record_bytes, plan.sub_groups), share_bytes)[0]
         if self.device_budget is None or self.on_cpu:
             return 0
         used = plan.unit_pool_bytes + plan.gradient_pool_bytes + self._passing_bytes()
-        used += sum(self._weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == DEVICE)
+        used += sum(self.sizes.weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == DEVICE)
         spare = max(self.device_budget - used, 0)
-        return prefix_that_fits(map(self._record_bytes, plan.sub_groups), spare)[0]
-
-    # ---- rows and checks ----------------------------------------------------------------------
-
-    def _rows(self, plan: Plan) -> Iterable[PlanRow]:
-        for tier in (DEVICE, HOST, NVME):
-            yield PlanRow(
-                tier,
-                "weights",
-                sum(self._weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == tier),
-            )
-            yield PlanRow(
-                tier,
-                "gradients",
-                sum(self._gradient_bytes(u) for u in self.trained if plan.gradient_tiers[u.index] == tier),
-            )
-            groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
-            yield PlanRow(tier, "optimizer states", sum(self._record_bytes(g) for g, t in groups if t == tier))
-        yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
-        yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
-        yield PlanRow(DEVICE, "slices of other ranks in flight", plan.exchange_bytes)
-        yield PlanRow(DEVICE, "gradients of this rank, not reduced yet", plan.deferred_bytes)
-        yield PlanRow(DEVICE, "updates in flight", plan.update_pool_bytes)
-        yield PlanRow(DEVICE, "stand-in for what is away", self.pools.stand_in())
-        yield PlanRow(HOST, "block sums of gradients", self.pools.sums())
-        yield PlanRow(NVME, "second slots", self._second_slot_bytes(plan))
-        yield from plan.activations.rows()
-        yield PlanRow(HOST, "arena: records and chunks in flight", plan.arena_bytes)
+        return prefix_that_fits(map(self.sizes.record_bytes, plan.sub_groups), spare)[0]

@@ -36,10 +36,11 @@ from zero.exchange import Turn, Wire
 from zero.optim.behind import DueUpdates
 from zero.params.layout import Layout, Unit
 from zero.placement import Placement
-from zero.storage import SharedPlaces, Storage
+from zero.storage import Storage
+from zero.whole_gradients import SharedPlaces
 
-WAIT_SECONDS_MAX = 120.0
-"""A slice that is not there by then never will be: whoever has it makes its updates as soon as it is asked."""
+WAIT_SECONDS_MAX = 1800.0
+"""As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds."""
 LOOK_SECONDS = 0.01
 """Between looks whether somebody waits for an update of this rank's."""
 
@@ -106,7 +107,13 @@ class SharedMemory:
         self._layout, self._storage, self._updates = layout, storage, updates
         self._board = Board.join(comm.rank, comm.world_size, self._urges + comm.world_size, share)
         self._reducer = SharedExchange.join(
-            comm.rank, comm.world_size, share, self._regions.pools, (placement.shard_index, placement.shard_size)
+            comm.rank,
+            comm.world_size,
+            share,
+            self._regions.pools,
+            (placement.shard_index, placement.shard_size),
+            deadline_seconds=WAIT_SECONDS_MAX,
+            check=comm.check,
         )
         if storage.disk is not None:  # all ranks have made the same plan, so all have one
             self._open_swaps(storage.disk, share)
@@ -126,7 +133,7 @@ class SharedMemory:
         if what == "gather":
             return (self._epoch,)
         self._reductions += 1
-        return (self._reductions,)
+        return (self._reductions, self._comm.ticket(what, unit.index, unit.name))
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """See `Exchange`."""
@@ -136,14 +143,17 @@ class SharedMemory:
         return None
 
     async def _fetch(self, rank: int, epoch: int, unit: Unit, flat: torch.Tensor, in_place: bool) -> None:
-        await self._there.reached(
-            rank,
-            unit.index,
-            epoch,
-            what=f"the slice of {unit.name} as of step {epoch - 1}",
-            deadline_seconds=WAIT_SECONDS_MAX,
-            urge=partial(self._urge, rank, epoch),
-        )
+        what = f"the slice of {unit.name} as of step {epoch - 1}"
+        if self._there.read(rank, unit.index) < epoch:
+            with self._comm.waiting(what):
+                await self._there.reached(
+                    rank,
+                    unit.index,
+                    epoch,
+                    what=what,
+                    deadline_seconds=WAIT_SECONDS_MAX,
+                    urge=partial(self._urge, rank, epoch),
+                )
         if not in_place:
             plane = self._planes[rank][self._layout.space_of(unit)]
             slices = flat.chunk(self.placement.shard_size)
@@ -157,8 +167,10 @@ class SharedMemory:
         if self._reducer is None:
             raise StateError("reduce: nothing is shared yet")
         own = self._regions.pools[self._comm.rank]
-        async with self._reducer.reduce(turn[0], own.offset_of(flat), flat.nbytes, unit=unit.index) as slices:
-            yield [part.view(flat.dtype) for part in slices]
+        number, ticket = turn
+        with self._comm.waiting(str(ticket)):
+            async with self._reducer.reduce(number, own.offset_of(flat), flat.nbytes, unit=unit.index) as slices:
+                yield [part.view(flat.dtype) for part in slices]
 
     def sees(self, flat: torch.Tensor) -> bool:
         """See `Exchange`."""
@@ -237,6 +249,7 @@ class SharedMemory:
         self._there.publish(index, self._epoch)
 
     def _urge(self, rank: int, epoch: int) -> None:
+        self._comm.check()
         self._there.publish(self._urges + rank, epoch)
 
     async def _listen(self, epoch: int) -> None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 
@@ -18,7 +17,6 @@ from offload.mover import Mover
 from offload.pieces import PieceStore, Swap
 from offload.planes import Disk, Home, Plane
 from offload.sharing import SharedRegion
-from offload.sizes import PAGE_BYTES, align_up
 from offload.slabs import Slabs, SwapArea
 from offload.streams import open_streams
 from offload.swapfile import SwapSpace
@@ -29,6 +27,7 @@ from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan
 from zero.pools import gradient_sums_bytes
+from zero.whole_gradients import SharedPlaces, WholeGradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +38,6 @@ class OtherSlots:
     records: Plane
 
 
-class SharedPlaces(Protocol):
-    """Gives out memory that all ranks see. All ranks ask for the same, in the same order."""
-
-    def common(self, nbytes: int, what: str) -> SharedRegion:
-        """The same bytes for all, zero."""
-
-    def own(self, nbytes: int, what: str) -> SharedRegion:
-        """Bytes of this rank that the others can read."""
-
-
 class Storage:
     """The engine's memory and files, made from a plan and freed as a whole.
 
@@ -57,6 +46,7 @@ class Storage:
         weights: one plane per space.
         records: one plane per space (None for frozen ones): remainder, exp_avg, exp_avg_sq, adjacent per sub-group.
         gradients: one plane per space (None for frozen ones).
+        whole_gradients: where gradients are before they are reduced.
         other_slots: per space, where `plan.two_slots` (else None).
         activations: keeps what autograd saves, where the plan gives it a tier (else None).
     """
@@ -66,9 +56,6 @@ class Storage:
     ) -> None:
         self.layout, self.plan, self.device, self._shared = layout, plan, device, shared
         self._flats: dict[int, torch.Tensor] = {}
-        self._deferred: dict[int, torch.Tensor] = {}
-        self._deferred_memory: torch.Tensor | None = None
-        self._arriving: torch.Tensor | None = None
         self._budgeted = config.memory_budget.host is not None
         self._pinned = device.type == "cuda" and _wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
@@ -97,7 +84,8 @@ class Storage:
                 register=aio.register_memory if aio else None,
             )
             self.unit_pool = Arena("gathered units", plan.unit_pool_bytes, "memory_budget.device", device)
-            self.gradient_pool = self._open_gradient_pool()
+            self.whole_gradients = WholeGradients(layout, plan, device, self._region, shared)
+            self.gradient_pool = self.whole_gradients.pool
             self.update_pool = Arena("updates", plan.update_pool_bytes, "memory_budget.device", device)
             self._sums: MemoryRegion | None = None
             self._swap_used_bytes = 0
@@ -120,25 +108,6 @@ class Storage:
         if unit.shard_numel != unit.numel:
             return None
         return self.weights[self.layout.space_of(unit)].memory(unit.begin, unit.end)
-
-    def deferred_gradient(self, unit: Unit) -> torch.Tensor:
-        """Memory to add up the unit's whole gradient in, fp32 (unit.numel,); planned where it is foreseen."""
-        if unit.index not in self._deferred:
-            planned = self.plan.deferred_bytes and not self._deferred
-            trained = [u for u in self.layout.units if u.trainable] if planned else [unit]
-            memory = self._deferred_memory if planned else None
-            if memory is None:
-                memory = self._region(DEVICE, sum(u.numel * 4 for u in trained)).take(sum(u.numel * 4 for u in trained))
-            parts = torch.split(memory.view(torch.float32), [u.numel for u in trained])
-            self._deferred.update({u.index: part for u, part in zip(trained, parts, strict=True)})
-        return self._deferred[unit.index]
-
-    def arriving(self, nbytes: int) -> torch.Tensor:
-        """Device memory, uint8, that what other ranks send of a gradient arrives in; the same for all calls."""
-        if self._arriving is None or self._arriving.numel() < nbytes:  # planned; more, if a sum is wider than planned
-            total = max(nbytes, self.plan.exchange_bytes)
-            self._arriving = self._region(DEVICE, total).take(total)
-        return self._arriving[:nbytes]
 
     def gradient_dtype(self, unit: Unit) -> torch.dtype:
         """What the unit's gradient is kept in while it fits its place in the gradient plane."""
@@ -239,7 +208,7 @@ class Storage:
                 getattr(self, name).close()
         self.weights, self.records, self.gradients, self.other_slots = [], [], [], []
         self._regions, self._planes = [], []
-        self._flats, self._deferred, self._deferred_memory, self._arriving = {}, {}, None, None
+        self._flats = {}
 
     # ---- construction -------------------------------------------------------------------------
 
@@ -278,14 +247,6 @@ class Storage:
             swap = Swap(self.disk, SwapArea(self.disk.swap, begin, wish.swap_bytes, grows=wish.nbytes is None))
         pieces = PieceStore("saved activations", memory, self.streams, near=near, swap=swap, mover=self.mover)
         return ActivationStore(pieces, self.device, self.streams)
-
-    def _open_gradient_pool(self) -> Arena:
-        nbytes, region = self.plan.gradient_pool_bytes, None
-        if self._shared is not None:  # whole gradients too: whoever owns a slice reads it here
-            pool_bytes = align_up(nbytes, PAGE_BYTES)
-            region = self._shared.own(pool_bytes + self.plan.deferred_bytes, "gradients")
-            self._deferred_memory = region.data[pool_bytes:]
-        return Arena("flat gradients", nbytes, "memory_budget.device", self.device, region=region)
 
     def _region(self, tier: str, nbytes: int, shared: SharedRegion | None = None) -> MemoryRegion:
         device = self.device if tier == DEVICE else torch.device("cpu")

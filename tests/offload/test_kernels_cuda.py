@@ -142,3 +142,16 @@ def test_a_cast_that_sums_works_where_the_values_are() -> None:
         (given,) = on(device, [values(100_003, 8, torch.bfloat16)])
         results.append([*kernels.cast_sumsq(given, given, scale=0.3), given])
     assert same(*results)
+
+
+@pytest.mark.parametrize("numel", [*NUMELS, 3_000_001])
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("how", ["same", "wide", "add"])
+def test_a_sum_over_ranks_gives_the_bits_of_the_cpu(numel: int, source: torch.dtype, how: str) -> None:
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        sources = on(device, [values(numel, 10 + rank, source) for rank in range(3)])
+        (stored,) = on(device, [values(numel, 9, source if how == "same" else torch.float32)])
+        sums = kernels.reduce_ranks(stored, sources, scale=0.3, add=how == "add")
+        results.append([stored, *sums])
+    assert same(*results)

@@ -382,7 +382,7 @@ def test_processes_of_one_machine_are_on_the_same_node(count: int) -> None:
     assert all_run(count, job) == [True] * count
 
 
-@pytest.mark.parametrize("lacks", ["another boot", "another namespace", "no way"])
+@pytest.mark.parametrize("lacks", ["another boot", "another namespace", "no way", "no files in memory"])
 def test_peers_of_different_nodes_all_get_no(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     monkeypatch.setattr(descriptors, "SAME_NODE_SECONDS_MAX", 0.3)
 
@@ -393,6 +393,8 @@ def test_peers_of_different_nodes_all_get_no(monkeypatch: pytest.MonkeyPatch, la
             subprocess_free_unshare()
         if index == 1 and lacks == "no way":  # a clone of a machine: alike in all, and yet apart
             monkeypatch.setattr(descriptors, "_socket", unreachable)
+        if index == 1 and lacks == "no files in memory":
+            monkeypatch.setattr(descriptors, "memory_file", no_files)
         return same_node(share)
 
     if lacks == "another namespace" and os.geteuid() != 0:
@@ -405,6 +407,10 @@ def subprocess_free_unshare() -> None:
     import ctypes
 
     assert ctypes.CDLL(None, use_errno=True).unshare(0x40000000) == 0, os.strerror(ctypes.get_errno())
+
+
+def no_files() -> int:
+    raise OSError(errno.ENOSYS, "no memfd_create")
 
 
 class Elsewhere(socket.socket):

@@ -175,13 +175,14 @@ def test_a_rank_that_cannot_take_part_tells_the_others_why(rank_pool: Pool) -> N
         assert "rank 1 could not take part in gather of unit 1 (blocks.1): OSError: [Errno 5] disk is gone" in text
 
 
-def test_a_rank_that_is_killed_is_named() -> None:
-    pool = RankPool(2)
-    try:
-        with pytest.raises(RankError):
-            pool.run(leaving, "dies", "gather", timeout_seconds=HANG_SECONDS)
-    finally:
-        pool.close()
+@pytest.mark.parametrize("where", ["gather", "agree"])
+def test_a_rank_that_is_killed_is_named(rank_pool: Pool, where: str) -> None:
+    results = rank_pool(4).run(leaving, "dies", where, timeout_seconds=HANG_SECONDS, errors="return")
+    assert isinstance(results.pop(1), RankError)
+    for kind, text in results:
+        assert kind == "RankLostError"
+        assert "rank 1 has failed: its process has died" in text
+        assert ("gather of unit 1 (blocks.1)" if where == "gather" else "agree (step)") in text
 
 
 def failing_job() -> tuple[str, str]:
@@ -209,6 +210,25 @@ def test_a_read_that_fails_reaches_the_ranks_that_wait(rank_pool: Pool) -> None:
     (kind, text), (own_kind, _) = rank_pool(2).run(failing_job, timeout_seconds=HANG_SECONDS)
     assert own_kind == "OSError" and kind == "RankDivergenceError"
     assert "rank 1 could not take part in gather of unit 7 (blocks.7): OSError" in text
+
+
+def waiting_by_other_means() -> tuple[str, str]:
+    with opened() as (comm, _, _gather):
+        if comm.rank == 1:
+            return "", ""
+        end = time.monotonic() + HANG_SECONDS
+        with comm.waiting("the slice of blocks.3"):
+            while time.monotonic() < end:
+                told = caught(comm.check)
+                if told[0]:
+                    return told
+                time.sleep(0.01)
+        return "", "nothing was noticed"
+
+
+def test_who_waits_by_other_means_is_told_too(rank_pool: Pool) -> None:
+    (kind, text), _ = rank_pool(2).run(waiting_by_other_means, timeout_seconds=HANG_SECONDS)
+    assert kind == "RankLostError" and "rank 0 waits in the slice of blocks.3; rank 1 has closed" in text
 
 
 # ---- who is slow ----------------------------------------------------------------------------------------------------

@@ -43,8 +43,6 @@ class Position:
     home: str = ""
     """Where its process id means something."""
     pid: int = 0
-    born: float = 0.0
-    """When the process was created, by its machine's clock."""
 
     def __str__(self) -> str:
         if self.state == FAILED:
@@ -139,8 +137,7 @@ def has_died(position: Position) -> bool:
     if not position.home or position.home != home():
         return False
     try:
-        process = psutil.Process(position.pid)
-        return bool(process.create_time() != position.born or process.status() == psutil.STATUS_ZOMBIE)
+        return bool(psutil.Process(position.pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
     except psutil.Error:

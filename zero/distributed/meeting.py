@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import RankDivergenceError
+from offload.messages import bytes_of, tensor_of
 from zero.distributed import backend
 from zero.distributed.fate import Fate
 from zero.distributed.sequence import HEADER, Log, pack_header
@@ -93,10 +94,10 @@ class Meeting:
 
     def _all_told(self, said: str, message: bytes) -> list[bytes]:
         """Messages of one size, in rank order."""
-        own = torch.tensor(list(message), dtype=torch.uint8)
+        own = tensor_of(message)
         whole = torch.empty(len(self._members) * len(message), dtype=torch.uint8)
         self._finish(said, partial(backend.all_gather, whole, own, self._handle))
-        return [part.numpy().tobytes() for part in backend.slices(whole, len(message))]
+        return [bytes_of(part) for part in backend.slices(whole, len(message))]
 
     def _finish(self, said: str, start: Callable[[], Any]) -> None:
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from zero.distributed.fate import again
+
 
 class Order:
     """The next number to be launched, and who waits for theirs. The mover's loop only."""
@@ -18,10 +20,10 @@ class Order:
         """Return once every smaller number has passed.
 
         Raises:
-            BaseException: what `fail` was told.
+            RankDivergenceError: what `fail` was told.
         """
         if self._failure is not None:
-            raise self._failure
+            raise again(self._failure)
         if number == self.next:
             return
         self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -45,4 +47,4 @@ class Order:
         self._failure = error
         for follower in self._waiting.values():
             if not follower.done():
-                follower.set_exception(error)
+                follower.set_exception(again(error))

@@ -24,8 +24,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from offload.errors import RankDivergenceError, RankLostError
 from offload.streams import Fence
 from zero.distributed.board import FAILED, GONE, WORKS, Board, Position, has_died, home
@@ -79,7 +77,7 @@ class Watch:
         self._called, self._compared = 0, 0.0
         self._answered = time.monotonic()
         self._seen: dict[int, Position] = {}
-        self._self = Position(home=home(), pid=os.getpid(), born=psutil.Process().create_time())
+        self._self = Position(home=home(), pid=os.getpid())
         self._breaking: list[Any] = []
         self._thread = threading.Thread(target=self._run, name="zero-watch", daemon=True)
         self._tell()
@@ -196,6 +194,8 @@ class Watch:
     def _look(self) -> None:
         """Is there proof that a wait will not end, or that ranks have parted?"""
         now, blocked = time.monotonic(), self._blocked()
+        if len(self._seen) < self._world_size - 1:
+            self._seen = self._board.positions()  # for when the store is gone
         if blocked:
             self._board.call()
             positions = self._board.positions()
@@ -209,8 +209,6 @@ class Watch:
         elif now - self._compared > COMPARE_SECONDS:
             self._compared = now
             positions = self._board.positions([(self._rank + 1) % self._world_size])
-            if len(self._seen) < self._world_size - 1:
-                self._seen = self._board.positions()
             if self._digests_differ(positions):
                 self._fate.end(self._named(f"rank {self._rank}", RuntimeError("the ranks have not done the same")))
                 self._tell()

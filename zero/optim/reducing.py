@@ -172,7 +172,7 @@ class ReducedGradients(Gradients):
             return
         if held is None or held.flat.dtype != torch.float32 or held.block is not None:
             self._settle(state)  # an earlier sum may still be read
-            wide = self._storage.deferred_gradient(state.unit)
+            wide = self._storage.whole_gradients.deferred(state.unit)
             kernels.cast(wide, (held or newest).flat)
         else:
             wide = held.flat
@@ -250,7 +250,7 @@ class ReducedGradients(Gradients):
             block = self._lease(state, state.unit.nbytes)
             made = Waiting(block.view(dtype, state.unit.numel), block)
         else:
-            made = Waiting(self._storage.deferred_gradient(state.unit), None)
+            made = Waiting(self._storage.whole_gradients.deferred(state.unit), None)
         if held is None:
             made.flat.zero_()
         else:

@@ -1,0 +1,17 @@
+"""Bytes as tensors, for what sends tensors."""
+
+from __future__ import annotations
+
+import torch
+
+
+def tensor_of(message: bytes) -> torch.Tensor:
+    """A copy as (len(message),) uint8."""
+    if not message:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """A copy of a uint8 tensor of the host."""
+    return bytes(tensor.numpy().tobytes())

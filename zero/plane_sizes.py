@@ -1,0 +1,70 @@
+"""Bytes of what planes hold on one rank, and the rows of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from zero.params.layout import Layout, Space, SubGroup, Unit
+from zero.placement import Placement
+from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow
+from zero.pools import PoolSizes
+from zero.record import RecordFormat
+
+
+class PlaneSizes:
+    """Sizes for one model.
+
+    Args:
+        layout: units and spaces.
+        placement: who shares each unit.
+        state_dtype: of the moments.
+        wide: gradients are accumulated in fp32 from the start.
+    """
+
+    def __init__(self, layout: Layout, placement: Placement, state_dtype: torch.dtype, *, wide: bool) -> None:
+        self.layout, self._placement, self._state_dtype, self._wide = layout, placement, state_dtype, wide
+
+    def weight_bytes(self, unit: Unit) -> int:
+        """Of a unit's weights: of its slice, or of all of it where this rank alone has the whole."""
+        whole = unit.persistent and not self._placement.shares_memory
+        return (unit.numel if whole else unit.shard_numel) * unit.dtype.itemsize
+
+    def gradient_bytes(self, unit: Unit) -> int:
+        """Of the slice of a unit's gradient."""
+        return unit.shard_numel * (4 if self._wide else unit.dtype.itemsize)
+
+    def record_bytes(self, group: SubGroup) -> int:
+        """Of a sub-group's state record."""
+        return self.format(self.layout.spaces[group.space]).nbytes(group.end - group.begin)
+
+    def format(self, space: Space) -> RecordFormat:
+        """How the state records of a space are laid out."""
+        return RecordFormat(space.split, self._state_dtype)
+
+    def records_bytes(self, numel: int) -> int:
+        """Of all records, when sub-groups have `numel` elements."""
+        return sum(self.record_bytes(group) for group in self.layout.sub_groups(numel))
+
+
+def rows_of(plan: Plan, sizes: PlaneSizes, pools: PoolSizes) -> Iterable[PlanRow]:
+    """The rows of a plan that is complete but for them; some have no bytes."""
+    units = sizes.layout.units
+    trained = [unit for unit in units if unit.trainable]
+    for tier in (DEVICE, HOST, NVME):
+        yield PlanRow(tier, "weights", sum(sizes.weight_bytes(u) for u in units if plan.weight_tiers[u.index] == tier))
+        gradients = sum(sizes.gradient_bytes(u) for u in trained if plan.gradient_tiers[u.index] == tier)
+        yield PlanRow(tier, "gradients", gradients)
+        groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
+        yield PlanRow(tier, "optimizer states", sum(sizes.record_bytes(g) for g, t in groups if t == tier))
+    yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
+    yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
+    yield PlanRow(DEVICE, "slices of other ranks in flight", plan.exchange_bytes)
+    yield PlanRow(DEVICE, "gradients of this rank, not reduced yet", plan.deferred_bytes)
+    yield PlanRow(DEVICE, "updates in flight", plan.update_pool_bytes)
+    yield PlanRow(DEVICE, "stand-in for what is away", pools.stand_in())
+    yield PlanRow(HOST, "block sums of gradients", pools.sums())
+    yield PlanRow(NVME, "second slots", plan.second_slot_bytes)
+    yield from plan.activations.rows()
+    yield PlanRow(HOST, "arena: records and chunks in flight", plan.arena_bytes)

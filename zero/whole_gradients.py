@@ -1,0 +1,75 @@
+"""Memory for gradients as autograd makes them: whole, before they are reduced to this rank's slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from offload.arena import Arena, MemoryRegion
+from offload.sharing import SharedRegion
+from offload.sizes import PAGE_BYTES, align_up
+from zero.params.layout import Layout, Unit
+from zero.plan import DEVICE, Plan
+
+
+class SharedPlaces(Protocol):
+    """Gives out memory that all ranks see. All ranks ask for the same, in the same order."""
+
+    def common(self, nbytes: int, what: str) -> SharedRegion:
+        """The same bytes for all, zero."""
+
+    def own(self, nbytes: int, what: str) -> SharedRegion:
+        """Bytes of this rank that the others can read."""
+
+
+class WholeGradients:
+    """Of one engine.
+
+    Args:
+        region: allocates on a tier, and frees with the engine.
+        shared: where ranks that share memory have it, so that whoever owns a slice can read it here.
+
+    Attributes:
+        pool: flat gradients in flight.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        plan: Plan,
+        device: torch.device,
+        region: Callable[[str, int], MemoryRegion],
+        shared: SharedPlaces | None,
+    ) -> None:
+        self._layout, self._plan, self._region = layout, plan, region
+        self._deferred: dict[int, torch.Tensor] = {}
+        self._deferred_memory: torch.Tensor | None = None
+        self._arriving: torch.Tensor | None = None
+        both = None
+        if shared is not None:
+            pool_bytes = align_up(plan.gradient_pool_bytes, PAGE_BYTES)
+            both = shared.own(pool_bytes + plan.deferred_bytes, "gradients")
+            self._deferred_memory = both.data[pool_bytes:]
+        self.pool = Arena("flat gradients", plan.gradient_pool_bytes, "memory_budget.device", device, region=both)
+
+    def deferred(self, unit: Unit) -> torch.Tensor:
+        """Where several contributions to a unit are added up, fp32 (unit.numel,); planned if it is foreseen."""
+        if unit.index not in self._deferred:
+            planned = bool(self._plan.deferred_bytes) and not self._deferred
+            units = [u for u in self._layout.units if u.trainable] if planned else [unit]
+            nbytes = sum(u.numel * 4 for u in units)
+            memory = self._deferred_memory if planned else None
+            if memory is None:
+                memory = self._region(DEVICE, nbytes).take(nbytes)
+            parts = torch.split(memory.view(torch.float32), [u.numel for u in units])
+            self._deferred.update({u.index: part for u, part in zip(units, parts, strict=True)})
+        return self._deferred[unit.index]
+
+    def arriving(self, nbytes: int) -> torch.Tensor:
+        """Device memory, uint8, that what other ranks send of a gradient arrives in; the same for all calls."""
+        if self._arriving is None or self._arriving.numel() < nbytes:  # planned; more, if a sum is wider than planned
+            total = max(nbytes, self._plan.exchange_bytes)
+            self._arriving = self._region(DEVICE, total).take(total)
+        return self._arriving[:nbytes]
