@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from offload.errors import ConfigError
 from zero.launch.arguments import DEFAULT_HOSTFILE, DEFAULT_PORT, Program, program_of
 from zero.launch.hosts import Node, choose, first_nodes, first_slots, read_hostfile
@@ -110,7 +112,16 @@ def is_remote(options: argparse.Namespace, job: Job) -> bool:
 
 
 def _is_here(host: str) -> bool:
-    return host in (*LOCAL_NAMES, socket.gethostname(), socket.getfqdn())
+    """True for this machine's names and addresses."""
+    name = host.rpartition("@")[2]
+    if name in (*LOCAL_NAMES, socket.gethostname()):
+        return True
+    try:
+        found = {str(answer[4][0]) for answer in socket.getaddrinfo(name, None)}
+    except OSError:
+        return False
+    mine = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return bool(found & mine)
 
 
 def _pool(options: argparse.Namespace, device_count: int) -> tuple[Mapping[str, int], str]:
