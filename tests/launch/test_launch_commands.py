@@ -151,6 +151,23 @@ def test_core_lists() -> None:
     assert parse_cores("0-2, 7,4-5") == (0, 1, 2, 7, 4, 5)
 
 
+DOCUMENTED = [
+    line
+    for page in ("README.md", "docs/launching.md")
+    for line in (Path(__file__).parents[2] / page).read_text(encoding="utf-8").splitlines()
+    if line.startswith("zero run ")
+]
+
+
+@pytest.mark.parametrize("line", DOCUMENTED)
+def test_documented_commands_make_a_job(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("worker-1 slots=4\nworker-2 slots=4\n")
+    words = shlex.split(line, comments=True)[2:]
+    made = planned(*words, device_count=4)
+    assert made.ranks >= 1 and not made.program.words[0].startswith("-")
+
+
 # ---- commands ----------------------------------------------------------------------------------
 
 
