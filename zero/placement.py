@@ -55,7 +55,7 @@ class Placement:
 
     @property
     def in_step(self) -> bool:
-        """True where all ranks fetch a unit together: which and when must then not depend on one rank's time."""
+        """True where all ranks fetch units together: which and when must not depend on one rank's own time."""
         return not (self.alone or self.shares_memory)
 
 
