@@ -158,7 +158,7 @@ def _master_addr(options: argparse.Namespace, nodes: list[Node]) -> str:
     address = options.master_addr or nodes[0].host.rpartition("@")[2]
     if options.no_ssh and not options.master_addr and options.hostfile is None:
         raise ConfigError("--master_addr: expected the address of node 0 with --no_ssh, got none; add it on every node")
-    if address in LOCAL_NAMES:
+    if address in LOCAL_NAMES and options.launcher != "local":
         raise ConfigError(
             f"--master_addr: expected an address that every node can reach, got {address}, which is each node "
             "itself; give the address of node 0"
