@@ -95,6 +95,7 @@ def rival_rank_settings(cell: Cell) -> dict[str, dict[str, Any]]:
     if cell.tier == "nvme":
         tried["pipelined"] = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
         tried["sub-groups of 20 M"] = {"sub_group_size": 20_000_000}
+        tried["sub-groups and buckets of 20 M, overlap_comm False"] = {"sub_group_size": 20_000_000, **small, **overlap}
     return tried
 
 

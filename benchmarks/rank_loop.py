@@ -22,11 +22,15 @@ BATCHES = 2
 SPANS = ("forward", "backward", "optimizer")
 
 
-def meet() -> None:
-    """Join the other ranks over gloo, one thread each, on loopback."""
+@contextlib.contextmanager
+def meeting() -> Iterator[None]:
+    """With the other ranks over gloo, one thread each, on loopback. Threads of a group that is left open may abort."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def model_of(shape: Shape) -> GPT:

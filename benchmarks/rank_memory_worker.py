@@ -21,6 +21,7 @@ from benchmarks.shapes import SHAPES, Shape
 from offload.pinned import return_freed_memory
 from offload.planes import Plane
 from zero.plan import NVME
+from zero.storage import Storage
 
 
 def proportional_bytes() -> int:
@@ -63,6 +64,9 @@ def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
         "optimizer states": storage.records,
     }
     found = {name: sum(map(memory_bytes, planes)) for name, planes in kinds.items()}
+    found["weights"] += other_slices_bytes(storage)
+    arriving = storage.whole_gradients._arriving
+    found["slices of other ranks in flight"] = 0 if arriving is None else arriving.nbytes
     pools = {
         "gathered units": storage.unit_pool,
         "flat gradients in flight": storage.gradient_pool,
@@ -72,6 +76,14 @@ def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
     return {
         name: nbytes for name, nbytes in {**found, **{n: p.capacity_bytes for n, p in pools.items()}}.items() if nbytes
     }
+
+
+def other_slices_bytes(storage: Storage) -> int:
+    """Of whole units' weights, the slices that are other ranks', where this rank has a copy of its own of them."""
+    if storage._shared is not None:
+        return 0
+    units = storage.layout.units
+    return sum(flat.nbytes - units[i].shard_numel * units[i].dtype.itemsize for i, flat in storage._flats.items())
 
 
 def memory_bytes(plane: Plane | None) -> int:
@@ -99,8 +111,9 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Measure what the specification names and print it."""
     spec = json.loads(sys.argv[1])
-    rank_loop.meet()
-    emit("done", **measure(spec))
+    with rank_loop.meeting():
+        found = measure(spec)
+    emit("done", **found)
 
 
 if __name__ == "__main__":

@@ -144,8 +144,8 @@ CONTESTANTS = {"ours": ours, "reference": reference, "plain": plain, "wires": wi
 def main() -> None:
     """Run the contestant that the specification names and print its figures."""
     spec = json.loads(sys.argv[1])
-    rank_loop.meet()
-    result = CONTESTANTS[spec["contestant"]](spec)
+    with rank_loop.meeting():
+        result = CONTESTANTS[spec["contestant"]](spec)
     emit("done", **result, torch=torch.__version__)
 
 

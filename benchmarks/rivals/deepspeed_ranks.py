@@ -30,8 +30,8 @@ def main() -> None:
     """Train as the specification says and print the figures."""
     spec = json.loads(sys.argv[1])
     deepspeed_setup.require(*deepspeed_setup.BUILDERS)
-    rank_loop.meet()
-    result = train(spec)
+    with rank_loop.meeting():
+        result = train(spec)
     emit("done", **result, deepspeed=version("deepspeed"))
 
 

@@ -38,12 +38,13 @@ BEST_SETTINGS: dict[str, Mapping[str, Any]] = {
     "pipelined": {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12},
 }
 """What to set in offload_optimizer. buffer_count 4 and 8 assert when pipelined."""
+BUCKETS = {"reduce_bucket_size": 20_000_000, "allgather_bucket_size": 20_000_000}
 BEST_RANK_SETTINGS: dict[str, Mapping[str, Any]] = {
-    "stage 1, none": {},
-    "stage 2, none": {},
-    "stage 3, none": {},
+    "stage 1, none": {**BUCKETS, "overlap_comm": True},
+    "stage 2, none": BUCKETS,
+    "stage 3, none": {"reduce_bucket_size": 20_000_000, "overlap_comm": False},
     "stage 3, cpu": {},
-    "stage 3, nvme": {},
+    "stage 3, nvme": {"sub_group_size": 20_000_000, "reduce_bucket_size": 20_000_000, "overlap_comm": False},
 }
 """By cell, what `python -m benchmarks.ranks --tune` found fastest on two ranks; the keys of `rank_contestants`."""
 SUB_GROUP_SIZES = (20_000_000, 100_000_000, 1_000_000_000)
