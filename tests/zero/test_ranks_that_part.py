@@ -194,11 +194,17 @@ def dying_while_opening(groups_before: int) -> tuple[str, str]:
             os.kill(os.getpid(), signal.SIGKILL)
         return opens(lines, *args)
 
+    join_group()
     Lines.open = opened_or_dead  # type: ignore[method-assign]
     if dist.get_rank() == 1 and groups_before < 0:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def work() -> None:
+        comm = Comm(torch.device("cpu"), Streams(), deadline_seconds=DEADLINE_SECONDS)
+        comm.group(range(comm.world_size))
+
     try:
-        return caught(lambda: opened().__enter__())
+        return caught(work)
     finally:
         Lines.open = opens  # type: ignore[method-assign]
 
