@@ -175,7 +175,8 @@ class SharedExchange:
     def _fail(self, number: int, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            self._board.publish(FAILED, max(number, 1))
+            with contextlib.suppress(StateError):  # closed meanwhile; what the caller has to know is `error`
+                self._board.publish(FAILED, max(number, 1))
         self._wake(list(self._waiting))
 
     def _wake(self, numbers: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ are taken in the same order on every rank, and exchanged in that order, whatever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -88,6 +88,9 @@ class Exchange(Protocol):
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
         """Give every rank the values of `source_rank`, in place. Blocks."""
 
+    def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
+        """`broadcast` of many, in few messages."""
+
     def payload_numel(self) -> dict[str, int]:
         """Elements that collectives have handled so far, by what they were for."""
 
@@ -137,6 +140,9 @@ class Alone:
         return [payload]
 
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
+        """See `Exchange`."""
+
+    def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
         """See `Exchange`."""
 
     def payload_numel(self) -> dict[str, int]:
@@ -261,6 +267,10 @@ class Collectives:
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
         """See `Exchange`."""
         self._comm.broadcast(tensor, source_rank)
+
+    def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
+        """See `Exchange`."""
+        self._comm.broadcast_coalesced(tensors, source_rank)
 
     def payload_numel(self) -> dict[str, int]:
         """See `Exchange`."""

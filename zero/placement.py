@@ -67,6 +67,11 @@ class Placement:
         """True for one rank: nothing is exchanged."""
         return self.world_size == 1
 
+    @property
+    def in_step(self) -> bool:
+        """True where all ranks fetch units together: which and when must not depend on one rank's own time."""
+        return not (self.alone or self.shares_memory)
+
 
 ONE_RANK = Placement()
 

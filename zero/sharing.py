@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import astuple
 from functools import partial
@@ -195,6 +195,10 @@ class SharedMemory:
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
         """See `Exchange`."""
         self._comm.broadcast(tensor, source_rank)
+
+    def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
+        """See `Exchange`."""
+        self._comm.broadcast_coalesced(tensors, source_rank)
 
     def payload_numel(self) -> dict[str, int]:
         """See `Exchange`. None of it goes through collectives."""

@@ -231,7 +231,7 @@ def test_whichever_process_is_killed_first_not_a_byte_is_left(small_fs: Path, ki
     before, names = free_bytes(small_fs), set(os.listdir("/dev/shm"))
 
     def job(index: int, share: Share, parent: Parent) -> None:
-        side = Side(index, share, small_fs, "threads")
+        side = Side(index, share, small_fs, "auto")
         parent.tell("open")
         parent.receive()
         side.theirs.close()

@@ -44,15 +44,23 @@ def uses_nccl(device: torch.device, group: Handle | None) -> bool:
     return "nccl" in str(dist.get_backend_config(group))
 
 
-def new_group(ranks: Sequence[int], name: str, parent: Handle | None) -> Handle:
+def new_group(ranks: Sequence[int], name: str, parent: Handle | None, timeout: timedelta | None) -> Handle:
     """A process group of global ranks; every rank of the default group calls this in the same order.
 
     Args:
         ranks: its members.
         name: of its backend.
         parent: the group whose timeout it has; None: the default group.
+        timeout: for making it, instead.
     """
-    return dist.new_group(list(ranks), backend=name, timeout=_timeout_of(parent))
+    return dist.new_group(list(ranks), backend=name, timeout=timeout or _timeout_of(parent))
+
+
+def inherit_timeout(handle: Handle, parent: Handle | None) -> None:
+    """Give a gloo group the timeout of `parent`."""
+    timeout = _timeout_of(parent)
+    if timeout is not None:
+        handle._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
 def _timeout_of(group: Handle | None) -> timedelta | None:
@@ -63,6 +71,22 @@ def _timeout_of(group: Handle | None) -> timedelta | None:
             timeout: timedelta = handle._get_backend(torch.device(device)).options._timeout
             return timeout
     return None
+
+
+def has_cpu(group: Handle | None) -> bool:
+    """True when the group's collectives work on tensors of the host."""
+    handle: Any = group if group is not None else dist.group.WORLD
+    try:
+        handle._get_backend(torch.device("cpu"))
+    except Exception:
+        return False
+    return True
+
+
+def keys_of(store: Any, prefix: str) -> Any:
+    """The store with keys of its own."""
+    c10d: Any = dist.distributed_c10d
+    return c10d.PrefixStore(prefix, store)
 
 
 def abort(handle: Handle, device: torch.device) -> None:

@@ -33,8 +33,8 @@ class ReductionOrder:
         """Units to be reduced now, in order.
 
         Args:
-            unit: has a gradient now.
-            waiting: all that have one and are not reduced yet.
+            unit: has a gradient of this backward now.
+            waiting: all that have one, of this backward or an earlier one, and are not reduced yet.
         """
         if unit not in self._seen:
             self._seen.append(unit)
@@ -47,7 +47,8 @@ class ReductionOrder:
         return first + self._advance(waiting)
 
     def _advance(self, waiting: Iterable[int]) -> list[int]:
-        ready, now = set(waiting), list[int]()
+        # What only an earlier backward has given is not ready: reduced now, it would have to be reduced again.
+        ready, now = set(waiting).intersection(self._seen), list[int]()
         while self._next < len(self._order) and self._order[self._next] in ready:
             now.append(self._order[self._next])
             self._next += 1

@@ -352,7 +352,8 @@ class Coordinator(LendsRows, LendsUnits):
 
     def _pinned(self) -> set[int]:
         """What a prefetch must not touch: units in use, those kept, and those on their way."""
-        return self._in_use() | self._hot.kept | {i for i, a in self._arrivals.items() if not a.settled}
+        arriving = {i for i, arrival in self._arrivals.items() if self._loader.in_step or not arrival.settled}
+        return self._in_use() | self._hot.kept | arriving
 
     def _horizon(self, *, with_backward: bool) -> list[int]:
         """Predicted uses as far ahead as the policy can act on."""

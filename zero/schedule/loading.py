@@ -60,12 +60,17 @@ class Draining:
 class Loader:
     """Leases memory for units and has them read into it.
 
-    The memory of a unit that is let go while its update still writes from it is kept until that is over.
+    The memory of a unit that is let go while its update still writes from it is kept until that is over. Where ranks
+    fetch in step, memory comes back when it is needed and in the order in which units went: which unit finds room, and
+    where, is then the same on every rank.
 
     Args:
         in_place: values in memory that the device can address are used where they live.
         changed: told of a unit whose stored weights the model has changed.
         exchange: with the other ranks.
+
+    Attributes:
+        in_step: all ranks fetch together; see `Placement.in_step`.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class Loader:
         self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
         self._in_place, self._changed, self._exchange = in_place, changed, exchange
         self._near = Neighbours(layout, storage, exchange)
+        self.in_step = exchange.placement.in_step
         self._draining: list[Draining] = []
         self._partial = set(storage.plan.whole)
         """Units whose home has room for all slices, but only this rank's is up to date."""
@@ -207,6 +213,8 @@ class Loader:
 
     def _reclaim(self) -> None:
         """Give back what nothing moves in any more."""
+        if self.in_step:
+            return
         moving = [leaving for leaving in self._draining if self._moves(leaving)]
         for leaving in self._draining:
             if leaving not in moving:
@@ -226,6 +234,8 @@ class Loader:
             leaving.transfer.settle()
         unit = leaving.unit
         self._storage.mover.run(f"storing unit {unit.name}", self._updates.settle_weights(unit))
+        leaving.block.release(leaving.fence)
+        self._draining.remove(leaving)
         self._reclaim()
 
     def _store_modified(self, unit: Unit, data: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import seeded, trainability
-from ranks import RankPool
+from ranks import RankError, RankPool
 from ranks_model import Moody
 from ranks_plain import Ddp, Opposite, Outcome, beyond
 from ranks_runs import HYPER, Place, Run, engine_config, outcome_of, quiet
@@ -92,6 +92,60 @@ def test_in_shared_host_memory_ranks_that_go_different_ways_train_as_under_ddp(
 ) -> None:
     ours = rank_pool(2).run(trained, way, place, str(nvme_path), timeout_seconds=LIMIT_SECONDS)[0]
     assert beyond(ours, *rank_pool(2).run(plain, way)[0]) == []
+
+
+class Towers(nn.Module):
+    """Two rows of layers on the raw input: no gradient passes their first ones, so nothing says when those are done.
+
+    Each first one has a parameter that one rank uses and the other does not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.ModuleList((Moody(37, 211), Moody(37, 199))) for _ in range(2))
+        self.last = nn.Linear(37, 3)
+
+    def forward(self, x: Tensor, moody: bool) -> Tensor:
+        outputs = [second(first(x, moody)) for first, second in self.towers]
+        return self.last(outputs[0] * outputs[1]).square().mean()
+
+
+def towers(place: Place | None, kind: type | None, nvme_path: str) -> Outcome:
+    """Of the engine, or of plain torch where there is no place."""
+    import zero
+
+    quiet()
+    with seeded(0):
+        chain = Towers()
+    names = trainability(chain)
+    config = None if place is None else engine_config(Run(), place, nvme_path)
+    trainer = kind(chain, HYPER) if kind else zero.initialize(model=chain, config=config)[0]
+    norms = []
+    for step in range(2 * STEPS):
+        x = torch.randn(5, 37, generator=torch.Generator().manual_seed(17 * step + dist.get_rank()))
+        trainer.backward(trainer(x, bool((step + dist.get_rank()) % 2)))
+        trainer.step()
+        norms.append(trainer.norms[-1] if kind else trainer.get_global_grad_norm())
+    if kind:
+        return trainer.outcome()
+    with trainer:
+        return outcome_of(trainer, names, norms)
+
+
+@pytest.mark.parametrize(
+    "place", [Place(0), Place(2), Place(3, shared=False), Place(3, "nvme", "nvme", shared=False)],
+    ids=lambda place: place.name,
+)  # fmt: skip
+def test_parameters_that_one_rank_leaves_out_of_a_module_both_call_train_as_under_ddp(
+    rank_pool: Pool, nvme_path: Any, place: Place
+) -> None:
+    try:
+        ours = rank_pool(2).run(towers, place, None, str(nvme_path), timeout_seconds=LIMIT_SECONDS)[0]
+    except RankError:
+        rank_pool(2).restart()
+        raise
+    one, other = (rank_pool(2).run(towers, None, kind, str(nvme_path))[0] for kind in (Ddp, Opposite))
+    assert beyond(ours, one, other) == []
 
 
 def errors_of(pool: RankPool, job: Callable[..., Any], *args: Any) -> list[BaseException | None]:

@@ -104,29 +104,6 @@ def test_full_values_and_state_dict_are_the_same_on_all_ranks(rank_pool: Pool, n
     assert differences(named, weights) == []
 
 
-def values_of_one_rank(place: Place, nvme_path: str) -> Values:
-    """Rank 1 alone looks at a parameter; the others wait."""
-    with opened(place, nvme_path, motley()) as engine:
-        train(engine)
-        engine.synchronize()
-        held = {}
-        if dist.get_rank() == 1:
-            held = {"blocks.0.up.weight": engine.full_parameter("blocks.0.up.weight")}
-        dist.barrier()
-        train(engine)
-        held["after"] = engine.full_parameter("blocks.0.up.weight")
-        return held
-
-
-@pytest.mark.parametrize("place", [Place(0), Place(1), Place(2), Place(3, "nvme", "nvme")], ids=lambda p: p.name)
-def test_one_rank_may_look_at_weights_alone_in_shared_host_memory(
-    rank_pool: Pool, nvme_path: Any, place: Place
-) -> None:
-    told = rank_pool(2).run(values_of_one_rank, place, str(nvme_path))
-    assert torch.equal(told[0]["after"], told[1]["after"])
-    assert torch.isfinite(told[1]["blocks.0.up.weight"]).all()
-
-
 # ---- editing them -----------------------------------------------------------------------------
 
 EDITED = ("blocks.0.up.weight", "table.weight", "norm.bias", "frozen.weight")

@@ -1,0 +1,192 @@
+"""Do ranks of one node add up their gradients faster in shared memory than through gloo?
+
+Each rank has a flat bf16 gradient and ends with its slice of the mean in fp32 and the block sums of it. Ours reads the
+slices where they lie. The rivals are gloo's all-to-all of slices followed by the same kernel, and gloo's reduce-scatter
+of fp32. The bound is the kernel alone on all ranks at once: nothing is waited for. Times are the slowest rank's; CPU
+seconds are a rank's own, and tell more where other processes run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import Report, RivalMissing, measure, parser
+from offload import kernels
+from offload.shared_exchange import SharedExchange
+from offload.sharing import SharedRegion, exchange_regions
+from offload.sizes import BLOCK_NUMEL
+
+MIB = 1 << 20
+CANDIDATES = ("ours", "gloo all-to-all", "gloo reduce-scatter", "bound")
+
+
+class Rank:
+    """One rank's gradient of `nbytes`, and the ways to reduce it."""
+
+    def __init__(self, nbytes: int) -> None:
+        rank, count = dist.get_rank(), dist.get_world_size()
+        self.region = SharedRegion(nbytes, "gradient")
+        self.regions = exchange_regions(rank, count, share, self.region)
+        for region in self.regions:
+            region.touch()
+        self.exchange = SharedExchange.join(rank, count, share, self.regions, (rank, count))
+        self.flat = self.region.data.view(torch.bfloat16).normal_()
+        self.own = self.flat.numel() // count
+        self.slices = [r.data.view(torch.bfloat16)[rank * self.own :][: self.own] for r in self.regions]
+        self.stored, self.arrived, self.scale = torch.zeros(self.own), torch.zeros_like(self.flat), 1 / count
+        blocks = -(-self.own // BLOCK_NUMEL)
+        self.sums = torch.zeros(blocks, dtype=torch.float64), torch.zeros(blocks, dtype=torch.int64)
+        self.wide = torch.zeros(self.flat.numel())
+        self.loop, self.number = asyncio.new_event_loop(), 0
+
+    def run(self, name: str) -> tuple[float, float]:
+        """Seconds and CPU seconds of one reduction."""
+        way = {"ours": self._ours, "gloo all-to-all": self._all_to_all, "gloo reduce-scatter": self._reduce_scatter}
+        dist.barrier()
+        begin, cpu = time.perf_counter(), time.process_time()
+        way.get(name, partial(self._kernel, self.slices))()
+        return time.perf_counter() - begin, time.process_time() - cpu
+
+    def close(self) -> None:
+        """Give the memory back."""
+        dist.barrier()
+        self.exchange.close()
+        for region in self.regions:
+            region.close()
+        self.loop.close()
+
+    def _kernel(self, slices: list[torch.Tensor]) -> None:
+        kernels.reduce_ranks(self.stored, slices, scale=self.scale, into=self.sums)
+
+    def _ours(self) -> None:
+        async def reduce() -> None:
+            self.number += 1
+            async with self.exchange.reduce(self.number, 0, self.flat.nbytes) as slices:
+                self._kernel([part.view(torch.bfloat16) for part in slices])
+
+        self.loop.run_until_complete(reduce())
+
+    def _all_to_all(self) -> None:
+        dist.all_to_all_single(self.arrived.view(torch.uint8), self.flat.view(torch.uint8))
+        self._kernel(list(self.arrived.chunk(dist.get_world_size())))
+
+    def _reduce_scatter(self) -> None:
+        kernels.cast(self.wide, self.flat)
+        try:
+            getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(self.stored, self.wide)
+        except RuntimeError as error:
+            raise RivalMissing(f"gloo: {error}") from error
+        kernels.cast_sumsq(self.stored, self.stored, self.scale, self.sums)
+
+
+def share(payload: bytes) -> list[bytes]:
+    """Every rank's payload."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, payload)
+    return found
+
+
+def serve(index: int, count: int, store: str, parent: Connection) -> None:
+    """A rank: makes gradients of a size and reduces them as it is told."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=count)
+    rank: Rank | None = None
+    while (told := parent.recv()) is not None:
+        try:
+            if isinstance(told, int):
+                if rank is not None:
+                    rank.close()
+                rank = Rank(told)
+                parent.send(None)
+            elif rank is not None:
+                parent.send(rank.run(told))
+        except RivalMissing as error:
+            parent.send(str(error))
+    if rank is not None:
+        rank.close()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def ranks(count: int) -> Iterator[list[Connection]]:
+    """So many ranks; they end with the block."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe() for _ in range(count)]
+        started = [
+            context.Process(target=serve, args=(index, count, f"{folder}/store", theirs), daemon=True)
+            for index, (_, theirs) in enumerate(pipes)
+        ]
+        for process in started:
+            process.start()
+        try:
+            yield [ours for ours, _ in pipes]
+            for ours, _ in pipes:
+                ours.send(None)
+            for process in started:
+                process.join(30)
+        finally:
+            for process in started:
+                process.kill()
+
+
+def told(to: list[Connection], what: str | int) -> list[Any]:
+    """What the ranks answer."""
+    for rank in to:
+        rank.send(what)
+    return [rank.recv() for rank in to]
+
+
+def candidate(to: list[Connection], name: str) -> Callable[[], Mapping[str, Any]]:
+    """One reduction on all ranks."""
+
+    def run() -> Mapping[str, Any]:
+        answers = told(to, name)
+        if isinstance(answers[0], str):
+            raise RivalMissing(answers[0])
+        return {
+            "seconds": max(seconds for seconds, _ in answers),
+            "cpu_seconds": statistics.mean(cpu for _, cpu in answers),
+        }
+
+    return run
+
+
+def main() -> None:
+    """Run the question."""
+    given = parser(__doc__, rounds=9)
+    given.add_argument("--ranks", type=int, default=2)
+    given.add_argument("--mib", type=int, nargs="+", default=[8, 32, 128], help="length of a rank's gradient")
+    options = given.parse_args()
+    report = Report("reduce_exchange", __doc__, options)
+    with ranks(options.ranks) as to:
+        for mib in options.mib:
+            told(to, mib * MIB)
+            ways = {name: candidate(to, name) for name in CANDIDATES}
+            series = measure(f"{mib} MiB, {options.ranks} ranks", ways, rounds=options.rounds)
+            report.keep(series)
+            for name in CANDIDATES:
+                if series.has(name):
+                    cpu = series.median(name, "cpu_seconds")
+                    report.figure(f"{series.name}: CPU seconds of {name}", cpu, f"{cpu:.4f} s a rank")
+            for name in CANDIDATES[1:]:
+                if series.has(name):
+                    ratios = series.ratios(lambda r, name=name: r[name].seconds / r["ours"].seconds)
+                    report.mark(f"{series.name}: {name} / ours", ratios)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
