@@ -148,6 +148,7 @@ class UnitEditor:
             bound = self._bound[change.unit.index]
             if bound.bound:
                 bound.flat.detach().view(torch.uint8).copy_(change.after)
+        self._coordinator.rewritten([change.unit.index for change in changes])
         self._unstored += changes
         self.store_edits()
         if changes and self._exchange.placement.shares_memory:

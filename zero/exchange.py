@@ -27,6 +27,9 @@ from zero.whole_gradients import SharedPlaces
 Turn = tuple[Any, ...]
 """What an exchange needs to know of its place in the order."""
 
+NEAR = "gather inside nodes"
+"""What a gather among neighbours is for."""
+
 HOST_CHUNK_BYTES = 16 << 20
 """Of a slice, at a time, where values are read on the host."""
 
@@ -49,10 +52,13 @@ class Exchange(Protocol):
         """The planes hold the initial values of this rank's slices."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
-        """Take the next turn for `what` ("gather" or "reduce"); it must be used."""
+        """Take the next turn for `what` ("gather", `NEAR` or "reduce"); it must be used."""
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
-        """Fill `flat` (uint8, the unit's bytes), of which this rank's slice is there behind `after`. Returns behind."""
+        """Fill `flat` (uint8, the unit's bytes), of which this rank's slice is there behind `after`. Returns behind.
+
+        With a turn for `NEAR` it is this rank's part among its neighbours that is there.
+        """
 
     def reduce(
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
@@ -178,6 +184,7 @@ class Collectives:
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
         self._comm, self.placement, self._wire = comm, placement, wire
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
+        self._near = comm.group(placement.near_ranks)
         self._before = placement.world_size if wire.prescale else wire.predivide_factor
         self.scale, self.overlaps = self._before / placement.world_size, wire.overlaps
         self._room = asyncio.Lock()
@@ -195,6 +202,8 @@ class Collectives:
         kinds = ["gather persistent" if unit.persistent and self.placement.weights_sharded else "gather"]
         if what == "gather":
             kinds *= self._shard.size > 1
+        elif what == NEAR:
+            kinds = [NEAR]
         else:
             kinds = ["reduce"] * (self._shard.size > 1)
             kinds += ["reduce over replicas", "gather over replicas"] * (self._replicas.size > 1)
@@ -204,7 +213,8 @@ class Collectives:
         """See `Exchange`."""
         if not turn:
             return after[0] if after else None
-        return await self._comm.all_gather(turn[0], flat.view(unit.dtype), self._shard, *after)
+        group = self._near if turn[0].kind == NEAR else self._shard
+        return await self._comm.all_gather(turn[0], flat.view(unit.dtype), group, *after)
 
     @asynccontextmanager
     async def reduce(

@@ -64,6 +64,11 @@ class PoolSizes:
         sums = max(align_up(gradient_sums_bytes(unit), PAGE_BYTES) for unit in self._trained)
         return flat + 2 * sums + (WIDE_CHUNKS * WIDE_CHUNK_NUMEL * 4 if self._wide else 0)
 
+    def near_parts(self, movable: Iterable[Unit]) -> dict[int, int]:
+        """Bytes of this rank's part of each unit (index) among its neighbours, where they share weights out again."""
+        size = self._placement.near_size
+        return {unit.index: unit.nbytes // size for unit in movable} if size > 1 else {}
+
     def exchange(self) -> int:
         """Room for what arrives from other ranks while the largest gradient is reduced."""
         if self._placement.alone or self._placement.shares_memory:

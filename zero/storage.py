@@ -47,6 +47,7 @@ class Storage:
         records: one plane per space (None for frozen ones): remainder, exp_avg, exp_avg_sq, adjacent per sub-group.
         gradients: one plane per space (None for frozen ones).
         whole_gradients: where gradients are before they are reduced.
+        near: unit index -> uint8, this rank's part of it among its neighbours, where they share weights out again.
         other_slots: per space, where `plan.two_slots` (else None).
         activations: keeps what autograd saves, where the plan gives it a tier (else None).
     """
@@ -96,6 +97,8 @@ class Storage:
                 self._second_slots(i, space) if plan.two_slots and space.trainable else None
                 for i, space in enumerate(layout.spaces)
             ]
+            near = self._region(DEVICE, sum(plan.near_parts.values())) if plan.near_parts else None
+            self.near = {index: near.take(nbytes) for index, nbytes in plan.near_parts.items()} if near else {}
             self.activations = self._open_activations()
         except BaseException:
             self.close()
@@ -207,7 +210,7 @@ class Storage:
             if hasattr(self, name):
                 getattr(self, name).close()
         self.weights, self.records, self.gradients, self.other_slots = [], [], [], []
-        self._regions, self._planes = [], []
+        self._regions, self._planes, self.near = [], [], {}
         self._flats = {}
 
     # ---- construction -------------------------------------------------------------------------
