@@ -37,6 +37,8 @@ class Exchange(Protocol):
     """What the sum over ranks has to be multiplied by to give their mean."""
     overlaps: bool
     """False: whoever starts a reduction waits for it."""
+    in_step: bool
+    """Gathers come in one order on all ranks: what memory and disks happen to allow must not decide about them."""
     memory: SharedPlaces | None
     """Where what all ranks see is to be allocated; None: nothing is shared."""
 
@@ -47,7 +49,10 @@ class Exchange(Protocol):
         """The planes hold the initial values of this rank's slices."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
-        """Take the next turn for `what` ("gather" or "reduce"); it must be used."""
+        """Take the next turn for `what` ("gather" or "reduce"); it must be used, or given up."""
+
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        """This rank cannot use a turn that it has taken: who waits for it is told why. Any thread."""
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """Fill `flat` (uint8, the unit's bytes), of which this rank's slice is there behind `after`. Returns behind."""
@@ -83,14 +88,14 @@ class Exchange(Protocol):
     def payload_numel(self) -> dict[str, int]:
         """Elements that collectives have handled so far, by what they were for."""
 
-    def close(self) -> None:
-        """Let go of what the exchange holds."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Let go of what the exchange holds. The other ranks are told that this one is gone, and of `error`."""
 
 
 class Alone:
     """One rank: there is nobody to exchange anything with."""
 
-    scale, overlaps = 1.0, True
+    scale, overlaps, in_step = 1.0, True, False
     memory: SharedPlaces | None = None
 
     def __init__(self, placement: Placement = ONE_RANK) -> None:
@@ -105,6 +110,9 @@ class Alone:
     def turn(self, what: str, unit: Unit) -> Turn:
         """See `Exchange`."""
         return ()
+
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        """See `Exchange`."""
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """See `Exchange`."""
@@ -135,7 +143,7 @@ class Alone:
         """See `Exchange`."""
         return {}
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """See `Exchange`."""
 
 
@@ -172,6 +180,7 @@ class Collectives:
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
         self._before = placement.world_size if wire.prescale else wire.predivide_factor
         self.scale, self.overlaps = self._before / placement.world_size, wire.overlaps
+        self.in_step = self._shard.size > 1
         self._room = asyncio.Lock()
         self._arriving: Callable[[int], torch.Tensor] | None = None
 
@@ -191,6 +200,11 @@ class Collectives:
             kinds = ["reduce"] * (self._shard.size > 1)
             kinds += ["reduce over replicas", "gather over replicas"] * (self._replicas.size > 1)
         return tuple(self._comm.ticket(kind, unit.index, unit.name) for kind in kinds)
+
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        """See `Exchange`."""
+        for ticket in turn:
+            self._comm.cancel(ticket, error)
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """See `Exchange`."""
@@ -254,9 +268,9 @@ class Collectives:
         """See `Exchange`."""
         return {kind: counter.numel for kind, counter in self._comm.payload.items()}
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """See `Exchange`."""
-        self._comm.close()
+        self._comm.close(error)
 
 
 def whole(exchange: Exchange, unit: Unit, flat: torch.Tensor) -> torch.Tensor:

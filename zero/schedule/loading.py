@@ -80,6 +80,8 @@ class Loader:
         self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
         self._in_place, self._changed, self._exchange = in_place, changed, exchange
         self._draining: list[Draining] = []
+        self.in_step = exchange.in_step
+        """What is brought in next may depend on nothing that differs between ranks."""
         self._partial = set(storage.plan.whole)
         """Units whose home has room for all slices, but only this rank's is up to date."""
 
@@ -96,7 +98,11 @@ class Loader:
         return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
 
     async def _fetch(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
-        own = await self._updates.fetch(unit, unit.own(flat), fences)
+        try:
+            own = await self._updates.fetch(unit, unit.own(flat), fences)
+        except BaseException as error:
+            self._exchange.give_up(turn, error)
+            raise
         return await self._exchange.gather(turn, unit, flat, own)
 
     def step_taken(self) -> None:
@@ -138,6 +144,8 @@ class Loader:
 
     def lease(self, nbytes: int) -> Block | None:
         """Memory for values of units, if need be after the writes from what was let go; None if it is not enough."""
+        if self.in_step:  # whether there is room, and where, must not depend on how fast this rank's disk is
+            self.drain()
         self._reclaim()
         block = self._storage.unit_pool.try_lease(nbytes)
         while block is None and self._draining:
@@ -189,7 +197,11 @@ class Loader:
         return self._storage.streams.behind_updates()
 
     async def _bring_all(self, unit: Unit, memory: torch.Tensor, turn: Turn) -> Fence:
-        own = await self._bring_own(unit)
+        try:
+            own = await self._bring_own(unit)
+        except BaseException as error:
+            self._exchange.give_up(turn, error)
+            raise
         return await self._exchange.gather(turn, unit, memory, own)
 
     def _reclaim(self) -> None:
