@@ -253,11 +253,15 @@ class Assembly:
         self.hooks.at_removal.append(fetch_experts_by_rows(self.model))
 
     def undo(self) -> None:
-        """Building has failed: the model gets back what the planes have taken, no hook stays, all is freed."""
+        """Building has failed: the model gets back what the planes have taken, no hook stays, all is freed.
+
+        Of several ranks each has a part of the values only, and the others may be past helping: there they are lost.
+        """
         try:
             if self._built:
                 self.hooks.remove()
-                self.keeper.return_values()
+                if self._owner.exchange.placement.alone:
+                    self.keeper.return_values()
         finally:
             self.storage.close()
 

@@ -123,7 +123,7 @@ class UnitEditor:
                 made different edits, none of which is kept.
             StorageError: the first failure.
         """
-        changes: list[Edit] = []
+        edits: list[Edit] = []
         refused: list[str] = []
         last = [index for index in indices if self._opened[index] == 1]
         for index in indices:
@@ -134,15 +134,16 @@ class UnitEditor:
             refused += bound.recapture()
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
-            changes.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
+            edits.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
             if self._coordinator.held(index):
                 self._coordinator.unhold(index)
                 bound.unbind()
         try:
-            changes = agree_on_edits(self._exchange, changes, modifier_rank)
+            changes = agree_on_edits(self._exchange, edits, modifier_rank)
         except StateError as error:
             refused.append(str(error))
             changes = []
+        self._undo(edits, {change.unit.index for change in changes})
         for change in changes:
             self._changed(change.unit.index)
             bound = self._bound[change.unit.index]
@@ -157,6 +158,13 @@ class UnitEditor:
             self._coordinator.bind_persistent()
         if refused:
             raise StateError(f"GatheredParameters: {'; '.join(refused)}")
+
+    def _undo(self, edits: list[Edit], kept: set[int]) -> None:
+        """Edits that do not count, and were made where the unit is used, are taken back."""
+        for edit in edits:
+            bound = self._bound[edit.unit.index]
+            if edit.unit.index not in kept and bound.bound and edit.changed:
+                bound.flat.detach().view(torch.uint8).copy_(edit.before)
 
     def store_edits(self) -> None:
         """Store the edits that are not stored yet. What fails stays in memory and is tried again next time.

@@ -52,7 +52,10 @@ class Exchange(Protocol):
         """The planes hold the initial values of this rank's slices."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
-        """Take the next turn for `what` ("gather", `NEAR` or "reduce"); it must be used."""
+        """Take the next turn for `what` ("gather", `NEAR` or "reduce"); it must be used, or given up."""
+
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        """This rank cannot use a turn that it has taken: who waits for it is told why. Any thread."""
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """Fill `flat` (uint8, the unit's bytes), of which this rank's slice is there behind `after`. Returns behind.
@@ -94,8 +97,8 @@ class Exchange(Protocol):
     def payload_numel(self) -> dict[str, int]:
         """Elements that collectives have handled so far, by what they were for."""
 
-    def close(self) -> None:
-        """Let go of what the exchange holds."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Let go of what the exchange holds. The other ranks are told that this one is gone, and of `error`."""
 
 
 class Alone:
@@ -116,6 +119,9 @@ class Alone:
     def turn(self, what: str, unit: Unit) -> Turn:
         """See `Exchange`."""
         return ()
+
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        """See `Exchange`."""
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """See `Exchange`."""
@@ -149,7 +155,7 @@ class Alone:
         """See `Exchange`."""
         return {}
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """See `Exchange`."""
 
 
@@ -208,6 +214,11 @@ class Collectives:
             kinds = ["reduce"] * (self._shard.size > 1)
             kinds += ["reduce over replicas", "gather over replicas"] * (self._replicas.size > 1)
         return tuple(self._comm.ticket(kind, unit.index, unit.name) for kind in kinds)
+
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        """See `Exchange`."""
+        for ticket in turn:
+            self._comm.cancel(ticket, error)
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """See `Exchange`."""
@@ -276,9 +287,9 @@ class Collectives:
         """See `Exchange`."""
         return {kind: counter.numel for kind, counter in self._comm.payload.items()}
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """See `Exchange`."""
-        self._comm.close()
+        self._comm.close(error)
 
 
 def whole(exchange: Exchange, unit: Unit, flat: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ class Storage:
 
     Attributes:
         at_end: called once, last first, when the end begins and everything still runs.
+        at_rest: called once, last first, when nothing moves any more.
         weights: one plane per space.
         records: one plane per space (None for frozen ones): remainder, exp_avg, exp_avg_sq, adjacent per sub-group.
         gradients: one plane per space (None for frozen ones).
@@ -66,6 +67,7 @@ class Storage:
         self._planes: list[Plane] = []
         self.timeline = Timeline()
         self.at_end: list[Callable[[], None]] = []
+        self.at_rest: list[Callable[[], None]] = []
         self.activations: ActivationStore | None = None
         self.disk = self._open_disk(config)
         aio = self.disk.aio if self.disk else None
@@ -189,6 +191,8 @@ class Storage:
     def _end_moves(self) -> None:
         self._end_disk()
         self.streams.close()
+        while self.at_rest:
+            self.at_rest.pop()()
 
     def _prepare_end(self) -> None:
         while self.at_end:

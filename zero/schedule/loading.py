@@ -108,7 +108,11 @@ class Loader:
         return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
 
     async def _fetch(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
-        own = await self._updates.fetch(unit, unit.own(flat), fences)
+        try:
+            own = await self._updates.fetch(unit, unit.own(flat), fences)
+        except BaseException as error:
+            self._exchange.give_up(turn, error)
+            raise
         return self._near.keep(unit, flat, await self._exchange.gather(turn, unit, flat, own))
 
     def step_taken(self) -> None:
@@ -208,7 +212,11 @@ class Loader:
         return self._storage.streams.behind_updates()
 
     async def _bring_all(self, unit: Unit, memory: torch.Tensor, turn: Turn) -> Fence:
-        own = await self._bring_own(unit)
+        try:
+            own = await self._bring_own(unit)
+        except BaseException as error:
+            self._exchange.give_up(turn, error)
+            raise
         return await self._exchange.gather(turn, unit, memory, own)
 
     def _reclaim(self) -> None:
