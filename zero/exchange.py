@@ -85,6 +85,9 @@ class Exchange(Protocol):
             changing: will this rank's slice of a unit (an index) change?
         """
 
+    def rewritten(self) -> None:
+        """Weights have changed on every rank by other means than a step; what is gathered from now on is as of that."""
+
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """Every rank's `payload`, in rank order. Blocks until all have called it."""
 
@@ -139,6 +142,9 @@ class Alone:
         return True
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """See `Exchange`."""
+
+    def rewritten(self) -> None:
         """See `Exchange`."""
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
@@ -269,6 +275,9 @@ class Collectives:
         return True
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """See `Exchange`."""
+
+    def rewritten(self) -> None:
         """See `Exchange`."""
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:

@@ -62,7 +62,7 @@ class Planner:
         self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
         self.movable = [unit for unit in layout.units if not unit.persistent]
         self.trained = [unit for unit in layout.units if unit.trainable]
-        self.sizes = PlaneSizes(layout, placement, self.state_dtype, wide=self.wide)
+        self.sizes = PlaneSizes(layout, self.state_dtype, wide=self.wide)
         self.pools = PoolSizes(layout, on_gpu=not self.on_cpu, wide=self.wide, placement=placement)
 
     def make(self) -> Plan:

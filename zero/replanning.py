@@ -142,7 +142,6 @@ class FollowsModel:
         _rest(parts)
         self._persistent_bound = False
         parts.coordinator.release_all()
-        parts.coordinator.rewritten()
         parts.watch.generation += 1
         return parts
 

@@ -64,8 +64,12 @@ class Regions:
 
     def own(self, nbytes: int, what: str) -> SharedRegion:
         """See `SharedPlaces`."""
-        self.pools = self._exchange(SharedRegion(nbytes, what, touched=False))
+        self.pools = self.each(nbytes, what)
         return self.pools[self._comm.rank]
+
+    def each(self, nbytes: int, what: str) -> list[SharedRegion]:
+        """Bytes of every rank, in rank order, that the others can read."""
+        return self._exchange(SharedRegion(nbytes, what, touched=False))
 
     def close(self) -> None:
         """Give everything up. Idempotent."""
@@ -99,6 +103,9 @@ class SharedMemory:
         self._planes: dict[int, list[Plane]] = {}
         """Rank -> its weight planes, one per space; of ranks whose slices this one reads."""
         self._swaps: list[PeerSwap] = []
+        self._copies: dict[int, tuple[int, int]] = {}
+        """Unit that is always bound -> which bytes of every rank's `_slices` hold a copy of its slice."""
+        self._slices: list[SharedRegion] = []
         self._epoch, self._reductions, self._ended = 0, 0, False
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
@@ -118,6 +125,7 @@ class SharedMemory:
             deadline_seconds=WAIT_SECONDS_MAX,
             check=comm.check,
         )
+        self._share_slices()
         if storage.disk is not None:  # all ranks have made the same plan, so all have one
             self._open_swaps(storage.disk, share)
         storage.at_end.append(self._end)
@@ -126,9 +134,7 @@ class SharedMemory:
 
     def adopted(self) -> None:
         """The planes hold the initial values of this rank's slices."""
-        self._epoch = 1
-        for unit in self._layout.units:
-            self._publish(unit.index)
+        self.rewritten()
 
     # ---- see Exchange -----------------------------------------------------------------------------
 
@@ -144,20 +150,21 @@ class SharedMemory:
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """See `Exchange`."""
-        in_place = unit.index in self._storage.plan.whole
         others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
-        await settle_all([self._fetch(rank, turn[0] if unit.trainable else 1, unit, flat, in_place) for rank in others])
+        await settle_all([self._fetch(rank, turn[0], unit, flat) for rank in others])
         return None
 
-    async def _fetch(self, rank: int, epoch: int, unit: Unit, flat: torch.Tensor, in_place: bool) -> None:
+    async def _fetch(self, rank: int, epoch: int, unit: Unit, flat: torch.Tensor) -> None:
         what = f"the slice of {unit.name} as of step {epoch - 1}"
         if self._there.read(rank, unit.index) < epoch:
             with self._named(what), self._comm.waiting(what):
                 await self._reached(rank, unit, epoch, what)
-        if not in_place:
-            plane = self._planes[rank][self._layout.space_of(unit)]
-            slices = flat.chunk(self.placement.shard_size)
-            await plane.read(unit.begin, unit.end, slices[self.placement.shard_ranks.index(rank)])
+        into = flat.chunk(self.placement.shard_size)[self.placement.shard_ranks.index(rank)]
+        if unit.index in self._copies:
+            begin, end = self._copies[unit.index]
+            into.copy_(self._slices[rank].data[begin:end])
+        elif unit.index not in self._storage.plan.whole:
+            await self._planes[rank][self._layout.space_of(unit)].read(unit.begin, unit.end, into)
 
     async def _reached(self, rank: int, unit: Unit, epoch: int, what: str) -> None:
         await self._there.reached(
@@ -196,6 +203,12 @@ class SharedMemory:
     def sees(self, flat: torch.Tensor) -> bool:
         """See `Exchange`."""
         return _lies_in(flat, self._regions.pools[self._comm.rank])
+
+    def rewritten(self) -> None:
+        """See `Exchange`."""
+        self._epoch += 1
+        for unit in self._layout.units:
+            self._publish(unit.index, frozen_too=True)
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """See `Exchange`."""
@@ -276,7 +289,28 @@ class SharedMemory:
             raise StateError("gather: nothing is shared yet")
         return self._board
 
-    def _publish(self, index: int) -> None:
+    def _share_slices(self) -> None:
+        """Make room for copies of slices of units that every rank has whole, in memory of its own.
+
+        There they may be edited at any time (`p.data.mul_(0.5)`, on every rank): one copy would be edited by all.
+        """
+        units = [u for u in self._layout.units if u.persistent and u.index in self._storage.plan.whole]
+        position = 0
+        for unit in units:
+            nbytes = unit.shard_numel * unit.dtype.itemsize
+            self._copies[unit.index] = (position, position + nbytes)
+            position += nbytes
+        if units:
+            self._slices = self._regions.each(position, "slices of weights")
+
+    def _publish(self, index: int, *, frozen_too: bool = False) -> None:
+        unit = self._layout.units[index]
+        if index in self._copies and (unit.trainable or frozen_too):
+            begin, end = self._copies[index]
+            flat = self._storage.flat(unit)
+            if flat is None:
+                raise StateError(f"{unit.name}: its home is gone")
+            self._slices[self._comm.rank].data[begin:end].copy_(unit.own(flat))
         self._there.publish(index, self._epoch)
 
     def _urge(self, rank: int, unit: Unit, epoch: int) -> None:

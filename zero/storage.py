@@ -274,9 +274,12 @@ class Storage:
         """Memory for all slices of a unit; that of all `units` is allocated at once."""
         tier = self.plan.weight_tiers[unit.index]
         if unit.index not in self._flats:
-            together = [u for u in units if self.plan.weight_tiers[u.index] == tier]
+            # Those that are always bound may be edited by a rank at any time: each rank has them for itself.
+            alike = (tier, unit.persistent)
+            together = [u for u in units if (self.plan.weight_tiers[u.index], u.persistent) == alike]
             nbytes = sum(u.nbytes for u in together)
-            region = self._region(tier, nbytes, self._shared.common(nbytes, "weights") if self._shared else None)
+            common = self._shared.common(nbytes, "weights") if self._shared and not unit.persistent else None
+            region = self._region(tier, nbytes, common)
             self._flats.update({u.index: region.take(u.nbytes) for u in together})
         return self._flats[unit.index]
 

@@ -126,6 +126,7 @@ class Loader:
         indices = range(len(self._layout.units)) if indices is None else indices
         self._near.forget(indices)
         self._partial |= self._storage.plan.whole.intersection(indices)
+        self._exchange.rewritten()
 
     def complete_persistent(self) -> None:
         """Bring the units that are always bound up to date: this rank's slices, and those of the others."""
