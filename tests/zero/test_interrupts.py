@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from models import Stumbling, build, make_config, tokens
+from pairwise import in_pairs
 from recovery import (
     NVME,
     SLOW,
@@ -141,10 +142,7 @@ class InterruptOnce:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("pair", [NVME, ("cpu", "cpu")], ids="-".join)
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("retry", ["engine.step", "nothing"])
+@in_pairs(stage=STAGES, when=("before", "after"), retry=("engine.step", "nothing"), pair=(NVME, ("cpu", "cpu")))
 def test_a_step_interrupted_at_any_stage_is_taken_once(
     open_engine: Open, nvme_path: Path, stage: str, when: str, retry: str, pair: tuple[str, str]
 ) -> None:
