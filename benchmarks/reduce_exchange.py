@@ -85,7 +85,7 @@ class Rank:
     def _reduce_scatter(self) -> None:
         kernels.cast(self.wide, self.flat)
         try:
-            dist.reduce_scatter_tensor(self.stored, self.wide)
+            getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(self.stored, self.wide)
         except RuntimeError as error:
             raise RivalMissing(f"gloo: {error}") from error
         kernels.cast_sumsq(self.stored, self.stored, self.scale, self.sums)

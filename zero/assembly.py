@@ -44,7 +44,7 @@ from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
 from zero.schedule.rows import RowLender
-from zero.starting import agree_on_machine, take_first_ranks_buffers, take_first_ranks_values
+from zero.starting import CommonBuffers, agree_on_machine, take_first_ranks_values
 from zero.storage import Storage
 from zero.stored_values import StoredValues
 
@@ -246,17 +246,22 @@ class Assembly:
         """Put hooks on the model; from here on the parts run it."""
         self.hooks.install()
         move_buffers(self.model, self._owner.device, torch.bfloat16 if self._config.bf16.enabled else None)
-        take_first_ranks_buffers(self._owner.exchange, self.model)
+        self.buffers = CommonBuffers(self._owner.exchange, self.model)
+        self.buffers.share()
         self.coordinator.bind_persistent()
         self.watch.install(self.bound)
         self.hooks.at_removal.append(fetch_experts_by_rows(self.model))
 
     def undo(self) -> None:
-        """Building has failed: the model gets back what the planes have taken, no hook stays, all is freed."""
+        """Building has failed: the model gets back what the planes have taken, no hook stays, all is freed.
+
+        Of several ranks each has a part of the values only, and the others may be past helping: there they are lost.
+        """
         try:
             if self._built:
                 self.hooks.remove()
-                self.keeper.return_values()
+                if self._owner.exchange.placement.alone:
+                    self.keeper.return_values()
         finally:
             self.storage.close()
 

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.errors import ConfigError, RankDivergenceError
+from offload.errors import ConfigError, RankDivergenceError, RankLostError
 from offload.messages import bytes_of, tensor_of
 from offload.streams import Fence, Streams
 from offload.timeline import Timeline
 from zero.distributed import backend
-from zero.distributed.board import Board
 from zero.distributed.fate import Fate, again
 from zero.distributed.groups import Group, Payload
 from zero.distributed.lines import Lines
 from zero.distributed.meeting import Meeting
+from zero.distributed.opening import open_lines
 from zero.distributed.order import Order
 from zero.distributed.sequence import Log, Ticket, pack_header
 from zero.distributed.watch import Wait, Watch
@@ -78,13 +78,13 @@ class Comm:
         self.payload: dict[str, Payload] = {}
         self._nccl = self.world_size > 1 and backend.uses_nccl(device, process_group)
         self.fixed_order = fixed_order or not self._nccl
-        self._lines, self._watch, control = Lines(device, process_group), None, None
+        self._lines: Lines | None = None
+        self._watch: Watch | None = None
+        control = None
         if self.world_size > 1:
-            control = self._lines.open(self._members, "gloo")
-            board = self._lines.board = Board(backend.store_of(control), self.rank, self.world_size)
-            self._lines.tell_ends()
-            self._watch = Watch(board, self._log, self._fate, self.rank, self.world_size, deadline_seconds)
-            self._watch.when_broken(self._lines.cut)
+            self._lines, self._watch, control = open_lines(
+                self._log, self._fate, self._members, device, process_group, deadline_seconds
+            )
         self._leave = weakref.finalize(self, _leave, os.getpid(), self._watch, self._lines, self._fate)
         self._meeting = Meeting(
             self._members, self.rank, control, self._log, self._fate, self._waiting, self._explained
@@ -108,14 +108,20 @@ class Comm:
                 if wanted[member] != key:
                     raise ConfigError(f"group: rank {self.rank} wants {key}, rank {member} wants {wanted[member]}")
             for other in sorted(set(wanted)):
-                handle = None
-                if len(other) > 1:
-                    members = [self._members[rank] for rank in other]
-                    handle = self._lines.open(members, "nccl" if self._nccl else "gloo")
+                handle = self._open(other)
                 if other == key:
                     self._groups[key] = Group(key, key.index(self.rank), handle)
-            self._lines.tell_ends()
         return self._groups[key]
+
+    def _open(self, ranks: tuple[int, ...]) -> Any:
+        if len(ranks) == 1 or self._lines is None:
+            return None
+        what = f"opening the group of ranks {ranks}"
+        with self._waiting(self._log.count - 1, what):
+            try:
+                return self._lines.open([self._members[rank] for rank in ranks], "nccl" if self._nccl else "gloo")
+            except BaseException as error:
+                raise self._explained(error, what) from error
 
     # ---- what the mover runs ------------------------------------------------------------------
 
@@ -369,20 +375,25 @@ class Comm:
             if not ended.done():
                 ended.set_exception(RuntimeError(str(error)))
 
-    def close(self) -> None:
-        """Leave: a rank that waits for this one is told so. Gives the groups back. Idempotent."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave: a rank that waits for this one is told so, and why if there is an `error`. Gives the groups back.
+
+        Idempotent.
+        """
+        if error is not None:
+            self._fate.end(RankLostError(f"rank {self.rank} has failed: {type(error).__name__}: {error}"))
         self._leave()
         self._groups.clear()
 
 
-def _leave(pid: int, watch: Watch | None, lines: Lines, fate: Fate) -> None:
+def _leave(pid: int, watch: Watch | None, lines: Lines | None, fate: Fate) -> None:
     """Of an engine that is closed or dropped, or whose process ends."""
     if os.getpid() != pid:
         return  # a child by fork, such as a data loader's worker: nothing of this is its own
     fate.closed = True
-    if watch is not None:
+    if watch is not None and lines is not None:
         watch.stop()
         if watch.under_way:
             lines.cut()
             watch.wait(GIVE_UP_SECONDS)  # the process may be about to end: gloo's threads must not outlive Python
-    lines.close()
+        lines.close()

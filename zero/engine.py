@@ -28,7 +28,6 @@ from zero.optim.pipeline import StepArguments
 from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
 from zero.replanning import Census, FollowsModel
-from zero.starting import take_first_ranks_buffers
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
 from zero.tracing import Traced, Tracer, traced
@@ -195,7 +194,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
         """Running statistics are the first rank's, as with DistributedDataParallel."""
         if self.module.training and torch.is_grad_enabled():
             if self._buffers_differ:
-                take_first_ranks_buffers(self.exchange, self.module)
+                self._parts.buffers.share()
             self._buffers_differ = not self._local_only
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -339,6 +338,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
         self._watch.remove()
         if begun:  # an interrupt may have stopped the first attempt
             self._storage.close()
+            self.exchange.close()
             return
         self._finalizer.detach()
         try:

@@ -81,7 +81,12 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     loaded = _read_config(args, config if config is not None else config_params)
     groups = groups_from(optimizer, model_parameters, model, loaded)
     device = compute_device()
-    engine = ZeroEngine(model, groups, loaded, device, open_exchange(loaded, device))
+    exchange = open_exchange(loaded, device)
+    try:
+        engine = ZeroEngine(model, groups, loaded, device, exchange)
+    except BaseException as error:  # the other ranks wait for this one
+        exchange.close(error)
+        raise
     given = loaded.origin("activation_checkpointing") == "user"
     checkpointing.follow(engine.activations, configured=given)
     if lr_scheduler is not None:

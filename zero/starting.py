@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zero.exchange import Exchange
 from zero.machine import Machine
@@ -57,12 +59,41 @@ def take_first_ranks_values(exchange: Exchange, parameters: Iterable[nn.Paramete
             source.close([parameter])
 
 
-def take_first_ranks_buffers(exchange: Exchange, model: nn.Module) -> None:
-    """Give every rank the first one's buffers, as DistributedDataParallel does. All ranks come here."""
-    if exchange.placement.alone:
-        return
-    seen: set[int] = set()
-    for buffer in model.buffers():
-        if id(buffer) not in seen and buffer.numel():
-            seen.add(id(buffer))
-            exchange.broadcast(buffer, 0)
+class CommonBuffers:
+    """The model's buffers: running statistics and the like are the first rank's, as with DistributedDataParallel.
+
+    Most buffers are tables that never change; only what has changed on some rank travels. Statistics of torch's norms
+    always do: its kernels change them without a new version.
+    """
+
+    def __init__(self, exchange: Exchange, model: nn.Module) -> None:
+        self._exchange, self._model = exchange, model
+        self._versions: dict[str, tuple[int, int]] = {}
+
+    def share(self) -> None:
+        """Give every rank the first one's buffers. All ranks come here."""
+        if self._exchange.placement.alone:
+            return
+        buffers = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
+        statistics = {
+            f"{name}.{own}" if name else own
+            for name, module in self._model.named_modules()
+            if isinstance(module, _NormBase)
+            for own in module._buffers
+        }
+        if not buffers:
+            return
+        changed = [
+            name
+            for name, buffer in buffers.items()
+            if name in statistics or self._versions.get(name) != _version(buffer)
+        ]
+        answers = self._exchange.agree("buffers", json.dumps(changed).encode())
+        anywhere = set[str]().union(*map(json.loads, answers))
+        self._exchange.broadcast_all([buffer for name, buffer in buffers.items() if name in anywhere], 0)
+        self._versions = {name: _version(buffer) for name, buffer in buffers.items()}
+
+
+def _version(buffer: torch.Tensor) -> tuple[int, int]:
+    """Changes with the buffer's values, or with the tensor that it is."""
+    return id(buffer), -1 if buffer.is_inference() else buffer._version

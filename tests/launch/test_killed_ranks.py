@@ -49,8 +49,8 @@ def test_a_rank_killed_while_training_takes_all_along_and_leaves_no_byte(
     body = f"""
         sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent)!r}]
         os.environ["ZERO_DEVICE"] = "cpu"
-        import torch.distributed as dist
-        dist.init_process_group("gloo")
+        import zero
+        zero.init_distributed()
         from ranks_training import steps
         for step, _ in enumerate(steps({str(nvme)!r})):
             report(step=step, pid=os.getpid())

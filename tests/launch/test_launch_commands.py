@@ -102,6 +102,22 @@ def test_the_forms_that_accelerate_gives(hostfile: str) -> None:
     assert parsed(*common, "--launcher", "nossh", "--node_rank", "0", "x.py").no_ssh
 
 
+def test_pdsh_is_taken_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments.shutil, "which", lambda name: "/usr/bin/pdsh")
+    assert parsed("x.py").launcher == "pdsh" and parsed("--launcher", "SSH", "x.py").launcher == "ssh"
+    monkeypatch.setattr(arguments.shutil, "which", lambda name: None)
+    assert parsed("x.py").launcher == "ssh" and parsed("--launcher", "pdsh", "x.py").launcher == "pdsh"
+
+
+@pytest.mark.parametrize(("host", "remote"), [("127.0.0.1", False), ("localhost", False), ("192.0.2.7", True)])
+def test_one_node_is_started_here_if_it_is_this_machine(host: str, remote: bool, tmp_path: Path) -> None:
+    (tmp_path / "one").write_text(f"{host} slots=2\n")
+    options = parsed("-H", str(tmp_path / "one"), "x.py")
+    assert is_remote(options, plan_job(options, 0)) is remote
+    options = parsed("-H", str(tmp_path / "one"), "--force_multi", "x.py")
+    assert is_remote(options, plan_job(options, 0))
+
+
 def test_nodes_without_a_hostfile_are_numbered() -> None:
     words = ("--no_ssh", "--num_nodes", "2", "--num_gpus", "3", "--node_rank", "1", "x.py")
     assert planned("--master_addr", "10.0.0.1", *words).nodes == (Node("node-0", (0, 1, 2)), Node("node-1", (0, 1, 2)))

@@ -23,7 +23,8 @@ def test_only_variables_of_training_libraries_travel() -> None:
 
 @given(st.dictionaries(NAMES, st.text(st.characters(exclude_categories=("C", "Z")), max_size=8).map(str.strip)))
 def test_what_is_written_is_read(variables: dict[str, str]) -> None:
-    text = "# a comment\n\n" + "".join(f'export {name} = "{value}"\n' for name, value in variables.items())
+    head = "# a comment\n\nBASH_FUNC_which%%=() {  eval x\n"
+    text = head + "".join(f'export {name} = "{value}"\n' for name, value in variables.items())
     assert parse_file(text, "env") == variables
 
 

@@ -257,7 +257,7 @@ def test_the_command_runs_a_script_and_tells_errors_plainly(
     assert "zero: --hostfile" in capfd.readouterr().err
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["run", "-H", str(tmp_path / "hosts"), script]) == 1
+    assert main(["run", "-H", str(tmp_path / "hosts"), "--launcher", "pdsh", script]) == 1
     assert "--launcher: pdsh cannot be started here" in capfd.readouterr().err
 
 

@@ -278,6 +278,25 @@ def test_a_cancelled_collective_ends_the_exchange() -> None:
     assert second[0] == "PeerError" and second[2] == (0,) and "gave up in collective 1" in second[1]
 
 
+def test_what_a_check_raises_ends_the_wait() -> None:
+    def job(index: int, share: Share, parent: Parent) -> Any:
+        party = Party(index, 2, share)
+        looks: list[int] = []
+
+        def check() -> None:
+            looks.append(0)
+            if len(looks) == 3:
+                raise ValueError("somebody else has failed")
+
+        exchange = SharedExchange.join(index, 2, share, party.regions, (index, 2), check=check)
+        party.exchange = exchange
+        found = outcome(party, lambda exchange: plain(exchange, 1, 64)) if index == 0 else None
+        share(b"")
+        return found
+
+    assert all_run(2, job)[0] == ("ValueError", "somebody else has failed", ())
+
+
 def test_closing_while_one_waits_hides_no_error() -> None:
     def job(index: int, share: Share, parent: Parent) -> Any:
         party = Party(index, 2, share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ import torch
 from offload.sockets import Connection, connections, shut
 from zero.distributed import backend
 from zero.distributed.board import Board
+from zero.distributed.fate import Fate
+
+OPENING_SECONDS = 20.0
+"""For ranks that are all known to come."""
 
 
 class Lines:
@@ -18,44 +23,43 @@ class Lines:
     Args:
         device: where NCCL's collectives run.
         parent: whose ranks and timeout they have; None: torch's default group.
+        board: where ranks show their connections.
+        fate: of the engine.
     """
 
-    def __init__(self, device: torch.device, parent: Any) -> None:
-        self._device, self._parent = device, parent
+    def __init__(self, device: torch.device, parent: Any, board: Board, fate: Fate) -> None:
+        self._device, self._parent, self._board, self._fate = device, parent, board, fate
         self._handles: list[Any] = []
         self._ends: dict[str, set[Connection]] = {}
-        self.board: Board | None = None
 
     def open(self, ranks: Sequence[int], name: str) -> Any:
-        """A new group of global ranks; every rank opens the same ones in the same order.
+        """A new group of global ranks; every rank opens the same ones in the same order, after all have met.
 
         Args:
             ranks: its members.
             name: of its backend, "gloo" or "nccl".
         """
         before = connections()
-        handle = backend.new_group(ranks, name, self._parent)
+        timeout = timedelta(seconds=OPENING_SECONDS) if name == "gloo" and backend.has_cpu(self._parent) else None
+        handle = backend.new_group(ranks, name, self._parent, timeout, self._device, self._fate.check)
         if backend.own_rank() not in ranks:
             return None
         self._handles.append(handle)
         if name == "gloo":
             # Ranks connect by the first message at the latest.
             told = torch.zeros(len(ranks), dtype=torch.uint8)
-            backend.finish(backend.all_gather(told, told[:1].clone(), handle), lambda: None)
-            self._ends[str(len(self._handles))] = connections() - before
+            backend.finish(backend.all_gather(told, told[:1].clone(), handle), self._fate.check)
+            backend.inherit_timeout(handle, self._parent)
+            key = str(len(self._handles))
+            self._ends[key] = connections() - before
+            self._board.tell_ends(key, [end.ends for end in self._ends[key]])
         return handle
-
-    def tell_ends(self) -> None:
-        """Show the connections on the board; those that another rank shows too are a group's."""
-        if self.board is not None:
-            for name, found in self._ends.items():
-                self.board.tell_ends(name, [end.ends for end in found])
 
     def cut(self) -> None:
         """End whatever is under way, here and on the ranks at the other ends."""
         for name, found in self._ends.items():
             try:
-                theirs = self.board.ends(name) if self.board is not None else set()
+                theirs = self._board.ends(name)
                 shut(end for end in found if end.ends[::-1] in theirs)
             except Exception:  # the board is gone: what came to be with the group is all that is known
                 shut(found)

@@ -34,7 +34,7 @@ logger = logging.getLogger("zero")
 
 LOG_SECONDS = 5.0
 """How long the logs of other ranks are waited for once it is certain that something is wrong."""
-EVIDENCE_SECONDS = 8.0
+EVIDENCE_SECONDS = 4.0
 """How long a lost connection may stay without an explanation; ranks that fail tell the board first."""
 COMPARE_SECONDS = 5.0
 """How often digests are compared with a neighbour's while all is well."""
@@ -77,6 +77,7 @@ class Watch:
         self._called, self._compared = 0, 0.0
         self._answered = time.monotonic()
         self._seen: dict[int, Position] = {}
+        self._met: dict[int, Position] = {}
         self._self = Position(home=home(), pid=os.getpid())
         self._breaking: list[Any] = []
         self._thread = threading.Thread(target=self._run, name="zero-watch", daemon=True)
@@ -104,6 +105,10 @@ class Watch:
         if not self._thread.is_alive():
             self._answer_all()
         return question
+
+    def meet(self, others: dict[int, Position]) -> None:
+        """Where the processes of other ranks are."""
+        self._met = others
 
     @property
     def under_way(self) -> bool:
@@ -194,11 +199,9 @@ class Watch:
     def _look(self) -> None:
         """Is there proof that a wait will not end, or that ranks have parted?"""
         now, blocked = time.monotonic(), self._blocked()
-        if len(self._seen) < self._world_size - 1:
-            self._seen = self._board.positions()  # for when the store is gone
         if blocked:
             self._board.call()
-            positions = self._board.positions()
+            positions = self._others()
             found = self._lost(positions, blocked[0]) or self._parted(positions)
             if found is not None:
                 self._fate.end(found)
@@ -213,6 +216,10 @@ class Watch:
                 self._fate.end(self._named(f"rank {self._rank}", RuntimeError("the ranks have not done the same")))
                 self._tell()
                 self._break()
+
+    def _others(self) -> dict[int, Position]:
+        """Where each other rank is; one that has told nothing is where it was met, if it was."""
+        return {**self._met, **self._board.positions()}
 
     def _lost(self, positions: dict[int, Position], wait: Wait) -> RankDivergenceError | None:
         """An error if a rank will never come to where this one waits."""
@@ -287,12 +294,12 @@ class Watch:
         """Look for what is behind an error until something is found or time is up."""
         if isinstance(error, RankDivergenceError):
             return self._named(f"rank {self._rank}, {what}", error)
-        begin = self._board.positions()
+        begin = self._others()
         end, wait = time.monotonic() + EVIDENCE_SECONDS, Wait(self._log.count, what, 0.0)
         self._board.call()
         while True:
             self._tell()
-            positions = self._board.positions()
+            positions = self._others()
             found = self._lost(positions, wait) or self._parted(positions)
             if found is not None:
                 return found
@@ -300,14 +307,16 @@ class Watch:
                 break
             time.sleep(0.2)
         silent = [rank for rank, p in positions.items() if rank in begin and begin[rank].beat == p.beat]
-        known = f"no sign of life of ranks {silent}" if silent else "every rank is alive"
+        unknown = [rank for rank in range(self._world_size) if rank != self._rank and rank not in positions]
+        known = f"no sign of life of rank {_listed(silent)}" if silent else "the others are alive"
+        known += f", nothing is known of rank {_listed(unknown)}" if unknown else ""
         others = "; ".join(f"rank {rank} {position}" for rank, position in sorted(positions.items()))
         return RankLostError(f"rank {self._rank}: {what} failed: {error}; {known}: {others}")
 
     def _without_board(self, what: str, silence: BaseException) -> RankLostError:
         """What can be said when the store does not answer."""
-        dead = [rank for rank, position in sorted(self._seen.items()) if has_died(position)]
-        known = f"the process of rank {', '.join(map(str, dead))} has died" if dead else "no rank can be asked"
+        dead = [rank for rank, position in sorted(self._met.items()) if has_died(position)]
+        known = f"the process of rank {_listed(dead)} has died" if dead else "no rank can be asked"
         return RankLostError(
             f"rank {self._rank}: {what}; {known}: the store of the process group, which rank 0 or the launcher keeps, "
             f"does not answer: {str(silence).splitlines()[0]}"
@@ -331,3 +340,7 @@ class Watch:
         if found is None:
             return RankDivergenceError(f"{where}: {error}; the logs no longer reach back to where they differ")
         return RankDivergenceError(self._sentence(found, self._board.positions()))
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

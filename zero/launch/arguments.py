@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     port = f"of node 0 (one node: a free one; several: {DEFAULT_PORT})"
     add("--master_port", type=int, metavar="PORT", help=port)
     others = "pdsh, ssh, slurm, mpi (also openmpi, mpich, mvapich, impi, nossh), or local: nodes that are reached by "
-    parser.add_argument("--launcher", default="pdsh", help=others + "--launcher_args as a prefix (pdsh)")
+    others += "--launcher_args as a prefix (pdsh where it is installed, else ssh)"
+    parser.add_argument("--launcher", help=others)
     add(
         "--launcher_args",
         default="",
@@ -115,7 +117,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def _settle_launcher(options: argparse.Namespace) -> None:
-    wish = options.launcher.lower()
+    wish = ("pdsh" if shutil.which("pdsh") else "ssh") if options.launcher is None else options.launcher.lower()
     options.launcher = ALIASES.get(wish, wish)
     if options.launcher == "--no_ssh":
         options.no_ssh, options.launcher = True, "local"

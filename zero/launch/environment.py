@@ -13,6 +13,7 @@ PREFIXES = ("NCCL", "GLOO", "UCX", "TORCH", "PYTHON", "PYTORCH", "OMP", "MKL", "
 """What libraries of a training job read; everything else stays on this machine."""
 OF_THIS_NODE = ("ZERO_RUN_FOLDER", "ZERO_RUN_ID", "ZERO_RANK_OPTIONS", "TORCHELASTIC_")
 """Beginnings of what a launcher further out has set for its own ranks."""
+SHELL_FUNCTION = "BASH_FUNC_"
 FILE_NAME = ".deepspeed_env"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -54,6 +55,8 @@ def parse_file(text: str, name: str) -> dict[str, str]:
     for number, line in enumerate(text.splitlines(), 1):
         words = line.strip().removeprefix("export ").lstrip()
         if not words or words.startswith("#"):
+            continue
+        if words.startswith(SHELL_FUNCTION):  # bash exports functions under names that only it can take
             continue
         key, equals, value = words.partition("=")
         if not equals or not NAME.fullmatch(key.strip()):

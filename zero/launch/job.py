@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from offload.errors import ConfigError
 from zero.launch.arguments import DEFAULT_HOSTFILE, DEFAULT_PORT, Program, program_of
 from zero.launch.hosts import Node, choose, first_nodes, first_slots, read_hostfile
@@ -110,7 +112,16 @@ def is_remote(options: argparse.Namespace, job: Job) -> bool:
 
 
 def _is_here(host: str) -> bool:
-    return host in (*LOCAL_NAMES, socket.gethostname(), socket.getfqdn())
+    """True for this machine's names and addresses."""
+    name = host.rpartition("@")[2]
+    if name in (*LOCAL_NAMES, socket.gethostname()):
+        return True
+    try:
+        found = {str(answer[4][0]) for answer in socket.getaddrinfo(name, None)}
+    except OSError:
+        return False
+    mine = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return bool(found & mine)
 
 
 def _pool(options: argparse.Namespace, device_count: int) -> tuple[Mapping[str, int], str]:
@@ -147,7 +158,7 @@ def _master_addr(options: argparse.Namespace, nodes: list[Node]) -> str:
     address = options.master_addr or nodes[0].host.rpartition("@")[2]
     if options.no_ssh and not options.master_addr and options.hostfile is None:
         raise ConfigError("--master_addr: expected the address of node 0 with --no_ssh, got none; add it on every node")
-    if address in LOCAL_NAMES:
+    if address in LOCAL_NAMES and options.launcher != "local":
         raise ConfigError(
             f"--master_addr: expected an address that every node can reach, got {address}, which is each node "
             "itself; give the address of node 0"
