@@ -115,7 +115,7 @@ STAGES: dict[str, Callable[[Any], Any]] = {
     "finish": lambda engine: (engine._stepper, "finish"),
     "flush_all": lambda engine: (engine._gradients, "flush_all"),
     "settle": lambda engine: (engine._gradients, "settle"),
-    "norm": lambda engine: (engine._gradients, "norm"),
+    "square_sum": lambda engine: (engine._gradients, "square_sum"),
     "values": lambda engine: (engine.optimizer, "values"),
     "trained_units": lambda engine: (engine._stepper._pipeline, "trained_units"),
     "fix": lambda engine: (engine._stepper, "fix"),
