@@ -94,8 +94,14 @@ class Exchange(Protocol):
     def payload_numel(self) -> dict[str, int]:
         """Elements that collectives have handled so far, by what they were for."""
 
+    def renewed(self) -> Exchange:
+        """An exchange with the same ranks for another storage; this one serves its own until it is released."""
+
+    def release(self) -> None:
+        """Let go of what belongs to the storage; its renewed one goes on."""
+
     def close(self) -> None:
-        """Let go of what the exchange holds."""
+        """Let go of what the exchange holds, and of the ranks."""
 
 
 class Alone:
@@ -148,6 +154,13 @@ class Alone:
     def payload_numel(self) -> dict[str, int]:
         """See `Exchange`."""
         return {}
+
+    def renewed(self) -> Alone:
+        """See `Exchange`."""
+        return self
+
+    def release(self) -> None:
+        """See `Exchange`."""
 
     def close(self) -> None:
         """See `Exchange`."""
@@ -275,6 +288,13 @@ class Collectives:
     def payload_numel(self) -> dict[str, int]:
         """See `Exchange`."""
         return {kind: counter.numel for kind, counter in self._comm.payload.items()}
+
+    def renewed(self) -> Collectives:
+        """See `Exchange`."""
+        return Collectives(self._comm, self.placement, self._wire)
+
+    def release(self) -> None:
+        """See `Exchange`."""
 
     def close(self) -> None:
         """See `Exchange`."""

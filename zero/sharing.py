@@ -89,7 +89,7 @@ class SharedMemory:
     memory: SharedPlaces | None
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        self._comm, self.placement = comm, placement
+        self._comm, self.placement, self._wire = comm, placement, wire
         self.scale, self.overlaps = 1.0 / placement.world_size, wire.overlaps
         self.memory = self._regions = Regions(comm)
         self._board: Board | None = None
@@ -204,7 +204,16 @@ class SharedMemory:
         """See `Exchange`. None of it goes through collectives."""
         return {}
 
+    def renewed(self) -> SharedMemory:
+        """See `Exchange`."""
+        return SharedMemory(self._comm, self.placement, self._wire)
+
     def close(self) -> None:
+        """See `Exchange`."""
+        self.release()
+        self._comm.close()
+
+    def release(self) -> None:
         """See `Exchange`."""
         self._end()
         if self._reducer is not None:
@@ -214,7 +223,6 @@ class SharedMemory:
         while self._swaps:
             self._swaps.pop().close()
         self._regions.close()
-        self._comm.close()
 
     def _open_swaps(self, own: Disk, share: Share) -> None:
         """Open the planes of the other ranks of the shard group in their swap files."""
