@@ -23,7 +23,8 @@ SLOTS = 16
 SECONDS_MAX = 300.0
 
 LATEST, FAILED, COMMON_COLUMNS = 0, 1, 2
-"""Columns: the collective that this peer offered last; the one it failed in, or 0."""
+"""Columns: the collective that this peer offered last; the one it failed in, 0 while all is well, LEFT at the end."""
+LEFT = -1
 OFFSET, NBYTES, UNIT, OFFERED, READ, SLOT_COLUMNS = 0, 1, 2, 3, 4, 5
 """Columns of a slot: where the flat is, how long, whose; number of the collective that is offered, and that is read."""
 
@@ -64,6 +65,7 @@ class SharedExchange:
         """Per slot the number whose turn it is."""
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._failure: BaseException | None = None
+        self._closed = False
 
     @classmethod
     def join(
@@ -135,8 +137,12 @@ class SharedExchange:
         await self._leave(number, what)
 
     def close(self) -> None:
-        """Close the board. Idempotent."""
-        self._board.close()
+        """Leave: peers that wait for this one learn of it at once. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            if self._failure is None:
+                self._board.publish(FAILED, LEFT)
+            self._board.close()
 
     def _enter(self, number: int, offset: int, nbytes: int) -> None:
         self._check_going(number)
@@ -206,7 +212,7 @@ class SharedExchange:
         self._check()
         numbers = self._board.read_all(FAILED)
         if failed := [peer for peer, number in enumerate(numbers) if number and peer != self._board.index]:
-            names = ", ".join(f"{self._board.name(peer)} gave up in collective {numbers[peer]}" for peer in failed)
+            names = ", ".join(f"{self._board.name(peer)} {_how_it_ended(numbers[peer])}" for peer in failed)
             raise PeerError(f"{names}; its own error says why", failed)
 
     def _slices(self, number: int, nbytes: int, unit: int) -> list[torch.Tensor]:
@@ -231,3 +237,7 @@ class SharedExchange:
 
     def _column(self, number: int, column: int) -> int:
         return COMMON_COLUMNS + number % self._slots * SLOT_COLUMNS + column
+
+
+def _how_it_ended(number: int) -> str:
+    return "has closed its exchange" if number == LEFT else f"gave up in collective {number}"

@@ -40,7 +40,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        words = [f"{self.ranks} ranks", f"accumulation {self.accumulation}", f"{self.backwards} backwards"]
+        words = [
+            f"{self.ranks} rank{'s' * (self.ranks > 1)}",
+            f"accumulation {self.accumulation}",
+            f"{self.backwards} backward{'s' * (self.backwards > 1)}",
+        ]
         words += ["clipped"] * bool(self.clipping) + ["bf16"] * self.bf16 + ["agreed"] * self.agreed
         return ", ".join(words)
 

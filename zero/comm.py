@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.errors import ConfigError, RankDivergenceError
+from offload.errors import ConfigError, RankDivergenceError, RankLostError
 from offload.messages import bytes_of, tensor_of
 from offload.streams import Fence, Streams
 from offload.timeline import Timeline
@@ -251,7 +251,7 @@ class Comm:
         self, ticket: Ticket, group: Group, flat: Tensor, after: tuple[Fence, ...], start: Callable[[], Any]
     ) -> Fence:
         """Launch in turn and wait; a fence behind it."""
-        self._loop = self._loop or asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         try:
             if not self._nccl:
                 await self._streams.reached(*after)
@@ -375,8 +375,13 @@ class Comm:
             if not ended.done():
                 ended.set_exception(RuntimeError(str(error)))
 
-    def close(self) -> None:
-        """Leave: a rank that waits for this one is told so. Gives the groups back. Idempotent."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave: a rank that waits for this one is told so, and why if there is an `error`. Gives the groups back.
+
+        Idempotent.
+        """
+        if error is not None:
+            self._fate.end(RankLostError(f"rank {self.rank} has failed: {type(error).__name__}: {error}"))
         self._leave()
         self._groups.clear()
 

@@ -90,7 +90,7 @@ class UnitEditor:
     def _open_one(self, index: int) -> None:
         bound = self._bound[index]
         self._coordinator.let_go(index)
-        if bound.bound and not self._shown_to_others(index):
+        if bound.bound:
             # In use by a forward around us, or persistent: edits happen in place.
             self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
@@ -99,15 +99,8 @@ class UnitEditor:
         copy = torch.empty_like(before)
         copy.copy_(before)
         self._before[index] = before
-        if bound.bound:
-            bound.unbind()
         bound.bind(copy)
         self._coordinator.hold(index)
-
-    def _shown_to_others(self, index: int) -> bool:
-        """True for memory that other ranks see too: what is edited there would be theirs at once."""
-        shared = self._layout.units[index].persistent and self._exchange.placement.shares_memory
-        return shared and index in self._storage.plan.whole
 
     def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
         """Store what changed since `open` and release what it bound. All ranks come here.
@@ -123,9 +116,8 @@ class UnitEditor:
                 made different edits, none of which is kept.
             StorageError: the first failure.
         """
-        changes: list[Edit] = []
+        edits: list[Edit] = []
         refused: list[str] = []
-        last = [index for index in indices if self._opened[index] == 1]
         for index in indices:
             self._opened[index] -= 1
             if self._opened[index]:
@@ -134,28 +126,36 @@ class UnitEditor:
             refused += bound.recapture()
             before = self._before.pop(index)
             after = bound.flat.detach().view(torch.uint8)
-            changes.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
+            edits.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
             if self._coordinator.held(index):
                 self._coordinator.unhold(index)
                 bound.unbind()
         try:
-            changes = agree_on_edits(self._exchange, changes, modifier_rank)
+            changes = agree_on_edits(self._exchange, edits, modifier_rank)
         except StateError as error:
             refused.append(str(error))
             changes = []
+        self._undo(edits, {change.unit.index for change in changes})
         for change in changes:
             self._changed(change.unit.index)
             bound = self._bound[change.unit.index]
             if bound.bound:
                 bound.flat.detach().view(torch.uint8).copy_(change.after)
         self._unstored += changes
-        self.store_edits()
-        if changes and self._exchange.placement.shares_memory:
-            self._exchange.agree("edits stored", b"")
-        if any(self._shown_to_others(index) for index in last):
-            self._coordinator.bind_persistent()
+        try:
+            self.store_edits()
+        finally:
+            if changes:
+                self._coordinator.rewritten([change.unit.index for change in changes])
         if refused:
             raise StateError(f"GatheredParameters: {'; '.join(refused)}")
+
+    def _undo(self, edits: list[Edit], kept: set[int]) -> None:
+        """Edits that do not count, and were made where the unit is used, are taken back."""
+        for edit in edits:
+            bound = self._bound[edit.unit.index]
+            if edit.unit.index not in kept and bound.bound and edit.changed:
+                bound.flat.detach().view(torch.uint8).copy_(edit.before)
 
     def store_edits(self) -> None:
         """Store the edits that are not stored yet. What fails stays in memory and is tried again next time.

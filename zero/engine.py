@@ -338,6 +338,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
         self._watch.remove()
         if begun:  # an interrupt may have stopped the first attempt
             self._storage.close()
+            self.exchange.close()
             return
         self._finalizer.detach()
         try:

@@ -27,6 +27,9 @@ from zero.whole_gradients import SharedPlaces
 Turn = tuple[Any, ...]
 """What an exchange needs to know of its place in the order."""
 
+NEAR = "gather inside nodes"
+"""What a gather among neighbours is for."""
+
 HOST_CHUNK_BYTES = 16 << 20
 """Of a slice, at a time, where values are read on the host."""
 
@@ -49,10 +52,16 @@ class Exchange(Protocol):
         """The planes hold the initial values of this rank's slices."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
-        """Take the next turn for `what` ("gather" or "reduce"); it must be used."""
+        """Take the next turn for `what` ("gather", `NEAR` or "reduce"); it must be used, or given up."""
+
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        """This rank cannot use a turn that it has taken: who waits for it is told why. Any thread."""
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
-        """Fill `flat` (uint8, the unit's bytes), of which this rank's slice is there behind `after`. Returns behind."""
+        """Fill `flat` (uint8, the unit's bytes), of which this rank's slice is there behind `after`. Returns behind.
+
+        With a turn for `NEAR` it is this rank's part among its neighbours that is there.
+        """
 
     def reduce(
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
@@ -76,6 +85,9 @@ class Exchange(Protocol):
             changing: will this rank's slice of a unit (an index) change?
         """
 
+    def rewritten(self) -> None:
+        """Weights have changed on every rank by other means than a step; what is gathered from now on is as of that."""
+
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """Every rank's `payload`, in rank order. Blocks until all have called it."""
 
@@ -88,8 +100,14 @@ class Exchange(Protocol):
     def payload_numel(self) -> dict[str, int]:
         """Elements that collectives have handled so far, by what they were for."""
 
-    def close(self) -> None:
-        """Let go of what the exchange holds."""
+    def renewed(self) -> Exchange:
+        """An exchange with the same ranks for another storage; this one serves its own until it is released."""
+
+    def release(self) -> None:
+        """Let go of what belongs to the storage; its renewed one goes on."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Let go of what the exchange holds. The other ranks are told that this one is gone, and of `error`."""
 
 
 class Alone:
@@ -111,6 +129,9 @@ class Alone:
         """See `Exchange`."""
         return ()
 
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        """See `Exchange`."""
+
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """See `Exchange`."""
         return after[0] if after else None
@@ -129,6 +150,9 @@ class Alone:
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """See `Exchange`."""
 
+    def rewritten(self) -> None:
+        """See `Exchange`."""
+
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """See `Exchange`."""
         return [payload]
@@ -143,7 +167,14 @@ class Alone:
         """See `Exchange`."""
         return {}
 
-    def close(self) -> None:
+    def renewed(self) -> Alone:
+        """See `Exchange`."""
+        return self
+
+    def release(self) -> None:
+        """See `Exchange`."""
+
+    def close(self, error: BaseException | None = None) -> None:
         """See `Exchange`."""
 
 
@@ -178,6 +209,7 @@ class Collectives:
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
         self._comm, self.placement, self._wire = comm, placement, wire
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
+        self._near = comm.group(placement.near_ranks)
         self._before = placement.world_size if wire.prescale else wire.predivide_factor
         self.scale, self.overlaps = self._before / placement.world_size, wire.overlaps
         self._room = asyncio.Lock()
@@ -195,16 +227,24 @@ class Collectives:
         kinds = ["gather persistent" if unit.persistent and self.placement.weights_sharded else "gather"]
         if what == "gather":
             kinds *= self._shard.size > 1
+        elif what == NEAR:
+            kinds = [NEAR]
         else:
             kinds = ["reduce"] * (self._shard.size > 1)
             kinds += ["reduce over replicas", "gather over replicas"] * (self._replicas.size > 1)
         return tuple(self._comm.ticket(kind, unit.index, unit.name) for kind in kinds)
 
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        """See `Exchange`."""
+        for ticket in turn:
+            self._comm.cancel(ticket, error)
+
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """See `Exchange`."""
         if not turn:
             return after[0] if after else None
-        return await self._comm.all_gather(turn[0], flat.view(unit.dtype), self._shard, *after)
+        group = self._near if turn[0].kind == NEAR else self._shard
+        return await self._comm.all_gather(turn[0], flat.view(unit.dtype), group, *after)
 
     @asynccontextmanager
     async def reduce(
@@ -250,6 +290,9 @@ class Collectives:
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """See `Exchange`."""
 
+    def rewritten(self) -> None:
+        """See `Exchange`."""
+
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """See `Exchange`."""
         return self._comm.agree(what, payload)
@@ -266,9 +309,16 @@ class Collectives:
         """See `Exchange`."""
         return {kind: counter.numel for kind, counter in self._comm.payload.items()}
 
-    def close(self) -> None:
+    def renewed(self) -> Collectives:
         """See `Exchange`."""
-        self._comm.close()
+        return Collectives(self._comm, self.placement, self._wire)
+
+    def release(self) -> None:
+        """See `Exchange`."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """See `Exchange`."""
+        self._comm.close(error)
 
 
 def whole(exchange: Exchange, unit: Unit, flat: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import torch
@@ -12,8 +13,10 @@ from offload.streams import open_streams
 from zero.comm import Comm
 from zero.config import Config
 from zero.exchange import Alone, Collectives, Exchange, Wire
-from zero.placement import place
+from zero.placement import place, why_not_near
 from zero.sharing import SharedMemory
+
+logger = logging.getLogger("zero")
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -31,6 +34,9 @@ def open_exchange(config: Config, device: torch.device) -> Exchange:
     comm = Comm(device, open_streams(device), fixed_order=config.sums_16_bit_in_fp32)
     shares_memory = _can_share(comm, config, device)
     placement = place(config, comm.rank, comm.world_size, shares_memory=shares_memory)
+    reason = why_not_near(config, comm.world_size, shares_memory=shares_memory)
+    if reason:
+        logger.info("zero_optimization.zero_hpz_partition_size has no effect here: %s", reason)
     if placement.alone:
         comm.close()
         return Alone(placement)

@@ -101,6 +101,8 @@ class Plan:
     """Device memory that other ranks' slices of a gradient arrive in."""
     deferred_bytes: int = 0
     """Device memory for whole gradients that are accumulated before they are reduced."""
+    near_parts: dict[int, int] = field(default_factory=dict)
+    """Unit index -> bytes of device memory for this rank's part of it among its neighbours; empty without hpZ."""
     update_pool_bytes: int = 0
     """Device memory that an update on a GPU passes through what does not live there."""
     second_slot_bytes: int = 0

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 
 from zero.params.layout import Layout, Space, SubGroup, Unit
-from zero.placement import Placement
 from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow
 from zero.pools import PoolSizes
 from zero.record import RecordFormat
@@ -18,18 +17,16 @@ class PlaneSizes:
 
     Args:
         layout: units and spaces.
-        placement: who shares each unit.
         state_dtype: of the moments.
         wide: gradients are accumulated in fp32 from the start.
     """
 
-    def __init__(self, layout: Layout, placement: Placement, state_dtype: torch.dtype, *, wide: bool) -> None:
-        self.layout, self._placement, self._state_dtype, self._wide = layout, placement, state_dtype, wide
+    def __init__(self, layout: Layout, state_dtype: torch.dtype, *, wide: bool) -> None:
+        self.layout, self._state_dtype, self._wide = layout, state_dtype, wide
 
     def weight_bytes(self, unit: Unit) -> int:
         """Of a unit's weights: of its slice, or of all of it where this rank alone has the whole."""
-        whole = unit.persistent and not self._placement.shares_memory
-        return (unit.numel if whole else unit.shard_numel) * unit.dtype.itemsize
+        return (unit.numel if unit.persistent else unit.shard_numel) * unit.dtype.itemsize
 
     def gradient_bytes(self, unit: Unit) -> int:
         """Of the slice of a unit's gradient."""
@@ -58,9 +55,10 @@ def rows_of(plan: Plan, sizes: PlaneSizes, pools: PoolSizes) -> Iterable[PlanRow
         yield PlanRow(tier, "gradients", gradients)
         groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
         yield PlanRow(tier, "optimizer states", sum(sizes.record_bytes(g) for g, t in groups if t == tier))
+    yield PlanRow(DEVICE, "weights shared out inside nodes", sum(plan.near_parts.values()))
     yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
     yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
-    yield PlanRow(DEVICE, "slices of other ranks in flight", plan.exchange_bytes)
+    yield PlanRow(DEVICE, "slices in flight between ranks", plan.exchange_bytes)
     yield PlanRow(DEVICE, "gradients of this rank, not reduced yet", plan.deferred_bytes)
     yield PlanRow(DEVICE, "updates in flight", plan.update_pool_bytes)
     yield PlanRow(DEVICE, "stand-in for what is away", pools.stand_in())

@@ -62,7 +62,7 @@ class Planner:
         self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
         self.movable = [unit for unit in layout.units if not unit.persistent]
         self.trained = [unit for unit in layout.units if unit.trainable]
-        self.sizes = PlaneSizes(layout, placement, self.state_dtype, wide=self.wide)
+        self.sizes = PlaneSizes(layout, self.state_dtype, wide=self.wide)
         self.pools = PoolSizes(layout, on_gpu=not self.on_cpu, wide=self.wide, placement=placement)
 
     def make(self) -> Plan:
@@ -195,10 +195,12 @@ class Planner:
         return self.pools.staged_width(self.param_tier != DEVICE, self.state_tier != DEVICE, widened)
 
     def _passing_bytes(self) -> int:
-        """The most that takes part of the device budget and holds no state for long."""
+        """The most that takes part of the device budget and holds no state for long; and weights for neighbours."""
         on_device = self.state_tier == DEVICE or self._device_share() > 0 or self.device_budget is not None
         groups = self.layout.sub_groups(self._full_sub_group_numel()) if on_device else ()
-        return self.pools.stand_in() + self.pools.updates(groups, self._staged_on_device(), RECORDS_IN_FLIGHT)
+        near_bytes = sum(self.pools.near_parts(self.movable).values())
+        updates_bytes = self.pools.updates(groups, self._staged_on_device(), RECORDS_IN_FLIGHT)
+        return near_bytes + self.pools.stand_in() + updates_bytes
 
     def _size_pools(self, plan: Plan) -> None:
         in_place = {
@@ -208,6 +210,7 @@ class Planner:
         # Used when a gradient cannot be collected where it is stored; a second backward needs it always.
         plan.gradient_pool_bytes = self.pools.gradients()
         plan.exchange_bytes = self.pools.exchange()
+        plan.near_parts = self.pools.near_parts(self.movable)
         if self.placement.gradients_deferred and not self.placement.alone and self.wide:
             plan.deferred_bytes = sum(unit.numel * 4 for unit in self.trained)
 

@@ -64,10 +64,18 @@ class PoolSizes:
         sums = max(align_up(gradient_sums_bytes(unit), PAGE_BYTES) for unit in self._trained)
         return flat + 2 * sums + (WIDE_CHUNKS * WIDE_CHUNK_NUMEL * 4 if self._wide else 0)
 
+    def near_parts(self, movable: Iterable[Unit]) -> dict[int, int]:
+        """Bytes of this rank's part of each unit (index) among its neighbours, where they share weights out again."""
+        size = self._placement.near_size
+        return {unit.index: unit.nbytes // size for unit in movable} if size > 1 else {}
+
     def exchange(self) -> int:
-        """Room for what arrives from other ranks while the largest gradient is reduced."""
-        if self._placement.alone or self._placement.shares_memory:
+        """Room for what arrives from other ranks while the largest gradient is reduced, or where they read slices."""
+        if self._placement.alone:
             return 0
+        if self._placement.shares_memory:  # slices of what all have whole, where the others can read them
+            several = [unit for unit in self._layout.units if unit.persistent and unit.shard_numel != unit.numel]
+            return sum(unit.shard_numel * unit.dtype.itemsize for unit in several)
         deferred = self._placement.gradients_deferred and self._wide
         width = 4 if deferred else max((unit.dtype.itemsize for unit in self._trained), default=0)
         return width * max((unit.numel for unit in self._trained), default=0)

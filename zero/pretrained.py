@@ -122,7 +122,10 @@ def _load_engine(keeper: EngineKeeper, sources: dict[int, _Source]) -> None:
     def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
         yield Piece(begin, sources[id(parameter)].read(begin, end))
 
-    Adoption(parts.layout, parts.parameters(), parts.storage, read, lambda unit, slot: None, only=indices).run()
+    try:
+        Adoption(parts.layout, parts.parameters(), parts.storage, read, lambda unit, slot: None, only=indices).run()
+    finally:
+        parts.coordinator.rewritten()
 
 
 def _fill(tensor: torch.Tensor, source: _Source) -> None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import astuple
 from functools import partial
 
@@ -24,7 +24,7 @@ import torch
 
 from offload.board import Board
 from offload.descriptors import Share, exchange_descriptors
-from offload.errors import StateError
+from offload.errors import PeerError, RankLostError, StateError, ZeroInfinityError
 from offload.peer_planes import PeerHome, peer_plane
 from offload.planes import Disk, Plane, settle_all
 from offload.shared_exchange import SharedExchange
@@ -43,6 +43,8 @@ WAIT_SECONDS_MAX = 1800.0
 """As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds."""
 LOOK_SECONDS = 0.01
 """Between looks whether somebody waits for an update of this rank's."""
+AGAIN_SECONDS = 0.5
+"""After an update that failed."""
 
 
 class Regions:
@@ -62,8 +64,12 @@ class Regions:
 
     def own(self, nbytes: int, what: str) -> SharedRegion:
         """See `SharedPlaces`."""
-        self.pools = self._exchange(SharedRegion(nbytes, what, touched=False))
+        self.pools = self.each(nbytes, what)
         return self.pools[self._comm.rank]
+
+    def each(self, nbytes: int, what: str) -> list[SharedRegion]:
+        """Bytes of every rank, in rank order, that the others can read."""
+        return self._exchange(SharedRegion(nbytes, what, touched=False))
 
     def close(self) -> None:
         """Give everything up. Idempotent."""
@@ -89,7 +95,7 @@ class SharedMemory:
     memory: SharedPlaces | None
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        self._comm, self.placement = comm, placement
+        self._comm, self.placement, self._wire = comm, placement, wire
         self.scale, self.overlaps = 1.0 / placement.world_size, wire.overlaps
         self.memory = self._regions = Regions(comm)
         self._board: Board | None = None
@@ -97,15 +103,19 @@ class SharedMemory:
         self._planes: dict[int, list[Plane]] = {}
         """Rank -> its weight planes, one per space; of ranks whose slices this one reads."""
         self._swaps: list[PeerSwap] = []
-        self._epoch, self._reductions = 0, 0
+        self._copies: dict[int, tuple[int, int]] = {}
+        """Unit that is always bound -> which bytes of every rank's `_slices` hold a copy of its slice."""
+        self._slices: list[SharedRegion] = []
+        self._epoch, self._reductions, self._ended = 0, 0, False
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """Find the others' slices. All ranks come here, once their storage is made."""
         comm, placement = self._comm, self.placement
         share = partial(comm.agree, "sharing")
         self._urges = len(layout.units)
+        self._left = self._urges + comm.world_size
         self._layout, self._storage, self._updates = layout, storage, updates
-        self._board = Board.join(comm.rank, comm.world_size, self._urges + comm.world_size, share)
+        self._board = Board.join(comm.rank, comm.world_size, self._left + 1, share)
         self._reducer = SharedExchange.join(
             comm.rank,
             comm.world_size,
@@ -115,16 +125,16 @@ class SharedMemory:
             deadline_seconds=WAIT_SECONDS_MAX,
             check=comm.check,
         )
+        self._share_slices()
         if storage.disk is not None:  # all ranks have made the same plan, so all have one
             self._open_swaps(storage.disk, share)
         storage.at_end.append(self._end)
+        storage.at_rest.append(self._let_go)  # an engine that is dropped ends with its storage
         updates.stored = self._publish
 
     def adopted(self) -> None:
         """The planes hold the initial values of this rank's slices."""
-        self._epoch = 1
-        for unit in self._layout.units:
-            self._publish(unit.index)
+        self.rewritten()
 
     # ---- see Exchange -----------------------------------------------------------------------------
 
@@ -135,29 +145,47 @@ class SharedMemory:
         self._reductions += 1
         return (self._reductions, self._comm.ticket(what, unit.index, unit.name))
 
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        """See `Exchange`. Who waits for a slice gets it once it is there, whenever that is."""
+
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         """See `Exchange`."""
-        in_place = unit.index in self._storage.plan.whole
         others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
-        await settle_all([self._fetch(rank, turn[0] if unit.trainable else 1, unit, flat, in_place) for rank in others])
+        await settle_all([self._fetch(rank, turn[0], unit, flat) for rank in others])
         return None
 
-    async def _fetch(self, rank: int, epoch: int, unit: Unit, flat: torch.Tensor, in_place: bool) -> None:
+    async def _fetch(self, rank: int, epoch: int, unit: Unit, flat: torch.Tensor) -> None:
         what = f"the slice of {unit.name} as of step {epoch - 1}"
         if self._there.read(rank, unit.index) < epoch:
-            with self._comm.waiting(what):
-                await self._there.reached(
-                    rank,
-                    unit.index,
-                    epoch,
-                    what=what,
-                    deadline_seconds=WAIT_SECONDS_MAX,
-                    urge=partial(self._urge, rank, epoch),
-                )
-        if not in_place:
-            plane = self._planes[rank][self._layout.space_of(unit)]
-            slices = flat.chunk(self.placement.shard_size)
-            await plane.read(unit.begin, unit.end, slices[self.placement.shard_ranks.index(rank)])
+            with self._named(what), self._comm.waiting(what):
+                await self._reached(rank, unit, epoch, what)
+        into = flat.chunk(self.placement.shard_size)[self.placement.shard_ranks.index(rank)]
+        if unit.index in self._copies:
+            begin, end = self._copies[unit.index]
+            into.copy_(self._slices[rank].data[begin:end])
+        elif unit.index not in self._storage.plan.whole:
+            await self._planes[rank][self._layout.space_of(unit)].read(unit.begin, unit.end, into)
+
+    async def _reached(self, rank: int, unit: Unit, epoch: int, what: str) -> None:
+        await self._there.reached(
+            rank,
+            unit.index,
+            epoch,
+            what=what,
+            deadline_seconds=WAIT_SECONDS_MAX,
+            urge=partial(self._urge, rank, unit, epoch),
+        )
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Peers are ranks."""
+        try:
+            yield
+        except PeerError as error:
+            ranks = ", ".join(f"rank {peer}" for peer in error.peers)
+            raise RankLostError(
+                f"rank {self._comm.rank} waits for {what}, in vain because of {ranks}: {error}"
+            ) from error
 
     @asynccontextmanager
     async def reduce(
@@ -168,13 +196,19 @@ class SharedMemory:
             raise StateError("reduce: nothing is shared yet")
         own = self._regions.pools[self._comm.rank]
         number, ticket = turn
-        with self._comm.waiting(str(ticket)):
+        with self._named(f"the gradient of {unit.name}"), self._comm.waiting(str(ticket)):
             async with self._reducer.reduce(number, own.offset_of(flat), flat.nbytes, unit=unit.index) as slices:
                 yield [part.view(flat.dtype) for part in slices]
 
     def sees(self, flat: torch.Tensor) -> bool:
         """See `Exchange`."""
         return _lies_in(flat, self._regions.pools[self._comm.rank])
+
+    def rewritten(self) -> None:
+        """See `Exchange`."""
+        self._epoch += 1
+        for unit in self._layout.units:
+            self._publish(unit.index, frozen_too=True)
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """See `Exchange`."""
@@ -204,17 +238,31 @@ class SharedMemory:
         """See `Exchange`. None of it goes through collectives."""
         return {}
 
-    def close(self) -> None:
+    def renewed(self) -> SharedMemory:
+        """See `Exchange`."""
+        return SharedMemory(self._comm, self.placement, self._wire)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """See `Exchange`."""
+        self.release()
+        self._comm.close(error)
+
+    def release(self) -> None:
         """See `Exchange`."""
         self._end()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Give back what is shared; nothing of this rank moves any more."""
         if self._reducer is not None:
             self._reducer.close()
-        if self._board is not None:
-            self._board.close()
+        board, self._board = self._board, None
+        if board is not None:
+            board.publish(self._left, 1)
+            board.close()
         while self._swaps:
             self._swaps.pop().close()
         self._regions.close()
-        self._comm.close()
 
     def _open_swaps(self, own: Disk, share: Share) -> None:
         """Open the planes of the other ranks of the shard group in their swap files."""
@@ -249,26 +297,52 @@ class SharedMemory:
             raise StateError("gather: nothing is shared yet")
         return self._board
 
-    def _publish(self, index: int) -> None:
+    def _share_slices(self) -> None:
+        """Make room for copies of slices of units that every rank has whole, in memory of its own.
+
+        There they may be edited at any time (`p.data.mul_(0.5)`, on every rank): one copy would be edited by all.
+        """
+        units = [u for u in self._layout.units if u.persistent and u.index in self._storage.plan.whole]
+        position = 0
+        for unit in units:
+            nbytes = unit.shard_numel * unit.dtype.itemsize
+            self._copies[unit.index] = (position, position + nbytes)
+            position += nbytes
+        if units:
+            self._slices = self._regions.each(position, "slices of weights")
+
+    def _publish(self, index: int, *, frozen_too: bool = False) -> None:
+        unit = self._layout.units[index]
+        if index in self._copies and (unit.trainable or frozen_too):
+            begin, end = self._copies[index]
+            flat = self._storage.flat(unit)
+            if flat is None:
+                raise StateError(f"{unit.name}: its home is gone")
+            self._slices[self._comm.rank].data[begin:end].copy_(unit.own(flat))
         self._there.publish(index, self._epoch)
 
-    def _urge(self, rank: int, epoch: int) -> None:
+    def _urge(self, rank: int, unit: Unit, epoch: int) -> None:
         self._comm.check()
-        self._there.publish(self._urges + rank, epoch)
+        board = self._there
+        board.publish(self._urges + rank, epoch)
+        if board.read(rank, self._left) and board.read(rank, unit.index) < epoch:
+            raise PeerError(f"{board.name(rank)} has closed its engine without it", [rank])
 
     async def _listen(self, epoch: int) -> None:
         """Make the updates of a step as soon as another rank waits for one, if they are not made before."""
         board, me = self._there, self._urges + self._comm.rank
-        while not (self._updates.all_settled or self._updates.stopped or self._epoch != epoch):
+        while not (self._updates.all_settled or self._updates.stopped or self._epoch != epoch or self._ended):
+            pause = LOOK_SECONDS
             if any(wanted >= epoch for wanted in board.read_all(me)):
-                due = self._updates.groups_of(None)
-                await asyncio.gather(self._updates.bring(due), return_exceptions=True)  # who fetches them is told
-                return
-            await asyncio.sleep(LOOK_SECONDS)
+                try:
+                    await self._updates.bring(self._updates.groups_of(None))
+                except ZeroInfinityError:  # who fetches them here is told; if that helps, the others get them
+                    pause = AGAIN_SECONDS
+            await asyncio.sleep(pause)
 
     def _end(self) -> None:
         """Nobody waits for updates of this rank any more."""
-        self._epoch = -1
+        self._ended = True
 
 
 def _lies_in(flat: torch.Tensor, region: SharedRegion) -> bool:

@@ -57,7 +57,8 @@ class Statistics:
     """Elements whose update a step has found done (`update_in_backward`)."""
     payload_numel: Mapping[str, int]
     """Elements of whole units, padding included, that collectives have handled, by what they were for: "gather",
-    "gather persistent", "reduce"; for groups of replicas "reduce over replicas" and "gather over replicas"."""
+    "gather persistent", "gather inside nodes", "reduce"; for groups of replicas "reduce over replicas" and "gather over
+    replicas"."""
     live_numel_peak: int
     """Most elements gathered or on their way at once; persistent units apart."""
     arena_peak_bytes: int

@@ -43,10 +43,12 @@ class Storage:
 
     Attributes:
         at_end: called once, last first, when the end begins and everything still runs.
+        at_rest: called once, last first, when nothing moves any more.
         weights: one plane per space.
         records: one plane per space (None for frozen ones): remainder, exp_avg, exp_avg_sq, adjacent per sub-group.
         gradients: one plane per space (None for frozen ones).
         whole_gradients: where gradients are before they are reduced.
+        near: unit index -> uint8, this rank's part of it among its neighbours, where they share weights out again.
         other_slots: per space, where `plan.two_slots` (else None).
         activations: keeps what autograd saves, where the plan gives it a tier (else None).
     """
@@ -65,6 +67,7 @@ class Storage:
         self._planes: list[Plane] = []
         self.timeline = Timeline()
         self.at_end: list[Callable[[], None]] = []
+        self.at_rest: list[Callable[[], None]] = []
         self.activations: ActivationStore | None = None
         self.disk = self._open_disk(config)
         aio = self.disk.aio if self.disk else None
@@ -96,6 +99,8 @@ class Storage:
                 self._second_slots(i, space) if plan.two_slots and space.trainable else None
                 for i, space in enumerate(layout.spaces)
             ]
+            near = self._region(DEVICE, sum(plan.near_parts.values())) if plan.near_parts else None
+            self.near = {index: near.take(nbytes) for index, nbytes in plan.near_parts.items()} if near else {}
             self.activations = self._open_activations()
         except BaseException:
             self.close()
@@ -186,6 +191,8 @@ class Storage:
     def _end_moves(self) -> None:
         self._end_disk()
         self.streams.close()
+        while self.at_rest:
+            self.at_rest.pop()()
 
     def _prepare_end(self) -> None:
         while self.at_end:
@@ -207,7 +214,7 @@ class Storage:
             if hasattr(self, name):
                 getattr(self, name).close()
         self.weights, self.records, self.gradients, self.other_slots = [], [], [], []
-        self._regions, self._planes = [], []
+        self._regions, self._planes, self.near = [], [], {}
         self._flats = {}
 
     # ---- construction -------------------------------------------------------------------------
@@ -267,9 +274,12 @@ class Storage:
         """Memory for all slices of a unit; that of all `units` is allocated at once."""
         tier = self.plan.weight_tiers[unit.index]
         if unit.index not in self._flats:
-            together = [u for u in units if self.plan.weight_tiers[u.index] == tier]
+            # Those that are always bound may be edited by a rank at any time: each rank has them for itself.
+            alike = (tier, unit.persistent)
+            together = [u for u in units if (self.plan.weight_tiers[u.index], u.persistent) == alike]
             nbytes = sum(u.nbytes for u in together)
-            region = self._region(tier, nbytes, self._shared.common(nbytes, "weights") if self._shared else None)
+            common = self._shared.common(nbytes, "weights") if self._shared and not unit.persistent else None
+            region = self._region(tier, nbytes, common)
             self._flats.update({u.index: region.take(u.nbytes) for u in together})
         return self._flats[unit.index]
 

@@ -145,10 +145,13 @@ def test_memory_flat_holds_the_peak_against_plan_and_activations(
     assert mark["values"] == [parts["peak"] / bound] and parts["activations"] > 0
 
 
-def test_overlap_demands_hiding_only_where_there_is_time_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    content = answer(monkeypatch, tmp_path, "overlap", *TINY, "--tokens", "16", "32")
+@pytest.mark.parametrize("sizes", [(16,), pytest.param((16, 32), marks=pytest.mark.slow)], ids=str)
+def test_overlap_demands_hiding_only_where_there_is_time_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    content = answer(monkeypatch, tmp_path, "overlap", *TINY, "--tokens", *map(str, sizes))
     told = content["figures"]
-    for tokens in (16, 32):
+    for tokens in sizes:
         io = told[f"{tokens} tokens: forward and update I/O alone"]
         bound = marks(content)[f"{tokens} tokens: exposed wait / step time"]["at_most"]
         assert (bound is not None) == (io["forward_seconds"] >= io["update_io_seconds"])

@@ -55,6 +55,7 @@ def nodes() -> Iterator[list[str]]:
         yield names
 
 
+@pytest.mark.timeout(900)  # ten processes that import torch; a busy machine takes its time
 def test_two_nodes_train_to_the_bits_of_one(
     nodes: list[str],
     tmp_path: Path,

@@ -33,8 +33,14 @@ def test_a_gpu_question_without_a_gpu_says_so_and_exits_2(question: str, tmp_pat
     assert not (tmp_path / "answer.json").exists()
 
 
-@pytest.mark.parametrize("module", ["benchmarks.gpu_worker", "benchmarks.rivals.fsdp2"])
-@pytest.mark.parametrize("contestant", ["ours", "plain"])
+@pytest.mark.parametrize(
+    ("contestant", "module"),
+    [
+        *[("ours", "benchmarks.gpu_worker"), ("plain", "benchmarks.rivals.fsdp2")],
+        pytest.param("plain", "benchmarks.gpu_worker", marks=pytest.mark.slow),
+        pytest.param("ours", "benchmarks.rivals.fsdp2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_contestant_trains_a_tiny_model_anywhere(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, contestant: str
 ) -> None:

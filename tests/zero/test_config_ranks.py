@@ -302,7 +302,6 @@ def test_a_key_without_effect_is_listed_with_its_reason() -> None:
         "use_multi_rank_bucket_allreduce",
         "reduce_bucket_size",
         "allgather_bucket_size",
-        "zero_hpz_partition_size",
         "stage3_use_all_reduce_for_fetch_params",
         "stage3_allgather_sequential",
     }

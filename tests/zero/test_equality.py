@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, FixedGradients, Output, build, make_config, seeded, tokens, trainability
+from pairwise import in_pairs
 from reference import Hyper, Layout, Reference, differences, layout_of, norm_exact, snapshot
 
 DEVICES = ("none", "cpu", "nvme")
@@ -124,12 +125,12 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())
+@in_pairs(name=SCENARIOS, params=DEVICES, states=DEVICES)
 def test_every_placement_trains_to_the_bits_of_the_reference(
-    open_engine: Open, nvme_path: Any, scenario: Scenario, pair: tuple[str, str]
+    open_engine: Open, nvme_path: Any, name: str, params: str, states: str
 ) -> None:
-    engine = trained(open_engine, scenario, scenario.config(pair, nvme_path))
+    scenario = SCENARIOS[name]
+    engine = trained(open_engine, scenario, scenario.config((params, states), nvme_path))
     if scenario.sub_group_numel is not None:
         assert max(unit.numel for unit in engine.units) > scenario.sub_group_numel, "the sub-group must cut a unit"
 
@@ -203,8 +204,13 @@ def middle_config(scenario: Scenario, nvme_path: Any) -> dict[str, Any]:
     return scenario.config(("nvme", "nvme"), nvme_path, zero=keys)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 2.0])
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    ("accumulation", "share"),
+    [
+        *[(1, 0.0), (4, 0.1), (1, 0.3), (4, 0.6), (1, 2.0)],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(4, 0.0), (1, 0.1), (4, 0.3), (1, 0.6), (4, 2.0)]),
+    ],
+)
 def test_every_budget_trains_to_the_bits_of_the_reference(
     open_engine: Open, nvme_path: Any, accumulation: int, share: float
 ) -> None:

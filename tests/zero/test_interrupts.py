@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from models import Stumbling, build, make_config, tokens
+from pairwise import in_pairs
 from recovery import (
     NVME,
     SLOW,
@@ -114,7 +115,7 @@ STAGES: dict[str, Callable[[Any], Any]] = {
     "finish": lambda engine: (engine._stepper, "finish"),
     "flush_all": lambda engine: (engine._gradients, "flush_all"),
     "settle": lambda engine: (engine._gradients, "settle"),
-    "norm": lambda engine: (engine._gradients, "norm"),
+    "square_sum": lambda engine: (engine._gradients, "square_sum"),
     "values": lambda engine: (engine.optimizer, "values"),
     "trained_units": lambda engine: (engine._stepper._pipeline, "trained_units"),
     "fix": lambda engine: (engine._stepper, "fix"),
@@ -141,10 +142,7 @@ class InterruptOnce:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("pair", [NVME, ("cpu", "cpu")], ids="-".join)
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("retry", ["engine.step", "nothing"])
+@in_pairs(stage=STAGES, when=("before", "after"), retry=("engine.step", "nothing"), pair=(NVME, ("cpu", "cpu")))
 def test_a_step_interrupted_at_any_stage_is_taken_once(
     open_engine: Open, nvme_path: Path, stage: str, when: str, retry: str, pair: tuple[str, str]
 ) -> None:

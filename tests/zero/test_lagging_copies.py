@@ -15,6 +15,7 @@ import pytest
 import torch
 from lagging import LaggingStreams, lagging_device
 from models import build, make_config, tokens, trainability
+from pairwise import in_pairs
 from reference import differences, snapshot
 from torch import Tensor
 
@@ -68,11 +69,11 @@ def assert_same(
     return made
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["in the step", "behind it"])
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@in_pairs(params=DEVICES, states=DEVICES, when=("in the step", "behind it"))
 def test_every_pair_of_tiers_trains_to_the_same_bits(
-    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], eager: bool
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, params: str, states: str, when: str
 ) -> None:
+    pair, eager = (params, states), when == "in the step"
     config = make_config(pair, nvme_path, clipping=0.1)
     (streams,) = assert_same(open_engine, monkeypatch, config, run_loop, eager=eager)
     assert streams.incoming.given > 0 and streams.outgoing.given > 0
@@ -86,9 +87,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("backwards", [1, 2])
-@pytest.mark.parametrize("pair", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+@in_pairs(accumulation=(1, 3), backwards=(1, 2), pair=(("cpu", "cpu"), ("nvme", "nvme")))
 def test_gradients_are_added_up_on_the_host(
     open_engine: Open,
     nvme_path: Path,
@@ -111,9 +110,7 @@ def test_models_of_every_structure_agree(
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("more_bytes", [0, 40_000, 80_000])
-@pytest.mark.parametrize("backwards", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@in_pairs(more_bytes=(0, 40_000, 80_000), backwards=(1, 2), accumulation=(1, 2))
 def test_gradients_go_to_the_disk_when_memory_is_short(
     open_engine: Open,
     nvme_path: Path,

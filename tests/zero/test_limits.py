@@ -127,8 +127,15 @@ def traffic_of_steady_steps(engine: Any, accumulation: int) -> int:
     return marks[1] - marks[0]
 
 
-@pytest.mark.parametrize("pair", [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu")], ids="-".join)
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("accumulation", "pair"),
+    [
+        *[(1, ("nvme", "nvme")), (2, ("cpu", "nvme")), (2, ("nvme", "cpu"))],
+        pytest.param(2, ("nvme", "nvme"), marks=pytest.mark.slow),
+        pytest.param(1, ("cpu", "nvme"), marks=pytest.mark.slow),
+        pytest.param(1, ("nvme", "cpu"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_larger_budget_never_means_more_traffic(
     open_engine: Open, nvme_path: Any, pair: tuple[str, str], accumulation: int
 ) -> None:

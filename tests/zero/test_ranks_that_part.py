@@ -20,6 +20,7 @@ from ranks import RankError, RankPool, join_group
 from offload.mover import Mover
 from offload.streams import Streams
 from zero.comm import Comm
+from zero.distributed.lines import Lines
 
 Pool = Callable[[int], RankPool]
 DEADLINE_SECONDS = 5.0
@@ -183,6 +184,40 @@ def test_a_rank_that_is_killed_is_named(rank_pool: Pool, where: str) -> None:
         assert kind == "RankLostError"
         assert "rank 1 has failed: its process has died" in text
         assert ("gather of unit 1 (blocks.1)" if where == "gather" else "agree (step)") in text
+
+
+def dying_while_opening(groups_before: int) -> tuple[str, str]:
+    opens = Lines.open
+
+    def opened_or_dead(lines: Lines, *args: Any) -> Any:
+        if dist.get_rank() == 1 and len(lines._handles) == groups_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return opens(lines, *args)
+
+    join_group()
+    Lines.open = opened_or_dead  # type: ignore[method-assign]
+    if dist.get_rank() == 1 and groups_before < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work() -> None:
+        comm = Comm(torch.device("cpu"), Streams(), deadline_seconds=DEADLINE_SECONDS)
+        comm.group(range(comm.world_size))
+
+    try:
+        return caught(work)
+    finally:
+        Lines.open = opens  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("groups_before", [-1, 0, 1])
+def test_a_rank_that_dies_while_the_engine_is_made_is_named(rank_pool: Pool, groups_before: int) -> None:
+    results = rank_pool(3).run(dying_while_opening, groups_before, timeout_seconds=HANG_SECONDS, errors="return")
+    assert isinstance(results.pop(1), RankError)
+    for kind, text in results:
+        assert kind == "RankLostError" and "opening the " in text
+        assert (
+            "nothing is known of rank 1" if groups_before < 0 else "rank 1 has failed: its process has died"
+        ) in text
 
 
 def failing_job() -> tuple[str, str]:

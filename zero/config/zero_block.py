@@ -155,9 +155,9 @@ class ZeroConfig(Block):
     zero_quantized_weights: Annotated[Flag, _quantized()] = False
     zero_quantized_nontrainable_weights: Annotated[Flag, _quantized()] = False
     zero_quantized_gradients: Annotated[Flag, _quantized()] = False
-    zero_hpz_partition_size: Annotated[Whole, Inert("backward gathers from all ranks, as forward does")] = 1
-    """Ranks of a node over which a second copy of the weights is to be sharded, for the gathers of backward; 1 (or 0):
-    off. Stage 3 only."""
+    zero_hpz_partition_size: Whole = 1
+    """Ranks of a node over which weights are sharded a second time, on the device: only the first gather of a unit
+    after a step needs all ranks, and backward's stays inside the node; 1 (or 0): off. Stage 3 only."""
     mics_shard_size: Annotated[int, reads(_parse_mics)] = -1
     """Ranks that shard everything among them; the groups of so many ranks hold the same. -1 (or 0): all ranks, off.
     Stage 3 only."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -17,6 +18,8 @@ Handle: TypeAlias = Any
 """A torch process group."""
 Work: TypeAlias = Any
 """A collective under way."""
+POLL_SECONDS = 0.25
+"""Between looks of who waits whether the ranks still work together."""
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
@@ -44,16 +47,41 @@ def uses_nccl(device: torch.device, group: Handle | None) -> bool:
     return "nccl" in str(dist.get_backend_config(group))
 
 
-def new_group(ranks: Sequence[int], name: str, parent: Handle | None, timeout: timedelta | None) -> Handle:
+def new_group(
+    ranks: Sequence[int],
+    name: str,
+    parent: Handle | None,
+    timeout: timedelta | None,
+    device: torch.device,
+    check: Callable[[], None],
+) -> Handle:
     """A process group of global ranks; every rank of the default group calls this in the same order.
+
+    Torch cannot be told to give up before the timeout, so it works on a thread of its own: `check` is called every few
+    moments and may raise; then the thread is left alone and ends when it may.
 
     Args:
         ranks: its members.
         name: of its backend.
         parent: the group whose timeout it has; None: the default group.
         timeout: for making it, instead.
+        device: the calling thread's.
+        check: see above.
     """
-    return dist.new_group(list(ranks), backend=name, timeout=timeout or _timeout_of(parent))
+    made: Future[Handle] = Future()
+
+    def make() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            made.set_result(dist.new_group(list(ranks), backend=name, timeout=timeout or _timeout_of(parent)))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="zero-group", daemon=True).start()
+    while not wait([made], timeout=POLL_SECONDS).done:
+        check()
+    return made.result()
 
 
 def inherit_timeout(handle: Handle, parent: Handle | None) -> None:
@@ -87,6 +115,23 @@ def keys_of(store: Any, prefix: str) -> Any:
     """The store with keys of its own."""
     c10d: Any = dist.distributed_c10d
     return c10d.PrefixStore(prefix, store)
+
+
+def own_connection(store: Any, seconds: float) -> Any:
+    """The store through another connection, so that a thread that waits for a key holds up nobody else.
+
+    Args:
+        store: any; one that cannot be cloned is returned as it is.
+        seconds: for connecting.
+    """
+    if not hasattr(store, "clone"):
+        return store
+    before = store.timeout
+    try:
+        store.set_timeout(min(before, timedelta(seconds=seconds)))
+        return store.clone()
+    finally:
+        store.set_timeout(before)
 
 
 def abort(handle: Handle, device: torch.device) -> None:
@@ -159,11 +204,11 @@ def completion(work: Work) -> asyncio.Future[None]:
     return done
 
 
-def finish(work: Work, check: Callable[[], None], seconds: float = 0.5) -> None:
+def finish(work: Work, check: Callable[[], None]) -> None:
     """Block until the work has ended on the host; `check` is called every few moments and may raise."""
     done = threading.Event()
     when_done(work, done.set)
-    while not done.wait(seconds):
+    while not done.wait(POLL_SECONDS):
         check()
     work.wait()
 

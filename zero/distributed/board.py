@@ -59,13 +59,13 @@ class Board:
     """One rank's view.
 
     Args:
-        store: torch's, with keys of its own for the engine; used by one thread alone where it can be cloned.
+        store: torch's, with keys of its own for the engine, and a connection of its own if possible.
         rank: this one.
         world_size: ranks in all.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store = store
         self._rank, self._world_size = rank, world_size
         self._many = bool(getattr(store, "has_extended_api", lambda: False)())
         self._silence: Exception | None = None

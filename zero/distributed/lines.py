@@ -14,7 +14,7 @@ from zero.distributed.board import Board
 from zero.distributed.fate import Fate
 
 OPENING_SECONDS = 20.0
-"""For ranks that are all known to come: torch offers no way to give up before."""
+"""For ranks that are all known to come."""
 
 
 class Lines:
@@ -41,7 +41,7 @@ class Lines:
         """
         before = connections()
         timeout = timedelta(seconds=OPENING_SECONDS) if name == "gloo" and backend.has_cpu(self._parent) else None
-        handle = backend.new_group(ranks, name, self._parent, timeout)
+        handle = backend.new_group(ranks, name, self._parent, timeout, self._device, self._fate.check)
         if backend.own_rank() not in ranks:
             return None
         self._handles.append(handle)

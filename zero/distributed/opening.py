@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offload.errors import RankLostError
 from offload.messages import bytes_of, tensor_of
 from zero.distributed import backend
 from zero.distributed.board import Board, Position, home
@@ -18,6 +19,8 @@ from zero.distributed.sequence import Log
 from zero.distributed.watch import Watch
 
 PRESENCE = struct.Struct("<q256s")
+CONNECTING_SECONDS = 10.0
+"""For one more connection to a store that has answered just before."""
 
 
 def open_lines(
@@ -36,10 +39,18 @@ def open_lines(
     Raises:
         RankLostError: a rank has ended meanwhile.
     """
-    rank, store = members.index(backend.own_rank()), backend.store_of(parent)
-    engine = store.add(f"zero/engines/{rank}", 1)  # the same number on all ranks: they make engines in one order
-    board = Board(backend.keys_of(store, f"zero/{engine}"), rank, len(members))
-    watch = Watch(board, log, fate, rank, len(members), deadline_seconds)
+    rank = members.index(backend.own_rank())
+    try:
+        store = backend.store_of(parent)
+        engine = store.add(f"zero/engines/{rank}", 1)  # the same number on all ranks: they make engines in one order
+        own = backend.own_connection(backend.keys_of(store, f"zero/{engine}"), CONNECTING_SECONDS)
+        board = Board(own, rank, len(members))
+        watch = Watch(board, log, fate, rank, len(members), deadline_seconds)
+    except RuntimeError as error:
+        raise RankLostError(
+            f"rank {rank}: opening the engine failed: the store of the process group, which rank 0 or the launcher "
+            f"keeps, does not answer: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        ) from error
     lines = Lines(device, parent, board, fate)
     watch.when_broken(lines.cut)
     what = "opening the engine"

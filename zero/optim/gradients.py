@@ -241,8 +241,13 @@ class Gradients:
     def make_wide(self, state: UnitGradient) -> None:
         """Give a unit that holds nothing yet an fp32 home. Raises BudgetError: there is no room for one."""
         if state.dtype != torch.float32:
-            self._wide[state.unit.index] = self._storage.wide_gradient(state.unit)
-            state.plane, state.dtype = self._wide[state.unit.index], torch.float32
+            state.plane, state.dtype = self._wide_home(state.unit), torch.float32
+
+    def _wide_home(self, unit: Unit) -> Plane:
+        """The unit's fp32 home, the same one in every step that needs it."""
+        if unit.index not in self._wide:
+            self._wide[unit.index] = self._storage.wide_gradient(unit)
+        return self._wide[unit.index]
 
     # ---- what the step wants to know ----------------------------------------------------------
 
@@ -345,9 +350,7 @@ class Gradients:
         """Move a 16-bit gradient to an fp32 home: a second contribution is about to be added."""
         self._settle(state)
         unit = state.unit
-        if unit.index not in self._wide:
-            self._wide[unit.index] = self._storage.wide_gradient(unit)
-        wide, narrow, dtype = self._wide[unit.index], state.plane, state.dtype
+        wide, narrow, dtype = self._wide_home(unit), state.plane, state.dtype
         made = self._streams.fence()
 
         async def widen() -> None:

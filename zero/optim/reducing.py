@@ -67,7 +67,7 @@ class ReducedGradients(Gradients):
         self._exchange, self._placement = exchange, exchange.placement
         self._order = ReductionOrder([unit.index for unit in reversed(layout.units) if unit.trainable])
         self._waiting: dict[int, Waiting] = {}
-        self._reducing = self._in_backward = False
+        self._reducing = self._in_backward = self._starting = False
         self._deferred = bool(storage.plan.deferred_bytes)
         """Gradients of an earlier backward of this step wait."""
         self._nothing: Block | None = None
@@ -99,15 +99,16 @@ class ReducedGradients(Gradients):
         state.buffer = state.block = state.stream = None
         state.arrived = []
         if self._reducing and self._in_backward:
-            for due in self._order.complete(index, self._waiting):
-                self._reduce(due)
+            if self._starting:
+                self._order.see(index)
+            else:
+                self._start_all(self._order.complete(index, self._waiting))
 
     def end_backward(self) -> None:
         """See `Gradients`. All ranks come here."""
         self.flush_all()
         if self._in_backward and self._reducing:
-            for index in self._order.rest():
-                self._reduce(index)
+            self._start_all(self._order.rest())
             self._order.agree(self._reduce_rest("end of backward", self._order.seen))
         self._in_backward = False
 
@@ -159,9 +160,9 @@ class ReducedGradients(Gradients):
             self._settle(other)
 
     def _flush_others(self, state: UnitGradient) -> None:
-        """Units still open give way, and open again if need be."""
+        """Units still open give way, and open again if need be; the unit's own too, if it is not for that one."""
         for other in self._units.values():
-            if other is not state:
+            if other is not state or self._starting:
                 self.flush(other.unit.index)
 
     def _wait(self, state: UnitGradient, newest: Waiting) -> None:
@@ -185,12 +186,11 @@ class ReducedGradients(Gradients):
 
     def _go_on(self, state: UnitGradient) -> None:
         """What waits does so for units that may not come on this rank: they are zero then."""
-        while any(held.block is not None for held in self._waiting.values()):
+        while not self._starting and any(held.block is not None for held in self._waiting.values()):
             due = self._order.force(self._waiting) if self._reducing and self._in_backward else []
             if not due:
                 return
-            for index in due:
-                self._reduce(index)
+            self._start_all(due)
 
     def _move_out(self, state: UnitGradient) -> None:
         """What is in no order waits for the end of backward, in other memory if need be."""
@@ -199,6 +199,20 @@ class ReducedGradients(Gradients):
                 moved = held.flat.clone()
                 held.block.release(self._streams.fence())
                 held.flat, held.block = moved, None
+
+    def _start_all(self, due: list[int]) -> None:
+        """Start reductions, and what becomes due meanwhile after them.
+
+        One that has to make room for itself starts no other: that one would take its turn first, on this rank alone.
+        """
+        self._starting = True
+        try:
+            while due:
+                for index in due:
+                    self._reduce(index)
+                due = self._order.go_on(self._waiting) if self._in_backward else []
+        finally:
+            self._starting = False
 
     def _reduce_rest(self, what: str, seen: list[int]) -> list[list[int]]:
         """Reduce what any rank still has; returns what each had `seen`."""
@@ -209,8 +223,12 @@ class ReducedGradients(Gradients):
         for _, theirs in everybodys:
             for index, wide in theirs:
                 rest[index] = rest.get(index, False) or wide
-        for index, wide in sorted(rest.items()):
-            self._reduce(index, wide=wide)
+        self._starting = True
+        try:
+            for index, wide in sorted(rest.items()):
+                self._reduce(index, wide=wide)
+        finally:
+            self._starting = False
         return [seen for seen, _ in everybodys]
 
     def _reduce(self, index: int, *, wide: bool = False) -> None:

@@ -36,17 +36,22 @@ class ReductionOrder:
             unit: has a gradient of this backward now.
             waiting: all that have one, of this backward or an earlier one, and are not reduced yet.
         """
+        self.see(unit)
+        return self.go_on(waiting)
+
+    def see(self, unit: int) -> None:
+        """A unit has a gradient now; what is due is asked for later."""
         if unit not in self._seen:
             self._seen.append(unit)
-        return self._advance(waiting)
 
     def force(self, waiting: Iterable[int]) -> list[int]:
         """There is no room to wait: the next of the order, there or not, and what of `waiting` follows it."""
         first = self._order[self._next : self._next + 1]
         self._next += len(first)
-        return first + self._advance(waiting)
+        return first + self.go_on(waiting)
 
-    def _advance(self, waiting: Iterable[int]) -> list[int]:
+    def go_on(self, waiting: Iterable[int]) -> list[int]:
+        """Units to be reduced now, in order, of those that have a gradient and are not reduced yet."""
         # What only an earlier backward has given is not ready: reduced now, it would have to be reduced again.
         ready, now = set(waiting).intersection(self._seen), list[int]()
         while self._next < len(self._order) and self._order[self._next] in ready:

@@ -351,9 +351,9 @@ class Coordinator(LendsRows, LendsUnits):
         return bool(self._forward_uses[index] or self._backward_uses[index] or index in self._recomputed)
 
     def _pinned(self) -> set[int]:
-        """What a prefetch must not touch: units in use, those kept, and those on their way."""
-        arriving = {i for i, arrival in self._arrivals.items() if self._loader.in_step or not arrival.settled}
-        return self._in_use() | self._hot.kept | arriving
+        """What a prefetch must not touch: units in use, kept, or on their way (ranks in step: arrived or not)."""
+        on_their_way = {i for i, a in self._arrivals.items() if self._loader.in_step or not a.settled}
+        return self._in_use() | self._hot.kept | on_their_way
 
     def _horizon(self, *, with_backward: bool) -> list[int]:
         """Predicted uses as far ahead as the policy can act on."""

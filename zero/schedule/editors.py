@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Collection
 
 from zero.schedule.loading import Arrival, Loader
 
@@ -31,6 +32,10 @@ class LendsUnits:
             self._discard(index)
         if index in self._live and not self._used(index):
             self._release(index)
+
+    def rewritten(self, indices: Collection[int] | None = None) -> None:
+        """The stored weights of these units (None: all) change on every rank, by other means than a step."""
+        self._loader.rewritten(indices)
 
     def hold(self, index: int) -> None:
         """The unit is bound by an editor: uses find it present and leave it alone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from offload.mover import Transfer
 from offload.pinned import aligned_copy
 from offload.streams import Fence
 from zero.exchange import Exchange, Turn
+from zero.neighbours import Neighbours
 from zero.optim.behind import DueUpdates
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
@@ -84,6 +85,7 @@ class Loader:
     ) -> None:
         self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
         self._in_place, self._changed, self._exchange = in_place, changed, exchange
+        self._near = Neighbours(layout, storage, exchange)
         self.in_step = exchange.placement.in_step
         self._draining: list[Draining] = []
         self._partial = set(storage.plan.whole)
@@ -98,17 +100,33 @@ class Loader:
         if block is None:
             return None
         # An alias: binding swaps the memory behind `block.data`, and the update goes on writing from there.
-        job = self._fetch(unit, exact_alias(block.data), block.fences, self._exchange.turn("gather", unit))
+        flat, turn = exact_alias(block.data), self._near.turn(unit)
+        if turn is not None:
+            job = self._near.gather(unit, flat, block.fences, turn)
+        else:
+            job = self._fetch(unit, flat, block.fences, self._exchange.turn("gather", unit))
         return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
 
     async def _fetch(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
-        own = await self._updates.fetch(unit, unit.own(flat), fences)
-        return await self._exchange.gather(turn, unit, flat, own)
+        try:
+            own = await self._updates.fetch(unit, unit.own(flat), fences)
+        except BaseException as error:
+            self._exchange.give_up(turn, error)
+            raise
+        return self._near.keep(unit, flat, await self._exchange.gather(turn, unit, flat, own))
 
     def step_taken(self) -> None:
         """Trained units are about to change on every rank."""
         self._partial = {index for index in self._storage.plan.whole if self._layout.units[index].trainable}
+        self._near.forget(unit.index for unit in self._layout.units if unit.trainable)
         self._exchange.step_taken(lambda index: not self._updates.at_home(index))
+
+    def rewritten(self, indices: Collection[int] | None = None) -> None:
+        """The stored weights of these units (None: all) change on every rank, by other means than a step."""
+        indices = range(len(self._layout.units)) if indices is None else indices
+        self._near.forget(indices)
+        self._partial |= self._storage.plan.whole.intersection(indices)
+        self._exchange.rewritten()
 
     def complete_persistent(self) -> None:
         """Bring the units that are always bound up to date: this rank's slices, and those of the others."""
@@ -165,12 +183,18 @@ class Loader:
 
         Raises:
             StorageError: what was modified could not be stored; the plane keeps it in memory.
+            StateError: what was modified is memory of other ranks too.
         """
         try:
             if arrival.transfer is not None:
                 arrival.transfer.settle()
             if modified and arrival.block is not None:
                 self._store_modified(unit, arrival.data)
+            elif modified and unit.index in self._storage.plan.whole:
+                raise StateError(
+                    f"unit {unit.name}: forward has modified its weights in place, and the ranks of this node hold one "
+                    "copy of them: each rank would modify it. Set zero_optimization.shared_host_memory to false"
+                )
         finally:  # an interrupt may have ended the wait: then something still moves
             if arrival.block is not None:
                 self._draining.append(Draining(unit, arrival.block, arrival.transfer, self._storage.streams.fence()))
@@ -195,8 +219,17 @@ class Loader:
         return self._storage.streams.behind_updates()
 
     async def _bring_all(self, unit: Unit, memory: torch.Tensor, turn: Turn) -> Fence:
-        own = await self._bring_own(unit)
-        return await self._exchange.gather(turn, unit, memory, own)
+        try:
+            own = await self._bring_own(unit)
+        except BaseException as error:
+            self._partial.add(unit.index)
+            self._exchange.give_up(turn, error)
+            raise
+        try:
+            return await self._exchange.gather(turn, unit, memory, own)
+        except BaseException:
+            self._partial.add(unit.index)
+            raise
 
     def _reclaim(self) -> None:
         """Give back what nothing moves in any more."""
@@ -235,6 +268,7 @@ class Loader:
             await streams.reached(modified, streams.behind_copies_in())
             await self._updates.settle_weights(unit)  # its update writes to the same place
             try:
+                self._near.keep(unit, data, modified)
                 await write_plane(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
             except StorageError as error:
                 plane.strand(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()), lambda: None)

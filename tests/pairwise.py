@@ -1,0 +1,67 @@
+"""Fewer cases than the whole product, in which every two choices still meet: most faults need no third.
+
+    @in_pairs(stage=STAGES, when=("before", "after"), retry=RETRIES)
+    def test_it(stage, when, retry): ...
+
+The cases of the cover run by default, the rest of the product with the long forms.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+Case = dict[str, Any]
+
+
+def always(case: Mapping[str, Any]) -> bool:
+    return True
+
+
+def cover(choices: Mapping[str, Sequence[Any]], possible: Callable[[Case], bool] = always) -> list[Case]:
+    """Cases in which every two choices meet that can: row by row, the choices that meet most pairs not met yet.
+
+    Args:
+        choices: key -> what there is to choose; values are hashable.
+        possible: of some choices, whether a case can have all of them.
+    """
+    keys = tuple(choices)
+    missing = [
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(keys, 2)
+        for x, y in itertools.product(choices[a], choices[b])
+        if possible({a: x, b: y})
+    ]
+    cases: list[Case] = []
+    while missing:
+        chosen: Case = dict(missing[0])
+        for key in keys:
+            if key not in chosen:
+                fitting = [value for value in choices[key] if possible({**chosen, key: value})]
+                chosen[key] = max(fitting, key=lambda value: _met(missing, {**chosen, key: value}))
+        missing = [pair for pair in missing if any(chosen[key] != value for key, value in pair)]
+        cases.append({key: chosen[key] for key in keys})
+    return cases
+
+
+def _met(missing: Iterable[tuple[tuple[str, Any], tuple[str, Any]]], chosen: Case) -> int:
+    items = chosen.items()
+    return sum(first in items and second in items for first, second in missing)
+
+
+def in_pairs(**choices: Iterable[Any]) -> Any:
+    """A parametrization over the product of `choices`; what is not in the cover is a long form."""
+    values = {key: tuple(given) for key, given in choices.items()}
+    kept = [tuple(case.values()) for case in cover(values)]
+    cases = [
+        pytest.param(*case, marks=() if case in kept else pytest.mark.slow, id="-".join(_word(value) for value in case))
+        for case in itertools.product(*values.values())
+    ]
+    return pytest.mark.parametrize(tuple(values), cases)
+
+
+def _word(value: Any) -> str:
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,192 @@
+"""What goes wrong on one rank is known to all, soon; and nothing is left behind, also by engines that nobody closes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import make_config, seeded
+from ranks import RankPool
+from ranks_model import batch, motley
+from ranks_runs import Place, Run, engine_config, quiet
+from torch import nn
+
+Pool = Callable[[int], RankPool]
+
+SHARED, UNSHARED = Place(3, "nvme", "nvme"), Place(3, "nvme", "nvme", shared=False)
+both = pytest.mark.parametrize("place", [SHARED, UNSHARED], ids=["shared", "not shared"])
+SOON_SECONDS = 40.0
+
+
+@pytest.fixture
+def fresh(rank_pool: Pool) -> Iterator[RankPool]:
+    """Two ranks whose group is of no use afterwards."""
+    pool = rank_pool(2)
+    yield pool
+    pool.restart()
+
+
+def opened(place: Place, nvme_path: str, **more: Any) -> Any:
+    import zero
+
+    quiet()
+    return zero.initialize(model=motley(), config=engine_config(Run(agreed=True, **more), place, nvme_path))[0]
+
+
+def one_step(engine: Any, index: int) -> None:
+    engine.backward(engine(batch(index, dist.get_rank(), agreed=True)))
+    engine.step()
+
+
+def told(job: Callable[[], None]) -> tuple[str, float]:
+    """The error that `job` raises, in words, and after how long."""
+    begin = time.monotonic()
+    try:
+        job()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "no error", time.monotonic() - begin
+
+
+# ---- errors -----------------------------------------------------------------------------------
+
+
+def start_where_the_folder_is(place: Place, folders: list[str]) -> tuple[str, float]:
+    kept: list[BaseException] = []  # whoever looks at the error keeps all that its frames hold
+
+    def start() -> None:
+        try:
+            opened(place, folders[dist.get_rank()])
+        except BaseException as error:
+            kept.append(error)
+            raise
+
+    return told(start)
+
+
+@both
+def test_all_ranks_learn_that_one_could_not_initialize(fresh: RankPool, nvme_path: Path, place: Place) -> None:
+    first, second = fresh.run(start_where_the_folder_is, place, [str(nvme_path / "missing"), str(nvme_path)])
+    assert "ConfigError" in first[0] and "missing" in first[0]
+    assert "rank 0 has failed" in second[0] and "missing" in second[0]
+    assert second[1] < SOON_SECONDS
+
+
+def train_on_a_disk_that_fails(place: Place, nvme_path: str, op: str) -> tuple[str, float, str]:
+    from offload.aio import AioFault
+
+    engine = opened(place, nvme_path)
+
+    def train() -> None:
+        for index in range(5):
+            if index == 2 and dist.get_rank() == 0:
+                engine.inject(AioFault(fail_rate=1.0, ops=(op,)))  # type: ignore[arg-type]
+            one_step(engine, index)
+
+    error, seconds = told(train)
+    engine.inject(None)
+    closing, more_seconds = told(engine.close)
+    return error, seconds + more_seconds, closing
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+@both
+def test_all_ranks_end_soon_when_the_disk_of_one_fails(fresh: RankPool, nvme_path: Path, place: Place, op: str) -> None:
+    answers = fresh.run(train_on_a_disk_that_fails, place, str(nvme_path), op)
+    assert "StorageError" in answers[0][0]
+    assert "rank 0" in answers[1][0]
+    for _, seconds, closing in answers:
+        assert closing == "no error"
+        assert seconds < SOON_SECONDS
+    assert [path for path in nvme_path.rglob("*") if path.is_file()] == []
+
+
+# ---- leaks ------------------------------------------------------------------------------------
+
+
+def drop_engines(place: Place, nvme_path: str, count: int) -> list[tuple[int, int]]:
+    """(descriptors, mappings of shared memory) after each engine that was dropped without `close`."""
+    held = []
+    for _ in range(count):
+        engine = opened(place, nvme_path)
+        one_step(engine, 0)
+        engine.synchronize()
+        dist.barrier()
+        del engine
+        for _ in range(20):
+            gc.collect()
+            time.sleep(0.02)
+        with open("/proc/self/maps", encoding="ascii") as maps:
+            shared = sum("memfd:zero" in line for line in maps)
+        held.append((len(os.listdir("/proc/self/fd")), shared))
+        dist.barrier()
+    return held
+
+
+@both
+def test_engines_that_are_dropped_leave_no_descriptor_and_no_shared_memory(
+    rank_pool: Pool, nvme_path: Path, place: Place
+) -> None:
+    for held in rank_pool(2).run(drop_engines, place, str(nvme_path), 3):
+        assert held[1] == held[2]
+        assert held[2][1] == 0
+
+
+def unannounced_accumulation(place: Place, nvme_path: str) -> list[int]:
+    """Regions of memory after each step of two backwards, which the configuration knows nothing of."""
+    held = []
+    with opened(place, nvme_path, bf16=True) as engine:
+        for step in range(4):
+            with engine.no_sync():
+                engine.backward(engine(batch(2 * step, dist.get_rank(), agreed=True)))
+            one_step(engine, 2 * step + 1)
+            held.append(len(engine._storage._regions))
+    return held
+
+
+def test_backwards_that_nobody_has_announced_take_memory_once(rank_pool: Pool, nvme_path: Path) -> None:
+    for held in rank_pool(2).run(unannounced_accumulation, Place(1, "none", "cpu"), str(nvme_path)):
+        assert held[1:] == held[:-1]
+
+
+# ---- edits ------------------------------------------------------------------------------------
+
+
+def edit_on(place: Place, nvme_path: str, editor: int, modifier_rank: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What forward sees, and what is stored, after `editor` alone has edited."""
+    import zero
+
+    quiet()
+    with seeded(3):
+        model = nn.Linear(8, 8, bias=False)
+    config = make_config(("none", "cpu"), nvme_path, bf16=False, zero={"stage": place.stage})
+    del config["zero_optimization"]["offload_param"]
+    config["zero_optimization"]["shared_host_memory"] = place.shared
+    with zero.initialize(model=model, config=config)[0] as engine:
+        try:
+            with zero.GatheredParameters([model.weight], modifier_rank=modifier_rank), torch.no_grad():
+                if dist.get_rank() == editor:
+                    model.weight.fill_(7.0)
+        except Exception as error:
+            if modifier_rank is not None or "edited" not in str(error):
+                raise
+        return engine(torch.eye(8)).detach().t(), engine.full_parameter("weight")
+
+
+@pytest.mark.parametrize("modifier_rank", [0, None])
+@pytest.mark.parametrize("shared", [True, False])
+def test_edits_that_do_not_count_are_seen_by_no_rank(
+    rank_pool: Pool, nvme_path: Path, shared: bool, modifier_rank: int | None
+) -> None:
+    with seeded(3):
+        initial = nn.Linear(8, 8, bias=False).weight.detach()
+    for seen, stored in rank_pool(2).run(edit_on, Place(1, shared=shared), str(nvme_path), 1, modifier_rank):
+        assert torch.equal(seen, initial)
+        assert torch.equal(stored, initial)
