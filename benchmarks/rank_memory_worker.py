@@ -20,7 +20,9 @@ from benchmarks.loop import emit
 from benchmarks.shapes import SHAPES, Shape
 from offload.pinned import return_freed_memory
 from offload.planes import Plane
+from zero.exchange import Exchange
 from zero.plan import NVME
+from zero.sharing import SharedMemory
 from zero.storage import Storage
 
 
@@ -65,8 +67,7 @@ def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
     }
     found = {name: sum(map(memory_bytes, planes)) for name, planes in kinds.items()}
     found["weights"] += other_slices_bytes(storage)
-    arriving = storage.whole_gradients._arriving
-    found["slices of other ranks in flight"] = 0 if arriving is None else arriving.nbytes
+    found["slices in flight between ranks"] = in_flight_bytes(storage, engine.exchange)
     pools = {
         "gathered units": storage.unit_pool,
         "flat gradients in flight": storage.gradient_pool,
@@ -80,10 +81,20 @@ def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
 
 def other_slices_bytes(storage: Storage) -> int:
     """Of whole units' weights, the slices that are other ranks', where this rank has a copy of its own of them."""
-    if storage._shared is not None:
-        return 0
     units = storage.layout.units
-    return sum(flat.nbytes - units[i].shard_numel * units[i].dtype.itemsize for i, flat in storage._flats.items())
+    return sum(
+        flat.nbytes - units[i].shard_numel * units[i].dtype.itemsize
+        for i, flat in storage._flats.items()
+        if storage._shared is None or units[i].persistent
+    )
+
+
+def in_flight_bytes(storage: Storage, exchange: Exchange) -> int:
+    """What this rank's slices are sent from, or others' arrive in."""
+    if isinstance(exchange, SharedMemory):
+        return exchange._slices[exchange.placement.rank].data.nbytes if exchange._slices else 0
+    arriving = storage.whole_gradients._arriving
+    return 0 if arriving is None else arriving.nbytes
 
 
 def memory_bytes(plane: Plane | None) -> int:
