@@ -48,7 +48,7 @@ class Comm:
 
     Args:
         device: where the tensors of collectives live.
-        streams: of that device.
+        streams: of that device; closed with this.
         process_group: whose ranks take part; None: torch's default group, or this process alone if there is none.
         deadline_seconds: a wait without evidence of anything wrong is warned about after so long.
         fixed_order: sums are made by the caller, in rank order, on NCCL too (gloo: always).
@@ -384,6 +384,7 @@ class Comm:
             self._fate.end(RankLostError(f"rank {self.rank} has failed: {type(error).__name__}: {error}"))
         self._leave()
         self._groups.clear()
+        self._streams.close()
 
 
 def _leave(pid: int, watch: Watch | None, lines: Lines | None, fate: Fate) -> None:
