@@ -51,6 +51,8 @@ class Adoption:
         read: where values come from.
         done: called with (unit, slot) once all of a slot is stored.
         only: indices of the parameters that are stored over what the planes hold; everything else stays, moments too.
+        slices: where other slices are, counted from this rank's (0, always there): what goes there is read too, in that
+            order, and dropped. So ranks that read together read the same.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class Adoption:
         read: ReadSource,
         done: Callable[[Unit, Slot], None],
         only: Collection[int] | None = None,
+        slices: Sequence[int] = (0,),
     ) -> None:
         self._layout, self._parameters, self._storage = layout, parameters, storage
         self._read, self._done, self._only = read, done, only
+        self._slices = slices
         self._stored_numel = 0
         """Since freed memory was last handed back."""
 
@@ -176,12 +180,15 @@ class Adoption:
 
     def _pieces(self, unit: Unit, lo: int, hi: int, *, state: bool) -> Iterable[tuple[Slot, Piece]]:
         """What lies in elements [lo, hi) of the unit; used one by one, the next may overwrite the last."""
-        for slot in unit.slots:
-            first, last = max(lo - slot.offset_numel, 0), min(hi - slot.offset_numel, slot.numel)
-            if first < last and (self._only is None or slot.index in self._only):
-                begin = slot.first_numel
-                for piece in self._read(self._parameters[slot.index], begin + first, begin + last, state):
-                    yield slot, piece
+        for away in self._slices:
+            shift = away * unit.shard_numel
+            for slot in unit.slots:
+                first, last = max(lo + shift - slot.offset_numel, 0), min(hi + shift - slot.offset_numel, slot.numel)
+                if first < last and (self._only is None or slot.index in self._only):
+                    begin = slot.first_numel
+                    for piece in self._read(self._parameters[slot.index], begin + first, begin + last, state):
+                        if not away:
+                            yield slot, piece
 
     def _finish(self, space: Space, begin: int, end: int) -> None:
         """Release the parameters whose last element lies in [begin, end)."""

@@ -25,6 +25,7 @@ from zero.config import Config
 from zero.editing import UnitEditor
 from zero.exchange import Exchange
 from zero.experts import fetch_experts_by_rows
+from zero.gathered_values import GatheredValues
 from zero.keeping import EngineKeeper, take_back
 from zero.machine import read_machine
 from zero.optim.behind import DueUpdates
@@ -210,14 +211,23 @@ class Assembly:
         return kinds
 
     def fill(self, source: StoredValues) -> None:
-        """Copy what another assembly's planes hold, and what the model itself holds. The model stays as it is."""
+        """Copy what another assembly's planes hold, and what the model itself holds. The model stays as it is.
+
+        All ranks come here.
+        """
+        exchange = self._owner.exchange
+        placement = exchange.placement
+        take_first_ranks_values(exchange, [p for p in self.parameters() if not source.holds(p)])
+        stored = source if placement.shard_size == 1 else GatheredValues(source, exchange)
 
         def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
             if source.holds(parameter):
-                return source.pieces(parameter, begin, end, state)
+                return stored.pieces(parameter, begin, end, state)
             return _read_model(parameter, begin, end, state)
 
-        Adoption(self.layout, self.parameters(), self.storage, read, lambda unit, slot: None).run()
+        slices = [index - placement.shard_index for index in range(placement.shard_size)]
+        Adoption(self.layout, self.parameters(), self.storage, read, lambda unit, slot: None, slices=slices).run()
+        exchange.adopted()
 
     def take_all(self) -> None:
         """After `fill`: from here on the planes keep the parameters' values."""

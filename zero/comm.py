@@ -251,7 +251,7 @@ class Comm:
         self, ticket: Ticket, group: Group, flat: Tensor, after: tuple[Fence, ...], start: Callable[[], Any]
     ) -> Fence:
         """Launch in turn and wait; a fence behind it."""
-        self._loop = self._loop or asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         try:
             if not self._nccl:
                 await self._streams.reached(*after)

@@ -100,6 +100,12 @@ class Exchange(Protocol):
     def payload_numel(self) -> dict[str, int]:
         """Elements that collectives have handled so far, by what they were for."""
 
+    def renewed(self) -> Exchange:
+        """An exchange with the same ranks for another storage; this one serves its own until it is released."""
+
+    def release(self) -> None:
+        """Let go of what belongs to the storage; its renewed one goes on."""
+
     def close(self, error: BaseException | None = None) -> None:
         """Let go of what the exchange holds. The other ranks are told that this one is gone, and of `error`."""
 
@@ -160,6 +166,13 @@ class Alone:
     def payload_numel(self) -> dict[str, int]:
         """See `Exchange`."""
         return {}
+
+    def renewed(self) -> Alone:
+        """See `Exchange`."""
+        return self
+
+    def release(self) -> None:
+        """See `Exchange`."""
 
     def close(self, error: BaseException | None = None) -> None:
         """See `Exchange`."""
@@ -295,6 +308,13 @@ class Collectives:
     def payload_numel(self) -> dict[str, int]:
         """See `Exchange`."""
         return {kind: counter.numel for kind, counter in self._comm.payload.items()}
+
+    def renewed(self) -> Collectives:
+        """See `Exchange`."""
+        return Collectives(self._comm, self.placement, self._wire)
+
+    def release(self) -> None:
+        """See `Exchange`."""
 
     def close(self, error: BaseException | None = None) -> None:
         """See `Exchange`."""

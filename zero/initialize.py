@@ -17,6 +17,7 @@ from zero import checkpointing
 from zero.arguments import config_argument
 from zero.config import Config, load_config
 from zero.device import compute_device
+from zero.distributed.joining import join_if_started
 from zero.engine import ZeroEngine
 from zero.optim.optimizer import ZeroOptimizer, groups_from
 from zero.partners import open_exchange
@@ -52,9 +53,9 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         model_parameters: parameters or param groups to train; None: all that require gradients.
         training_data: a dataset; a loader of this rank's micro-batches is made from it.
         lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one.
-        distributed_port: unused with one rank.
+        distributed_port: of rank 0, where MASTER_PORT does not say.
         mpu: not available: must be None.
-        dist_init_required: unused with one rank.
+        dist_init_required: False: torch.distributed is left alone; else ranks that a launcher has started are joined.
         collate_fn: for the loader.
         config: path or dict.
         mesh_param: not available: must be None.
@@ -78,6 +79,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             "on the optimizer that initialize returns"
         )
     show_log()
+    if dist_init_required is not False:
+        join_if_started(distributed_port)
     loaded = _read_config(args, config if config is not None else config_params)
     groups = groups_from(optimizer, model_parameters, model, loaded)
     device = compute_device()

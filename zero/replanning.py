@@ -4,7 +4,7 @@
 there is planned for, stored and trained from that forward on; what has left the tree holds its own values again. The
 new planes are filled from the old ones, which stay valid until they are full, so weights, fp32 masters, moments, step
 counts and the gradients accumulated so far go along, and a failure leaves everything as it was. A graph made before
-that cannot be walked any more: its backward raises.
+that cannot be walked any more: its backward raises. Several ranks make the same change, between two steps.
 
 [Note: what is trained] What the optimizer's param groups hold. A parameter that is new and requires a gradient, and one
 that did not when the plan was made and does now, joins a group: that of the parameter whose name it takes over, else
@@ -31,6 +31,7 @@ from offload.sizes import format_bytes
 from zero.assembly import Assembly
 from zero.config import Config
 from zero.exchange import Exchange
+from zero.gathered_values import agree_on_change
 from zero.optim.carrying import GradientCarrier
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.units import Leaf
@@ -123,8 +124,11 @@ class FollowsModel:
 
         Call it before a module is run without the engine's forward (`model.generate`), if its tree has changed.
 
+        All ranks come here.
+
         Raises:
-            StateError: inside forward, backward or `GatheredParameters`.
+            StateError: inside forward, backward or `GatheredParameters`; or ranks have changed their models
+                differently, or amid a step.
             BudgetError: old and new planes do not fit together for the moment of the change; nothing has changed.
             StorageError: a transfer failed; nothing has changed.
         """
@@ -172,27 +176,31 @@ class FollowsModel:
 
     def _exchange(self, old: Assembly, census: Census) -> None:
         """Make parts for the model as it is, fill them from the old ones, and go on with them."""
-        if not self.exchange.placement.alone:
-            raise StateError(
-                "the model has changed since initialize (parameters added, removed, replaced or thawed); with several "
-                "ranks that is not available: change it before zero.initialize, or close the engine and make another"
-            )
         began = time.perf_counter()
+        accumulating = any(any(state.contributions) or state.arrived for state in old.gradients.states())
+        agree_on_change(self.exchange, self.module, census.held, accumulating=accumulating)
         self.at_rest()
         present = {id(p) for p in census.parameters()}
-        new = Assembly(self, self.module, census.held & present, self._config, old)  # type: ignore[arg-type]
+        before, self.exchange = self.exchange, self.exchange.renewed()
+        try:
+            new = Assembly(self, self.module, census.held & present, self._config, old)  # type: ignore[arg-type]
+        except BaseException:
+            self._return_to(before)
+            raise
         source = old.stored()
         try:
             new.build()
             new.fill(source)
-            carrier = GradientCarrier((old.gradients, old.storage), (new.gradients, new.storage))
-            carrier.run({old.index_of[key]: index for key, index in new.index_of.items() if key in old.index_of})
+            if before.placement.alone:
+                carrier = GradientCarrier((old.gradients, old.storage), (new.gradients, new.storage))
+                carrier.run({old.index_of[key]: index for key, index in new.index_of.items() if key in old.index_of})
             source.close()
             gone = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]
             leaving = [(leaf, old.keeper.exact(leaf.names[0])) for leaf in gone]
         except BaseException:
             new.storage.close()
             source.close()
+            self._return_to(before)
             raise
         _switch(old, new, leaving)
         _carry_counts(old, new)
@@ -205,8 +213,15 @@ class FollowsModel:
         _first_gradients(new)
         self._persistent_bound = True
         old.storage.close()
+        before.release()
         return_freed_memory()
         logger.info("%s", _cost(old, new, time.perf_counter() - began))
+
+    def _return_to(self, exchange: Exchange) -> None:
+        """The new parts are none: what the ranks have exchanged before goes on."""
+        renewed, self.exchange = self.exchange, exchange
+        if renewed is not exchange:
+            renewed.release()
 
 
 def _rest(parts: Assembly) -> None:

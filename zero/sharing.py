@@ -95,7 +95,7 @@ class SharedMemory:
     memory: SharedPlaces | None
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        self._comm, self.placement = comm, placement
+        self._comm, self.placement, self._wire = comm, placement, wire
         self.scale, self.overlaps = 1.0 / placement.world_size, wire.overlaps
         self.memory = self._regions = Regions(comm)
         self._board: Board | None = None
@@ -238,11 +238,19 @@ class SharedMemory:
         """See `Exchange`. None of it goes through collectives."""
         return {}
 
+    def renewed(self) -> SharedMemory:
+        """See `Exchange`."""
+        return SharedMemory(self._comm, self.placement, self._wire)
+
     def close(self, error: BaseException | None = None) -> None:
+        """See `Exchange`."""
+        self.release()
+        self._comm.close(error)
+
+    def release(self) -> None:
         """See `Exchange`."""
         self._end()
         self._let_go()
-        self._comm.close(error)
 
     def _let_go(self) -> None:
         """Give back what is shared; nothing of this rank moves any more."""

@@ -37,6 +37,10 @@ class StoredValues:
         """True when the planes have the parameter's values."""
         return id(parameter) in self._places
 
+    def places_of(self, parameter: nn.Parameter) -> list[tuple[Unit, Slot]]:
+        """Where the parameter is, all its tiles if it is in tiles."""
+        return self._places[id(parameter)]
+
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
         """Elements [begin, end), with remainder and moments if `state` and there are any.
 
@@ -48,9 +52,10 @@ class StoredValues:
         for unit, slot in self._places[id(parameter)]:
             first, last = max(begin, slot.first_numel), min(end, slot.first_numel + slot.numel)
             if first < last:
-                yield from self._pieces_of_slot(unit, slot, first, last, state)
+                yield from self.pieces_of_slot(unit, slot, first, last, state)
 
-    def _pieces_of_slot(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Iterator[Piece]:
+    def pieces_of_slot(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Iterator[Piece]:
+        """As `pieces`, of elements that are in one slot and in this rank's slice."""
         origin = unit.origin + slot.offset_numel - slot.first_numel  # where the parameter's first element would be
         if not (state and unit.trainable):
             yield Piece(begin, self._weights(unit, origin + begin, origin + end))

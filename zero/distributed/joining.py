@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from offload.errors import ConfigError, StateError
 from zero.device import has_gpu
-from zero.distributed.environment import LOOPBACK, Place, find_place, variables
+from zero.distributed.environment import LOOPBACK, MPI, Place, find_place, variables
 
 logger = logging.getLogger("zero")
 
@@ -73,6 +73,20 @@ def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
     if verbose and place.rank == 0:
         ranks = f"{place.world_size} ranks" if place.world_size > 1 else "one rank"
         logger.info("distributed: %s, %s", ranks if place.alone else f"{ranks} by {place.source}", backend)
+
+
+def join_if_started(port: int = PORT) -> None:
+    """`init_distributed` for a process that a launcher has started as one of several, if nobody has called it yet.
+
+    Raises:
+        ConfigError: the environment is incomplete or contradicts itself.
+        StateError: the ranks did not come together.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    by_mpi = any(names.world_size in os.environ for names in MPI)
+    if find_place(os.environ, port, mpi=by_mpi).world_size > 1:
+        init_distributed(distributed_port=port)
 
 
 def choose_backend(wish: str | None) -> str:

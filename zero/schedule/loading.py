@@ -183,12 +183,18 @@ class Loader:
 
         Raises:
             StorageError: what was modified could not be stored; the plane keeps it in memory.
+            StateError: what was modified is memory of other ranks too.
         """
         try:
             if arrival.transfer is not None:
                 arrival.transfer.settle()
             if modified and arrival.block is not None:
                 self._store_modified(unit, arrival.data)
+            elif modified and unit.index in self._storage.plan.whole:
+                raise StateError(
+                    f"unit {unit.name}: forward has modified its weights in place, and the ranks of this node hold one "
+                    "copy of them: each rank would modify it. Set zero_optimization.shared_host_memory to false"
+                )
         finally:  # an interrupt may have ended the wait: then something still moves
             if arrival.block is not None:
                 self._draining.append(Draining(unit, arrival.block, arrival.transfer, self._storage.streams.fence()))
@@ -216,9 +222,14 @@ class Loader:
         try:
             own = await self._bring_own(unit)
         except BaseException as error:
+            self._partial.add(unit.index)
             self._exchange.give_up(turn, error)
             raise
-        return await self._exchange.gather(turn, unit, memory, own)
+        try:
+            return await self._exchange.gather(turn, unit, memory, own)
+        except BaseException:
+            self._partial.add(unit.index)
+            raise
 
     def _reclaim(self) -> None:
         """Give back what nothing moves in any more."""

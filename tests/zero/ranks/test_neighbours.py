@@ -98,11 +98,19 @@ def load(engine: Any, step: int) -> None:
     zero.load_pretrained(engine, f"{engine.folder}/{step}.safetensors")
 
 
+def all_of_it(engine: Any, step: int) -> None:
+    evaluate(engine, step)
+    edit(engine, step)
+    evaluate(engine, step)
+    load(engine, step)
+
+
 BETWEEN: Mapping[str, Callable[[Any, int], None]] = {
     "nothing": lambda engine, step: None,
     "an evaluation": evaluate,
     "an edit": edit,
     "other weights from a file": load,
+    "all of it": all_of_it,
 }
 
 
@@ -204,9 +212,8 @@ def test_near_gathers_give_the_bits_of_far_ones_whatever_happens_between_steps(
     check(run, place, between, bf16)
 
 
-@pytest.mark.parametrize("between", list(BETWEEN)[1:])
-def test_what_changes_weights_between_steps_reaches_near_gathers(run: Callable[..., Told], between: str) -> None:
-    check(run, PLACES[2], between)
+def test_what_changes_weights_between_steps_reaches_near_gathers(run: Callable[..., Told]) -> None:
+    check(run, PLACES[2], "all of it")
 
 
 def test_only_the_first_gather_of_a_unit_after_a_step_goes_over_all_ranks(run: Callable[..., Told]) -> None:
@@ -217,7 +224,6 @@ def test_only_the_first_gather_of_a_unit_after_a_step_goes_over_all_ranks(run: C
         assert near[step]["gather"] == expected, "once a step; frozen weights never change"
         assert near[step]["gather"] + near[step][NEAR] == far[step]["gather"]
         assert far[step]["gather"] >= 2 * (step + 1) * numel, "otherwise the run proves little"
-        assert near[step]["reduce"] == far[step]["reduce"]
 
 
 def test_the_plan_has_a_row_for_a_second_share_of_the_weights(run: Callable[..., Told]) -> None:
