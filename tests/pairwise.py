@@ -55,7 +55,17 @@ def _met(missing: Iterable[tuple[tuple[str, Any], tuple[str, Any]]], chosen: Cas
 def in_pairs(**choices: Iterable[Any]) -> Any:
     """A parametrization over the product of `choices`; what is not in the cover is a long form."""
     values = {key: tuple(given) for key, given in choices.items()}
-    kept = [tuple(case.values()) for case in cover(values)]
+    return _parametrized(values, [tuple(case.values()) for case in cover(values)])
+
+
+def each_once(**choices: Iterable[Any]) -> Any:
+    """A parametrization over the product of `choices`; of the long forms is what no choice needs to be there once."""
+    values = {key: tuple(given) for key, given in choices.items()}
+    rows = range(max(len(given) for given in values.values()))
+    return _parametrized(values, [tuple(given[row % len(given)] for given in values.values()) for row in rows])
+
+
+def _parametrized(values: dict[str, tuple[Any, ...]], kept: list[tuple[Any, ...]]) -> Any:
     cases = [
         pytest.param(*case, marks=() if case in kept else pytest.mark.slow, id="-".join(_word(value) for value in case))
         for case in itertools.product(*values.values())
@@ -64,4 +74,4 @@ def in_pairs(**choices: Iterable[Any]) -> Any:
 
 
 def _word(value: Any) -> str:
-    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(getattr(value, "name", value))

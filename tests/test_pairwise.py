@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from pairwise import cover
+from pairwise import cover, each_once
 
 CHOICES: list[dict[str, tuple[Any, ...]]] = [
     {"a": (1, 2), "b": ("x", "y")},
@@ -27,3 +27,10 @@ def test_every_two_choices_meet(choices: dict[str, tuple[Any, ...]]) -> None:
 def test_what_cannot_be_is_left_out() -> None:
     cases = cover({"a": (0, 1, 2), "b": (0, 1, 2)}, lambda chosen: sum(chosen.values()) < 3)
     assert sorted(tuple(case.values()) for case in cases) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
+
+
+def test_of_each_choice_one_case_runs_by_default_and_none_is_lost() -> None:
+    cases = each_once(place=("a", "b", "c"), way=(1, 2)).args[1]
+    default = [case.values for case in cases if not case.marks]
+    assert default == [("a", 1), ("b", 2), ("c", 1)]
+    assert sorted(case.values for case in cases) == sorted(itertools.product(("a", "b", "c"), (1, 2)))

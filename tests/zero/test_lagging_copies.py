@@ -5,7 +5,6 @@ The paths are those of a GPU; see `lagging.py`.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +23,6 @@ from offload.errors import BudgetError
 
 Open = Callable[..., Any]
 DEVICES = ("none", "cpu", "nvme")
-PAIRS = tuple(itertools.product(DEVICES, DEVICES))
-OFFLOADED = tuple(pair for pair in PAIRS if pair != ("none", "none"))
 STEPS = 4
 
 

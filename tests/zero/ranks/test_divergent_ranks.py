@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import seeded, trainability
+from pairwise import each_once
 from ranks import RankError, RankPool
 from ranks_model import Moody
 from ranks_plain import Ddp, Opposite, Outcome, beyond
@@ -82,11 +83,9 @@ def plain(way: str) -> list[Outcome]:
     return held
 
 
-@pytest.mark.parametrize(
-    "place", [Place(1), Place(2, "none", "cpu"), Place(3), Place(3, "cpu", "cpu"), Place(3, "nvme", "nvme")],
-    ids=lambda place: place.name,
-)  # fmt: skip
-@pytest.mark.parametrize("way", WAYS)
+@each_once(
+    place=(Place(1), Place(2, "none", "cpu"), Place(3), Place(3, "cpu", "cpu"), Place(3, "nvme", "nvme")), way=WAYS
+)
 def test_in_shared_host_memory_ranks_that_go_different_ways_train_as_under_ddp(
     rank_pool: Pool, nvme_path: Any, way: str, place: Place
 ) -> None:
@@ -157,8 +156,7 @@ def errors_of(pool: RankPool, job: Callable[..., Any], *args: Any) -> list[BaseE
     return [answer if isinstance(answer, BaseException) else None for answer in told]
 
 
-@pytest.mark.parametrize("tier", ["none", "nvme"])
-@pytest.mark.parametrize("way", WAYS)
+@each_once(way=WAYS, tier=("none", "nvme"))
 def test_without_it_every_rank_that_waits_names_rank_and_module(
     rank_pool: Pool, nvme_path: Any, way: str, tier: str
 ) -> None:
@@ -178,8 +176,7 @@ def uneven(place: Place, nvme_path: str) -> None:
         train(engine, "one rank skips a block", DIVERGING_STEP - dist.get_rank())
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["not shared", "shared"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@each_once(stage=(0, 2, 3), shared=(False, True))
 def test_a_rank_that_has_fewer_batches_is_named_by_those_that_wait_for_it(
     rank_pool: Pool, nvme_path: Any, stage: int, shared: bool
 ) -> None:

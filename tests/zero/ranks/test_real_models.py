@@ -105,7 +105,7 @@ def test_models_of_transformers_train_as_under_ddp_wherever_their_bytes_live(
     check(rank_pool, expected, nvme_path, name, run, place_of(stage, tier))
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", ["nvme", *(pytest.param(tier, marks=pytest.mark.slow) for tier in ("none", "cpu"))])
 def test_lora_of_peft_trains_at_stage_3_as_under_ddp(rank_pool: Pool, expected: Any, nvme_path: Any, tier: str) -> None:
     pytest.importorskip("peft")
     check(rank_pool, expected, nvme_path, LORA, Run(2, 2, CLIPPING, steps=STEPS), place_of(3, tier))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import seeded, trainability
+from pairwise import each_once
 from ranks import RankPool
 from ranks_model import Motley, batch, motley
 from ranks_runs import Place, Run, engine_config, quiet
@@ -61,8 +62,7 @@ def first_values(place: Place, nvme_path: str, construction: str) -> Values:
         return {name: engine.full_master(name) for name, trainable in names if trainable}
 
 
-@pytest.mark.parametrize("construction", ["Init", "in memory"])
-@everywhere
+@each_once(place=PLACES, construction=("Init", "in memory"))
 def test_ranks_that_built_different_models_all_get_rank_0s(
     rank_pool: Pool, nvme_path: Any, place: Place, construction: str
 ) -> None:
@@ -109,28 +109,27 @@ def test_full_values_and_state_dict_are_the_same_on_all_ranks(rank_pool: Pool, n
 EDITED = ("blocks.0.up.weight", "table.weight", "norm.bias", "frozen.weight")
 
 
-def edited(place: Place, nvme_path: str, modifier_rank: int | None) -> Values:
-    """Each rank writes its own number into some parameters; weights after one more step without gradients."""
+def edited(place: Place, nvme_path: str, modifier_rank: int | None, wanted: tuple[str, ...]) -> Values:
+    """Each rank writes its own number into some parameters after a few steps."""
     import zero
 
     model = motley()
     names = trainability(model)
     with opened(place, nvme_path, model) as engine:
         train(engine)
-        parameters = [model.get_parameter(name) for name in EDITED]
+        parameters = [model.get_parameter(name) for name in wanted]
         with zero.GatheredParameters(parameters, modifier_rank=modifier_rank), torch.no_grad():
             for parameter in parameters:
                 parameter.view(-1)[3:5] = 7.0 if modifier_rank is None else 7.0 + dist.get_rank()
         return snapshot(engine, names)
 
 
-@pytest.mark.parametrize("modifier_rank", [0, 1, None])
-@everywhere
+@each_once(place=PLACES, modifier_rank=(0, 1, None))
 def test_an_edit_of_the_modifier_rank_reaches_all_ranks_and_the_masters(
     rank_pool: Pool, nvme_path: Any, place: Place, modifier_rank: int | None
 ) -> None:
-    held = same(rank_pool(2).run(edited, place, str(nvme_path), modifier_rank))
-    untouched = same([rank[0] for rank in rank_pool(2).run(everything, place, str(nvme_path))])
+    told = [((modifier_rank, EDITED)), (0, ())]
+    held, untouched = (same(rank_pool(2).run(edited, place, str(nvme_path), *edits)) for edits in told)
     for name in EDITED:
         for plane in ("weight", "master"):
             if f"{name}/{plane}" in untouched:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import seeded
+from pairwise import each_once
 from ranks import RankPool
 from ranks_model import Motley, batch, motley
 from ranks_runs import Place, Run, engine_config, quiet
@@ -71,8 +72,7 @@ def moved(place: Place, accumulation: int, build: str) -> tuple[dict[str, float]
     return {kind: (numel - before.get(kind, 0)) / STEPS for kind, numel in after.items()}, units
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@each_once(stage=(3, 0, 1, 2), ranks=(4, 2))
 def test_a_step_moves_twice_the_parameters_and_three_times_at_stage_3(rank_pool: Pool, stage: int, ranks: int) -> None:
     told = rank_pool(ranks).run(moved, Place(stage, shared=False, more=KEYS), 1, "even")
     assert all(answer == told[0] for answer in told)
