@@ -76,7 +76,9 @@ def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
 
 
 def join_if_started(port: int = PORT) -> None:
-    """`init_distributed` for a process that a launcher has started as one of several, if nobody has called it yet.
+    """`init_distributed` for a process that torchrun or MPI has started as one of several, if nobody has called it yet.
+
+    Slurm's variables are also there in an interactive step whose other tasks run nothing: there it has to be called.
 
     Raises:
         ConfigError: the environment is incomplete or contradicts itself.
@@ -85,7 +87,7 @@ def join_if_started(port: int = PORT) -> None:
     if not dist.is_available() or dist.is_initialized():
         return
     by_mpi = any(names.world_size in os.environ for names in MPI)
-    if find_place(os.environ, port, mpi=by_mpi).world_size > 1:
+    if ("WORLD_SIZE" in os.environ or by_mpi) and find_place(os.environ, port, mpi=by_mpi).world_size > 1:
         init_distributed(distributed_port=port)
 
 
