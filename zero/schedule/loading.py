@@ -57,6 +57,41 @@ class Draining:
     """Behind its last use on a device."""
 
 
+class _Ways:
+    """How units come in, on the mover's loop. It knows no engine: what is under way keeps none that was dropped."""
+
+    def __init__(self, storage: Storage, updates: DueUpdates, exchange: Exchange, near: Neighbours) -> None:
+        self._storage, self._updates, self._exchange, self._near = storage, updates, exchange, near
+
+    async def fetch(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
+        """Into memory of the unit's use."""
+        try:
+            own = await self._updates.fetch(unit, unit.own(flat), fences)
+        except BaseException as error:
+            self._exchange.give_up(turn, error)
+            raise
+        return self._near.keep(unit, flat, await self._exchange.gather(turn, unit, flat, own))
+
+    async def bring_own(self, unit: Unit) -> Fence:
+        """Update this rank's slice where it lives."""
+        await self._updates.bring_unit(unit)
+        return self._storage.streams.behind_updates()
+
+    async def bring_all(self, unit: Unit, memory: torch.Tensor, turn: Turn, partial: set[int]) -> Fence:
+        """Bring all slices up to date where they live; the unit stays `partial` if that fails."""
+        try:
+            own = await self.bring_own(unit)
+        except BaseException as error:
+            partial.add(unit.index)
+            self._exchange.give_up(turn, error)
+            raise
+        try:
+            return await self._exchange.gather(turn, unit, memory, own)
+        except BaseException:
+            partial.add(unit.index)
+            raise
+
+
 class Loader:
     """Leases memory for units and has them read into it.
 
@@ -86,6 +121,7 @@ class Loader:
         self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
         self._in_place, self._changed, self._exchange = in_place, changed, exchange
         self._near = Neighbours(layout, storage, exchange)
+        self._ways = _Ways(storage, updates, exchange, self._near)
         self.in_step = exchange.placement.in_step
         self._draining: list[Draining] = []
         self._partial = set(storage.plan.whole)
@@ -104,20 +140,12 @@ class Loader:
         if turn is not None:
             job = self._near.gather(unit, flat, block.fences, turn)
         else:
-            job = self._fetch(unit, flat, block.fences, self._exchange.turn("gather", unit))
+            job = self._ways.fetch(unit, flat, block.fences, self._exchange.turn("gather", unit))
         return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
-
-    async def _fetch(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
-        try:
-            own = await self._updates.fetch(unit, unit.own(flat), fences)
-        except BaseException as error:
-            self._exchange.give_up(turn, error)
-            raise
-        return self._near.keep(unit, flat, await self._exchange.gather(turn, unit, flat, own))
 
     def step_taken(self) -> None:
         """Trained units are about to change on every rank."""
-        self._partial = {index for index in self._storage.plan.whole if self._layout.units[index].trainable}
+        self._partial.update(index for index in self._storage.plan.whole if self._layout.units[index].trainable)
         self._near.forget(unit.index for unit in self._layout.units if unit.trainable)
         self._exchange.step_taken(lambda index: not self._updates.at_home(index))
 
@@ -208,28 +236,11 @@ class Loader:
     def _bring(self, unit: Unit, memory: torch.Tensor) -> Transfer[Fence] | None:
         if unit.index in self._partial:
             self._partial.discard(unit.index)
-            job = self._bring_all(unit, memory, self._exchange.turn("gather", unit))
+            job = self._ways.bring_all(unit, memory, self._exchange.turn("gather", unit), self._partial)
             return self._storage.mover.post(f"gathering unit {unit.name}", job)
         if self._updates.current(unit.index):
             return None
-        return self._storage.mover.post(f"updating unit {unit.name}", self._bring_own(unit))
-
-    async def _bring_own(self, unit: Unit) -> Fence:
-        await self._updates.bring_unit(unit)
-        return self._storage.streams.behind_updates()
-
-    async def _bring_all(self, unit: Unit, memory: torch.Tensor, turn: Turn) -> Fence:
-        try:
-            own = await self._bring_own(unit)
-        except BaseException as error:
-            self._partial.add(unit.index)
-            self._exchange.give_up(turn, error)
-            raise
-        try:
-            return await self._exchange.gather(turn, unit, memory, own)
-        except BaseException:
-            self._partial.add(unit.index)
-            raise
+        return self._storage.mover.post(f"updating unit {unit.name}", self._ways.bring_own(unit))
 
     def _reclaim(self) -> None:
         """Give back what nothing moves in any more."""
