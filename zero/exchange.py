@@ -195,7 +195,30 @@ class Wire:
     overlaps: bool = True
 
 
-class Collectives:
+class AmongRanks:
+    """What every exchange between several ranks leaves to their comm.
+
+    Args:
+        comm: of this engine.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def agree(self, what: str, payload: bytes) -> list[bytes]:
+        """See `Exchange`."""
+        return self._comm.agree(what, payload)
+
+    def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
+        """See `Exchange`."""
+        self._comm.broadcast(tensor, source_rank)
+
+    def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
+        """See `Exchange`."""
+        self._comm.broadcast_coalesced(tensors, source_rank)
+
+
+class Collectives(AmongRanks):
     """Exchange by collectives of torch.distributed.
 
     Args:
@@ -207,7 +230,8 @@ class Collectives:
     memory: SharedPlaces | None = None
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        self._comm, self.placement, self._wire = comm, placement, wire
+        super().__init__(comm)
+        self.placement, self._wire = placement, wire
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
         self._near = comm.group(placement.near_ranks)
         self._before = placement.world_size if wire.prescale else wire.predivide_factor
@@ -292,18 +316,6 @@ class Collectives:
 
     def rewritten(self) -> None:
         """See `Exchange`."""
-
-    def agree(self, what: str, payload: bytes) -> list[bytes]:
-        """See `Exchange`."""
-        return self._comm.agree(what, payload)
-
-    def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
-        """See `Exchange`."""
-        self._comm.broadcast(tensor, source_rank)
-
-    def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
-        """See `Exchange`."""
-        self._comm.broadcast_coalesced(tensors, source_rank)
 
     def payload_numel(self) -> dict[str, int]:
         """See `Exchange`."""

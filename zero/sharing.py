@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import astuple
 from functools import partial
@@ -32,7 +32,7 @@ from offload.sharing import SharedRegion, exchange_regions
 from offload.streams import Fence
 from offload.swapfile import PeerSwap, SwapGeometry
 from zero.comm import Comm
-from zero.exchange import Turn, Wire
+from zero.exchange import AmongRanks, Turn, Wire
 from zero.optim.behind import DueUpdates
 from zero.params.layout import Layout, Unit
 from zero.placement import Placement
@@ -83,7 +83,7 @@ class Regions:
         return regions
 
 
-class SharedMemory:
+class SharedMemory(AmongRanks):
     """See above. All ranks are on one node.
 
     Args:
@@ -95,7 +95,8 @@ class SharedMemory:
     memory: SharedPlaces | None
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        self._comm, self.placement, self._wire = comm, placement, wire
+        super().__init__(comm)
+        self.placement, self._wire = placement, wire
         self.scale, self.overlaps = 1.0 / placement.world_size, wire.overlaps
         self.memory = self._regions = Regions(comm)
         self._board: Board | None = None
@@ -221,18 +222,6 @@ class SharedMemory:
                 self._publish(unit.index)
         if waiting:
             self._storage.mover.post("updates that other ranks wait for", self._listen(self._epoch))
-
-    def agree(self, what: str, payload: bytes) -> list[bytes]:
-        """See `Exchange`."""
-        return self._comm.agree(what, payload)
-
-    def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
-        """See `Exchange`."""
-        self._comm.broadcast(tensor, source_rank)
-
-    def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
-        """See `Exchange`."""
-        self._comm.broadcast_coalesced(tensors, source_rank)
 
     def payload_numel(self) -> dict[str, int]:
         """See `Exchange`. None of it goes through collectives."""

@@ -75,14 +75,14 @@ class CommonBuffers:
         if self._exchange.placement.alone:
             return
         buffers = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
+        if not buffers:
+            return
         statistics = {
             f"{name}.{own}" if name else own
             for name, module in self._model.named_modules()
             if isinstance(module, _NormBase)
             for own in module._buffers
         }
-        if not buffers:
-            return
         changed = [
             name
             for name, buffer in buffers.items()

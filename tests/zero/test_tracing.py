@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import math
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -333,17 +332,6 @@ def test_the_environment_asks_for_steps_of_any_engine(
     assert not file.exists()
 
 
-def facts_once_written(path: Path) -> Any:
-    """The engine's own thread may be the one that collects it, and write the file just now."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            return facts_of(path)
-        except (FileNotFoundError, json.JSONDecodeError):
-            time.sleep(0.01)
-    return facts_of(path)
-
-
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_an_engine_that_ends_early_leaves_what_it_has_recorded(nvme_path: Path, wish: Any, end: str) -> None:
     file = wish("2-9")
@@ -353,7 +341,7 @@ def test_an_engine_that_ends_early_leaves_what_it_has_recorded(nvme_path: Path, 
         engine.close()
     del engine
     gc.collect()
-    assert facts_once_written(file)["steps"] == 2
+    assert facts_of(file)["steps"] == 2
 
 
 def test_a_trace_of_the_users_own_is_not_ended_by_the_environments(
