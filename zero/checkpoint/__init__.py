@@ -1,0 +1,1 @@
+"""Checkpoints: one logical form for every stage, tier and number of ranks."""

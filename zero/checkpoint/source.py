@@ -1,0 +1,55 @@
+"""What can be loaded: tensors by name, read by range. Our own folders, DeepSpeed's and safetensors exports are three."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+MODEL = "model."
+"""Before a parameter's or a buffer's name: its value, the fp32 master where there is one."""
+OPTIMIZER = "optim.state."
+"""Before a parameter's name and one of `MOMENTS` or `STEP`."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One tensor of a source."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    """Values by name.
+
+    Attributes:
+        tensors: name -> what it is. `model.NAME`, `optim.state.NAME.exp_avg`, `.exp_avg_sq` and `.step`.
+    """
+
+    tensors: Mapping[str, Saved]
+
+    def read(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) of the flattened tensor, 1-D, on the host, in the saved dtype.
+
+        Good until the next read.
+
+        Raises:
+            StorageError: a read failed.
+            ConfigError: what was read is damaged.
+        """
+
+    def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
+        """(name, begin, end) of what will be read, in that order: a source may read ahead."""
+
+    def close(self) -> None:
+        """Give back what is open. Idempotent."""
+
+
+def state_name(name: str, kind: str) -> str:
+    """Where a parameter's moment or step count is: `kind` is one of `MOMENTS`, or `STEP`."""
+    return f"{OPTIMIZER}{name}.{kind}"
