@@ -7,28 +7,24 @@ order of its own planes, so stage, tier and number of ranks of who saved do not 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.durable import Files
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError
 from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.folders import Folders
 from zero.checkpoint.rank_part import persistent_buffers
-from zero.checkpoint.reading import FolderSource
-from zero.checkpoint.saving import CLIENT, RANK, STATE
+from zero.checkpoint.reading import CLIENT, RANK, STATE, FolderSource
+from zero.checkpoint.saving import SavesCheckpoints
 from zero.checkpoint.small_state import check_groups, restore_counters, restore_groups, restore_rank
 from zero.checkpoint.source import MODEL, MOMENTS, STEP, Saved, Source, state_name
-from zero.config import Config
-from zero.exchange import Exchange
 from zero.params.layout import Slot, Unit
-from zero.params.units import Leaf
 
 logger = logging.getLogger("zero")
 
@@ -167,16 +163,8 @@ def _mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return " ".join(said)
 
 
-class LoadsCheckpoints:
+class LoadsCheckpoints(SavesCheckpoints):
     """Mixed into the engine."""
-
-    exchange: Exchange
-    optimizer: Any
-    lr_scheduler: Any
-    module: nn.Module
-    _config: Config
-    _parts: Assembly
-    files: Files
 
     def load_checkpoint(
         self,
@@ -246,24 +234,16 @@ class LoadsCheckpoints:
             self.optimizer.step_counts.update(wanted.step_counts())
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
-            restore_counters(self, state)  # type: ignore[arg-type]
+            restore_counters(self, state)
             mine = f"{RANK}.{self.exchange.placement.rank}"
             if mine in source.blobs:
-                restore_rank(self, source.blob(mine))  # type: ignore[arg-type]
+                restore_rank(self, source.blob(mine))
         return client
 
     def _load_scheduler(self, state: Any) -> None:
         if hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(state)
 
-    def _rest(self, what: str) -> None:
-        """The engine's."""
-        raise NotImplementedError
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The engine's."""
-        raise NotImplementedError
-
-    def at_rest(self) -> Assembly:
         """The engine's."""
         raise NotImplementedError

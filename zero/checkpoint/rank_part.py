@@ -135,6 +135,12 @@ def read_list(files: Files, path: Path) -> tuple[FileEntry, list[WrittenBox]]:
             f"{path} is missing, though its rank has written it: save_dir must be on a file system that all nodes share"
         )
     nbytes, told = json.loads(files.read_bytes(path))
-    boxes = [WrittenBox(*(tuple(value) if isinstance(value, list) else value for value in box)) for box in told]
+    boxes = [_box(*box) for box in told]
     entry = FileEntry(bytes=nbytes, boxes=tuple((box.payload, box.payload_bytes, box.crc) for box in boxes))
     return entry, boxes
+
+
+def _box(
+    name: str, dtype: str | None, shape: list[int], offsets: list[int], sizes: list[int], *rest: int
+) -> WrittenBox:
+    return WrittenBox(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), *rest)

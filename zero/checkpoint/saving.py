@@ -1,13 +1,12 @@
 """`engine.save_checkpoint`: every rank writes its part, the first one makes a whole of them.
 
-[Note: order of a save] All ranks agree on the tag and on what is saved; the first makes a hidden folder; each writes its
-data file into it, syncs it, and says what is in it; the first writes the metadata and the manifest, and gives the folder
-its name. Whatever fails on one rank fails on all, and what was there before is as it was.
+[Note: order of a save] All ranks agree on the tag and on what is saved; the first makes a hidden folder; each writes
+its data file into it, syncs it, and says what is in it; the first writes the metadata and the manifest, and gives the
+folder its name. Whatever fails on one rank fails on all, and what was there before is as it was.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,21 +21,21 @@ from offload.errors import ConfigError, StateError, ZeroInfinityError
 from offload.sizes import format_bytes
 from zero.assembly import Assembly
 from zero.checkpoint.extents import Extents
-from zero.checkpoint.folders import Folders, Partial, check_tag
+from zero.checkpoint.finding import check_tag
+from zero.checkpoint.folders import Folders, Partial
 from zero.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from zero.checkpoint.metadata import METADATA_FILE, make_metadata
 from zero.checkpoint.rank_part import RankPart, data_file, list_file, persistent_buffers, plan_extents, read_list
+from zero.checkpoint.reading import CLIENT, RANK, STATE
 from zero.checkpoint.small_state import client_part, common_state, rank_state
 from zero.checkpoint.source import MODEL
 from zero.config import Config
 from zero.exchange import Exchange
+from zero.replanning import FollowsModel
 
 logger = logging.getLogger("zero")
 
 T = TypeVar("T")
-
-STATE, CLIENT, RANK = "state", "client", "rank"
-"""Names of what is no tensor."""
 
 
 class Together:
@@ -72,11 +71,10 @@ class Together:
 
     def first(self, what: str, action: Callable[[], T]) -> T | None:
         """As `do`, on the first rank alone; None on the others."""
-        return self.do(what, action if self.is_first else _nothing)
-
-
-def _nothing() -> Any:
-    return None
+        if self.is_first:
+            return self.do(what, action)
+        self.do(what, lambda: None)
+        return None
 
 
 class CheckpointSave:
@@ -174,15 +172,14 @@ class CheckpointSave:
             self._folders.abandon(partial)
 
 
-class SavesCheckpoints:
+class SavesCheckpoints(FollowsModel):
     """Mixed into the engine."""
 
-    exchange: Exchange
     global_steps: int
     micro_steps: int
-    optimizer: Any
-    _config: Config
-    _parts: Assembly
+    device: torch.device
+    lr_scheduler: Any
+    training_dataloader: Any
     files = Files()
     """The disk that checkpoints lie on."""
 
@@ -194,10 +191,10 @@ class SavesCheckpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that training goes on from, in the form of torch.distributed.checkpoint. All ranks come here.
+        """Save all that training goes on from, in the form of torch.distributed.checkpoint. All ranks come here.
 
-        It loads at every stage, on every tier, with any number of ranks, and with plain torch. It is there as a whole or
-        not at all, whatever happens meanwhile.
+        It loads at every stage, on every tier, with any number of ranks, and with plain torch. It is there as a whole
+        or not at all, whatever happens meanwhile.
 
         Args:
             save_dir: folder of checkpoints, which all nodes see; the checkpoint is `save_dir/tag`.
@@ -273,10 +270,6 @@ class SavesCheckpoints:
         return names[0]
 
     def check_open(self, what: str) -> None:
-        """The engine's."""
-        raise NotImplementedError
-
-    def replan(self) -> bool:
         """The engine's."""
         raise NotImplementedError
 

@@ -115,7 +115,9 @@ class ExtentWriter:
         if nbytes <= RUN_BYTES:
             return await self._arena.lease_when_free(nbytes, "checkpoint")
         # One box, of a user's state say, that is larger than all others may be.
-        return Arena("checkpoint", nbytes, "nothing: it is as large as the state", torch.device("cpu")).lease(nbytes, "")
+        return Arena("checkpoint", nbytes, "nothing: it is as large as the state", torch.device("cpu")).lease(
+            nbytes, ""
+        )
 
     def _sum(self, run: Run[Any], place: Place[Any], memory: torch.Tensor) -> None:
         payload = memory[place.payload : place.payload + place.nbytes]

@@ -41,7 +41,9 @@ class CheckpointConfig(Block):
     """Ours: after a save older checkpoints in the folder are removed but so many; None: none is."""
     frozen: Annotated[Frozen, choice("always", "once", "reference")] = "always"
     """Ours: whether weights that are not trained are in every checkpoint, in a file for all of them, or not at all."""
-    load_universal: Annotated[Flag | None, Inert("every checkpoint loads at any stage, tier and number of ranks")] = None
+    load_universal: Annotated[Flag | None, Inert("every checkpoint loads at any stage, tier and number of ranks")] = (
+        None
+    )
     use_node_local_storage: Annotated[
         Flag, Only((False,), "a checkpoint is one folder that all nodes see; set it to false")
     ] = False
