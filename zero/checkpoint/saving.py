@@ -8,18 +8,19 @@ folder its name. Whatever fails on one rank fails on all, and what was there bef
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from offload import kernels
 from offload.archives import bytes_tensor, make_archive
 from offload.durable import Files
-from offload.errors import ConfigError, StateError, ZeroInfinityError
+from offload.errors import ConfigError, StateError
 from offload.sizes import format_bytes
 from zero.assembly import Assembly
+from zero.checkpoint.accumulated import add_accumulated, ranks_shape
 from zero.checkpoint.extents import Extents
 from zero.checkpoint.finding import check_tag
 from zero.checkpoint.folders import Folders, Partial
@@ -29,52 +30,12 @@ from zero.checkpoint.rank_part import RankPart, data_file, list_file, persistent
 from zero.checkpoint.reading import CLIENT, RANK, STATE
 from zero.checkpoint.small_state import client_part, common_state, rank_state
 from zero.checkpoint.source import MODEL
+from zero.checkpoint.together import Together
 from zero.config import Config
 from zero.exchange import Exchange
 from zero.replanning import FollowsModel
 
 logger = logging.getLogger("zero")
-
-T = TypeVar("T")
-
-
-class Together:
-    """What all ranks do, so that what fails on one fails on all.
-
-    Args:
-        exchange: with the other ranks.
-    """
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self.is_first = exchange.placement.rank == 0
-
-    def do(self, what: str, action: Callable[[], T]) -> T:
-        """Run `action` on every rank; raise if it failed on any.
-
-        Raises:
-            StateError: it failed on another rank; says on which and why.
-        """
-        error: BaseException | None = None
-        result: T | None = None
-        try:
-            result = action()
-        except (ZeroInfinityError, OSError) as failed:
-            error = failed
-        answers = self._exchange.agree(what, b"" if error is None else f"{type(error).__name__}: {error}".encode())
-        if error is not None:
-            raise error
-        wrong = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer]
-        if wrong:
-            raise StateError(f"{what} failed on another rank: {'; '.join(wrong)}")
-        return result  # type: ignore[return-value]
-
-    def first(self, what: str, action: Callable[[], T]) -> T | None:
-        """As `do`, on the first rank alone; None on the others."""
-        if self.is_first:
-            return self.do(what, action)
-        self.do(what, lambda: None)
-        return None
 
 
 class CheckpointSave:
@@ -250,10 +211,13 @@ class SavesCheckpoints(FollowsModel):
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
         state["has_frozen"] = not exclude_frozen
+        accumulated = add_accumulated(extents, parts, placement)
+        answers = self.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
+        state["accumulating"] = ranks_shape(placement) if any(answers) else None
         if placement.rank == 0:
             extents.add_blob(STATE, make_archive(state))
             extents.add_blob(CLIENT, make_archive(client_part(self, client_state)))
-        extents.add_blob(f"{RANK}.{placement.rank}", make_archive(rank_state(self)))
+        extents.add_blob(f"{RANK}.{placement.rank}", make_archive(rank_state(self, accumulated)))
         extents.end()
         return state, extents
 
