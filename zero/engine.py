@@ -260,6 +260,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, LoadsCheckpoints, G
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
         if index is not None:
             self.wait_for_checkpoint()  # it has not taken all of the old values yet
+            self.forget_frozen()
         if self._ahead is not None:
             self._ahead.void_all() if index is None else self._ahead.void(index)
 
