@@ -78,6 +78,10 @@ class Folders(Checkpoints):
                 raise StateError(f"{folder} was locked by another process as soon as it was made")
             return Partial(tag, folder, started, lock)
 
+    def partial_folder(self, tag: str) -> Path:
+        """Where `begin` makes the folder of a tag: the ranks besides the first write there too."""
+        return self._hidden(tag, PARTIAL)
+
     def commit(self, partial: Partial, save_latest: bool = True) -> Path:
         """Give a checkpoint its name, in place of an older one of that name; then `latest`. Returns the folder.
 
