@@ -141,6 +141,7 @@ class SavesCheckpoints(FollowsModel):
     device: torch.device
     lr_scheduler: Any
     training_dataloader: Any
+    data_position: Any
     files = Files()
     """The disk that checkpoints lie on."""
 
