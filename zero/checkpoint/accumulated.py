@@ -1,7 +1,8 @@
 """Gradients of a step that is not complete: saved by each rank as it has them, and loaded by the same ranks only.
 
 What ranks have collected between two steps is no tensor of the model: below stage 2 each rank has a sum of its own,
-above it slices of one. So the same number of ranks, at a stage that collects alike, goes on exactly; others are refused.
+above it slices of one. So the same number of ranks, at a stage that collects alike, goes on exactly; others are
+refused.
 """
 
 from __future__ import annotations

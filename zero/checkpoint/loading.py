@@ -201,7 +201,8 @@ class LoadsCheckpoints(SavesCheckpoints):
         """
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: custom_load_fn is not available; read values with zero.load_pretrained")
-        self._rest("load_checkpoint")
+        self._between_steps("load_checkpoint")
+        self.synchronize()
         together = Together(self.exchange)
         source = together.do("looking for a checkpoint", lambda: self._open_newest(Path(load_dir), tag))
         if source is None:
