@@ -268,7 +268,9 @@ class LoadsCheckpoints(SavesCheckpoints):
         if not only_module:
             restore_counters(self, state)
             if mine is not None:
-                restore_rank(self, mine)
+                restore_rank(self, mine, own=True)
+            elif f"{RANK}.0" in source.blobs:  # saved with fewer ranks
+                restore_rank(self, source.blob(f"{RANK}.0"), own=False)
         return client
 
     def _load_scheduler(self, state: Any) -> None:
