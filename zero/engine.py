@@ -19,6 +19,7 @@ from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.activations import Activations
 from zero.assembly import Assembly
+from zero.checkpoint.weights_out import SavesWeights
 from zero.config import Config
 from zero.data import LoadsData
 from zero.exchange import Alone, Exchange
@@ -35,7 +36,7 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Generates, Traced, nn.Module):
+class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, SavesWeights, FollowsModel, Generates, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
