@@ -156,13 +156,13 @@ def _shards(folder: Path) -> list[Path]:
                 f"{folder}: expected model.safetensors, or model.safetensors.index.json and the files it names; "
                 "found neither. save_pretrained(folder) of transformers writes them"
             )
-        shards = [path.name for path in found if SHARD.search(path.name)]
-        if shards:
+        whole = [path for path in found if not SHARD.search(path.name)]
+        if not whole:
             raise ConfigError(
-                f"{folder}: {shards[0]} is part of a model whose index, *.safetensors.index.json, is missing; the "
+                f"{folder}: {found[0].name} is part of a model whose index, *.safetensors.index.json, is missing; the "
                 "model was not written or copied to its end: write or copy it again"
             )
-        return found
+        return whole
     weight_map: dict[str, str] = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
     paths = [folder / name for name in sorted(set(weight_map.values()))]
     missing = [path.name for path in paths if not path.is_file()]

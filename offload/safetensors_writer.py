@@ -7,29 +7,32 @@ model appear together: their index goes first and comes last, so what is there o
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from errno import EINVAL, ENOSPC
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload.durable import DurableFile, Files
 from offload.errors import ConfigError, StateError, StorageError
+from offload.messages import tensor_of
+from offload.pinned import map_host, tensor_over
 from offload.safetensors_file import DTYPES
 from offload.sizes import PAGE_BYTES, align_up
-from offload.swapfile import free_bytes
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLOCK_BYTES = 4 << 20
 """Of one write. There are two blocks: one is filled while the other is written."""
 METADATA = {"format": "pt"}
 SUFFIX = ".safetensors"
+DRAFT = ".partial"
+"""At the end of a file's name while it is written; it has a dot before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,33 +83,34 @@ class SafetensorsWriter:
     """One file in the making.
 
     Args:
+        files: the disk.
         path: its final name.
         tensors: in the order in which their values will come; see `in_file_order`.
 
     Attributes:
         draft: where it is written until `publish`.
-        nbytes: length of the whole file.
 
     Raises:
         ConfigError: a dtype that such files cannot hold.
-        StorageError: the file cannot be created.
+        StorageError: the file cannot be created, or there is no room for it.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[Tensor]) -> None:
-        self.path, self.draft = path, draft_of(path)
+    def __init__(self, files: Files, path: Path, tensors: Sequence[Tensor]) -> None:
+        self._files, self.path, self.draft = files, path, path.with_name(f".{path.name}{DRAFT}")
         header = header_of(tensors)
-        self.nbytes = len(header) + sum(tensor.nbytes for tensor in tensors)
+        self._nbytes = len(header) + sum(tensor.nbytes for tensor in tensors)
         self._coming = iter([tensor for tensor in tensors if tensor.nbytes])
-        self._current: Tensor | None = next(self._coming, None)
-        self._missing_numel = self._current.shape.numel() if self._current else 0
-        self._blocks = [mmap.mmap(-1, BLOCK_BYTES), mmap.mmap(-1, BLOCK_BYTES)]
+        self._current: Tensor | None = None
+        self._missing_numel = 0
+        self._next_tensor()
+        self._blocks = [tensor_over(map_host(BLOCK_BYTES)) for _ in range(2)]
         self._filled_bytes = self._offset = 0
         self._thread = ThreadPoolExecutor(1, "zero-infinity weights")
         self._writing: Future[None] | None = None
-        self._fd = -1
+        files.remove(self.draft)
+        self._file = files.create(self.draft, align_up(self._nbytes, PAGE_BYTES))
         try:
-            self._fd, self._direct = self._open()
-            self._take(memoryview(header))
+            self._take(tensor_of(header))
         except BaseException:
             self.abandon()
             raise
@@ -124,12 +128,10 @@ class SafetensorsWriter:
         if tensor is None or values.dtype != tensor.dtype or values.numel() > self._missing_numel:
             expected = f"up to {self._missing_numel:,} of {tensor.name}, {tensor.dtype}" if tensor else "nothing"
             raise StateError(f"{self.path}: expected {expected}, got {values.numel():,} elements of {values.dtype}")
-        array: Any = values.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        self._take(memoryview(array))
+        self._take(values.detach().contiguous().view(-1).view(torch.uint8))
         self._missing_numel -= values.numel()
         if not self._missing_numel:
-            self._current = next(self._coming, None)
-            self._missing_numel = self._current.shape.numel() if self._current else 0
+            self._next_tensor()
 
     def finish(self) -> None:
         """Everything has come: write the rest, and wait until the disk has all of it.
@@ -143,52 +145,43 @@ class SafetensorsWriter:
         if self._filled_bytes:
             self._flush()
         self._settle()
-        with self._failing("writing"):
-            os.ftruncate(self._fd, self.nbytes)
-            os.fsync(self._fd)
+        self._file.truncate(self._nbytes)
+        self._file.sync()
         self._close()
 
     def publish(self) -> None:
-        """After `finish`: give it its name. Raises StorageError."""
-        with self._failing("renaming"):
-            os.replace(self.draft, self.path)
+        """After `finish`: give it its name, to last. Raises StorageError."""
+        self._files.rename(self.draft, self.path)
 
     def abandon(self) -> None:
         """Remove what has been written, unless it is published. Idempotent."""
-        if self._writing is not None:
-            self._writing.exception()
-            self._writing = None
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.exception()
         self._close()
-        with suppress(OSError):
-            os.unlink(self.draft)
+        with suppress(StorageError):  # what has failed before is what the user is told
+            self._files.remove(self.draft)
 
-    def _open(self) -> tuple[int, bool]:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        with self._failing("creating"):
-            try:
-                return os.open(self.draft, flags | os.O_DIRECT, 0o666), True
-            except OSError as error:
-                # tmpfs and some network file systems have no O_DIRECT; the page cache then sits between.
-                if error.errno != EINVAL:
-                    raise
-                return os.open(self.draft, flags, 0o666), False
+    def _next_tensor(self) -> None:
+        self._current = next(self._coming, None)
+        self._missing_numel = self._current.shape.numel() if self._current is not None else 0
 
-    def _take(self, data: memoryview) -> None:
+    def _take(self, data: torch.Tensor) -> None:
         """Copy to the block; write it as often as it is full."""
         position = 0
-        while position < len(data):
-            count = min(len(data) - position, BLOCK_BYTES - self._filled_bytes)
-            end = self._filled_bytes + count
-            self._blocks[0][self._filled_bytes : end] = data[position : position + count]
-            self._filled_bytes, position = end, position + count
-            if end == BLOCK_BYTES:
+        while position < data.numel():
+            count = min(data.numel() - position, BLOCK_BYTES - self._filled_bytes)
+            self._blocks[0][self._filled_bytes : self._filled_bytes + count] = data[position : position + count]
+            self._filled_bytes, position = self._filled_bytes + count, position + count
+            if self._filled_bytes == BLOCK_BYTES:
                 self._flush()
 
     def _flush(self) -> None:
+        """Have the block written, and go on with the other one."""
         self._settle()
-        size = align_up(self._filled_bytes, PAGE_BYTES)
-        self._writing = self._thread.submit(self._write, memoryview(self._blocks[0])[:size], self._offset)
-        self._offset += size
+        nbytes = align_up(self._filled_bytes, PAGE_BYTES)
+        self._writing = self._thread.submit(self._write, self._blocks[0][:nbytes], self._offset)
+        self._offset += nbytes
         self._filled_bytes = 0
         self._blocks.reverse()
 
@@ -198,27 +191,13 @@ class SafetensorsWriter:
         if writing is not None:
             writing.result()
 
-    def _write(self, data: memoryview, offset: int) -> None:
-        with data, self._failing("writing", offset):
-            position = 0
-            while position < len(data):
-                position += os.pwrite(self._fd, data[position:], offset + position)
-            if not self._direct:  # pages are given back once the disk has them: a memory cgroup counts them
-                os.fdatasync(self._fd)
-                os.posix_fadvise(self._fd, offset, len(data), os.POSIX_FADV_DONTNEED)
+    def _write(self, block: torch.Tensor, offset: int) -> None:
+        array: Any = block.numpy()
+        self._files.perform("write", self.draft, lambda: _write_all(self._file, memoryview(array), offset))
 
     def _close(self) -> None:
         self._thread.shutdown()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    @contextmanager
-    def _failing(self, doing: str, offset: int = 0) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise _failure(f"{doing} {self.path.name}", error, self.draft, offset) from error
+        self._file.close()
 
 
 class WeightsDraft:
@@ -229,99 +208,65 @@ class WeightsDraft:
         stem: what their names begin with: STEM.safetensors, or STEM-00001-of-00003.safetensors and
             STEM.safetensors.index.json. Such files of an earlier model are replaced.
         expected_bytes: of all files together.
+        files: the disk.
 
     Raises:
         StorageError: the folder cannot be made, or the file system has less room than that.
     """
 
-    def __init__(self, folder: Path, stem: str, expected_bytes: int) -> None:
-        self._folder, self._stem = folder, stem
-        self._files: list[SafetensorsWriter] = []
-        with _failing_in(folder, "making the folder of"):
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in self._present(rf"\.{re.escape(stem)}.*\.partial"):
-                path.unlink()
-            room = free_bytes(folder)
+    def __init__(self, folder: Path, stem: str, expected_bytes: int, files: Files | None = None) -> None:
+        self._folder, self._stem, self._files = folder, re.escape(stem), files or Files()
+        self._index = folder / f"{stem}{SUFFIX}.index.json"
+        self._drafts: list[SafetensorsWriter] = []
+        self._files.make_folder(folder)
+        for name in self._present(rf"\.?{self._stem}(-.*)?\.safetensors(\.index\.json)?\.partial(-\d+)?"):
+            self._files.remove(folder / name)  # of a writer that was killed
+        room = self._files.free_bytes(folder)
         if room < expected_bytes:
-            raise StorageError(
-                f"writing {expected_bytes:,} bytes of weights",
-                errno=ENOSPC,
-                path=str(folder),
-                offset=0,
-                free_bytes=room,
-            )
+            doing = f"writing {expected_bytes:,} bytes of weights"
+            raise StorageError(doing, errno=ENOSPC, path=str(folder), offset=0, free_bytes=room)
 
     def file(self, name: str, tensors: Sequence[Tensor]) -> SafetensorsWriter:
         """The next file. Raises StorageError."""
-        file = SafetensorsWriter(self._folder / name, tensors)
-        self._files.append(file)
+        file = SafetensorsWriter(self._files, self._folder / name, tensors)
+        self._drafts.append(file)
         return file
 
     def publish(self, index: dict[str, Any] | None) -> None:
         """All files are finished: they and the index get their names, and what an earlier model left is removed.
 
+        At any moment there is one model, the earlier or the new one; or, where both have shards of the same names,
+        shards without an index, which are no model.
+
         Raises:
-            StorageError: some may have their names already; without an index they are no model.
+            StorageError: the folder has the earlier model, the new one or none.
         """
-        place = self._folder / f"{self._stem}{SUFFIX}.index.json"
-        names = {file.path.name for file in self._files}
-        stem = re.escape(self._stem)
-        with _failing_in(self._folder, "publishing"):
-            place.unlink(missing_ok=True)
-            if index is not None:  # shards of two models under one index would look like one model
-                (self._folder / f"{self._stem}{SUFFIX}").unlink(missing_ok=True)
-            for file in self._files:
-                file.publish()
-            if index is not None:
-                draft = draft_of(place)
-                _write_text(draft, json.dumps(index, indent=2, sort_keys=True) + "\n")
-                os.replace(draft, place)
-            for path in self._present(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors"):
-                if path.name not in names:
-                    path.unlink()
-            _sync_folder(self._folder)
+        names = {file.path.name for file in self._drafts}
+        if index is not None and names & set(self._files.listing(self._folder)):
+            self._files.remove(self._index)
+        for file in self._drafts:
+            file.publish()
+        if index is not None:
+            self._files.write_bytes(self._index, json.dumps(index, indent=2, sort_keys=True) + "\n")
+        else:
+            self._files.remove(self._index)
+        for name in self._present(rf"{self._stem}(-\d{{5}}-of-\d{{5}})?\.safetensors"):
+            if name not in names:
+                self._files.remove(self._folder / name)
 
     def abandon(self) -> None:
         """Remove what has not been published. Idempotent."""
-        for file in self._files:
+        for file in self._drafts:
             file.abandon()
 
-    def _present(self, pattern: str) -> list[Path]:
-        return [path for path in self._folder.iterdir() if re.fullmatch(pattern, path.name)]
+    def _present(self, pattern: str) -> list[str]:
+        return [name for name in self._files.listing(self._folder) if re.fullmatch(pattern, name)]
 
 
-def draft_of(path: Path) -> Path:
-    """Where a file is written before it gets its name."""
-    return path.with_name(f".{path.name}.partial")
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _failing_in(folder: Path, doing: str) -> Iterator[None]:
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise _failure(f"{doing} weights", error, folder, 0) from error
-
-
-def _failure(what: str, error: OSError, path: Path, offset: int) -> StorageError:
-    room = None
-    with suppress(OSError):
-        room = free_bytes(path.parent)
-    return StorageError(what, errno=error.errno or 0, path=str(path), offset=offset, free_bytes=room)
+def _write_all(file: DurableFile, data: memoryview, offset: int) -> None:
+    position = 0
+    while position < len(data):
+        position += os.pwrite(file.fd, data[position:], offset + position)
+    if not file.direct:  # pages are given back once the disk has them: a memory cgroup counts them
+        os.fdatasync(file.fd)
+        os.posix_fadvise(file.fd, offset, len(data), os.POSIX_FADV_DONTNEED)
