@@ -19,6 +19,7 @@ from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.activations import Activations
 from zero.assembly import Assembly
+from zero.checkpoint.loading import LoadsCheckpoints
 from zero.checkpoint.weights_out import SavesWeights
 from zero.config import Config
 from zero.data import LoadsData
@@ -28,7 +29,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
 from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
-from zero.replanning import Census, FollowsModel
+from zero.replanning import Census
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
 from zero.tracing import Traced, Tracer, traced
@@ -36,7 +37,9 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, SavesWeights, FollowsModel, Generates, Traced, nn.Module):
+class ZeroEngine(
+    ConfigAccessors, ValueAccessors, LoadsData, LoadsCheckpoints, SavesWeights, Generates, Traced, nn.Module
+):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:

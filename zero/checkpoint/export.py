@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
 from offload import kernels
 from offload.errors import ConfigError
 from offload.safetensors_writer import Tensor
+from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.sharding import MAX_SHARD_SIZE, Shard, plan_shards, stem_of
 from zero.checkpoint.source import MODEL, Saved, Source
 from zero.checkpoint.weights_files import write_files
 from zero.params.opaque import opaque_names
 
-CHUNK_NUMEL = 2 << 20
-"""Elements in hand at once, where the source does not say how it is cut."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@runtime_checkable
-class InBoxes(Protocol):
-    """A source that is read best in the pieces that it was written in."""
-
-    def cuts(self, name: str) -> list[int]:
-        """Where boxes of the tensor begin, in its flattened elements."""
 
 
 class SavedWeights:
@@ -92,9 +83,7 @@ class SavedWeights:
 
     def _ranges(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
         numel = tensor.shape.numel()
-        cuts = list(self._source.cuts(MODEL + tensor.name)) if isinstance(self._source, InBoxes) else []
-        begins = cuts or list(range(0, numel, CHUNK_NUMEL))
-        return ((a, b) for a, b in zip(begins, [*begins[1:], numel], strict=True) if a < b)
+        return ((begin, min(begin + PIECE_NUMEL, numel)) for begin in range(0, numel, PIECE_NUMEL))
 
 
 def export(
