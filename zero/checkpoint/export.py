@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,8 @@ class SavedWeights:
             else:
                 yield values.to(tensor.dtype)
 
-    def expect(self, shards: list[Shard]) -> None:
-        """Tell the source what will be read."""
-        tensors = (tensor for shard in shards for tensor in shard.tensors)
+    def expect(self, tensors: Iterable[Tensor]) -> None:
+        """Tell the source what will be read, in that order."""
         self._source.expect([(MODEL + t.name, begin, end) for t in tensors for begin, end in self._ranges(t)])
 
     def _ranges(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
@@ -114,7 +113,7 @@ def export(
     weights = SavedWeights(source, state, dtype, exclude_frozen=exclude_frozen)
     stem = stem_of(filename)
     shards = plan_shards(weights.tensors, stem, max_shard_size)
-    weights.expect(shards)
+    weights.expect(tensor for shard in shards for tensor in shard.tensors)
     write_files(out_dir, stem, shards, weights.read)
     return shards
 
