@@ -150,12 +150,11 @@ class SavesWeights(FollowsModel):
         relay, found = Relay(self.exchange), OrderedDict[str, torch.Tensor]()
         with self._reader(relay, masters=False) as reader:
             for entry in entries:
-                if entry.first != entry.name:
-                    found[entry.name] = found[entry.first]
-                    continue
-                tensor = Tensor(entry.name, _dtype_of(entry, reader), entry.tensor.shape)
-                whole = torch.empty(tensor.shape, dtype=tensor.dtype) if relay.placement.rank == 0 else None
-                _fill(whole, _values_of(entry, reader, tensor.dtype))
+                whole = found.get(entry.first)
+                if entry.first == entry.name:
+                    dtype = _dtype_of(entry, reader)
+                    whole = torch.empty(entry.tensor.shape, dtype=dtype) if relay.placement.rank == 0 else None
+                    _fill(whole, _values_of(entry, reader, dtype))
                 if whole is not None:
                     found[entry.name] = whole
             relay.exchange("a consolidated state dict")

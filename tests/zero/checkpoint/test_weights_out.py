@@ -263,7 +263,7 @@ def test_a_consolidated_state_dict_is_real_copies_and_shares_what_is_tied(
 def test_inside_forward_or_a_gather_it_is_refused(open_engine: Open, nvme_path: Path, tmp_path: Path) -> None:
     model: Any = build("gpt")
     engine = open_engine(model, config(NVME, nvme_path))
-    with zero.GatheredParameters(model.head.weight), pytest.raises(StateError, match="saving weights in .*out"):
+    with zero.GatheredParameters(model.head.weight), pytest.raises(StateError, match=r"saving weights in .*out"):
         engine.save_16bit_model(tmp_path / "out")
     calls = []
     model.norm.register_forward_hook(lambda *_: calls.append(engine._zero3_consolidated_16bit_state_dict()))
