@@ -261,6 +261,9 @@ class ZeroEngine(
 
     def changed(self, index: int | None = None) -> None:
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
+        if index is not None:
+            self.wait_for_checkpoint()  # it has not taken all of the old values yet
+            self.forget_frozen()
         if self._ahead is not None:
             self._ahead.void_all() if index is None else self._ahead.void(index)
 
@@ -288,6 +291,7 @@ class ZeroEngine(
             StorageError: an update of the last step failed and nobody was told yet, or it fails again.
         """
         self.check_open(what)
+        self.check_checkpoint()
         self._take_step()
         if not self._persistent_bound:
             self._stepper.apply_persistent()
@@ -336,7 +340,11 @@ class ZeroEngine(
     # ---- end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give everything back: hooks, memory, threads, files. The parameters' values are gone. Idempotent."""
+        """Give everything back: hooks, memory, threads, files. The parameters' values are gone. Idempotent.
+
+        Raises:
+            StorageError: a checkpoint that was being written is none. Everything is given back all the same.
+        """
         begun, self._closed = self._closed, True
         self._hooks.remove()
         self._watch.remove()
@@ -346,6 +354,7 @@ class ZeroEngine(
             return
         self._finalizer.detach()
         try:
+            unsaved = self.end_checkpoint()
             if not self.exchange.placement.alone:  # others may still read this rank's slices
                 with suppress(StorageError):
                     self._stepper.finish()
@@ -360,6 +369,8 @@ class ZeroEngine(
             self.exchange.close()
             self.activations.close()
             return_freed_memory()
+        if unsaved is not None:
+            raise unsaved
         logger.debug("engine closed after %d steps", self.global_steps)
 
     def destroy(self) -> None:
