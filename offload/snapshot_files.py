@@ -1,0 +1,425 @@
+"""The folder of a snapshot: named swap files, locked while their job lives, and what says which bytes in them count.
+
+    PATH/zero-snapshots/NAME/rank-K/swap            in every folder of nvme_path
+    PATH/zero-snapshots/NAME/rank-K/manifest-N      in the first one: which slots, what is beside them; with a checksum
+    PATH/zero-snapshots/NAME/rank-K/state-N         in the first one: bytes of the caller's
+    PATH/zero-snapshots/NAME/committed              of the first rank: the N that counts, once all ranks have theirs
+
+A file is written beside, synced and renamed, and the folder synced: it is there as a whole or not at all. What is there
+under a name is removed only when another N has been committed, by `remove`, or by a job that ends without any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload import kernels
+from offload.errors import ConfigError, StateError, StorageError
+from offload.stripes import StripeMap
+from offload.swapfile import SwapFile, SwapSpace, check_folder, check_room, free_bytes, stripe_weights
+
+FOLDER = "zero-snapshots"
+FORMAT = 1
+LOCK_SECONDS = 5.0
+"""A job that was killed holds its lock until the last of its children is gone."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a rank's manifest says, and the state beside it."""
+
+    number: int
+    body: Mapping[str, Any]
+    state: bytes
+
+
+class SnapshotFiles:
+    """One rank's part of a snapshot, held by this process alone until `close`.
+
+    Args:
+        paths: existing folders; the first holds the manifests.
+        name: of the snapshot, a plain file name.
+        rank: whose part.
+
+    Raises:
+        ConfigError: a path is missing or not writable, the name is none, or another process holds the snapshot.
+
+    Attributes:
+        committed: a snapshot is here that counts, or may count; else nothing is left after `close`.
+    """
+
+    def __init__(self, paths: Sequence[Path | str], name: str, rank: int) -> None:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"snapshot name: expected letters, digits, '.', '_' and '-', got {name!r}")
+        folders = [check_folder(path) for path in paths]
+        self.name, self.rank, self.committed, self.direct = name, rank, True, True
+        self.root = folders[0] / FOLDER / name
+        self.folders = [folder / FOLDER / name / f"rank-{rank}" for folder in folders]
+        self._descriptors: list[int] = []
+        try:
+            for folder in self.folders:
+                self._descriptors.append(self._lock(folder / "swap"))
+                for upper in (folder, *folder.parents[:3]):
+                    _sync_folder(upper)
+            self.committed = any(True for _ in self.folders[0].glob("manifest-*"))
+        except BaseException:
+            self._let_go()
+            raise
+
+    # ---- what is there ------------------------------------------------------------------------
+
+    @property
+    def committed_head(self) -> dict[str, Any] | None:
+        """What the first rank has committed last, as given to `commit`; None: nothing. Only the first rank knows.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        path = self.root / "committed"
+        return _read(path) if path.exists() else None
+
+    def manifest(self, number: int) -> Manifest | None:
+        """This rank's manifest of that number; None if it has none.
+
+        Raises:
+            StorageError: it is damaged.
+        """
+        path = self.folders[0] / f"manifest-{number}"
+        if not path.exists():
+            return None
+        body, beside = _read(path), self.folders[0] / f"state-{number}"
+        try:
+            state = beside.read_bytes()
+        except OSError as error:
+            raise _failure("reading", error, beside) from error
+        if _checksum(state) != body["state_crc32c"]:
+            raise _damaged(beside)
+        return Manifest(number, body, state)
+
+    # ---- writing ------------------------------------------------------------------------------
+
+    def prepare(self, number: int, body: Mapping[str, Any], state: bytes) -> None:
+        """Write this rank's manifest; what it names must be on stable storage.
+
+        Raises:
+            StorageError: it is not there.
+        """
+        folder = self.folders[0]
+        _write(folder / f"state-{number}", state)
+        _write(folder / f"manifest-{number}", _packed({**body, "state_crc32c": _checksum(state)}))
+
+    def commit(self, head: Mapping[str, Any]) -> None:
+        """The first rank: the snapshot of `head["number"]` is the one that counts; all ranks have theirs.
+
+        Raises:
+            StorageError: it may count or not: the one before must stay, too.
+        """
+        _write(self.root / "committed", _packed(head))
+
+    def kept(self, number: int) -> None:
+        """All ranks know that snapshot `number` counts: this rank's others go."""
+        self.committed = True
+        for path in [*self.folders[0].glob("manifest-*"), *self.folders[0].glob("state-*")]:
+            if not path.name.endswith(f"-{number}"):
+                with contextlib.suppress(OSError):  # one that stays does no harm
+                    path.unlink()
+
+    # ---- end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the snapshot; without one that counts nothing is left. Idempotent."""
+        if self._descriptors and not self.committed:
+            _remove_ranks(self.folders)
+            if self.rank == 0:
+                (self.root / "committed").unlink(missing_ok=True)
+            _remove_empty([folder.parent for folder in self.folders])
+        self._let_go()
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Of the swap files; this object's own."""
+        return tuple(self._descriptors)
+
+    def _let_go(self) -> None:
+        descriptors, self._descriptors = self._descriptors, []
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _lock(self, path: Path) -> int:
+        end = time.monotonic() + LOCK_SECONDS
+        while True:
+            descriptor = self._open(path)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(descriptor, path):
+                    return descriptor
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    os.close(descriptor)
+                    raise ConfigError(
+                        f"offload_optimizer.snapshot: {self.name!r} (rank {self.rank}) is in use by another job, which "
+                        f"holds {path}; end that job, or give this one another snapshot.name"
+                    ) from None
+            os.close(descriptor)
+            time.sleep(0.05)
+
+    def _open(self, path: Path) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError:
+            self.direct = False  # tmpfs and some network file systems
+            return os.open(path, flags, 0o600)
+
+
+class SnapshotSwap(SwapSpace):
+    """The swap space in a snapshot's files.
+
+    Args:
+        files: held; closed with the space.
+        capacity_bytes: as of any swap space.
+        speeds: as of any swap space.
+        geometry: (counts, stripe_bytes) of the space when it was made; None: it is new, and what the files hold goes.
+
+    Raises:
+        ConfigError: there is no room.
+        StorageError: the file system refused the reservation.
+    """
+
+    def __init__(
+        self,
+        files: SnapshotFiles,
+        capacity_bytes: int,
+        speeds: Sequence[float] | None = None,
+        geometry: tuple[Sequence[int], int] | None = None,
+    ) -> None:
+        self._snapshot, self.direct, self._capacity_bytes = files, files.direct, 0
+        folders = [folder.parent for folder in files.folders]
+        self._map = StripeMap(stripe_weights(folders, speeds)) if geometry is None else StripeMap.of_counts(*geometry)
+        self._files = [SwapFile(fd, str(folder)) for fd, folder in zip(files.descriptors, files.folders, strict=True)]
+        try:
+            if geometry is None:
+                for file in self._files:
+                    os.ftruncate(file.fd, 0)
+            have = [os.fstat(file.fd).st_blocks * 512 for file in self._files]
+            needs = self._lengths(capacity_bytes)
+            check_room(folders, [max(need - there, 0) for need, there in zip(needs, have, strict=True)])
+            self.extend(capacity_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files; they stay if a snapshot in them counts. Idempotent."""
+        self._files = []
+        self._snapshot.close()
+
+
+# ---- all snapshots of a folder ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One snapshot, as found below a path."""
+
+    name: str
+    head: Mapping[str, Any] | None
+    """None: nothing was committed. Else what `SnapshotFiles.commit` was given."""
+    ranks: tuple[int, ...]
+    """Whose parts are below this path."""
+    allocated_bytes: int
+    in_use: bool
+    committed_at: float | None
+    """Seconds since 1970."""
+    trouble: str = ""
+
+
+def list_snapshots(path: Path | str) -> list[Listed]:
+    """The snapshots below a path, by name."""
+    return [_listed(folder) for folder in sorted((Path(path) / FOLDER).glob("*")) if folder.is_dir()]
+
+
+def remove_snapshot(path: Path | str, name: str) -> int:
+    """Remove a snapshot, all ranks' parts below `path` and what they have in other folders; returns the bytes freed.
+
+    Raises:
+        ConfigError: there is none of that name.
+        StateError: a job uses it.
+    """
+    root = Path(path) / FOLDER / name
+    if not _NAME.fullmatch(name) or not root.is_dir():
+        names = ", ".join(listed.name for listed in list_snapshots(path)) or "none"
+        raise ConfigError(f"no snapshot {name!r} below {path}; there are: {names}")
+    parts = sorted({part for rank in root.glob("rank-*") for part in [rank, *_elsewhere(rank)]})
+    held: list[int] = []
+    try:
+        for part in parts:
+            held += _try_lock(part / "swap")
+        freed = sum(_allocated(part) for part in parts)
+        (root / "committed").unlink(missing_ok=True)
+        _remove_ranks(parts)
+        _remove_empty(sorted({part.parent for part in parts} | {root}))
+        return freed
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def _elsewhere(rank: Path) -> list[Path]:
+    """The folders of a rank's part below other paths, as its manifest names them."""
+    found: list[Path] = []
+    for manifest in rank.glob("manifest-*"):
+        with contextlib.suppress(StorageError, KeyError, TypeError):
+            found += [Path(folder) for folder in _read(manifest)["folders"]]
+    # Whatever a manifest says: only a part of this very snapshot is one.
+    return [folder for folder in found if folder.parts[-3:] == rank.parts[-3:] and folder.is_dir()]
+
+
+def _listed(root: Path) -> Listed:
+    ranks = sorted(rank for rank in root.glob("rank-*") if rank.is_dir())
+    numbers = tuple(sorted(int(rank.name.removeprefix("rank-")) for rank in ranks))
+    committed, head, trouble, when = root / "committed", None, "", None
+    try:
+        if committed.exists():
+            head, when = _read(committed), committed.stat().st_mtime
+    except StorageError as error:
+        trouble = str(error)
+    in_use = any(_is_locked(rank / "swap") for rank in ranks)
+    return Listed(root.name, head, numbers, sum(map(_allocated, ranks)), in_use, when, trouble)
+
+
+def _allocated(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*"))
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        for descriptor in _try_lock(path):
+            os.close(descriptor)
+    except StateError:
+        return True
+    return False
+
+
+def _try_lock(path: Path) -> list[int]:
+    """The descriptor that holds the lock; none if there is no such file. Raises StateError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise StateError(f"snapshot: {path.parent} is in use by a job; end it first") from None
+    return [descriptor]
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """False if somebody has removed the file between opening and locking it."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(descriptor)
+    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _remove_ranks(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        # The swap file last: it holds the lock.
+        for path in sorted(folder.glob("*"), key=lambda path: path.name == "swap"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _remove_empty(roots: Sequence[Path]) -> None:
+    for root in roots:
+        for folder in (root, root.parent):
+            with contextlib.suppress(OSError):  # others have something there
+                folder.rmdir()
+
+
+# ---- small files --------------------------------------------------------------------------------
+
+
+def _packed(body: Mapping[str, Any]) -> bytes:
+    text = json.dumps({"format": FORMAT, **body}, separators=(",", ":")).encode()
+    return text + f"\n{_checksum(text)}\n".encode()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What `_packed` has made. Raises StorageError."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _failure("reading", error, path) from error
+    text, _, rest = data.partition(b"\n")
+    if rest.strip() != _checksum(text).encode():
+        raise _damaged(path)
+    body: dict[str, Any] = json.loads(text)
+    if body.get("format") != FORMAT:
+        raise ConfigError(f"snapshot: {path} has format {body.get('format')}; this version reads {FORMAT}")
+    return body
+
+
+def _checksum(data: bytes) -> str:
+    return f"{kernels.crc32c(torch.frombuffer(bytearray(data or b'-'), dtype=torch.uint8)):08x}"
+
+
+def _write(path: Path, data: bytes) -> None:
+    """The file as a whole, or not at all. Raises StorageError."""
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(lambda rest: os.write(descriptor, rest), data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(beside, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise _failure("writing", error, path) from error
+
+
+def _write_all(write: Callable[[memoryview], int], data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[write(rest) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _failure(what: str, error: OSError, path: Path) -> StorageError:
+    free = None
+    with contextlib.suppress(OSError):
+        free = free_bytes(path.parent)
+    return StorageError(f"snapshot: {what}", errno=error.errno or 0, path=str(path), offset=0, free_bytes=free)
+
+
+def _damaged(path: Path) -> StorageError:
+    what = "snapshot: a file is not what was written (its checksum differs)"
+    return StorageError(what, errno=5, path=str(path), offset=0, free_bytes=None)
