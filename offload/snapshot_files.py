@@ -5,8 +5,8 @@
     PATH/zero-snapshots/NAME/rank-K/state-N         in the first one: bytes of the caller's
     PATH/zero-snapshots/NAME/committed              of the first rank: the N that counts, once all ranks have theirs
 
-A file is written beside, synced and renamed, and the folder synced: it is there as a whole or not at all. What is there
-under a name is removed only when another N has been committed, by `remove`, or by a job that ends without any.
+Each small file is there as a whole or not at all (`offload/durable.py`). What is there is removed only when another N
+has been committed, by `remove_snapshot`, or by a job that ends without any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from offload import kernels
+from offload.durable import NO_DIRECT_IO, Files
 from offload.errors import ConfigError, StateError, StorageError
 from offload.stripes import StripeMap
-from offload.swapfile import SwapFile, SwapSpace, check_folder, check_room, free_bytes, stripe_weights
+from offload.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
 
 FOLDER = "zero-snapshots"
 FORMAT = 1
@@ -52,6 +53,7 @@ class SnapshotFiles:
         paths: existing folders; the first holds the manifests.
         name: of the snapshot, a plain file name.
         rank: whose part.
+        disk: through which small files are written.
 
     Raises:
         ConfigError: a path is missing or not writable, the name is none, or another process holds the snapshot.
@@ -60,7 +62,8 @@ class SnapshotFiles:
         committed: a snapshot is here that counts, or may count; else nothing is left after `close`.
     """
 
-    def __init__(self, paths: Sequence[Path | str], name: str, rank: int) -> None:
+    def __init__(self, paths: Sequence[Path | str], name: str, rank: int, disk: Files | None = None) -> None:
+        self._disk = disk or Files()
         if not _NAME.fullmatch(name):
             raise ConfigError(f"snapshot name: expected letters, digits, '.', '_' and '-', got {name!r}")
         folders = [check_folder(path) for path in paths]
@@ -71,8 +74,7 @@ class SnapshotFiles:
         try:
             for folder in self.folders:
                 self._descriptors.append(self._lock(folder / "swap"))
-                for upper in (folder, *folder.parents[:3]):
-                    _sync_folder(upper)
+                self._disk.sync_folder(folder)
             self.committed = any(True for _ in self.folders[0].glob("manifest-*"))
         except BaseException:
             self._let_go()
@@ -100,10 +102,7 @@ class SnapshotFiles:
         if not path.exists():
             return None
         body, beside = _read(path), self.folders[0] / f"state-{number}"
-        try:
-            state = beside.read_bytes()
-        except OSError as error:
-            raise _failure("reading", error, beside) from error
+        state = self._disk.read_bytes(beside)
         if _checksum(state) != body["state_crc32c"]:
             raise _damaged(beside)
         return Manifest(number, body, state)
@@ -117,8 +116,8 @@ class SnapshotFiles:
             StorageError: it is not there.
         """
         folder = self.folders[0]
-        _write(folder / f"state-{number}", state)
-        _write(folder / f"manifest-{number}", _packed({**body, "state_crc32c": _checksum(state)}))
+        self._disk.write_bytes(folder / f"state-{number}", state)
+        self._disk.write_bytes(folder / f"manifest-{number}", _packed({**body, "state_crc32c": _checksum(state)}))
 
     def commit(self, head: Mapping[str, Any]) -> None:
         """The first rank: the snapshot of `head["number"]` is the one that counts; all ranks have theirs.
@@ -126,15 +125,15 @@ class SnapshotFiles:
         Raises:
             StorageError: it may count or not: the one before must stay, too.
         """
-        _write(self.root / "committed", _packed(head))
+        self._disk.write_bytes(self.root / "committed", _packed(head))
 
     def kept(self, number: int) -> None:
         """All ranks know that snapshot `number` counts: this rank's others go."""
         self.committed = True
         for path in [*self.folders[0].glob("manifest-*"), *self.folders[0].glob("state-*")]:
             if not path.name.endswith(f"-{number}"):
-                with contextlib.suppress(OSError):  # one that stays does no harm
-                    path.unlink()
+                with contextlib.suppress(StorageError):  # one that stays does no harm
+                    self._disk.remove(path)
 
     # ---- end ----------------------------------------------------------------------------------
 
@@ -160,7 +159,10 @@ class SnapshotFiles:
     def _lock(self, path: Path) -> int:
         end = time.monotonic() + LOCK_SECONDS
         while True:
-            descriptor = self._open(path)
+            try:
+                descriptor = self._open(path)
+            except FileNotFoundError:
+                continue  # another job has just ended, and removed the folder
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_at(descriptor, path):
@@ -177,11 +179,13 @@ class SnapshotFiles:
 
     def _open(self, path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._disk.make_folder(path.parent)  # a job that has just ended may have taken it along
         try:
             return os.open(path, flags | os.O_DIRECT, 0o600)
-        except OSError:
-            self.direct = False  # tmpfs and some network file systems
+        except OSError as error:
+            if error.errno not in NO_DIRECT_IO:
+                raise
+            self.direct = False
             return os.open(path, flags, 0o600)
 
 
@@ -364,10 +368,7 @@ def _packed(body: Mapping[str, Any]) -> bytes:
 
 def _read(path: Path) -> dict[str, Any]:
     """What `_packed` has made. Raises StorageError."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise _failure("reading", error, path) from error
+    data = Files().read_bytes(path)
     text, _, rest = data.partition(b"\n")
     if rest.strip() != _checksum(text).encode():
         raise _damaged(path)
@@ -379,45 +380,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _checksum(data: bytes) -> str:
     return f"{kernels.crc32c(torch.frombuffer(bytearray(data or b'-'), dtype=torch.uint8)):08x}"
-
-
-def _write(path: Path, data: bytes) -> None:
-    """The file as a whole, or not at all. Raises StorageError."""
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            _write_all(lambda rest: os.write(descriptor, rest), data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(beside, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise _failure("writing", error, path) from error
-
-
-def _write_all(write: Callable[[memoryview], int], data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[write(rest) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _failure(what: str, error: OSError, path: Path) -> StorageError:
-    free = None
-    with contextlib.suppress(OSError):
-        free = free_bytes(path.parent)
-    return StorageError(f"snapshot: {what}", errno=error.errno or 0, path=str(path), offset=0, free_bytes=free)
 
 
 def _damaged(path: Path) -> StorageError:

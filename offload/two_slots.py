@@ -12,7 +12,7 @@ memory, or less, finds everything again.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -104,7 +104,7 @@ class TwoSlotPlane(Plane):
 
     def in_memory(self, begin: int, end: int) -> list[Pair]:
         """The pairs inside [begin, end) whose truth is in memory."""
-        inside = [pair for pair in self._pairs if begin <= pair.begin and pair.end <= end]
+        inside = self._pairs[bisect_left(self._pair_begins, begin) : bisect_left(self._pair_begins, end)]
         return [pair for pair in inside if self._home_at(pair.begin).memory is not None]
 
     async def write_through(self, pairs: Sequence[Pair], arena: Arena, *, seldom: bool) -> int:
@@ -139,7 +139,6 @@ class TwoSlotPlane(Plane):
         """A snapshot names the current slots, and it alone counts: they are not written any more."""
         for pair in self._pairs:
             pair.kept = pair.current
-        self.frozen = False
 
     def named(self, slots: str) -> None:
         """A snapshot of before names these slots ("0" or "1" of each pair); all that is written goes to the others."""

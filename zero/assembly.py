@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from offload.binding import Poison
+from offload.errors import StateError
 from offload.pinned import keep_freed_memory, return_freed_memory
 from offload.run_notes import leave_note
 from offload.sizes import format_bytes
 from offload.threads import update_threads
 from zero.adoption import Adoption, Piece, read_parameter
 from zero.backward import BackwardWatch
+from zero.checkpoint.snapshots import open_snapshots
 from zero.config import Config
 from zero.editing import UnitEditor
 from zero.exchange import Exchange
@@ -101,6 +103,7 @@ class Assembly:
     Raises:
         ConfigError: a knob or a parameter that cannot be; names it.
         BudgetError: the plan does not fit; nothing was allocated.
+        StateError: the model has changed, and there are snapshots.
     """
 
     keeper: EngineKeeper
@@ -113,6 +116,11 @@ class Assembly:
         config: Config,
         previous: Assembly | None = None,
     ) -> None:
+        if previous is not None and previous.snapshots is not None:
+            raise StateError(
+                "the model has changed, and snapshots are of the layout that initialize saw; change the model before "
+                "zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
+            )
         self._owner, self.model, self._config = owner, model, config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
@@ -123,7 +131,16 @@ class Assembly:
         self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place, placement)
         logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
         leave_note("plan", self.plan.facts(owner.device))
-        self.storage = Storage(self.layout, self.plan, config, owner.device, owner.exchange.memory)
+        self.snapshots = open_snapshots(config, self.layout, self.plan, owner.exchange)
+        named = self.snapshots.open_swap if self.snapshots else None
+        try:
+            self.storage = Storage(self.layout, self.plan, config, owner.device, owner.exchange.memory, named)
+        except BaseException:
+            if self.snapshots is not None:
+                self.snapshots.close()
+            raise
+        if self.snapshots is not None:
+            self.snapshots.attach(self.storage)
         self._built = False
 
     def build(self) -> None:

@@ -19,6 +19,7 @@ from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.activations import Activations
 from zero.assembly import Assembly
+from zero.checkpoint.taking import TakesSnapshots
 from zero.config import Config
 from zero.data import LoadsData
 from zero.exchange import Alone, Exchange
@@ -35,7 +36,9 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Generates, Traced, nn.Module):
+class ZeroEngine(
+    ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, TakesSnapshots, Generates, Traced, nn.Module
+):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -221,6 +224,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
         """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
         if self.optimizer is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
+        self._check_snapshot()
         if self._keeper.editing:
             raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
         if self._watch.torn:
@@ -248,6 +252,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
                 self._stepper.start()
                 self._step_asked = False
                 self._coordinator.expect_forward()
+                self._after_a_step()
 
     def arguments_now(self) -> StepArguments:
         """What a step would use now that does not clip, for every parameter."""
@@ -259,6 +264,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
         if self._ahead is not None:
             self._ahead.void_all() if index is None else self._ahead.void(index)
+        if index is not None:
+            self._weights_changed()
 
     def _fix_step(self, optimizer: ZeroOptimizer) -> None:
         """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""
@@ -266,6 +273,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
             return
         self._persistent_bound = False
         self._coordinator.release_all()
+        self._before_a_step()
         number = self.global_steps + 1
         self._stepper.fix(number, optimizer, self._index_of, self._config.gradient_clipping)
         self._coordinator.step_taken()
@@ -275,6 +283,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
         optimizer.mark_stepped()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        self._step_was_fixed()
 
     def ready(self, what: str) -> None:
         """Raise if the engine is closed; take a step that was asked for; bind what is always bound.
@@ -287,6 +296,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
         self._take_step()
         if not self._persistent_bound:
             self._stepper.apply_persistent()
+            self._bound_again()
             self._coordinator.bind_persistent()
             self._persistent_bound = True
 
@@ -342,6 +352,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, Gener
             return
         self._finalizer.detach()
         try:
+            self._commit_last()
             if not self.exchange.placement.alone:  # others may still read this rank's slices
                 with suppress(StorageError):
                     self._stepper.finish()

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from offload.errors import StateError
-from zero.checkpointing import get_cuda_rng_tracker
 from zero.optim.optimizer import ZeroOptimizer
+from zero.rng_tracker import get_cuda_rng_tracker
 
 
 class Run(Protocol):
@@ -49,14 +49,10 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
         for group in run.optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             state["groups"].append({**options, "params": [names.get(id(p), "") for p in group["params"]]})
-    if hasattr(run.lr_scheduler, "state_dict"):
-        state["lr_scheduler"] = run.lr_scheduler.state_dict()
-    sampler = getattr(run.training_dataloader, "sampler", None)
-    if isinstance(getattr(sampler, "epoch", None), int):
-        state["epoch"] = sampler.epoch  # type: ignore[union-attr]
-    out = io.BytesIO()
-    torch.save(state, out)
-    return out.getvalue()
+    # What schedulers and loaders keep may be any object: it is packed for itself.
+    others = {"lr_scheduler": run.lr_scheduler, "data": run.training_dataloader}
+    kept = {name: other.state_dict() for name, other in others.items() if hasattr(other, "state_dict")}
+    return _packed({**state, "objects": _packed(kept)})
 
 
 def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
@@ -74,10 +70,11 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
         keys = {name: key for key, name in names.items()}
         run.optimizer.step_counts.clear()
         run.optimizer.step_counts.update({keys[name]: count for name, count in state["step_counts"].items()})
-    if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
-        run.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    if "epoch" in state and hasattr(getattr(run.training_dataloader, "sampler", None), "epoch"):
-        run.training_dataloader.sampler.epoch = state["epoch"]
+    # A snapshot is of this very job, in files that only its user can write, and its checksum was right.
+    kept = torch.load(io.BytesIO(state["objects"]), map_location="cpu", weights_only=False)
+    for name, other in {"lr_scheduler": run.lr_scheduler, "data": run.training_dataloader}.items():
+        if name in kept and hasattr(other, "load_state_dict"):
+            other.load_state_dict(kept[name])
     buffers = dict(run.module.named_buffers())
     with torch.no_grad():
         for name, value in state["buffers"].items():
@@ -86,6 +83,12 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
     _set_random_states(run.device, state["random"])
     norm: float | None = state["norm"]
     return norm
+
+
+def _packed(state: dict[str, Any]) -> bytes:
+    out = io.BytesIO()
+    torch.save(state, out)
+    return out.getvalue()
 
 
 def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) -> None:
