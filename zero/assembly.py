@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from offload.binding import Poison
-from offload.errors import StateError
 from offload.pinned import keep_freed_memory, return_freed_memory
 from offload.run_notes import leave_note
 from offload.sizes import format_bytes
@@ -103,7 +102,6 @@ class Assembly:
     Raises:
         ConfigError: a knob or a parameter that cannot be; names it.
         BudgetError: the plan does not fit; nothing was allocated.
-        StateError: the model has changed, and there are snapshots.
     """
 
     keeper: EngineKeeper
@@ -116,11 +114,6 @@ class Assembly:
         config: Config,
         previous: Assembly | None = None,
     ) -> None:
-        if previous is not None and previous.snapshots is not None:
-            raise StateError(
-                "the model has changed, and snapshots are of the layout that initialize saw; change the model before "
-                "zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
-            )
         self._owner, self.model, self._config = owner, model, config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}

@@ -82,8 +82,6 @@ class Planner:
         )
         plan.records_in_flight = self._records_in_flight()
         plan.two_slots = self._wants_two_slots()
-        snapshot = self.config.zero_optimization.offload_optimizer.snapshot
-        plan.snapshots = snapshot is not None
         plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
         rest = self._place_host(plan)
         plan.whole = frozenset(unit.index for unit in self.layout.units if self._lies_whole(unit, plan))
@@ -103,8 +101,7 @@ class Planner:
             self.sizes.gradient_bytes(unit) for unit in self.trained if plan.gradient_tiers[unit.index] == NVME
         )
         plan.second_slot_bytes = self._second_slot_bytes(plan)
-        if snapshot is not None:
-            plan.second_slot_bytes = plan_snapshots(plan, self.sizes, snapshot)
+        plan.second_slot_bytes += plan_snapshots(plan, self.sizes, self.config.zero_optimization.offload_optimizer)
         plan.swap_bytes += plan.second_slot_bytes + plan.activations.swap_bytes
         plan.rows = tuple(row for row in rows_of(plan, self.sizes, self.pools) if row.nbytes)
         written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from offload.errors import ConfigError
 from offload.sizes import format_bytes
-from zero.config.offload_block import SnapshotConfig
+from zero.config.offload_block import OffloadOptimizerConfig
 from zero.plan import NVME, Plan
 from zero.plane_sizes import PlaneSizes
 
 
-def plan_snapshots(plan: Plan, sizes: PlaneSizes, snapshot: SnapshotConfig) -> int:
-    """Bytes of NVMe beyond what lives there anyway; what it costs is noted in the plan.
+def plan_snapshots(plan: Plan, sizes: PlaneSizes, offload: OffloadOptimizerConfig) -> int:
+    """Bytes of NVMe that snapshots take beyond what lives there anyway; what they cost is noted in the plan.
 
     Args:
         plan: complete but for what this returns.
         sizes: of its planes.
-        snapshot: the block.
+        offload: the block that asks for them.
+
+    Raises:
+        ConfigError: states are not on NVMe.
     """
+    snapshot = offload.snapshot
+    if snapshot is None:
+        return 0
+    if offload.device != NVME:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.snapshot: snapshots keep states where they are, on NVMe; expected "
+            f'offload_optimizer.device "nvme", got "{offload.device}"; set it, or remove the block'
+        )
+    plan.snapshots = True
     both = in_memory = through = 0
     for unit in sizes.layout.units:
         nbytes = unit.shard_numel * unit.dtype.itemsize

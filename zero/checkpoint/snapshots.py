@@ -368,8 +368,8 @@ def facts_of(layout: Layout, plan: Plan, exchange: Exchange) -> dict[str, Any]:
         "elements": layout.numel,
         "trained elements": sum(unit.numel for unit in layout.units if unit.trainable),
         "state_dtype": str(plan.state_dtype),
-        "sub-groups": f"{len(groups)} ({_digest(groups)})",
-        "layout": _digest(units),
+        "sub-groups": f"{len(groups)} of up to {max((g.end - g.begin for g in plan.sub_groups), default=0):,} elements",
+        "layout": _digest([units, groups]),
     }
 
 

@@ -111,14 +111,6 @@ class OffloadOptimizerConfig(_Offload):
 
     @model_validator(mode="after")
     def _snapshots_have_a_slot(self) -> Self:
-        if self.snapshot is not None and self.device != "nvme":
-            raise problem(
-                'device "nvme"',
-                at="snapshot",
-                got=f'device "{self.device}"',
-                fix="snapshots keep states where they are, on NVMe; set offload_optimizer.device, or remove the block",
-                keys=("snapshot",),
-            )
         if self.snapshot is not None and self.update_in_backward:
             raise problem(
                 "no update_in_backward beside it",
