@@ -26,7 +26,7 @@ import torch
 
 from offload import kernels
 from offload.durable import NO_DIRECT_IO, Files
-from offload.errors import ConfigError, StateError, StorageError
+from offload.errors import ConfigError, StorageError
 from offload.stripes import StripeMap
 from offload.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
 
@@ -34,7 +34,8 @@ FOLDER = "zero-snapshots"
 FORMAT = 1
 LOCK_SECONDS = 5.0
 """A job that was killed holds its lock until the last of its children is gone."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""Of a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class SnapshotFiles:
 
     def __init__(self, paths: Sequence[Path | str], name: str, rank: int, disk: Files | None = None) -> None:
         self._disk = disk or Files()
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise ConfigError(f"snapshot name: expected letters, digits, '.', '_' and '-', got {name!r}")
         folders = [check_folder(path) for path in paths]
         self.name, self.rank, self.committed, self.direct = name, rank, True, True
@@ -90,7 +91,7 @@ class SnapshotFiles:
             StorageError: it cannot be read.
         """
         path = self.root / "committed"
-        return _read(path) if path.exists() else None
+        return read_body(path) if path.exists() else None
 
     def manifest(self, number: int) -> Manifest | None:
         """This rank's manifest of that number; None if it has none.
@@ -101,7 +102,7 @@ class SnapshotFiles:
         path = self.folders[0] / f"manifest-{number}"
         if not path.exists():
             return None
-        body, beside = _read(path), self.folders[0] / f"state-{number}"
+        body, beside = read_body(path), self.folders[0] / f"state-{number}"
         state = self._disk.read_bytes(beside)
         if _checksum(state) != body["state_crc32c"]:
             raise _damaged(beside)
@@ -140,10 +141,10 @@ class SnapshotFiles:
     def close(self) -> None:
         """Let go of the snapshot; without one that counts nothing is left. Idempotent."""
         if self._descriptors and not self.committed:
-            _remove_ranks(self.folders)
+            remove_ranks(self.folders)
             if self.rank == 0:
                 (self.root / "committed").unlink(missing_ok=True)
-            _remove_empty([folder.parent for folder in self.folders])
+            remove_empty([folder.parent for folder in self.folders])
         self._let_go()
 
     @property
@@ -182,9 +183,11 @@ class SnapshotFiles:
         self._disk.make_folder(path.parent)  # a job that has just ended may have taken it along
         try:
             return os.open(path, flags | os.O_DIRECT, 0o600)
+        except FileNotFoundError:
+            raise
         except OSError as error:
             if error.errno not in NO_DIRECT_IO:
-                raise
+                raise ConfigError(f"nvme_path: cannot open {path}: {error.strerror}") from error
             self.direct = False
             return os.open(path, flags, 0o600)
 
@@ -232,106 +235,6 @@ class SnapshotSwap(SwapSpace):
         self._snapshot.close()
 
 
-# ---- all snapshots of a folder ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """One snapshot, as found below a path."""
-
-    name: str
-    head: Mapping[str, Any] | None
-    """None: nothing was committed. Else what `SnapshotFiles.commit` was given."""
-    ranks: tuple[int, ...]
-    """Whose parts are below this path."""
-    allocated_bytes: int
-    in_use: bool
-    committed_at: float | None
-    """Seconds since 1970."""
-    trouble: str = ""
-
-
-def list_snapshots(path: Path | str) -> list[Listed]:
-    """The snapshots below a path, by name."""
-    return [_listed(folder) for folder in sorted((Path(path) / FOLDER).glob("*")) if folder.is_dir()]
-
-
-def remove_snapshot(path: Path | str, name: str) -> int:
-    """Remove a snapshot, all ranks' parts below `path` and what they have in other folders; returns the bytes freed.
-
-    Raises:
-        ConfigError: there is none of that name.
-        StateError: a job uses it.
-    """
-    root = Path(path) / FOLDER / name
-    if not _NAME.fullmatch(name) or not root.is_dir():
-        names = ", ".join(listed.name for listed in list_snapshots(path)) or "none"
-        raise ConfigError(f"no snapshot {name!r} below {path}; there are: {names}")
-    parts = sorted({part for rank in root.glob("rank-*") for part in [rank, *_elsewhere(rank)]})
-    held: list[int] = []
-    try:
-        for part in parts:
-            held += _try_lock(part / "swap")
-        freed = sum(_allocated(part) for part in parts)
-        (root / "committed").unlink(missing_ok=True)
-        _remove_ranks(parts)
-        _remove_empty(sorted({part.parent for part in parts} | {root}))
-        return freed
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
-
-
-def _elsewhere(rank: Path) -> list[Path]:
-    """The folders of a rank's part below other paths, as its manifest names them."""
-    found: list[Path] = []
-    for manifest in rank.glob("manifest-*"):
-        with contextlib.suppress(StorageError, KeyError, TypeError):
-            found += [Path(folder) for folder in _read(manifest)["folders"]]
-    # Whatever a manifest says: only a part of this very snapshot is one.
-    return [folder for folder in found if folder.parts[-3:] == rank.parts[-3:] and folder.is_dir()]
-
-
-def _listed(root: Path) -> Listed:
-    ranks = sorted(rank for rank in root.glob("rank-*") if rank.is_dir())
-    numbers = tuple(sorted(int(rank.name.removeprefix("rank-")) for rank in ranks))
-    committed, head, trouble, when = root / "committed", None, "", None
-    try:
-        if committed.exists():
-            head, when = _read(committed), committed.stat().st_mtime
-    except StorageError as error:
-        trouble = str(error)
-    in_use = any(_is_locked(rank / "swap") for rank in ranks)
-    return Listed(root.name, head, numbers, sum(map(_allocated, ranks)), in_use, when, trouble)
-
-
-def _allocated(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.glob("*"))
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        for descriptor in _try_lock(path):
-            os.close(descriptor)
-    except StateError:
-        return True
-    return False
-
-
-def _try_lock(path: Path) -> list[int]:
-    """The descriptor that holds the lock; none if there is no such file. Raises StateError."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return []
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise StateError(f"snapshot: {path.parent} is in use by a job; end it first") from None
-    return [descriptor]
-
-
 def _is_at(descriptor: int, path: Path) -> bool:
     """False if somebody has removed the file between opening and locking it."""
     try:
@@ -342,7 +245,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
     return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
 
 
-def _remove_ranks(folders: Sequence[Path]) -> None:
+def remove_ranks(folders: Sequence[Path]) -> None:
+    """Remove the folders of ranks' parts; who does it holds their locks."""
     for folder in folders:
         # The swap file last: it holds the lock.
         for path in sorted(folder.glob("*"), key=lambda path: path.name == "swap"):
@@ -351,7 +255,8 @@ def _remove_ranks(folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _remove_empty(roots: Sequence[Path]) -> None:
+def remove_empty(roots: Sequence[Path]) -> None:
+    """Remove the folders of snapshots, and those above them, as far as nothing is in them."""
     for root in roots:
         for folder in (root, root.parent):
             with contextlib.suppress(OSError):  # others have something there
@@ -366,8 +271,13 @@ def _packed(body: Mapping[str, Any]) -> bytes:
     return text + f"\n{_checksum(text)}\n".encode()
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """What `_packed` has made. Raises StorageError."""
+def read_body(path: Path) -> dict[str, Any]:
+    """What a manifest or the file `committed` says.
+
+    Raises:
+        StorageError: it cannot be read, or is damaged.
+        ConfigError: it is of another version.
+    """
     data = Files().read_bytes(path)
     text, _, rest = data.partition(b"\n")
     if rest.strip() != _checksum(text).encode():

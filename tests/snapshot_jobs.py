@@ -60,12 +60,14 @@ def job(made: dict[str, Any], steps: int, progress: str) -> tuple[int | None, in
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + done)),
     )[0]
     with engine:
-        loaded = engine.load_snapshot()
+        named = "snapshot" in made["zero_optimization"]["offload_optimizer"]
+        loaded = engine.load_snapshot() if named else None
         while engine.global_steps < steps:
             engine.backward(engine(tokens(engine.global_steps * ranks + rank)))
             engine.step()
-            with Path(progress).open("a") as file:
-                file.write(".")
+            if rank == 0:
+                with Path(progress).open("a") as file:
+                    file.write(".")
         return loaded, engine.global_steps, digest_of(engine)
 
 
@@ -76,19 +78,21 @@ def digest_of(engine: Any) -> str:
         for value in (engine.full_master(name), state["exp_avg"], state["exp_avg_sq"], torch.tensor(state["step"])):
             digest.update(name.encode() + value.contiguous().numpy().tobytes())
         del parameter
-    digest.update(engine.module.seen.numpy().tobytes() + torch.rand(2).numpy().tobytes())
+    digest.update(engine.module.seen.float().numpy().tobytes() + torch.rand(2).numpy().tobytes())
     digest.update(f"{random.random()} {np.random.rand()} {engine.get_lr()}".encode())
     return digest.hexdigest()
 
 
-def killed_after(pool: RankPool, seconds: float, made: dict[str, Any], steps: int, progress: Path) -> Any:
-    """Run `job` and kill all its processes so long after its first step; what it returned if it was over before."""
+def killed_after(
+    pool: RankPool, done: int, seconds: float, made: dict[str, Any], steps: int, progress: Path
+) -> list[Any] | None:
+    """Run `job`, kill its processes some time after the first has made `done` steps; None if that was before its end."""
     progress.write_text("")
     ended = threading.Event()
 
     def kill() -> None:
         end = time.monotonic() + SECONDS_MAX
-        while not progress.stat().st_size and time.monotonic() < end and not ended.is_set():
+        while progress.stat().st_size < done and time.monotonic() < end and not ended.is_set():
             time.sleep(0.002)
         if not ended.wait(seconds):
             for pid in pool.pids:

@@ -8,27 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import RankError, RankPool
+from ranks import RankPool
 from snapshot_jobs import config, job, killed_after
 from snapshot_runs import committed, folder
 
 Pool = Callable[[int], RankPool]
-STEPS = 24
+STEPS = 40
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme")]
 
 
 def survived(pool: RankPool, tmp_path: Path, kills: int, seed: int, *settings: Any, **more: Any) -> int:
-    """Kill a job so many times at random instants and let it end; how many went on from a snapshot."""
+    """Kill a job so many times, each a few steps and a random time after its start, and let it end."""
     instants, path, progress = random.Random(seed), tmp_path / "nvme", tmp_path / "progress"
     path.mkdir()
-    made, went_on, last = config(str(path), *settings, **more), 0, 0
+    made, every, last = config(str(path), *settings, **more), settings[0], 0
     for _ in range(kills):
-        before = committed(path)
-        killed_after(pool, instants.random() * 0.6, made, STEPS, progress)
+        killed_after(pool, instants.randint(1, 2 + 2 * every), instants.random() * 0.05, made, STEPS, progress)
         manifest = committed(path)
         step = 0 if manifest is None else manifest["step"]
         assert step >= last, "a commit is never taken back"
-        went_on, last = went_on + (before is not None), step
+        last = step
     results = pool.run(job, made, STEPS, str(progress))
     assert all(result[0] == (last or None) for result in results)
     (tmp_path / "plain").mkdir()
@@ -36,20 +35,20 @@ def survived(pool: RankPool, tmp_path: Path, kills: int, seed: int, *settings: A
     del plain["zero_optimization"]["offload_optimizer"]["snapshot"]
     expected = pool.run(job, plain, STEPS, str(progress))
     assert [result[1:] for result in results] == [result[1:] for result in expected]
-    return went_on
+    return last
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_a_job_that_is_killed_at_any_instant_gives_the_bits_of_one_that_is_not(
     rank_pool: Pool, tmp_path: Path, pair: tuple[str, str]
 ) -> None:
-    assert survived(rank_pool(1), tmp_path, 5, 1, 1, pair, 200) >= 2
+    assert survived(rank_pool(1), tmp_path, 5, 1, 1, pair, 200) >= 5
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_are_killed_at_any_instant_go_on_together(rank_pool: Pool, tmp_path: Path, stage: int) -> None:
     pair = ("nvme", "nvme") if stage == 3 else ("none", "nvme")
-    assert survived(rank_pool(2), tmp_path, 3, stage, 2, pair, 200, stage=stage) >= 1
+    assert survived(rank_pool(2), tmp_path, 3, stage, 2, pair, 200, stage=stage) >= 2
 
 
 @pytest.mark.slow
@@ -58,7 +57,7 @@ def test_ranks_that_are_killed_at_any_instant_go_on_together(rank_pool: Pool, tm
 def test_many_kills(rank_pool: Pool, tmp_path: Path, seed: int, ranks: int) -> None:
     instants = random.Random(seed)
     settings = instants.choice([1, 2, 3]), instants.choice(PAIRS), instants.choice([0, 200])
-    assert survived(rank_pool(ranks), tmp_path, 10, seed, *settings) >= 2
+    assert survived(rank_pool(ranks), tmp_path, 10, seed, *settings) >= 10
 
 
 def test_ranks_whose_number_changed_are_told(rank_pool: Pool, nvme_path: Path, tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def test_what_fails_on_one_rank_keeps_the_snapshot_before_on_all(
     made = config(str(nvme_path), 1, PAIRS[0], 0)
     told = rank_pool(2).run(fails_once, made)
     assert "rename" in told[1] and "rank 1: " in told[0] and "still counts" in told[0]
-    assert committed(nvme_path)["step"] == committed(nvme_path, 1)["step"] == 3  # type: ignore[index]
+    assert committed(nvme_path)["step"] == committed(nvme_path, 1)["step"] == 4  # type: ignore[index]
 
 
 def fails_once(made: dict[str, Any]) -> str:
@@ -131,5 +130,4 @@ def test_a_rank_that_is_refused_the_folder_is_named_by_the_others(
     (nvme_path / "zero-snapshots" / "default").mkdir(parents=True)
     (nvme_path / "zero-snapshots" / "default" / "rank-1").write_text("in the way")
     errors = rank_pool(2).run(job, made, 1, str(tmp_path / "progress"), errors="return")
-    assert all(isinstance(error, BaseException) and not isinstance(error, RankError) for error in errors)
-    assert "rank-1" in str(errors[0]) and "rank-1" in str(errors[1])
+    assert all("make folder" in str(error) and "rank-1" in str(error) for error in errors)
