@@ -17,13 +17,15 @@ from torch import nn
 from offload.errors import ConfigError
 from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
+from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.extents import PIECE_NUMEL
-from zero.checkpoint.folders import Folders
+from zero.checkpoint.frozen import check_reference, frozen_sums
+from zero.checkpoint.opening import Opened, open_checkpoint
 from zero.checkpoint.rank_part import persistent_buffers
-from zero.checkpoint.reading import CLIENT, RANK, STATE, FolderSource
 from zero.checkpoint.saving import SavesCheckpoints
 from zero.checkpoint.small_state import check_groups, restore_counters, restore_groups, restore_rank
 from zero.checkpoint.source import MODEL, MOMENTS, STEP, Saved, Source, state_name
+from zero.checkpoint.together import Together
 from zero.params.layout import Slot, Unit
 
 logger = logging.getLogger("zero")
@@ -199,35 +201,61 @@ class LoadsCheckpoints(SavesCheckpoints):
         """
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: custom_load_fn is not available; read values with zero.load_pretrained")
-        self._rest("load_checkpoint")
-        found = Folders(Path(load_dir), self.files).newest_valid(tag)
-        if found is None:
+        self._between_steps("load_checkpoint")
+        self.synchronize()
+        together = Together(self.exchange)
+        opened = together.do("looking for a checkpoint", lambda: self._open(Path(load_dir), tag))
+        if opened is None:
             logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
             return None, {}
-        for note in found.notes:
-            logger.warning("load_checkpoint: %s", note)
-        source = FolderSource(found.folder, found.manifest, self.files)
         try:
             states = load_optimizer_states and not load_module_only
-            client = self._load(source, strict=load_module_strict, states=states, only_module=load_module_only)
+            client = self._load(opened, together, load_module_strict, states, load_module_only)
             if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
                 self._load_scheduler(client["lr_scheduler"])
         finally:
-            source.close()
-        return str(found.folder), client["client_state"]
+            opened.source.close()
+        return str(opened.folder), client["client_state"]
 
-    def _load(self, source: FolderSource, *, strict: bool, states: bool, only_module: bool) -> dict[str, Any]:
-        state: dict[str, Any] = source.blob(STATE)
-        client: dict[str, Any] = source.blob(CLIENT, trusted=True)
+    def _open(self, load_dir: Path, tag: Any) -> Opened | None:
+        opened = open_checkpoint(load_dir, tag, self.files)
+        name = b"" if opened is None else opened.folder.name.encode()
+        names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
+        if len(names) > 1:
+            if opened is not None:
+                opened.source.close()
+            raise ConfigError(
+                f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
+                "must be on a file system that all nodes share"
+            )
+        return opened
+
+    def _load(
+        self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool
+    ) -> dict[str, Any]:
         states = states and self.optimizer is not None
-        wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
-        if states:
-            name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
-            check_groups(self.optimizer, state["groups"], name_of)
+        placement, state, source = self.exchange.placement, opened.state, opened.source
+
+        def check() -> tuple[dict[str, Any], dict[str, Any] | None, Wanted]:
+            client, mine = opened.client(), opened.rank_state(placement.rank)
+            wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
+            if states:
+                name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
+                check_groups(self.optimizer, state["groups"], name_of)
+            if state["accumulating"] is not None and not only_module:
+                check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
+            return client, mine, wanted
+
+        client, mine, wanted = together.do("checking a checkpoint", check)
+        if state["frozen_sums"]:
+            sums = frozen_sums(self._parts, self.exchange)
+            together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
         self.zero_grad()
         parts = self.at_rest()
         try:
-            load_values(parts, wanted, source)
+            together.do("loading a checkpoint", lambda: load_values(parts, wanted, source))
+            if mine is not None and mine["accumulated"] is not None and not only_module:
+                load_accumulated(parts, placement, mine["accumulated"], source)
         finally:
             parts.coordinator.rewritten()
         if states:
@@ -235,9 +263,11 @@ class LoadsCheckpoints(SavesCheckpoints):
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
             restore_counters(self, state)
-            mine = f"{RANK}.{self.exchange.placement.rank}"
-            if mine in source.blobs:
-                restore_rank(self, source.blob(mine))
+            first = opened.rank_state(0) if mine is None else None
+            if mine is not None:
+                restore_rank(self, mine, own=True)
+            elif first is not None:  # saved with fewer ranks
+                restore_rank(self, first, own=False)
         return client
 
     def _load_scheduler(self, state: Any) -> None:
