@@ -260,6 +260,23 @@ def test_a_frozen_parameter_that_was_on_nvme_is_named(tmp_path: Path) -> None:
         open_deepspeed_folder(tag)
 
 
+def test_parameters_without_elements_have_their_own_shapes(tmp_path: Path) -> None:
+    """DeepSpeed takes them for tied: they have one address. What a module adds of its own is no parameter."""
+
+    def add(contents: dict[str, Any]) -> None:
+        contents["module"].update(nothing=torch.empty(0, 3), void=torch.empty(0, 5))
+        contents["module"]["norm._extra_state"] = torch.ones(2)
+        contents["shared_params"]["void"] = "nothing"
+
+    tag = copy_of("stage1", tmp_path)
+    change(model_file(tag), add)
+    checkpoint = open_deepspeed_folder(tag)
+    assert [whole(checkpoint, f"model.{name}").shape for name in ("nothing", "void")] == [(0, 3), (0, 5)]
+    assert checkpoint.state["aliases"] == {"head.weight": "embedding.weight"}
+    assert "model.norm._extra_state" not in checkpoint.source.tensors
+    assert_holds(checkpoint, EXPECTED["stage1"])
+
+
 def test_steps_are_found_wherever_an_optimizer_keeps_them(tmp_path: Path) -> None:
     """Fused Adam keeps them in the param group."""
 
@@ -302,6 +319,19 @@ def test_the_loss_scale_of_an_fp16_run_is_told(tmp_path: Path, monkeypatch: pyte
     assert checkpoint.source.tensors["model.base.weight"].dtype == torch.float16
     trained = {f"model.{name}": EXPECTED["stage2"][f"model.{name}"] for name in TRAINED}
     assert_holds(checkpoint, trained)
+
+
+def test_a_class_that_is_not_loaded_in_the_client_state_is_named_and_the_values_are_read(tmp_path: Path) -> None:
+    tag = copy_of("stage1", tmp_path)
+    change(model_file(tag), set_in("helper", value=Helper()))
+    checkpoint = open_deepspeed_folder(tag)
+    assert_holds(checkpoint, EXPECTED["stage1"])
+    with pytest.raises(ConfigError, match=rf"client_state\['helper'\]: an object of class {__name__}.Helper"):
+        _ = checkpoint.client
+
+
+class Helper:
+    """Somebody's own."""
 
 
 def test_of_another_optimizer_the_weights_are_read(tmp_path: Path) -> None:
