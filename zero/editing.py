@@ -92,6 +92,7 @@ class UnitEditor:
         self._coordinator.let_go(index)
         if bound.bound:
             # In use by a forward around us, or persistent: edits happen in place.
+            self._changed(index)
             self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
             return

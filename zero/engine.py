@@ -258,6 +258,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, LoadsCheckpoints, G
 
     def changed(self, index: int | None = None) -> None:
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
+        if index is not None:
+            self.wait_for_checkpoint()  # it has not taken all of the old values yet
         if self._ahead is not None:
             self._ahead.void_all() if index is None else self._ahead.void(index)
 
@@ -285,6 +287,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, LoadsCheckpoints, G
             StorageError: an update of the last step failed and nobody was told yet, or it fails again.
         """
         self.check_open(what)
+        self.check_checkpoint()
         self._take_step()
         if not self._persistent_bound:
             self._stepper.apply_persistent()
@@ -333,7 +336,11 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, LoadsCheckpoints, G
     # ---- end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give everything back: hooks, memory, threads, files. The parameters' values are gone. Idempotent."""
+        """Give everything back: hooks, memory, threads, files. The parameters' values are gone. Idempotent.
+
+        Raises:
+            StorageError: a checkpoint that was being written is none. Everything is given back all the same.
+        """
         begun, self._closed = self._closed, True
         self._hooks.remove()
         self._watch.remove()
@@ -343,6 +350,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, LoadsCheckpoints, G
             return
         self._finalizer.detach()
         try:
+            unsaved = self.end_checkpoint()
             if not self.exchange.placement.alone:  # others may still read this rank's slices
                 with suppress(StorageError):
                     self._stepper.finish()
@@ -357,6 +365,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, LoadsCheckpoints, G
             self.exchange.close()
             self.activations.close()
             return_freed_memory()
+        if unsaved is not None:
+            raise unsaved
         logger.debug("engine closed after %d steps", self.global_steps)
 
     def destroy(self) -> None:

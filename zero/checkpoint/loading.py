@@ -17,6 +17,7 @@ from torch import nn
 from offload.errors import ConfigError
 from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
+from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.folders import Folders
 from zero.checkpoint.rank_part import persistent_buffers
@@ -24,6 +25,7 @@ from zero.checkpoint.reading import CLIENT, RANK, STATE, FolderSource
 from zero.checkpoint.saving import SavesCheckpoints
 from zero.checkpoint.small_state import check_groups, restore_counters, restore_groups, restore_rank
 from zero.checkpoint.source import MODEL, MOMENTS, STEP, Saved, Source, state_name
+from zero.checkpoint.together import Together
 from zero.params.layout import Slot, Unit
 
 logger = logging.getLogger("zero")
@@ -199,35 +201,61 @@ class LoadsCheckpoints(SavesCheckpoints):
         """
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: custom_load_fn is not available; read values with zero.load_pretrained")
-        self._rest("load_checkpoint")
-        found = Folders(Path(load_dir), self.files).newest_valid(tag)
-        if found is None:
+        self._between_steps("load_checkpoint")
+        self.synchronize()
+        together = Together(self.exchange)
+        source = together.do("looking for a checkpoint", lambda: self._open_newest(Path(load_dir), tag))
+        if source is None:
             logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
             return None, {}
-        for note in found.notes:
-            logger.warning("load_checkpoint: %s", note)
-        source = FolderSource(found.folder, found.manifest, self.files)
         try:
             states = load_optimizer_states and not load_module_only
-            client = self._load(source, strict=load_module_strict, states=states, only_module=load_module_only)
+            client = self._load(source, together, load_module_strict, states, load_module_only)
             if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
                 self._load_scheduler(client["lr_scheduler"])
         finally:
             source.close()
-        return str(found.folder), client["client_state"]
+        return str(source.folder), client["client_state"]
 
-    def _load(self, source: FolderSource, *, strict: bool, states: bool, only_module: bool) -> dict[str, Any]:
-        state: dict[str, Any] = source.blob(STATE)
-        client: dict[str, Any] = source.blob(CLIENT, trusted=True)
+    def _open_newest(self, load_dir: Path, tag: Any) -> FolderSource | None:
+        found = Folders(load_dir, self.files).newest_valid(tag)
+        names = {a.decode() for a in self.exchange.agree("checkpoint to load", found.tag.encode() if found else b"")}
+        if len(names) > 1:
+            raise ConfigError(
+                f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
+                "must be on a file system that all nodes share"
+            )
+        if found is None:
+            return None
+        for note in found.notes:
+            logger.warning("load_checkpoint: %s", note)
+        return FolderSource(found.folder, found.manifest, self.files)
+
+    def _load(
+        self, source: FolderSource, together: Together, strict: bool, states: bool, only_module: bool
+    ) -> dict[str, Any]:
         states = states and self.optimizer is not None
-        wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
-        if states:
-            name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
-            check_groups(self.optimizer, state["groups"], name_of)
+        placement = self.exchange.placement
+
+        def check() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None, Wanted]:
+            state, client = source.blob(STATE), source.blob(CLIENT, trusted=True)
+            blob = f"{RANK}.{placement.rank}"
+            mine = source.blob(blob) if blob in source.blobs else None
+            wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
+            if states:
+                name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
+                check_groups(self.optimizer, state["groups"], name_of)
+            if state["accumulating"] is not None and not only_module:
+                check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
+            return state, client, mine, wanted
+
+        state, client, mine, wanted = together.do("checking a checkpoint", check)
         self.zero_grad()
         parts = self.at_rest()
         try:
-            load_values(parts, wanted, source)
+            together.do("loading a checkpoint", lambda: load_values(parts, wanted, source))
+            if mine is not None and mine["accumulated"] is not None and not only_module:
+                load_accumulated(parts, placement, mine["accumulated"], source)
         finally:
             parts.coordinator.rewritten()
         if states:
@@ -235,9 +263,8 @@ class LoadsCheckpoints(SavesCheckpoints):
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
             restore_counters(self, state)
-            mine = f"{RANK}.{self.exchange.placement.rank}"
-            if mine in source.blobs:
-                restore_rank(self, source.blob(mine))
+            if mine is not None:
+                restore_rank(self, mine)
         return client
 
     def _load_scheduler(self, state: Any) -> None:

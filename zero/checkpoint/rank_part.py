@@ -31,6 +31,11 @@ def list_file(rank: int) -> str:
     return f".written-{rank}.json"
 
 
+def failure_file(rank: int) -> str:
+    """What tells the first rank that a rank's part will not come."""
+    return f".failed-{rank}"
+
+
 def plan_extents(
     parts: Assembly, placement: Placement, wanted: Callable[[int], bool], step_counts: Mapping[int, int]
 ) -> Extents:
@@ -45,7 +50,7 @@ def plan_extents(
     extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted)
     if placement.rank == 0:
         for name, buffer in persistent_buffers(parts.model).items():
-            extents.add(MODEL + name, buffer.detach().cpu())
+            extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
         for leaf in parts.leaves:
             if leaf.index in trained and wanted(leaf.index):
@@ -100,12 +105,16 @@ class RankPart:
         self._files.write_bytes(self._folder / list_file(self._rank), json.dumps([self.file.nbytes, boxes]))
 
     def close(self) -> None:
-        """Give back the file and the memory."""
+        """Give back the file and the memory; nothing moves any more."""
 
         async def end() -> None:
-            self._aio.close()
+            self.close_on_loop()
 
         self._mover.run("closing a checkpoint", end())
+
+    def close_on_loop(self) -> None:
+        """`close`, on the mover's loop. Idempotent."""
+        self._aio.close()
         self.writer.close()
         self.file.close()
 

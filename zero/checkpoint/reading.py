@@ -71,7 +71,7 @@ class FolderSource:
     """A `Source` over one checkpoint folder. Every box that is read is held against its checksum.
 
     Args:
-        folder: the checkpoint.
+        folder: of the checkpoint.
         manifest: of the folder, checked.
         files: the disk.
 
@@ -80,7 +80,7 @@ class FolderSource:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
-        self._folder, self._manifest = folder, manifest
+        self.folder, self._manifest = folder, manifest
         path = folder / METADATA_FILE
         self._metadata = read_metadata(files.read_bytes(path), str(path))
         self._names = sorted(manifest.files)
@@ -127,9 +127,9 @@ class FolderSource:
             ConfigError: there is none, or it is damaged, or it holds what only `trusted` may make.
         """
         if name not in self._blobs:
-            raise ConfigError(f"{self._folder}: it has no {name!r}; it has {', '.join(sorted(self._blobs))}")
+            raise ConfigError(f"{self.folder}: it has no {name!r}; it has {', '.join(sorted(self._blobs))}")
         data = self._reader.get(self._blobs[name])
-        return read_archive(data, f"{name} in {self._folder}", trusted=trusted)
+        return read_archive(data, f"{name} in {self.folder}", trusted=trusted)
 
     def close(self) -> None:
         """See `Source`."""
@@ -138,7 +138,7 @@ class FolderSource:
     def _overlapping(self, name: str, begin: int, end: int) -> Iterator[_Box]:
         boxes = self._boxes.get(name)
         if boxes is None:
-            raise ConfigError(f"{self._folder}: it has no tensor {name!r}")
+            raise ConfigError(f"{self.folder}: it has no tensor {name!r}")
         first = max(bisect_right(boxes, begin, key=lambda box: box.begin) - 1, 0)
         for box in boxes[first:]:
             if box.begin >= end:
@@ -153,12 +153,12 @@ class FolderSource:
     def _boxes_of(self, name: str, metadata: Metadata, payloads: Mapping[str, list[int]]) -> list[_Box]:
         told = metadata.state_dict_metadata[name]
         if not isinstance(told, TensorStorageMetadata):
-            raise ConfigError(f"{self._folder}: {name} is no tensor")
+            raise ConfigError(f"{self.folder}: {name} is no tensor")
         boxes = []
         for chunk in told.chunks:
             if not is_flat(told.size, chunk.sizes):
                 raise ConfigError(
-                    f"{self._folder}: {name}: a box of {tuple(chunk.sizes)} is not contiguous in {tuple(told.size)}; "
+                    f"{self.folder}: {name}: a box of {tuple(chunk.sizes)} is not contiguous in {tuple(told.size)}; "
                     "only checkpoints that an engine has saved are read here"
                 )
             begin = begin_of(told.size, chunk.offsets)
@@ -168,10 +168,10 @@ class FolderSource:
         position = 0
         for box in boxes:
             if box.begin != position:
-                raise ConfigError(f"{self._folder}: {name}: elements {position:,} to {box.begin:,} are missing")
+                raise ConfigError(f"{self.folder}: {name}: elements {position:,} to {box.begin:,} are missing")
             position = box.end
         if position != told.size.numel():
-            raise ConfigError(f"{self._folder}: {name}: elements from {position:,} on are missing")
+            raise ConfigError(f"{self.folder}: {name}: elements from {position:,} on are missing")
         return [box for box in boxes if box.begin < box.end]
 
     def _stored(self, index: MetadataIndex, payloads: Mapping[str, list[int]]) -> StoredBox:
@@ -180,6 +180,6 @@ class FolderSource:
         known = payloads.get(info.relative_path) if info is not None else None
         at = bisect_left(known, info.offset) if known is not None and info is not None else 0
         if known is None or info is None or at == len(known) or known[at] >= info.offset + info.length:
-            raise ConfigError(f"{self._folder}: the manifest does not say where {index.fqn} is")
+            raise ConfigError(f"{self.folder}: the manifest does not say where {index.fqn} is")
         offset, nbytes, crc = self._manifest.files[info.relative_path].boxes[at]
         return StoredBox(self._names.index(info.relative_path), offset, nbytes, crc)

@@ -1,178 +1,33 @@
-"""`engine.save_checkpoint`: every rank writes its part, the first one makes a whole of them.
-
-[Note: order of a save] All ranks agree on the tag and on what is saved; the first makes a hidden folder; each writes
-its data file into it, syncs it, and says what is in it; the first writes the metadata and the manifest, and gives the
-folder its name. Whatever fails on one rank fails on all, and what was there before is as it was.
-"""
+"""`engine.save_checkpoint`: what is saved is captured between two steps, and written at once or beside training."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from offload import kernels
-from offload.archives import bytes_tensor, make_archive
+from offload.archives import make_archive
 from offload.durable import Files
-from offload.errors import ConfigError, StateError, ZeroInfinityError
+from offload.errors import ConfigError, StateError
 from offload.sizes import format_bytes
 from zero.assembly import Assembly
+from zero.checkpoint.accumulated import add_accumulated, ranks_shape
+from zero.checkpoint.background import BackgroundSave, SavesBehind
 from zero.checkpoint.extents import Extents
 from zero.checkpoint.finding import check_tag
-from zero.checkpoint.folders import Folders, Partial
-from zero.checkpoint.manifest import FileEntry, Manifest, write_manifest
-from zero.checkpoint.metadata import METADATA_FILE, make_metadata
-from zero.checkpoint.rank_part import RankPart, data_file, list_file, persistent_buffers, plan_extents, read_list
+from zero.checkpoint.rank_part import persistent_buffers, plan_extents
 from zero.checkpoint.reading import CLIENT, RANK, STATE
+from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.small_state import client_part, common_state, rank_state
-from zero.checkpoint.source import MODEL
-from zero.config import Config
-from zero.exchange import Exchange
 from zero.replanning import FollowsModel
 
 logger = logging.getLogger("zero")
 
-T = TypeVar("T")
 
-
-class Together:
-    """What all ranks do, so that what fails on one fails on all.
-
-    Args:
-        exchange: with the other ranks.
-    """
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self.is_first = exchange.placement.rank == 0
-
-    def do(self, what: str, action: Callable[[], T]) -> T:
-        """Run `action` on every rank; raise if it failed on any.
-
-        Raises:
-            StateError: it failed on another rank; says on which and why.
-        """
-        error: BaseException | None = None
-        result: T | None = None
-        try:
-            result = action()
-        except (ZeroInfinityError, OSError) as failed:
-            error = failed
-        answers = self._exchange.agree(what, b"" if error is None else f"{type(error).__name__}: {error}".encode())
-        if error is not None:
-            raise error
-        wrong = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer]
-        if wrong:
-            raise StateError(f"{what} failed on another rank: {'; '.join(wrong)}")
-        return result  # type: ignore[return-value]
-
-    def first(self, what: str, action: Callable[[], T]) -> T | None:
-        """As `do`, on the first rank alone; None on the others."""
-        if self.is_first:
-            return self.do(what, action)
-        self.do(what, lambda: None)
-        return None
-
-
-class CheckpointSave:
-    """One save of one engine, on one rank.
-
-    Args:
-        parts: of the engine, at rest.
-        config: of the engine.
-        exchange: with the other ranks.
-        save_dir: the folder of all checkpoints.
-        tag: checked, the same on all ranks.
-        files: the disk.
-    """
-
-    def __init__(
-        self, parts: Assembly, config: Config, exchange: Exchange, save_dir: Path, tag: str, files: Files
-    ) -> None:
-        self._parts, self._config, self.placement, self.tag = parts, config, exchange.placement, tag
-        self._files, self._together = files, Together(exchange)
-        self._folders = Folders(save_dir, files)
-        self._aliases: dict[str, str] = {}
-        self._partial: Partial | None = None
-        self._global_steps = 0
-        self._part: RankPart | None = None
-
-    def begin(self, extents: Extents, state: Mapping[str, Any]) -> RankPart:
-        """Make the folder and this rank's file in it, with room for all.
-
-        Args:
-            extents: what this rank writes; ended.
-            state: what all ranks have in common.
-
-        Raises:
-            StorageError: there is no room.
-            StateError: it failed on another rank.
-        """
-        self._global_steps = state["global_steps"]
-        self._aliases = {MODEL + alias: MODEL + name for alias, name in state["aliases"].items()}
-        self._partial = self._together.first("making the folder of a checkpoint", lambda: self._folders.begin(self.tag))
-        folder = self._folders.partial_folder(self.tag)
-
-        def create() -> RankPart:
-            return RankPart(self._parts, extents, folder, self.placement.rank, self._files)
-
-        self._part = self._together.do("reserving the room of a checkpoint", create)
-        return self._part
-
-    def write(self) -> None:
-        """Write this rank's part, to last. Raises as `begin`."""
-        part = self._part
-        if part is None:
-            raise StateError("checkpoint: nothing was begun")
-        self._together.do("writing a checkpoint", part.write)
-
-    def commit(self, *, save_latest: bool) -> None:
-        """Make it whole. Raises as `begin`."""
-        self._together.first("ending a checkpoint", lambda: self.assemble(save_latest=save_latest))
-
-    def assemble(self, *, save_latest: bool) -> None:
-        """The first rank's: all parts are written. Raises StorageError, ConfigError."""
-        partial, files = self._partial, self._files
-        if partial is None:
-            raise StateError("checkpoint: nothing was begun")
-        entries: dict[str, FileEntry] = {}
-        boxes = {}
-        for rank in range(self.placement.world_size):
-            path = partial.folder / list_file(rank)
-            entries[data_file(rank)], boxes[data_file(rank)] = read_list(files, path)
-        metadata = make_metadata(boxes, self._aliases)
-        files.write_bytes(partial.folder / METADATA_FILE, metadata)
-        checksum = kernels.crc32c(bytes_tensor(metadata))
-        entries[METADATA_FILE] = FileEntry(bytes=len(metadata), boxes=((0, len(metadata), checksum),))
-        for rank in range(self.placement.world_size):
-            files.remove(partial.folder / list_file(rank))
-        manifest = Manifest(
-            tag=self.tag,
-            global_steps=self._global_steps,
-            time=partial.time,
-            world_size=self.placement.world_size,
-            files=entries,
-        )
-        write_manifest(files, partial.folder, manifest)
-        self._folders.commit(partial, save_latest)
-        self._partial = None
-        if self._config.checkpoint.keep_last is not None:
-            self._folders.keep_last(self._config.checkpoint.keep_last)
-
-    def close(self) -> None:
-        """Give everything back; what was not made whole is removed."""
-        part, self._part = self._part, None
-        if part is not None:
-            part.close()
-        partial, self._partial = self._partial, None
-        if partial is not None:
-            self._folders.abandon(partial)
-
-
-class SavesCheckpoints(FollowsModel):
+class SavesCheckpoints(SavesBehind, FollowsModel):
     """Mixed into the engine."""
 
     global_steps: int
@@ -211,26 +66,54 @@ class SavesCheckpoints(FollowsModel):
             StorageError: not enough room, or the disk refused; what was there before is as it was.
             StateError: inside forward, backward or `GatheredParameters`; or it failed on another rank.
         """
-        self._rest("save_checkpoint")
+        self._between_steps("save_checkpoint")
         name = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else tag)
         state, extents = self._capture(client_state or {}, exclude_frozen_parameters)
+        behind = self._may_save_behind(state)
+        if not behind:
+            self.synchronize()
         save = CheckpointSave(self._parts, self._config, self.exchange, Path(save_dir), name, self.files)
+        said = f"checkpoint {Path(save_dir) / name}: {format_bytes(extents.nbytes)} of this rank saved"
         try:
             save.begin(extents, state)
+            if behind:
+                self._behind = BackgroundSave(save, self._parts, save_latest=save_latest, describe=said)
+                return True
             save.write()
             save.commit(save_latest=save_latest)
-        finally:
+        except BaseException:
             save.close()
-        logger.info("checkpoint %s: %s of this rank saved", Path(save_dir) / name, format_bytes(extents.nbytes))
+            raise
+        save.close()
+        logger.info("%s", said)
         return True
 
-    def _rest(self, what: str) -> None:
-        """Nothing is under way, and nothing waits to be written."""
+    def _may_save_behind(self, state: Mapping[str, Any]) -> bool:
+        """True when training may go on while this is written; else the log says why not."""
+        if not self._config.checkpoint.async_save:
+            return False
+        why = ""
+        if state["accumulating"] is not None:
+            why = "gradients have been collected since the last step, and they change with the next backward"
+        elif self._parts.plan.two_slots:
+            why = "states change places inside backward (offload_optimizer.update_in_backward)"
+        if why:
+            logger.warning("save_checkpoint: this one is written before the call returns: %s", why)
+        return not why
+
+    def _between_steps(self, what: str) -> None:
+        """Nothing of the model is in use, and no other checkpoint is being written."""
         self.check_open(what)
         if self._parts.hooks.in_forward or self._parts.keeper.editing:
             raise StateError(f"{what}: inside forward or GatheredParameters; call it between them")
+        self.wait_for_checkpoint()
         self.replan()
-        self.synchronize()
+        self._parts.gradients.settle()
+
+    def at_rest(self) -> Assembly:
+        """See `FollowsModel`; a checkpoint that is being written needs the planes as they are."""
+        self.wait_for_checkpoint()
+        return super().at_rest()
 
     def _capture(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> tuple[dict[str, Any], Extents]:
         """What all ranks have in common, and all that this rank writes."""
@@ -250,10 +133,13 @@ class SavesCheckpoints(FollowsModel):
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
         state["has_frozen"] = not exclude_frozen
+        accumulated = add_accumulated(extents, parts, placement)
+        answers = self.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
+        state["accumulating"] = ranks_shape(placement) if any(answers) else None
         if placement.rank == 0:
             extents.add_blob(STATE, make_archive(state))
             extents.add_blob(CLIENT, make_archive(client_part(self, client_state)))
-        extents.add_blob(f"{RANK}.{placement.rank}", make_archive(rank_state(self)))
+        extents.add_blob(f"{RANK}.{placement.rank}", make_archive(rank_state(self, accumulated)))
         extents.end()
         return state, extents
 

@@ -53,12 +53,13 @@ def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes
     }
 
 
-def rank_state(engine: Counted) -> dict[str, Any]:
-    """The part of one rank: random numbers, and where it is in its data."""
+def rank_state(engine: Counted, accumulated: dict[str, Any] | None) -> dict[str, Any]:
+    """The part of one rank: random numbers, where it is in its data, and what it says of collected gradients."""
     loader = engine.training_dataloader
     return {
         "rng": random_state(engine.device),
         "data": loader.state_dict() if hasattr(loader, "state_dict") else None,
+        "accumulated": accumulated,
     }
 
 
