@@ -20,6 +20,7 @@ from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.folders import Folders
+from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.rank_part import persistent_buffers
 from zero.checkpoint.reading import CLIENT, RANK, STATE, FolderSource
 from zero.checkpoint.saving import SavesCheckpoints
@@ -250,6 +251,9 @@ class LoadsCheckpoints(SavesCheckpoints):
             return state, client, mine, wanted
 
         state, client, mine, wanted = together.do("checking a checkpoint", check)
+        if state["frozen_sums"]:
+            sums = frozen_sums(self._parts, self.exchange)
+            together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
         self.zero_grad()
         parts = self.at_rest()
         try:
@@ -264,7 +268,9 @@ class LoadsCheckpoints(SavesCheckpoints):
         if not only_module:
             restore_counters(self, state)
             if mine is not None:
-                restore_rank(self, mine)
+                restore_rank(self, mine, own=True)
+            elif f"{RANK}.0" in source.blobs:  # saved with fewer ranks
+                restore_rank(self, source.blob(f"{RANK}.0"), own=False)
         return client
 
     def _load_scheduler(self, state: Any) -> None:
