@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 import zero
-from benchmarks.common import RivalMissing, run_child
+from benchmarks.common import RivalMissing, run_child, write_incompressible
 from benchmarks.contestants import our_config
 from benchmarks.models import GPT, Samples
 from benchmarks.rivals import fio
 from benchmarks.shapes import SHAPES
-from benchmarks.swap import RECORDS_IN_FLIGHT, Swapper
-from offload.aio import AioOptions
-from offload.sizes import align_up
+from offload.aio import AioOptions, open_aio
+from offload.pinned import map_host, tensor_over
+from offload.sizes import PAGE_BYTES, align_up
 
-RECORD_BYTES = 16 << 20
+LANES, LANE_BYTES = 4, 16 << 20
+"""What our I/O engine moves at once where it stands for fio."""
 TAG = "step"
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
@@ -106,6 +110,10 @@ class OurEngine:
         seconds = time.perf_counter() - begin
         return {"seconds": seconds, "blocked_seconds": blocked, "steps": steps, "bytes": self.checkpoint_bytes()}
 
+    def data_file(self) -> Path:
+        """The largest file of what was saved last: nearly all of it."""
+        return max((self._folder / TAG).iterdir(), key=lambda file: file.stat().st_size)
+
     def checkpoint_bytes(self) -> int:
         """Of all files."""
         return sum(file.stat().st_size for file in (self._folder / TAG).iterdir())
@@ -130,34 +138,75 @@ class OurEngine:
 
 
 class YardStick:
-    """Writes and reads of so many bytes on the disk: by tuned fio, or by our own I/O engine where there is no fio.
+    """The disk's own speed for so many bytes: tuned fio, or our own I/O engine where there is no fio.
 
     Attributes:
         what: who it is.
     """
 
     def __init__(self, folder: Path, nbytes: int) -> None:
-        record = min(RECORD_BYTES, align_up(nbytes // RECORDS_IN_FLIGHT, 4096))
-        self._nbytes, self._options = align_up(nbytes, record), AioOptions()
-        self._swapper = Swapper(folder, self._nbytes, record, self._options)
+        self._folder, self._nbytes, self._options = folder, align_up(nbytes, PAGE_BYTES), AioOptions()
+        self._aio = open_aio(self._options)
         self.what = "fio" if fio.version() is not None else "our own I/O engine, as fio is not installed"
 
-    def run(self, kind: str) -> dict[str, Any]:
-        """All of the bytes once: `kind` is "read", "write" or "mixed"."""
-        if fio.version() is None:
+    def write(self) -> dict[str, Any]:
+        """To a new file whose room is reserved, as a checkpoint is. It is removed, which is not timed."""
+        path = self._folder / "new"
+        fd = self._open(path, os.O_CREAT)
+        try:
+            os.posix_fallocate(fd, 0, self._nbytes)
+            return self._run("write", path)
+        finally:
+            os.close(fd)
+            path.unlink()
+            os.sync()
+
+    def over(self, kind: str) -> dict[str, Any]:
+        """As "write", "read" or "mixed", of a file that has been written before."""
+        path = self._folder / "old"
+        if not path.exists():
+            fd = self._open(path, os.O_CREAT)
+            write_incompressible(fd, self._nbytes)
+            os.close(fd)
+        return self._run(kind, path)
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """The first bytes of a file that somebody else has written."""
+        return self._run("read", path)
+
+    def _open(self, path: Path, flags: int = 0) -> int:
+        return os.open(path, os.O_RDWR | os.O_DIRECT | flags, 0o600)
+
+    def _run(self, kind: str, path: Path) -> dict[str, Any]:
+        nbytes = min(self._nbytes, path.stat().st_size)
+        if fio.version() is not None:
+            chunk_bytes = min(self._options.chunk_bytes, nbytes)
+            return fio.run(kind, str(path), nbytes, chunk_bytes, self._options.queue_depth, self._aio.backend)
+        fd, memory = self._open(path), tensor_over(map_host(LANES * LANE_BYTES)).random_()
+        try:
             begin = time.perf_counter()
-            getattr(self._swapper, kind)(self._nbytes)
+            asyncio.run(self._move(kind, fd, memory.split(LANE_BYTES), nbytes))
             return {"seconds": time.perf_counter() - begin}
-        chunk, depth = self._options.chunk_bytes, self._options.queue_depth
-        return fio.run(kind, self._swapper.path, self._nbytes, chunk, depth, self._swapper.backend)
+        finally:
+            os.close(fd)
+
+    async def _move(self, kind: str, fd: int, buffers: Sequence[torch.Tensor], nbytes: int) -> None:
+        async def lane(number: int) -> None:
+            is_read = kind == "read" or (kind == "mixed" and number % 2 == 0)
+            for offset in range(number * LANE_BYTES, nbytes, LANES * LANE_BYTES):
+                part = buffers[number][: min(LANE_BYTES, nbytes - offset)]
+                await (self._aio.read if is_read else self._aio.write)(fd, offset, part, "yardstick", "yardstick")
+
+        await asyncio.gather(*(lane(number) for number in range(LANES)))
 
     def __enter__(self) -> YardStick:
         """Itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Free the file."""
-        self._swapper.close()
+        """Remove its files."""
+        self._aio.close()
+        (self._folder / "old").unlink(missing_ok=True)
 
 
 def engine_config(tier: str, folder: Path | str, shape: str) -> dict[str, Any]:

@@ -68,7 +68,13 @@ class BoxReader:
         self._aio = open_aio(AioOptions())
         self._mover = Mover(self._aio.in_flight, lambda: self._aio.stats().chunks)
         self._block_bytes = align_up(block_bytes, PAGE_BYTES)
-        self._arena = Arena("reading", BLOCKS * self._block_bytes, "nothing: it is fixed", torch.device("cpu"))
+        self._arena = Arena(
+            "reading",
+            BLOCKS * self._block_bytes,
+            "nothing: it is fixed",
+            torch.device("cpu"),
+            register=self._aio.register_memory,
+        )
         self._entries: dict[StoredBox, _Entry] = {}
         self._held: deque[_Entry] = deque(maxlen=HELD)
         self._ahead: asyncio.Task[None] | None = None
