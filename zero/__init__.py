@@ -39,6 +39,7 @@ from zero.params.leaf_modules import (
 )
 from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
 from zero.pretrained import load_pretrained
+from zero.resumable import RepeatingLoader
 from zero.statistics import Statistics
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ __all__ = [
     "GatheredParameters",
     "InferenceEngine",
     "Init",
+    "RepeatingLoader",
     "Statistics",
     "TiledLinear",
     "TiledLinearReturnBias",

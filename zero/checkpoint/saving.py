@@ -45,6 +45,7 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     lr_scheduler: Any
     training_dataloader: Any
     _frozen_sums: Sums | None = None
+    data_position: Any
     files = Files()
     """The disk that checkpoints lie on."""
 
