@@ -7,7 +7,7 @@ planes hold comes with its exact master and its moments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -178,17 +178,33 @@ class Adoption:
             finally:
                 staging.release()
 
+    def order(self) -> Iterator[tuple[Unit, Slot, int, int]]:
+        """(unit, slot, first, last element of the parameter) of everything that `run` will read, in that order."""
+        for group in self._storage.plan.sub_groups:
+            for unit in self._layout.spaces[group.space].overlapping(group.begin, group.end):
+                lo, hi = max(unit.begin, group.begin), min(unit.end, group.end)
+                for _, slot, begin, end in self._ranges(unit, lo - unit.origin, hi - unit.origin):
+                    yield unit, slot, begin, end
+        for space in self._layout.spaces:
+            for unit in space.units if not space.trainable else ():
+                for _, slot, begin, end in self._ranges(unit, unit.first_numel, unit.last_numel):
+                    yield unit, slot, begin, end
+
     def _pieces(self, unit: Unit, lo: int, hi: int, *, state: bool) -> Iterable[tuple[Slot, Piece]]:
         """What lies in elements [lo, hi) of the unit; used one by one, the next may overwrite the last."""
+        for away, slot, begin, end in self._ranges(unit, lo, hi):
+            for piece in self._read(self._parameters[slot.index], begin, end, state):
+                if not away:
+                    yield slot, piece
+
+    def _ranges(self, unit: Unit, lo: int, hi: int) -> Iterator[tuple[int, Slot, int, int]]:
+        """(slices away, slot, first, last element of the parameter) of what is read for elements [lo, hi)."""
         for away in self._slices:
             shift = away * unit.shard_numel
             for slot in unit.slots:
                 first, last = max(lo + shift - slot.offset_numel, 0), min(hi + shift - slot.offset_numel, slot.numel)
                 if first < last and (self._only is None or slot.index in self._only):
-                    begin = slot.first_numel
-                    for piece in self._read(self._parameters[slot.index], begin + first, begin + last, state):
-                        if not away:
-                            yield slot, piece
+                    yield away, slot, slot.first_numel + first, slot.first_numel + last
 
     def _finish(self, space: Space, begin: int, end: int) -> None:
         """Release the parameters whose last element lies in [begin, end)."""

@@ -79,6 +79,9 @@ class Owner(Protocol):
     def changed(self, index: int | None = None) -> None:
         """A unit (None: all) changes by other means than a step."""
 
+    def wait_for_checkpoint(self) -> None:
+        """Return once no checkpoint is being written."""
+
     def arguments_now(self) -> StepArguments:
         """What a step would use now that does not clip."""
 
@@ -166,6 +169,7 @@ class Assembly:
         )
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed, owner.exchange)
+        editor.before_in_place = owner.wait_for_checkpoint
         self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor, self.parameters())
         self.keeper.rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch)
         self.watch.at_end = self.keeper.rows.end_backward

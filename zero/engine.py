@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -17,9 +17,10 @@ from offload.errors import StateError, StorageError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
+from zero.accumulating import Accumulates
 from zero.activations import Activations
 from zero.assembly import Assembly
-from zero.checkpoint.taking import TakesSnapshots
+from zero.checkpoint.engine import Checkpoints
 from zero.config import Config
 from zero.data import LoadsData
 from zero.exchange import Alone, Exchange
@@ -28,7 +29,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
 from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
-from zero.replanning import Census, FollowsModel
+from zero.replanning import Census
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
 from zero.tracing import Traced, Tracer, traced
@@ -36,9 +37,7 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(
-    ConfigAccessors, ValueAccessors, LoadsData, FollowsModel, TakesSnapshots, Generates, Traced, nn.Module
-):
+class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkpoints, Generates, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -68,8 +67,6 @@ class ZeroEngine(
         self.lr_scheduler: Any = None
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
-        self._boundary: bool | None = None
-        self._local_only = False
         self._buffers_differ = False
         self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
@@ -167,32 +164,6 @@ class ZeroEngine(
         self._stepper.finish()
         self._gradients.settle()
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """True when the next `step()` updates the parameters."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self._config.gradient_accumulation_steps == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say so from outside; from then on the micro-step counter decides nothing."""
-        self._boundary = is_boundary
-
-    def reduces(self) -> bool:
-        """True when gradients of the backward under way are to be reduced as soon as they can be."""
-        return self.is_gradient_accumulation_boundary() and not self._local_only
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside need not reduce gradients: stages 0 and 1 add them up on each rank until later.
-
-        Stages 2 and 3 have no room for whole gradients: they go on reducing, and the numbers are the same.
-        """
-        before, self._local_only = self._local_only, True
-        try:
-            yield
-        finally:
-            self._local_only = before
-
     def _share_buffers(self) -> None:
         """Running statistics are the first rank's, as with DistributedDataParallel."""
         if self.module.training and torch.is_grad_enabled():
@@ -262,10 +233,10 @@ class ZeroEngine(
 
     def changed(self, index: int | None = None) -> None:
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
+        if index is not None:
+            self.weights_change()
         if self._ahead is not None:
             self._ahead.void_all() if index is None else self._ahead.void(index)
-        if index is not None:
-            self._weights_changed()
 
     def _fix_step(self, optimizer: ZeroOptimizer) -> None:
         """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""
@@ -293,6 +264,7 @@ class ZeroEngine(
             StorageError: an update of the last step failed and nobody was told yet, or it fails again.
         """
         self.check_open(what)
+        self.check_checkpoint()
         self._take_step()
         if not self._persistent_bound:
             self._stepper.apply_persistent()
@@ -342,7 +314,11 @@ class ZeroEngine(
     # ---- end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give everything back: hooks, memory, threads, files. The parameters' values are gone. Idempotent."""
+        """Give everything back: hooks, memory, threads, files. The parameters' values are gone. Idempotent.
+
+        Raises:
+            StorageError: a checkpoint that was being written is none. Everything is given back all the same.
+        """
         begun, self._closed = self._closed, True
         self._hooks.remove()
         self._watch.remove()
@@ -352,6 +328,7 @@ class ZeroEngine(
             return
         self._finalizer.detach()
         try:
+            unsaved = self.end_checkpoint()
             self._commit_last()
             if not self.exchange.placement.alone:  # others may still read this rank's slices
                 with suppress(StorageError):
@@ -367,6 +344,8 @@ class ZeroEngine(
             self.exchange.close()
             self.activations.close()
             return_freed_memory()
+        if unsaved is not None:
+            raise unsaved
         logger.debug("engine closed after %d steps", self.global_steps)
 
     def destroy(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ class StoredValues:
 
     def __init__(self, layout: Layout, storage: Storage, places: dict[int, list[tuple[Unit, Slot]]]) -> None:
         self._layout, self._storage, self._places = layout, storage, places
-        self._staged: tuple[SubGroup, Record, dict[int, Staged], Staging] | None = None
+        self._staged: StagedGroup | None = None
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """True when the planes have the parameter's values."""
@@ -70,7 +71,7 @@ class StoredValues:
         """Give back the memory that the last sub-group was read into. Idempotent."""
         staged, self._staged = self._staged, None
         if staged is not None:
-            self._storage.mover.run("releasing a state record", _release(staged[3]))
+            self._storage.mover.run("releasing a state record", _release(staged))
 
     def _weights(self, unit: Unit, lo: int, hi: int) -> torch.Tensor:
         plane = self._storage.weights[self._layout.space_of(unit)]
@@ -85,11 +86,11 @@ class StoredValues:
         return out.view(unit.dtype)[lo - begin : hi - begin]
 
     def _piece(self, unit: Unit, group: SubGroup, lo: int, hi: int, first: int) -> Piece:
-        if self._staged is None or self._staged[0] != group:
+        if self._staged is None or self._staged.group != group:
             self.close()
-            self._staged = self._storage.mover.run(f"reading {group.name}", self._stage(group))
-        _, record, weights, _ = self._staged
-        weight = weights[unit.index]
+            job = stage_group(self._storage, self._layout, group)
+            self._staged = self._storage.mover.run(f"reading {group.name}", job)
+        record, weight = self._staged.record, self._staged.weights[unit.index]
         a, b = lo - group.begin, hi - group.begin
         outer_a, outer_b = a // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(b, MOMENTS_BLOCK_NUMEL)
         exp_avg, exp_avg_sq = kernels.moments_load(record.moments.part(outer_a, outer_b))
@@ -100,31 +101,51 @@ class StoredValues:
             (exp_avg[a - outer_a : b - outer_a], exp_avg_sq[a - outer_a : b - outer_a]),
         )
 
-    async def _stage(self, group: SubGroup) -> tuple[SubGroup, Record, dict[int, Staged], Staging]:
-        storage, space = self._storage, self._layout.spaces[group.space]
-        compute, streams = storage.compute(group), storage.streams
 
-        def staged(plane: Plane, begin: int, end: int) -> Staged:
-            return Staged(plane, max(begin, group.begin), min(end, group.end), compute, streams)
+@dataclass(frozen=True, slots=True)
+class StagedGroup:
+    """A sub-group whose state has been read; give it back with `release`, on the mover's loop."""
 
-        planes = storage.records[group.space], storage.weights[group.space]
-        record = staged(_present(planes[0], group), group.begin, group.end)
-        units = list(space.overlapping(group.begin, group.end))
-        weights = {unit.index: staged(planes[1], unit.begin, unit.end) for unit in units}
-        parts = [record, *weights.values()]
-        staging = await Staging.lease(storage, parts, "state record")
-        try:
-            await settle_all([part.read() for part in parts])
-            await streams.reached(streams.fence())  # who reads it does so on streams of its own
-            layout = storage.plan.record_format(space)
-            return group, layout.over(record.bytes, group.begin, group.end), weights, staging
-        except BaseException:
-            staging.release()
-            raise
+    group: SubGroup
+    record: Record
+    weights: Mapping[int, Staged]
+    """By the index of the unit."""
+    staging: Staging
+
+    def release(self) -> None:
+        """Nobody looks at it any more."""
+        self.staging.release()
 
 
-async def _release(staging: Staging) -> None:
-    staging.release()
+async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> StagedGroup:
+    """Read a sub-group's record and weights as they are stored; on the mover's loop.
+
+    Raises:
+        StorageError: a read failed.
+    """
+    space, compute, streams = layout.spaces[group.space], storage.compute(group), storage.streams
+
+    def staged(plane: Plane, begin: int, end: int) -> Staged:
+        return Staged(plane, max(begin, group.begin), min(end, group.end), compute, streams)
+
+    planes = storage.records[group.space], storage.weights[group.space]
+    record = staged(_present(planes[0], group), group.begin, group.end)
+    units = list(space.overlapping(group.begin, group.end))
+    weights = {unit.index: staged(planes[1], unit.begin, unit.end) for unit in units}
+    parts = [record, *weights.values()]
+    staging = await Staging.lease(storage, parts, "state record")
+    try:
+        await settle_all([part.read() for part in parts])
+        await streams.reached(streams.fence())  # who reads it does so on streams of its own
+        format_ = storage.plan.record_format(space)
+        return StagedGroup(group, format_.over(record.bytes, group.begin, group.end), weights, staging)
+    except BaseException:
+        staging.release()
+        raise
+
+
+async def _release(staged: StagedGroup) -> None:
+    staged.release()
 
 
 def _present(plane: Plane | None, group: SubGroup) -> Plane:

@@ -36,7 +36,7 @@ class Source(Protocol):
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the flattened tensor, 1-D, on the host, in the saved dtype.
 
-        Good until the next read.
+        Good until the third read after it.
 
         Raises:
             StorageError: a read failed.

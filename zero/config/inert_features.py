@@ -1,6 +1,6 @@
 """Blocks of DeepSpeed features that this engine does not have and that leave the numbers alone.
 
-Profilers, loggers, monitors, checkpoint services: they are checked, listed once as inactive, and not read.
+Profilers, loggers, monitors, services: they are checked, listed once as inactive, and not read.
 """
 
 from __future__ import annotations
@@ -127,35 +127,6 @@ class Autotuning(Block):
     mp_size: InertWhole = None
     model_info: ModelInfo | None = None
     model_info_path: InertText = None
-
-
-class ParallelWrite(Block):
-    """`checkpoint.parallel_write`."""
-
-    pipeline_stage: InertFlag = None
-
-
-class CheckpointWriter(Block):
-    """`checkpoint.writer`."""
-
-    type: InertText = None
-    io_buffer_size: InertAny = None
-    io_buffer_double: InertFlag = None
-    io_multiplier: InertNumber = None
-    show_statistics: InertFlag = None
-    data_parallel: InertText = None
-    decoupled: InertFlag = None
-
-
-class Checkpoint(Block):
-    """`checkpoint`."""
-
-    tag_validation: InertText = None
-    load_universal: InertFlag = None
-    use_node_local_storage: InertFlag = None
-    parallel_write: ParallelWrite | None = None
-    checkpoint_serialization: InertFlag = None
-    writer: CheckpointWriter | None = None
 
 
 class Nebula(Block):

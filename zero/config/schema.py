@@ -15,6 +15,7 @@ from zero.config import inert_features as inert
 from zero.config import refused_features as refused
 from zero.config.activation_block import ActivationCheckpointing
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
+from zero.config.checkpoint_block import CheckpointConfig
 from zero.config.fields import (
     AUTO,
     MEANS_AUTO,
@@ -184,6 +185,7 @@ class Config(Block):
     aio: AioConfig = AioConfig()
     memory_budget: MemoryBudget = MemoryBudget()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"] | None, _COMM_DTYPE] = None
     """What gradients travel in between ranks; None: what they are in. "fp32" says of 16-bit gradients that they are
@@ -239,7 +241,6 @@ class Config(Block):
     comet: inert.Comet | None = None
     flops_profiler: inert.FlopsProfiler | None = None
     autotuning: inert.Autotuning | None = None
-    checkpoint: inert.Checkpoint | None = None
     nebula: inert.Nebula | None = None
     pipeline: inert.Pipeline | None = None
     hybrid_engine: inert.HybridEngine | None = None
@@ -296,6 +297,11 @@ class Config(Block):
             if self._report.origins.get(canonical) == "auto":
                 return "auto"
         return "default"
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        """Canonical path to "user" or "auto" of every key that was given; what is missing is a default."""
+        return self._report.origins
 
     def as_dict(self) -> dict[str, Any]:
         """The effective configuration with every default, as plain dicts and lists; a new one each time."""

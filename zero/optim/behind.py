@@ -53,7 +53,8 @@ class DueUpdates:
 
     def __init__(self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int) -> None:
         self._storage, self._pipeline, self._threads = storage, pipeline, threads
-        self._arguments = StepArguments({}, 1.0, 0)
+        self.arguments = StepArguments({}, 1.0, 0)
+        """Of the last step."""
         self._due: set[SubGroup] = set()
         self._unapplied: set[SubGroup] = set()
         self._running: dict[SubGroup, Running] = {}
@@ -79,7 +80,7 @@ class DueUpdates:
             arguments: the step's.
             due: the sub-groups it changes.
         """
-        self._arguments = arguments
+        self.arguments = arguments
         self._due = set(due)
         self._unapplied = set(self._due)
         self._unstored = set(self._due)
@@ -99,6 +100,10 @@ class DueUpdates:
     def borrows(self, index: int) -> bool:
         """True while the unit's own memory is being written to the disk."""
         return any(index in running.borrowed for running in list(self._running.values()))
+
+    def is_busy(self, group: SubGroup) -> bool:
+        """True when the sub-group is due or under way."""
+        return group in self._due or group in self._unapplied or group in self._running
 
     @property
     def all_settled(self) -> bool:
@@ -209,7 +214,7 @@ class DueUpdates:
         try:
             await self._storage.rewrite_stranded()
         except StorageError as error:
-            raise error.within(f"update of step {self._arguments.number}") from error
+            raise error.within(f"update of step {self.arguments.number}") from error
         self.failure = None
         self._at_home(self._unstored - self._unapplied)
 
@@ -288,11 +293,11 @@ class DueUpdates:
         try:
             turn()
             told = Told(turn, applied, returned, lambda: self._at_home([group]))
-            await self._pipeline.update(group, self._arguments, wanted, told, threads)
+            await self._pipeline.update(group, self.arguments, wanted, told, threads)
         except BaseException as error:
             named = error
             if isinstance(error, StorageError) and error is not self.failure:
-                named = error.within(f"update of step {self._arguments.number}")
+                named = error.within(f"update of step {self.arguments.number}")
             if running.applied.done():
                 self.failure = self.failure or named  # type: ignore[assignment]
             else:

@@ -91,9 +91,12 @@ class Gradients:
         in_place: a first contribution may be collected where it is stored.
 
     Attributes:
+        deferred: gradients of an earlier backward of this step wait to be reduced.
         update: called with a unit whose sealed gradient is in the way; must not return before it was used.
         reclaim: called with a unit whose gradient needs its memory now; must not return before it is free.
     """
+
+    deferred = False
 
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
         self._storage, self._device, self._in_place = storage, device, in_place
@@ -237,6 +240,18 @@ class Gradients:
     def states(self) -> list[UnitGradient]:
         """What is known of every trained unit; nothing waits in a buffer after `flush_all` and `settle`."""
         return list(self._units.values())
+
+    def waiting(self) -> dict[int, torch.Tensor]:
+        """Unit's index -> a whole gradient of this rank that is not reduced yet."""
+        return {}
+
+    def take_up(self, index: int, flat: torch.Tensor) -> None:
+        """Let `flat`, a whole gradient of (unit.numel,), wait as `waiting` has said.
+
+        Raises:
+            StateError: with one rank nothing waits.
+        """
+        raise StateError(f"gradient of unit {index}: nothing waits to be reduced with one rank")
 
     def make_wide(self, state: UnitGradient) -> None:
         """Give a unit that holds nothing yet an fp32 home. Raises BudgetError: there is no room for one."""

@@ -19,7 +19,7 @@ been updated: the planes keep its bytes until a later write succeeds, so memory 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -117,6 +117,8 @@ class SubGroupPipeline:
         self._layout, self._storage, self._gradients = layout, storage, gradients
         self.spare = SpareGradients(layout, storage)
         self.places = Places(storage.plan.records_in_flight, self.spare)
+        self.before: Callable[[SubGroup, StepArguments], Awaitable[None]] | None = None
+        """Awaited before a sub-group changes: whoever still wants its old values takes them."""
 
     def trained_units(self, group: SubGroup, arguments: StepArguments) -> list[Unit]:
         """Units that have elements in the sub-group that this step changes."""
@@ -157,6 +159,8 @@ class SubGroupPipeline:
             StorageError: before `told.applied` was called nothing has changed; afterwards the planes hold the new
                 values in memory.
         """
+        if self.before is not None:
+            await self.before(group, arguments)
         units = self.trained_units(group, arguments)
         work, streams = self._work(group, units, wanted, other=False), self._storage.streams
         async with self.places.take(work.host_nbytes) as lent:

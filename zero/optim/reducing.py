@@ -68,8 +68,7 @@ class ReducedGradients(Gradients):
         self._order = ReductionOrder([unit.index for unit in reversed(layout.units) if unit.trainable])
         self._waiting: dict[int, Waiting] = {}
         self._reducing = self._in_backward = self._starting = False
-        self._deferred = bool(storage.plan.deferred_bytes)
-        """Gradients of an earlier backward of this step wait."""
+        self.deferred = bool(storage.plan.deferred_bytes)
         self._nothing: Block | None = None
 
     # ---- a backward -----------------------------------------------------------------------------
@@ -83,7 +82,7 @@ class ReducedGradients(Gradients):
         if self._reducing:
             self._order.begin_backward()
         else:
-            self._deferred = True
+            self.deferred = True
 
     def flush(self, index: int) -> None:
         """See `Gradients`. What has arrived waits for its turn."""
@@ -122,7 +121,7 @@ class ReducedGradients(Gradients):
 
     def _begin_step(self) -> None:
         self._order.begin_step()
-        self._deferred = bool(self._storage.plan.deferred_bytes)
+        self.deferred = bool(self._storage.plan.deferred_bytes)
 
     def clear(self) -> None:
         """See `Gradients`."""
@@ -132,6 +131,17 @@ class ReducedGradients(Gradients):
         self._waiting.clear()
         super().clear()
         self._begin_step()
+
+    def waiting(self) -> dict[int, torch.Tensor]:
+        """See `Gradients`."""
+        return {index: waiting.flat.cpu() for index, waiting in self._waiting.items()}
+
+    def take_up(self, index: int, flat: torch.Tensor) -> None:
+        """See `Gradients`."""
+        held = flat.to(self._device)
+        if held.dtype == torch.float32:
+            held = self._storage.whole_gradients.deferred(self._units[index].unit).copy_(held)
+        self._waiting[index] = Waiting(held, None)
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -235,7 +245,7 @@ class ReducedGradients(Gradients):
         """Start the reduction of a unit's gradient, in fp32 if `wide`; this rank's is zero if it has none."""
         state = self._units[index]
         self._settle(state)
-        dtype = torch.float32 if wide or self._deferred else state.unit.dtype
+        dtype = torch.float32 if wide or self.deferred else state.unit.dtype
         waiting = self._in_dtype(state, self._waiting.pop(index, None), dtype)
         if not state.empty and state.dtype != torch.float32:
             self._widen(state)

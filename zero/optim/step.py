@@ -49,7 +49,7 @@ class Stepper:
         exchange: Exchange,
     ) -> None:
         self._layout, self._storage, self._gradients, self._exchange = layout, storage, gradients, exchange
-        self._pipeline, self._updates, self._ahead = pipeline, updates, ahead
+        self.pipeline, self.updates, self._ahead = pipeline, updates, ahead
         self._persistent = [unit.index for unit in layout.units if unit.persistent]
         self._arguments = StepArguments({}, 1.0, 0)
         self.decided = False
@@ -86,12 +86,12 @@ class Stepper:
             self._refuse_unused(contributed)
         scale = clip_coefficient(self.norm, norm_max)
         arguments = StepArguments(optimizer.values(index_of, contributed), scale, number, self._storage.streams.fence())
-        due = [group for group in self._storage.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
+        due = [group for group in self._storage.plan.sub_groups if self.pipeline.trained_units(group, arguments)]
         # No waiting and no searching from here on: half of this is no step.
         done = self._ahead.commit(arguments) if self._ahead is not None else set()
         optimizer.count_step(index_of, contributed)
         self._gradients.seal()
-        self._updates.begin_step(arguments, [group for group in due if group not in done])
+        self.updates.begin_step(arguments, [group for group in due if group not in done])
         self._arguments, self.decided = arguments, True
 
     def _refuse_unused(self, contributed: set[int]) -> None:
@@ -110,11 +110,11 @@ class Stepper:
         Raises:
             StorageError: as `finish`.
         """
-        due = self._updates.groups_of(None)
-        self._finish_groups([group for group in due if self._pipeline.at_once(group, self._arguments)])
-        bound = self._updates.groups_of(self._persistent)
+        due = self.updates.groups_of(None)
+        self._finish_groups([group for group in due if self.pipeline.at_once(group, self._arguments)])
+        bound = self.updates.groups_of(self._persistent)
         if bound:
-            self._storage.mover.post("updating what is always bound", self._updates.bring(bound))
+            self._storage.mover.post("updating what is always bound", self.updates.bring(bound))
 
     def check(self) -> None:
         """Raise an error of an update that nobody has seen yet; else write what could not be written.
@@ -122,13 +122,13 @@ class Stepper:
         Raises:
             StorageError: names the step. Nothing is lost; the next call tries again.
         """
-        failure = self._updates.failure
+        failure = self.updates.failure
         if failure is None:
             return
         if not was_told(failure):
             tell(failure)
             raise failure
-        self._storage.mover.run("storing the results of a step", self._updates.retry())
+        self._storage.mover.run("storing the results of a step", self.updates.retry())
 
     def finish(self, units: Iterable[int] | None = None) -> None:
         """Complete the step for these units (None: all): updated, and stored.
@@ -137,26 +137,26 @@ class Stepper:
             StorageError: names the step; the next call goes on.
         """
         # In this order: an update that fails says so before it ends.
-        if self._updates.all_settled and self._updates.failure is None:
+        if self.updates.all_settled and self.updates.failure is None:
             return
         self.check()
-        self._finish_groups(self._updates.groups_of(units))
+        self._finish_groups(self.updates.groups_of(units))
 
     def apply(self, index: int) -> None:
         """Update the unit: its gradient is used no longer, its weights are those of the step."""
-        if not self._updates.current(index):
+        if not self.updates.current(index):
             unit = self._layout.units[index]
-            self._run(f"updating unit {unit.name}", self._updates.bring_unit(unit))
+            self._run(f"updating unit {unit.name}", self.updates.bring_unit(unit))
 
     def _reclaim(self, unit: Unit) -> None:
         """The unit's gradient gets its memory back from updates that have been lent it."""
-        spare = self._pipeline.spare
+        spare = self.pipeline.spare
         if spare.holds(unit.index):
             self._storage.mover.run(f"storing results out of the way of {unit.name}", spare.withdraw(unit))
 
     def stop(self) -> None:
         """The engine closes: updates that have not begun never will, nobody could see them."""
-        self._updates.stopped = True
+        self.updates.stopped = True
 
     def apply_persistent(self) -> None:
         """Update the units that are always bound."""
@@ -165,7 +165,7 @@ class Stepper:
 
     def _finish_groups(self, groups: list[SubGroup]) -> None:
         if groups:
-            self._run("optimizer step", self._updates.finish(groups))
+            self._run("optimizer step", self.updates.finish(groups))
 
     def _run(self, what: str, job: Coroutine[Any, Any, None]) -> None:
         try:

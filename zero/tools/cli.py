@@ -13,7 +13,7 @@ from types import ModuleType
 
 import zero
 from offload.errors import ZeroInfinityError
-from zero.tools import doctor, plan, run, snapshots, trace, tune
+from zero.tools import doctor, export, plan, run, snapshots, trace, tune
 
 COMMANDS: Mapping[str, ModuleType] = {
     "run": run,
@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, ModuleType] = {
     "tune": tune,
     "snapshots": snapshots,
     "doctor": doctor,
+    "export": export,
 }
 """Name -> module, in the order of the help."""
 

@@ -1,0 +1,175 @@
+"""Reads boxes of files ahead of whoever wants them, checked, with a few blocks of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload import kernels
+from offload.aio import AioOptions, open_aio
+from offload.arena import Arena, Block
+from offload.durable import DurableFile, Files
+from offload.errors import ConfigError
+from offload.mover import Mover
+from offload.sizes import PAGE_BYTES, align_up
+
+BLOCKS = 10
+HELD = 4
+"""What was asked for last stays as it is for so many further boxes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """Some bytes of a file that are read together."""
+
+    file: int
+    """Which of the reader's files."""
+    offset: int
+    """A multiple of 4096; the file reaches to the next multiple behind the last byte."""
+    nbytes: int
+    crc: int | None = None
+    """CRC-32C; None: not known."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    block: Block | None
+    reading: asyncio.Task[torch.Tensor]
+    used: bool = False
+
+
+class BoxReader:
+    """A thread that reads, and a ring of blocks. Its methods may be called on any other thread, one at a time.
+
+    Args:
+        paths: the files.
+        block_bytes: of a block; a larger box is read when it is asked for.
+        files: the disk.
+
+    Raises:
+        StorageError: a file cannot be opened.
+    """
+
+    def __init__(self, paths: Sequence[Path], block_bytes: int, files: Files) -> None:
+        self._paths = paths
+        self._files: list[DurableFile] = []
+        try:
+            for path in paths:
+                self._files.append(files.open(path))
+        except BaseException:
+            self._close_files()
+            raise
+        self._aio = open_aio(AioOptions())
+        self._mover = Mover(self._aio.in_flight, lambda: self._aio.stats().chunks)
+        self._block_bytes = align_up(block_bytes, PAGE_BYTES)
+        self._arena = Arena("reading", BLOCKS * self._block_bytes, "nothing: it is fixed", torch.device("cpu"))
+        self._entries: dict[StoredBox, _Entry] = {}
+        self._held: deque[_Entry] = deque(maxlen=HELD)
+        self._ahead: asyncio.Task[None] | None = None
+        self._changed: asyncio.Event = asyncio.Event()
+        self._closed = False
+
+    def expect(self, boxes: Iterable[StoredBox]) -> None:
+        """These will be asked for, in that order; what was expected before is not any more."""
+        self._mover.run("reading ahead", self._expect(list(boxes)))
+
+    def get(self, box: StoredBox) -> torch.Tensor:
+        """The box's bytes, uint8; they stay as they are until `HELD` further boxes have been asked for.
+
+        Raises:
+            StorageError: the read failed.
+            ConfigError: the bytes are not those that were written.
+        """
+        return self._mover.run(f"reading {self._paths[box.file]}", self._get(box))
+
+    def close(self) -> None:
+        """Give back threads, memory and files. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._mover.run("closing a reader", self._end())
+        self._mover.close()
+        self._aio.close()
+        self._arena.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    async def _expect(self, boxes: list[StoredBox]) -> None:
+        await self._stop()
+        self._ahead = asyncio.create_task(self._read_ahead(boxes))
+
+    async def _stop(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ahead
+            self._ahead = None
+
+    async def _end(self) -> None:
+        await self._stop()
+        await asyncio.gather(*(entry.reading for entry in self._entries.values()), return_exceptions=True)
+        for entry in self._entries.values():
+            if entry.block is not None:
+                entry.block.release()
+        self._entries.clear()
+
+    async def _read_ahead(self, boxes: list[StoredBox]) -> None:
+        for box in boxes:
+            while box not in self._entries and box.nbytes <= self._block_bytes:
+                block = self._arena.try_lease(self._block_bytes) or self._reclaim()
+                if block is not None:
+                    self._entries[box] = _Entry(block, asyncio.create_task(self._read(box, block.data)))
+                    break
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _reclaim(self) -> Block | None:
+        """The block of what was asked for longest ago and is not held any more."""
+        for box, entry in self._entries.items():
+            if entry.used and entry.reading.done() and entry not in self._held:
+                del self._entries[box]
+                if entry.block is not None:
+                    entry.block.release()
+                    return self._arena.try_lease(self._block_bytes)
+                return self._reclaim()
+        return None
+
+    async def _get(self, box: StoredBox) -> torch.Tensor:
+        entry = self._entries.pop(box, None)
+        if entry is None:  # nobody has foreseen it
+            memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8)
+            skip = -memory.data_ptr() % PAGE_BYTES
+            entry = _Entry(None, asyncio.create_task(self._read(box, memory[skip:])))
+        entry.used = True
+        self._entries[box] = entry  # behind all that was asked for before
+        if entry not in self._held:
+            self._held.append(entry)
+            self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._held}
+        try:
+            return await asyncio.shield(entry.reading)
+        finally:
+            self._changed.set()
+
+    async def _read(self, box: StoredBox, memory: torch.Tensor) -> torch.Tensor:
+        path = self._paths[box.file]
+        if box.nbytes:
+            whole = memory[: align_up(box.nbytes, PAGE_BYTES)]
+            await self._aio.read(self._files[box.file].fd, box.offset, whole, str(path), "checkpoint")
+        data = memory[: box.nbytes]
+        found = kernels.crc32c(data) if box.crc is not None else None
+        if found != box.crc:
+            raise ConfigError(
+                f"{path}: {box.nbytes:,} bytes at {box.offset:,} are not those that were written: checksum expected "
+                f"{box.crc:#010x}, got {found:#010x}; load another checkpoint, or restore the file"
+            )
+        return data

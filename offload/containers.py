@@ -1,0 +1,128 @@
+"""torch.save containers whose payload is written by somebody else, and files packed with them.
+
+[Note: container] torch.distributed.checkpoint keeps each box of a tensor as one torch.save archive inside a data file.
+torch itself says what surrounds the payload (`torch.serialization.skip_data`), so archives are made by asynchronous I/O
+from wherever the bytes are, and plain torch reads them.
+
+[Note: run] Boxes that follow one another are packed into runs, each of which is written at once. Every payload begins
+on a page, so that O_DIRECT can read it alone; what surrounds it lies in the pages between.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from offload.sizes import PAGE_BYTES, align_up
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What surrounds a payload."""
+
+    head: bytes
+    tail: bytes
+
+
+BARE = Container(b"", b"")
+"""The payload is an archive already."""
+
+
+@lru_cache(maxsize=4096)
+def container(dtype: torch.dtype, sizes: tuple[int, ...]) -> Container:
+    """The torch.save archive of a contiguous CPU tensor, without its bytes."""
+    tensor = torch.empty(sizes, dtype=dtype)  # of virtual memory: nobody touches it
+    fd = os.memfd_create("container", os.MFD_CLOEXEC)
+    path = f"/proc/self/fd/{fd}"
+    try:
+        with torch.serialization.skip_data():
+            torch.save(tensor, path)
+        with FakeTensorMode():
+            storage = torch.load(path, weights_only=True).untyped_storage()
+        begin = int(storage._checkpoint_offset)
+        end = begin + tensor.numel() * tensor.element_size()
+        return Container(os.pread(fd, begin, 0), os.pread(fd, os.fstat(fd).st_size - end, end))
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Place(Generic[T]):
+    """One box in its run."""
+
+    item: T
+    container: Container
+    payload: int
+    """First byte of the payload, counted from the begin of the run; page-aligned."""
+    nbytes: int
+    """Of the payload."""
+
+    @property
+    def begin(self) -> int:
+        """First byte of the archive, in the run."""
+        return self.payload - len(self.container.head)
+
+    @property
+    def end(self) -> int:
+        """One past its last byte."""
+        return self.payload + self.nbytes + len(self.container.tail)
+
+    def payload_in(self, run: torch.Tensor) -> torch.Tensor:
+        """The payload's bytes in the run's memory (uint8), with archive around it."""
+        whole = run.numpy()
+        for data, at in ((self.container.head, self.begin), (self.container.tail, self.payload + self.nbytes)):
+            whole[at : at + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        return run[self.payload : self.payload + self.nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Run(Generic[T]):
+    """Boxes that are written at once."""
+
+    offset: int
+    """First byte in the file; page-aligned, like its length."""
+    nbytes: int
+    places: tuple[Place[T], ...]
+
+    def clear_gaps(self, memory: torch.Tensor) -> None:
+        """Zero what lies between the boxes, in memory (uint8) that was used for something else before."""
+        position = 0
+        for begin, end in (*((place.begin, place.end) for place in self.places), (self.nbytes, self.nbytes)):
+            memory[position:begin].zero_()
+            position = end
+
+
+def pack(boxes: Iterable[tuple[T, Container, int]], offset: int, nbytes_max: int) -> Iterator[Run[T]]:
+    """Pack (item, container, payload bytes) into runs from byte `offset` of a file on, each of at most `nbytes_max`.
+
+    A box that is larger is a run of its own.
+    """
+    places: list[Place[T]] = []
+    for item, around, nbytes in boxes:
+        place = _after(places, item, around, nbytes)
+        if places and align_up(place.end, PAGE_BYTES) > nbytes_max:
+            run = _run(offset, places)
+            offset, places = run.offset + run.nbytes, []
+            yield run
+            place = _after(places, item, around, nbytes)
+        places.append(place)
+    if places:
+        yield _run(offset, places)
+
+
+def _after(places: Sequence[Place[T]], item: T, around: Container, nbytes: int) -> Place[T]:
+    position = places[-1].end if places else 0
+    return Place(item, around, align_up(position + len(around.head), PAGE_BYTES), nbytes)
+
+
+def _run(offset: int, places: list[Place[T]]) -> Run[T]:
+    return Run(offset, align_up(places[-1].end, PAGE_BYTES), tuple(places))

@@ -1,0 +1,122 @@
+"""Gradients of a step that is not complete: saved by each rank as it has them, and loaded by the same ranks only.
+
+What ranks have collected between two steps is no tensor of the model: below stage 2 each rank has a sum of its own,
+above it slices of one. So the same number of ranks, at a stage that collects alike, goes on exactly; others are
+refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload import kernels
+from offload.copies import write_plane
+from offload.errors import ConfigError
+from zero.assembly import Assembly
+from zero.checkpoint.extents import PIECE_NUMEL, Extents
+from zero.checkpoint.source import Source
+from zero.optim.gradients import UnitGradient
+from zero.placement import Placement
+
+
+def add_accumulated(extents: Extents, parts: Assembly, placement: Placement) -> dict[str, Any] | None:
+    """Write what this rank has collected since the last step, if anything.
+
+    Returns:
+        What `load_accumulated` needs besides; None if there is nothing.
+    """
+    gradients, rank = parts.gradients, placement.rank
+    waiting = gradients.waiting()
+    units: dict[str, dict[str, Any]] = {}
+    for state in gradients.states():
+        unit = state.unit
+        held = waiting.get(unit.index)
+        if held is not None:
+            extents.add(_waiting_name(rank, unit.index), held)
+        if not state.empty:
+            extents.add_plane(_stored_name(rank, unit.index), state.dtype, state.plane, unit)
+        if held is not None or any(state.contributions) or not state.empty:
+            names = [slot.name for slot in unit.slots]
+            told = {"index": unit.index, "contributions": list(state.contributions), "slots": names}
+            units[unit.name] = {**told, "numel": unit.numel, "stored": not state.empty, "waiting": held is not None}
+    if not units:
+        return None
+    return {"deferred": gradients.deferred, "units": units}
+
+
+def check_accumulated(parts: Assembly, placement: Placement, saved: list[int], told: dict[str, Any] | None) -> None:
+    """Raise ConfigError if these gradients cannot go on here.
+
+    Args:
+        parts: of the engine.
+        placement: of this rank.
+        saved: `ranks_shape` when they were saved.
+        told: by `add_accumulated` of the same rank then.
+    """
+    mine = ranks_shape(placement)
+    if saved != mine:
+        raise ConfigError(
+            "load_checkpoint: it was saved amid a gradient accumulation, whose sums are each rank's own: expected "
+            f"{_words(saved)}, got {_words(mine)}; load it with those, save after step(), or pass "
+            "load_module_only=True"
+        )
+    here = {state.unit.name: state.unit for state in parts.gradients.states()}
+    for name, unit in (told or {"units": {}})["units"].items():
+        known = here.get(name)
+        if known is None or known.numel != unit["numel"] or [slot.name for slot in known.slots] != unit["slots"]:
+            raise ConfigError(
+                f"load_checkpoint: it was saved amid a gradient accumulation with other units ({name} is not the "
+                "same); load it with the same model and limits, save after step(), or pass load_module_only=True"
+            )
+
+
+def load_accumulated(parts: Assembly, placement: Placement, told: dict[str, Any], source: Source) -> None:
+    """Take up the gradients that `check_accumulated` has accepted; nothing has been collected here."""
+    here = {state.unit.name: state for state in parts.gradients.states()}
+    for name, unit in told["units"].items():
+        state, index = here[name], unit["index"]
+        state.contributions = list(unit["contributions"])
+        if unit["stored"]:
+            _load_stored(parts, state, source, _stored_name(placement.rank, index))
+        if unit["waiting"]:
+            saved = source.tensors[_waiting_name(placement.rank, index)]
+            flat = torch.empty(saved.shape, dtype=saved.dtype)
+            for lo in range(0, flat.numel(), PIECE_NUMEL):
+                hi = min(lo + PIECE_NUMEL, flat.numel())
+                flat[lo:hi].copy_(source.read(_waiting_name(placement.rank, index), lo, hi))
+            parts.gradients.take_up(index, flat)
+    parts.gradients.deferred = told["deferred"]
+
+
+def _load_stored(parts: Assembly, state: UnitGradient, source: Source, name: str) -> None:
+    unit, storage = state.unit, parts.storage
+    if source.tensors[name].dtype == torch.float32:
+        parts.gradients.make_wide(state)
+    for lo in range(0, unit.shard_numel, PIECE_NUMEL):
+        hi = min(lo + PIECE_NUMEL, unit.shard_numel)
+        chunk = source.read(name, lo, hi).to(state.dtype)
+        kernels.block_sumsq(chunk, into=state.sums.part(lo, hi))
+        job = write_plane(state.plane, unit.begin + lo, unit.begin + hi, chunk.view(torch.uint8), storage.arena)
+        storage.mover.run(f"storing the gradient of {unit.name}", job)
+    state.summed = True
+
+
+def ranks_shape(placement: Placement) -> list[int]:
+    """How many ranks collect gradients, and how."""
+    return [placement.world_size, placement.shard_size, int(placement.gradients_deferred)]
+
+
+def _words(shape: list[int]) -> str:
+    world_size, shard_size, deferred = shape
+    stages = "stage 0 or 1" if deferred else "stage 2 or 3"
+    return f"{world_size} ranks in groups of {shard_size} at {stages}" if world_size > 1 else "one rank"
+
+
+def _stored_name(rank: int, unit: int) -> str:
+    return f"accumulated.{rank}.{unit}"
+
+
+def _waiting_name(rank: int, unit: int) -> str:
+    return f"collected.{rank}.{unit}"

@@ -1,0 +1,176 @@
+"""Asynchronous saves: training goes on while state is written.
+
+[Note: copy on write] A save takes the state as of the last step. Sub-groups are written one after the other, those that
+are due first updated. When a later step wants to update one that has not been taken, its old values are brought into
+blocks of memory first, on their way to the file, whose room was reserved before: nothing is written twice, and an
+update waits at most for memory that is being written.
+
+[Note: several ranks] Collectives happen when a save begins, and when the next one does. Meanwhile each rank says by a
+file that its part is written, or has failed, and the first rank looks for those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from offload.errors import StorageError
+from offload.mover import Transfer
+from zero.assembly import Assembly
+from zero.checkpoint.extents import Extent
+from zero.checkpoint.save import CheckpointSave
+from zero.optim.pipeline import StepArguments
+from zero.params.layout import SubGroup
+
+logger = logging.getLogger("zero")
+
+AT_ONCE = 2
+"""Extents taken at once: while one is written the next is read."""
+LOOK_SECONDS = 0.05
+PATIENCE_SECONDS = 1800.0
+"""How long the first rank waits for the others' parts once its own is written."""
+
+
+class BackgroundSave:
+    """One save under way; its room is reserved.
+
+    Args:
+        save: begun.
+        parts: of the engine.
+        save_latest: name it in `latest`.
+        describe: what is logged at the end.
+    """
+
+    def __init__(self, save: CheckpointSave, parts: Assembly, *, save_latest: bool, describe: str) -> None:
+        self._save, self._part, self._updates = save, save.part, parts.stepper.updates
+        self._pipeline, self._describe, self._save_latest = parts.stepper.pipeline, describe, save_latest
+        self._extent_of = {extent.group: extent for extent in self._part.extents if extent.group is not None}
+        self._taking: dict[int, asyncio.Task[None]] = {}
+        """id(extent) -> what brings it into memory."""
+        self._stores: list[asyncio.Task[None]] = []
+        self._failed = False
+        self._as_of = self._updates.arguments
+        """Of the last step, whose updates come before the save."""
+        self._pipeline.before = self._before_update
+        self._began = time.perf_counter()
+        self._transfer: Transfer[None] = parts.storage.mover.post("saving a checkpoint", self._run())
+
+    @property
+    def settled(self) -> bool:
+        """True once nothing happens any more."""
+        return self._transfer.settled()
+
+    def end(self) -> BaseException | None:
+        """Block until the checkpoint is whole, or say why it will not be."""
+        return self._transfer.settle()
+
+    # ---- on the mover's loop ------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        threads = ThreadPoolExecutor(1, "zero-checkpoint")
+        loop = asyncio.get_running_loop()
+        try:
+            try:
+                await self._take_all()
+                await loop.run_in_executor(threads, self._part.finish)
+            except BaseException as error:
+                self._failed = True
+                await loop.run_in_executor(threads, self._save.say_failed, error)
+                raise
+            finally:
+                self._pipeline.before = None
+            if self._save.placement.rank == 0:
+                await self._assemble(lambda job: loop.run_in_executor(threads, job))
+            logger.info("%s in %.1f s, beside training", self._describe, time.perf_counter() - self._began)
+        finally:
+            await loop.run_in_executor(threads, self._save.give_up)
+            self._part.close_on_loop()
+            threads.shutdown(wait=False)
+
+    async def _take_all(self) -> None:
+        waiting = iter(self._part.extents)
+
+        async def take_turns() -> None:
+            for extent in waiting:
+                if self._failed:
+                    return
+                await asyncio.shield(self._take(extent))
+
+        try:
+            await asyncio.gather(*(take_turns() for _ in range(AT_ONCE)))
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            results = await asyncio.gather(*self._stores, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def _take(self, extent: Extent) -> asyncio.Task[None]:
+        if id(extent) not in self._taking:
+            self._taking[id(extent)] = asyncio.create_task(self._bring(extent))
+        return self._taking[id(extent)]
+
+    async def _bring(self, extent: Extent) -> None:
+        group = extent.group
+        # A later step begins only when nothing is due: what is due then is none of ours.
+        if group is not None and self._updates.arguments is self._as_of and self._updates.is_busy(group):
+            await self._updates.finish([group])
+        self._stores += await self._part.writer.encode(extent)
+
+    async def _before_update(self, group: SubGroup, arguments: StepArguments) -> None:
+        """A step is about to change a sub-group."""
+        extent = self._extent_of.get(group)
+        if extent is None or arguments is self._as_of or self._failed:
+            return
+        await asyncio.wait([self._take(extent)])  # if it fails the save does, and not the step
+
+    async def _assemble(self, run: Callable[[Callable[[], object]], asyncio.Future[object]]) -> None:
+        """The first rank: all parts are written, soon."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while (missing := await run(self._save.missing_parts)) != []:
+            if time.monotonic() > until:
+                raise StorageError(
+                    f"saving a checkpoint: ranks {missing} have not written their parts for {PATIENCE_SECONDS:.0f} s",
+                    errno=0,
+                    path=str(self._save.tag),
+                    offset=0,
+                    free_bytes=None,
+                )
+            await asyncio.sleep(LOOK_SECONDS)
+        await run(lambda: self._save.assemble(save_latest=self._save_latest))
+
+
+class SavesBehind:
+    """What an engine does while a save is under way."""
+
+    _behind: BackgroundSave | None = None
+
+    def checkpoint_pending(self) -> bool:
+        """True while a checkpoint is being written beside training."""
+        return self._behind is not None and not self._behind.settled
+
+    def wait_for_checkpoint(self) -> None:
+        """Return once the checkpoint that is being written is there as a whole.
+
+        Raises:
+            StorageError: it could not be written; what was there before is as it was.
+            StateError: another rank's part could not be.
+        """
+        error = self.end_checkpoint()
+        if error is not None:
+            raise error
+
+    def end_checkpoint(self) -> BaseException | None:
+        """As `wait_for_checkpoint`, with the error returned."""
+        behind, self._behind = self._behind, None
+        return None if behind is None else behind.end()
+
+    def check_checkpoint(self) -> None:
+        """Raise the error of a checkpoint that could not be written, once. Never waits."""
+        if self._behind is not None and self._behind.settled:
+            self.wait_for_checkpoint()

@@ -1,0 +1,279 @@
+"""`engine.load_checkpoint`: values go from the folder straight into the planes, by range.
+
+[Note: any layout] A checkpoint holds logical tensors. Each rank reads the elements that its own slices hold, in the
+order of its own planes, so stage, tier and number of ranks of who saved do not matter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from zero.adoption import Adoption, Piece
+from zero.assembly import Assembly
+from zero.checkpoint.accumulated import check_accumulated, load_accumulated
+from zero.checkpoint.extents import PIECE_NUMEL
+from zero.checkpoint.frozen import check_reference, frozen_sums
+from zero.checkpoint.opening import Opened, open_checkpoint
+from zero.checkpoint.rank_part import persistent_buffers
+from zero.checkpoint.saving import SavesCheckpoints
+from zero.checkpoint.small_state import check_groups, restore_counters, restore_groups, restore_rank
+from zero.checkpoint.source import MODEL, MOMENTS, STEP, Saved, Source, state_name
+from zero.checkpoint.together import Together
+from zero.params.layout import Slot, Unit
+
+logger = logging.getLogger("zero")
+
+NAMES_SHOWN = 4
+
+
+class Wanted:
+    """What of a source goes into which parameter; checked before a value changes.
+
+    Args:
+        source: has the values.
+        parts: of the engine.
+        strict: every parameter and buffer must have a value, and every value a place.
+        states: moments and step counts are wanted too.
+        known_frozen: the source leaves out what is not trained.
+
+    Raises:
+        ConfigError: names what is missing, too much, or of another shape.
+    """
+
+    def __init__(self, source: Source, parts: Assembly, *, strict: bool, states: bool, known_frozen: bool) -> None:
+        self._source, self._parts = source, parts
+        trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
+        self.names: dict[int, str] = {}
+        """Parameter's index -> the name that the source has for it."""
+        missing: list[str] = []
+        for leaf in parts.leaves:
+            name = next((name for name in leaf.names if MODEL + name in source.tensors), None)
+            if name is not None:
+                _check_shape(MODEL + name, source.tensors[MODEL + name], leaf.parameter)
+                self.names[leaf.index] = name
+            elif not (known_frozen and leaf.index not in trained):
+                missing.append(leaf.names[0])
+        self.buffers = persistent_buffers(parts.model)
+        for name, buffer in self.buffers.items():
+            if MODEL + name in source.tensors:
+                _check_shape(MODEL + name, source.tensors[MODEL + name], buffer)
+            else:
+                missing.append(name)
+        known = {name for leaf in parts.leaves for name in leaf.names} | self.buffers.keys()
+        unexpected = [n for n in _models_names(source) if n not in known]
+        if strict and (missing or unexpected):
+            raise ConfigError(_mismatch(missing, unexpected))
+        self.stateful: set[int] = set()
+        """Indices of parameters whose moments are in the source."""
+        if states:
+            self.stateful = {i for i, name in self.names.items() if i in trained and _has_states(source, name)}
+        self.is_everything = len(self.names) == len(parts.leaves) and self.stateful >= trained
+        self.missing, self.unexpected = missing, unexpected
+
+    def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
+        """Values as `Adoption` reads them."""
+        index = self._parts.index_of[id(parameter)]
+        name = self.names[index]
+        for lo, hi in _short(begin, end):
+            moments = None
+            weight = self._source.read(MODEL + name, lo, hi)
+            if state and index in self.stateful:
+                read = [self._source.read(state_name(name, kind), lo, hi) for kind in MOMENTS]
+                moments = (read[0], read[1])
+            yield Piece(lo, weight, moments=moments)
+
+    def in_order(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
+        """What `pieces` will read of the source for elements [begin, end) of these."""
+        for unit, slot, begin, end in places:
+            if slot.index not in self.names:
+                continue
+            name = self.names[slot.index]
+            kinds = [MODEL + name]
+            if unit.trainable and slot.index in self.stateful:
+                kinds += [state_name(name, kind) for kind in MOMENTS]
+            for lo, hi in _short(begin, end):
+                yield from ((kind, lo, hi) for kind in kinds)
+
+    def fill_buffers(self) -> None:
+        """Give the model's buffers their values."""
+        for name, buffer in self.buffers.items():
+            if MODEL + name in self._source.tensors:
+                values = self._source.read(MODEL + name, 0, buffer.numel())
+                with torch.no_grad():
+                    buffer.copy_(values.view(buffer.shape))
+
+    def step_counts(self) -> dict[int, int]:
+        """id(parameter) -> updates so far, of those that have moments."""
+        counts = {}
+        for index in self.stateful:
+            step = state_name(self.names[index], STEP)
+            if step in self._source.tensors:
+                counts[id(self._parts.leaves[index].parameter)] = int(self._source.read(step, 0, 1).item())
+        return counts
+
+
+def load_values(parts: Assembly, wanted: Wanted, source: Source) -> None:
+    """Fill the planes. Parameters that are not wanted keep their values. Raises StorageError, ConfigError."""
+    only = None if wanted.is_everything else set(wanted.names)
+    adoption = Adoption(
+        parts.layout, parts.parameters(), parts.storage, wanted.pieces, lambda unit, slot: None, only=only
+    )
+    source.expect(wanted.in_order(adoption.order()))
+    adoption.run()
+    wanted.fill_buffers()
+
+
+def _short(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) in ranges as long as boxes are, which boxes of the same layout fit."""
+    return ((lo, min(lo + PIECE_NUMEL, end)) for lo in range(begin, end, PIECE_NUMEL))
+
+
+def _models_names(source: Source) -> list[str]:
+    return [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
+
+
+def _has_states(source: Source, name: str) -> bool:
+    return all(state_name(name, kind) in source.tensors for kind in MOMENTS)
+
+
+def _check_shape(name: str, saved: Saved, wanted: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, floating = wanted.shape, wanted.is_floating_point()
+    if saved.shape != shape:
+        raise ConfigError(
+            f"load_checkpoint: {name}: expected shape {tuple(shape)}, got {tuple(saved.shape)}; build the model that "
+            "was saved, or resize it after loading"
+        )
+    if saved.dtype.is_floating_point != floating:
+        raise ConfigError(f"load_checkpoint: {name}: expected a tensor like {wanted.dtype}, got {saved.dtype}")
+
+
+def _mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    said = ["load_checkpoint: the checkpoint and the model do not fit together."]
+    for words, names in (("missing in the checkpoint", missing), ("unknown to the model", unexpected)):
+        if names:
+            more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+            said.append(f"{len(names)} {words}: {', '.join(names[:NAMES_SHOWN])}{more}.")
+    said.append("Build the model that was saved, or pass load_module_strict=False to load what fits")
+    return " ".join(said)
+
+
+class LoadsCheckpoints(SavesCheckpoints):
+    """Mixed into the engine."""
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint, of any stage, tier and number of ranks. All ranks come here.
+
+        Everything is checked before a value changes. Gradients collected so far are forgotten.
+
+        Args:
+            load_dir: folder of checkpoints.
+            tag: which; None: the one that `latest` names, or the newest that is whole.
+            load_module_strict: False loads what fits by name.
+            load_optimizer_states: masters' moments, step counts and the options of param groups.
+            load_lr_scheduler_states: of `engine.lr_scheduler`.
+            load_module_only: weights and buffers, and nothing else.
+            custom_load_fn: not available: must be None.
+
+        Returns:
+            (the folder, the client state); (None, {}) if there is no checkpoint in `load_dir`.
+
+        Raises:
+            ConfigError: the checkpoint is damaged or does not fit; says what was expected and what was found.
+            StorageError: a read failed. Some values may be the new ones then; load again.
+            StateError: inside forward, backward or `GatheredParameters`.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError("load_checkpoint: custom_load_fn is not available; read values with zero.load_pretrained")
+        self._between_steps("load_checkpoint")
+        self.synchronize()
+        together = Together(self.exchange)
+        opened = together.do("looking for a checkpoint", lambda: self._open(Path(load_dir), tag))
+        if opened is None:
+            logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
+            return None, {}
+        try:
+            states = load_optimizer_states and not load_module_only
+            client = self._load(opened, together, load_module_strict, states, load_module_only)
+            if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
+                self._load_scheduler(client["lr_scheduler"])
+        finally:
+            opened.source.close()
+        return str(opened.folder), client["client_state"]
+
+    def _open(self, load_dir: Path, tag: Any) -> Opened | None:
+        opened = open_checkpoint(load_dir, tag, self.files)
+        name = b"" if opened is None else opened.folder.name.encode()
+        names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
+        if len(names) > 1:
+            if opened is not None:
+                opened.source.close()
+            raise ConfigError(
+                f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
+                "must be on a file system that all nodes share"
+            )
+        return opened
+
+    def _load(
+        self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool
+    ) -> dict[str, Any]:
+        states = states and self.optimizer is not None
+        placement, state, source = self.exchange.placement, opened.state, opened.source
+
+        def check() -> tuple[dict[str, Any], dict[str, Any] | None, Wanted]:
+            client, mine = opened.client(), opened.rank_state(placement.rank)
+            wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
+            if states:
+                name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
+                check_groups(self.optimizer, state["groups"], name_of)
+            if state["accumulating"] is not None and not only_module:
+                check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
+            return client, mine, wanted
+
+        client, mine, wanted = together.do("checking a checkpoint", check)
+        if state["frozen_sums"]:
+            sums = frozen_sums(self._parts, self.exchange)
+            together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
+        self.zero_grad()
+        parts = self.at_rest()
+        try:
+            together.do("loading a checkpoint", lambda: load_values(parts, wanted, source))
+            if mine is not None and mine["accumulated"] is not None and not only_module:
+                load_accumulated(parts, placement, mine["accumulated"], source)
+        finally:
+            parts.coordinator.rewritten()
+        if states:
+            self.optimizer.step_counts.update(wanted.step_counts())
+            restore_groups(self.optimizer, state["groups"])
+        if not only_module:
+            restore_counters(self, state)
+            first = opened.rank_state(0) if mine is None else None
+            if mine is not None:
+                restore_rank(self, mine, own=True)
+            elif first is not None:  # saved with fewer ranks
+                restore_rank(self, first, own=False)
+        return client
+
+    def _load_scheduler(self, state: Any) -> None:
+        if hasattr(self.lr_scheduler, "load_state_dict"):
+            self.lr_scheduler.load_state_dict(state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The engine's."""
+        raise NotImplementedError

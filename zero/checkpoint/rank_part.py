@@ -1,0 +1,156 @@
+"""What one rank contributes to a checkpoint: a data file, and a list of what is in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from offload.aio import Aio, AioOptions, open_aio
+from offload.durable import DurableFile, Files
+from offload.errors import ConfigError
+from zero.assembly import Assembly
+from zero.checkpoint.extents import Extent, Extents
+from zero.checkpoint.manifest import FileEntry
+from zero.checkpoint.metadata import WrittenBox
+from zero.checkpoint.source import MODEL, STEP, state_name
+from zero.checkpoint.writing import ExtentWriter
+from zero.placement import Placement
+
+
+def data_file(rank: int) -> str:
+    """Its name, as torch.distributed.checkpoint has it."""
+    return f"__{rank}_0.distcp"
+
+
+def list_file(rank: int) -> str:
+    """What tells the first rank what is in a rank's file; gone once the checkpoint is whole."""
+    return f".written-{rank}.json"
+
+
+def failure_file(rank: int) -> str:
+    """What tells the first rank that a rank's part will not come."""
+    return f".failed-{rank}"
+
+
+def plan_extents(
+    parts: Assembly, placement: Placement, wanted: Callable[[int], bool], step_counts: Mapping[int, int]
+) -> Extents:
+    """What this rank writes of the model: its part of the planes, and of the first rank the buffers and step counts.
+
+    Args:
+        parts: of the engine.
+        placement: of this rank.
+        wanted: which parameters, by their index.
+        step_counts: id(parameter) -> updates so far.
+    """
+    extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted)
+    if placement.rank == 0:
+        for name, buffer in persistent_buffers(parts.model).items():
+            extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
+        trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
+        for leaf in parts.leaves:
+            if leaf.index in trained and wanted(leaf.index):
+                count = torch.tensor(step_counts.get(id(leaf.parameter), 0))
+                extents.add(state_name(leaf.names[0], STEP), count)
+    return extents
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What `state_dict` would hold besides parameters."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+class RankPart:
+    """One rank's data file on its way to the disk.
+
+    Args:
+        parts: of the engine.
+        extents: what is written; ended.
+        folder: of the checkpoint in the making.
+        rank: of the caller.
+        files: the disk.
+
+    Raises:
+        StorageError: the disk has no room; nothing is left.
+    """
+
+    def __init__(self, parts: Assembly, extents: Extents, folder: Path, rank: int, files: Files) -> None:
+        self.extents, self._folder, self._rank, self._files = extents.extents, folder, rank, files
+        self._mover = parts.storage.mover
+        self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
+        self._aio: Aio = open_aio(AioOptions())
+        self.writer = ExtentWriter(parts.layout, parts.storage, self._store)
+
+    async def _store(self, offset: int, data: torch.Tensor) -> None:
+        await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")
+        self._files.written(self.file, offset, data)
+
+    def write(self) -> None:
+        """Write everything, to last. Raises StorageError."""
+        self._mover.run("writing a checkpoint", self.writer.write_all(self.extents))
+        self.finish()
+
+    def finish(self) -> None:
+        """Everything is written: make it last, and say what it is. Blocks; any thread. Raises StorageError."""
+        self.file.sync()
+        boxes = list(written_boxes(self.extents, self.writer.checksums))
+        self._files.write_bytes(self._folder / list_file(self._rank), json.dumps([self.file.nbytes, boxes]))
+
+    def close(self) -> None:
+        """Give back the file and the memory; nothing moves any more."""
+
+        async def end() -> None:
+            self.close_on_loop()
+
+        self._mover.run("closing a checkpoint", end())
+
+    def close_on_loop(self) -> None:
+        """`close`, on the mover's loop. Idempotent."""
+        self._aio.close()
+        self.writer.close()
+        self.file.close()
+
+
+def written_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, int]]) -> list[WrittenBox]:
+    """What is in a data file, in order."""
+    found = []
+    for extent in extents:
+        for run in extent.runs:
+            for place in run.places:
+                part, payload = place.item, run.offset + place.payload
+                dtype = None if part.is_blob else str(part.dtype).removeprefix("torch.")
+                begin, nbytes = run.offset + place.begin, place.end - place.begin
+                where = (part.shape, part.box.offsets, part.box.sizes, begin, nbytes, payload)
+                found.append(WrittenBox(part.name, dtype, *where, place.nbytes, checksums[payload][1]))
+    return found
+
+
+def read_list(files: Files, path: Path) -> tuple[FileEntry, list[WrittenBox]]:
+    """What a rank has said with `RankPart.finish`.
+
+    Raises:
+        ConfigError: it is not there: the folder is not the same one on all nodes.
+    """
+    if not files.exists(path):
+        raise ConfigError(
+            f"{path} is missing, though its rank has written it: save_dir must be on a file system that all nodes share"
+        )
+    nbytes, told = json.loads(files.read_bytes(path))
+    boxes = [_box(*box) for box in told]
+    entry = FileEntry(bytes=nbytes, boxes=tuple((box.payload, box.payload_bytes, box.crc) for box in boxes))
+    return entry, boxes
+
+
+def _box(
+    name: str, dtype: str | None, shape: list[int], offsets: list[int], sizes: list[int], *rest: int
+) -> WrittenBox:
+    return WrittenBox(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), *rest)

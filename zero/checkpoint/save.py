@@ -1,0 +1,154 @@
+"""One save of one engine: every rank writes its part, the first one makes a whole of them.
+
+[Note: order of a save] The first rank makes a hidden folder; each writes its data file into it, syncs it, and says what
+is in it; the first writes the metadata and the manifest, and gives the folder its name. Whatever fails on one rank
+fails on all, and what was there before is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from offload import kernels
+from offload.archives import bytes_tensor
+from offload.durable import Files
+from offload.errors import StateError, StorageError
+from zero.assembly import Assembly
+from zero.checkpoint.extents import Extents
+from zero.checkpoint.folders import Folders, Partial
+from zero.checkpoint.frozen import SharedFrozen
+from zero.checkpoint.manifest import FileEntry, Manifest, write_manifest
+from zero.checkpoint.metadata import METADATA_FILE, WrittenBox, make_metadata
+from zero.checkpoint.rank_part import RankPart, data_file, failure_file, list_file, read_list
+from zero.checkpoint.source import MODEL
+from zero.checkpoint.together import Together
+from zero.exchange import Exchange
+
+
+class CheckpointSave:
+    """One save of one engine, on one rank.
+
+    Args:
+        parts: of the engine, at rest.
+        exchange: with the other ranks.
+        save_dir: the folder of all checkpoints.
+        tag: checked, the same on all ranks.
+        files: the disk.
+    """
+
+    def __init__(self, parts: Assembly, exchange: Exchange, save_dir: Path, tag: str, files: Files) -> None:
+        self._parts, self.placement, self.tag = parts, exchange.placement, tag
+        self.keep_last: int | None = None
+        """How many checkpoints stay; None: all."""
+        self._files, self._together = files, Together(exchange)
+        self._folders = Folders(save_dir, files)
+        self._aliases: dict[str, str] = {}
+        self.beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = {}, {}
+        """Files of other folders that this checkpoint consists of too, and the boxes in them."""
+        self._partial: Partial | None = None
+        self._global_steps = 0
+        self._part: RankPart | None = None
+
+    def begin(self, extents: Extents, state: Mapping[str, Any]) -> RankPart:
+        """Make the folder and this rank's file in it, with room for all.
+
+        Args:
+            extents: what this rank writes; ended.
+            state: what all ranks have in common.
+
+        Raises:
+            StorageError: there is no room.
+            StateError: it failed on another rank.
+        """
+        self._global_steps = state["global_steps"]
+        self._aliases = {MODEL + alias: MODEL + name for alias, name in state.get("aliases", {}).items()}
+        self._partial = self._together.first("making the folder of a checkpoint", lambda: self._folders.begin(self.tag))
+        folder = self._folders.partial_folder(self.tag)
+
+        def create() -> RankPart:
+            return RankPart(self._parts, extents, folder, self.placement.rank, self._files)
+
+        self._part = self._together.do("reserving the room of a checkpoint", create)
+        return self._part
+
+    def write(self) -> None:
+        """Write this rank's part, to last. Raises as `begin`."""
+        self._together.do("writing a checkpoint", self.part.write)
+
+    def commit(self, *, save_latest: bool) -> None:
+        """Make it whole. Raises as `begin`."""
+        self._together.first("ending a checkpoint", lambda: self.assemble(save_latest=save_latest))
+
+    @property
+    def part(self) -> RankPart:
+        """This rank's, once begun."""
+        if self._part is None:
+            raise StateError("checkpoint: nothing was begun")
+        return self._part
+
+    def say_failed(self, error: BaseException) -> None:
+        """Tell the first rank that this one's part will not come."""
+        with suppress(StorageError):
+            path = self._folders.partial_folder(self.tag) / failure_file(self.placement.rank)
+            self._files.write_bytes(path, f"{type(error).__name__}: {error}")
+
+    def missing_parts(self) -> list[int]:
+        """The first rank's: which parts are not written yet.
+
+        Raises:
+            StateError: one will not come.
+        """
+        names, ranks = (
+            set(self._files.listing(self._folders.partial_folder(self.tag))),
+            range(self.placement.world_size),
+        )
+        for rank in ranks:
+            if failure_file(rank) in names:
+                why = self._files.read_bytes(self._folders.partial_folder(self.tag) / failure_file(rank)).decode()
+                raise StateError(f"saving a checkpoint: it failed on rank {rank}: {why}")
+        return [rank for rank in ranks if list_file(rank) not in names]
+
+    def assemble(self, *, save_latest: bool) -> None:
+        """The first rank's: all parts are written. Raises StorageError, ConfigError."""
+        partial, files = self._partial, self._files
+        if partial is None:
+            raise StateError("checkpoint: nothing was begun")
+        entries, boxes = dict(self.beside[0]), dict(self.beside[1])
+        for rank in range(self.placement.world_size):
+            path = partial.folder / list_file(rank)
+            entries[data_file(rank)], boxes[data_file(rank)] = read_list(files, path)
+        metadata = make_metadata(boxes, self._aliases)
+        files.write_bytes(partial.folder / METADATA_FILE, metadata)
+        checksum = kernels.crc32c(bytes_tensor(metadata))
+        entries[METADATA_FILE] = FileEntry(bytes=len(metadata), boxes=((0, len(metadata), checksum),))
+        for rank in range(self.placement.world_size):
+            files.remove(partial.folder / list_file(rank))
+        manifest = Manifest(
+            tag=self.tag,
+            global_steps=self._global_steps,
+            time=partial.time,
+            world_size=self.placement.world_size,
+            files=entries,
+        )
+        write_manifest(files, partial.folder, manifest)
+        self._folders.commit(partial, save_latest)
+        self._partial = None
+        if self.keep_last is not None and self._folders.keep_last(self.keep_last):
+            left = [self._folders.save_dir / tag for tag in self._folders.tags()]
+            SharedFrozen(self._folders.save_dir, files).remove_unused(left)
+
+    def close(self) -> None:
+        """Give everything back; what was not made whole is removed."""
+        part, self._part = self._part, None
+        if part is not None:
+            part.close()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Remove what was not made whole; nothing to do after `assemble`."""
+        partial, self._partial = self._partial, None
+        if partial is not None:
+            self._folders.abandon(partial)

@@ -1,0 +1,202 @@
+"""`engine.save_checkpoint`: what is saved is captured between two steps, and written at once or beside training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.archives import make_archive
+from offload.durable import Files
+from offload.errors import ConfigError, StateError
+from offload.sizes import format_bytes
+from zero.assembly import Assembly
+from zero.checkpoint.accumulated import add_accumulated, ranks_shape
+from zero.checkpoint.background import BackgroundSave, SavesBehind
+from zero.checkpoint.extents import Extents
+from zero.checkpoint.finding import check_tag
+from zero.checkpoint.frozen import (
+    FrozenPart,
+    SharedFrozen,
+    Sums,
+    digest_of,
+    frozen_extents,
+    frozen_indices,
+    frozen_sums,
+)
+from zero.checkpoint.rank_part import persistent_buffers, plan_extents
+from zero.checkpoint.reading import CLIENT, RANK, STATE
+from zero.checkpoint.save import CheckpointSave
+from zero.checkpoint.small_state import client_part, common_state, rank_state
+from zero.replanning import FollowsModel
+
+logger = logging.getLogger("zero")
+
+
+class SavesCheckpoints(SavesBehind, FollowsModel):
+    """Mixed into the engine."""
+
+    global_steps: int
+    micro_steps: int
+    device: torch.device
+    lr_scheduler: Any
+    training_dataloader: Any
+    _frozen_sums: Sums | None = None
+    data_position: Any
+    files = Files()
+    """The disk that checkpoints lie on."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all that training goes on from, in the form of torch.distributed.checkpoint. All ranks come here.
+
+        It loads at every stage, on every tier, with any number of ranks, and with plain torch. It is there as a whole
+        or not at all, whatever happens meanwhile.
+
+        Args:
+            save_dir: folder of checkpoints, which all nodes see; the checkpoint is `save_dir/tag`.
+            tag: its name; None: "global_step" and the number of steps taken. One of that name is replaced.
+            client_state: any picklable object under any name; `load_checkpoint` returns it. The first rank's counts.
+            save_latest: the file `save_dir/latest` names it from now on.
+            exclude_frozen_parameters: leave out what is not trained.
+
+        Returns:
+            True.
+
+        Raises:
+            ConfigError: a bad tag, or ranks have different ones and `checkpoint.tag_validation` is "fail".
+            StorageError: not enough room, or the disk refused; what was there before is as it was.
+            StateError: inside forward, backward or `GatheredParameters`; or it failed on another rank.
+        """
+        self._between_steps("save_checkpoint")
+        name = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else tag)
+        frozen = self._save_frozen(Path(save_dir), left_out=exclude_frozen_parameters)
+        state, extents = self._capture(client_state or {}, frozen)
+        behind = self._may_save_behind(state)
+        if not behind:
+            self.synchronize()
+        save = CheckpointSave(self._parts, self.exchange, Path(save_dir), name, self.files)
+        save.beside, save.keep_last = frozen.beside, self._config.checkpoint.keep_last
+        said = f"checkpoint {Path(save_dir) / name}: {format_bytes(extents.nbytes)} of this rank saved"
+        try:
+            save.begin(extents, state)
+            if behind:
+                self._behind = BackgroundSave(save, self._parts, save_latest=save_latest, describe=said)
+                return True
+            save.write()
+            save.commit(save_latest=save_latest)
+        except BaseException:
+            save.close()
+            raise
+        save.close()
+        logger.info("%s", said)
+        return True
+
+    def _may_save_behind(self, state: Mapping[str, Any]) -> bool:
+        """True when training may go on while this is written; else the log says why not."""
+        if not self._config.checkpoint.async_save:
+            return False
+        why = ""
+        if state["accumulating"] is not None:
+            why = "gradients have been collected since the last step, and they change with the next backward"
+        elif self._parts.plan.two_slots:
+            why = "states change places inside backward (offload_optimizer.update_in_backward)"
+        if why:
+            logger.warning("save_checkpoint: this one is written before the call returns: %s", why)
+        return not why
+
+    def _between_steps(self, what: str) -> None:
+        """Nothing of the model is in use, and no other checkpoint is being written."""
+        self.check_open(what)
+        if self._parts.hooks.in_forward or self._parts.keeper.editing:
+            raise StateError(f"{what}: inside forward or GatheredParameters; call it between them")
+        self.wait_for_checkpoint()
+        self.replan()
+        self._parts.gradients.settle()
+
+    def at_rest(self) -> Assembly:
+        """See `FollowsModel`; a checkpoint that is being written needs the planes as they are."""
+        self.wait_for_checkpoint()
+        self.forget_frozen()
+        return super().at_rest()
+
+    def forget_frozen(self) -> None:
+        """Weights that are not trained may change: what is known of them is so no longer."""
+        self._frozen_sums = None
+
+    def _save_frozen(self, save_dir: Path, *, left_out: bool) -> FrozenPart:
+        """What becomes of the weights that are not trained; writes what checkpoints share of them. All ranks come."""
+        mode, parts = self._config.checkpoint.frozen, self._parts
+        if left_out or mode == "always" or not frozen_indices(parts):
+            return FrozenPart(inside=not left_out)
+        if self._frozen_sums is None:
+            self._frozen_sums = frozen_sums(parts, self.exchange)
+        if mode == "reference":
+            return FrozenPart(inside=False, sums=self._frozen_sums)
+        digest, shared = digest_of(self._frozen_sums), SharedFrozen(save_dir, self.files)
+        if b"no" in self.exchange.agree("shared weights", b"yes" if shared.holds(digest) else b"no"):
+            save = CheckpointSave(parts, self.exchange, shared.folders.save_dir, digest, self.files)
+            try:
+                save.begin(frozen_extents(parts, self.exchange), {"global_steps": self.global_steps})
+                save.write()
+                save.commit(save_latest=False)
+            finally:
+                save.close()
+        return FrozenPart(inside=False, beside=shared.entries(digest))
+
+    def _capture(self, client_state: Mapping[str, Any], frozen: FrozenPart) -> tuple[dict[str, Any], Extents]:
+        """What all ranks have in common, and all that this rank writes."""
+        parts, placement = self._parts, self.exchange.placement
+        indices = frozen_indices(parts)
+        counts = self.optimizer.step_counts if self.optimizer is not None else {}
+        extents = plan_extents(parts, placement, lambda index: frozen.inside or index not in indices, counts)
+        dtypes = {
+            parts.leaves[slot.index].names[0]: str(unit.dtype).removeprefix("torch.")
+            for unit in parts.layout.units
+            for slot in unit.slots
+        }
+        state = common_state(self, self._config, parts.leaves, dtypes)
+        state["frozen"] = [leaf.names[0] for leaf in parts.leaves if leaf.index in indices]
+        state["buffers"] = list(persistent_buffers(parts.model))
+        state["has_frozen"], state["frozen_sums"] = frozen.inside or bool(frozen.beside[0]), dict(frozen.sums)
+        if not state["has_frozen"]:
+            left_out = set(state["frozen"])
+            state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
+        accumulated = add_accumulated(extents, parts, placement)
+        answers = self.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
+        state["accumulating"] = ranks_shape(placement) if any(answers) else None
+        if placement.rank == 0:
+            extents.add_blob(STATE, make_archive(state))
+            extents.add_blob(CLIENT, make_archive(client_part(self, client_state)))
+        extents.add_blob(f"{RANK}.{placement.rank}", make_archive(rank_state(self, accumulated)))
+        extents.end()
+        return state, extents
+
+    def _agree_on_tag(self, tag: Any) -> str:
+        name = check_tag(tag)
+        names = [answer.decode() for answer in self.exchange.agree("checkpoint tag", name.encode())]
+        if len(set(names)) > 1:
+            told = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
+            message = f"save_checkpoint: ranks have different tags ({told})"
+            if self._config.checkpoint.tag_validation == "fail":
+                raise ConfigError(f"{message}; give all the same one")
+            if self._config.checkpoint.tag_validation == "warn":
+                logger.warning("%s; the first rank's is taken", message)
+        return names[0]
+
+    def check_open(self, what: str) -> None:
+        """The engine's."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """The engine's."""
+        raise NotImplementedError

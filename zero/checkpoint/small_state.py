@@ -1,0 +1,193 @@
+"""What an engine keeps besides its planes: counters, hyper-parameters, random numbers, the place in the data.
+
+[Note: three parts] What is common to all ranks; what each rank has of its own; and what users and schedulers give us,
+which may be any picklable object. The first two consist of what torch.load(weights_only=True) makes.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from offload.archives import pack_any, unpack_any
+from offload.errors import ConfigError
+from zero.config import Config
+from zero.optim.optimizer import ZeroOptimizer
+from zero.params.units import Leaf
+
+logger = logging.getLogger("zero")
+
+
+class Counted(Protocol):
+    """What of an engine is captured here."""
+
+    global_steps: int
+    micro_steps: int
+    device: torch.device
+    optimizer: Any
+    lr_scheduler: Any
+    training_dataloader: Any
+    data_position: Any
+
+
+def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """The part that all ranks have in common.
+
+    Args:
+        engine: at rest.
+        config: its configuration.
+        leaves: the model's parameters.
+        dtypes: first name of each parameter -> what it is computed in.
+    """
+    leaves = list(leaves)
+    return {
+        "global_steps": engine.global_steps,
+        "micro_steps": engine.micro_steps,
+        "skipped_steps": 0,
+        "groups": _groups(engine.optimizer, leaves),
+        "config": _plain(config.as_dict()),
+        "origins": dict(config.origins),
+        "parameters": [leaf.names[0] for leaf in leaves],
+        "aliases": {name: leaf.names[0] for leaf in leaves for name in leaf.names[1:]},
+        "dtypes": dict(dtypes),
+    }
+
+
+def rank_state(engine: Counted, accumulated: dict[str, Any] | None) -> dict[str, Any]:
+    """The part of one rank: random numbers, where it is in its data, and what it says of collected gradients."""
+    loader = engine.training_dataloader
+    return {
+        "rng": random_state(engine.device),
+        "data": pack_any(loader.state_dict() if hasattr(loader, "state_dict") else None),
+        "accumulated": accumulated,
+    }
+
+
+def client_part(engine: Counted, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part that may be any object."""
+    scheduler = engine.lr_scheduler
+    return {
+        "client_state": dict(client_state),
+        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+    }
+
+
+def restore_counters(engine: Counted, state: Mapping[str, Any]) -> None:
+    """Go on counting where the saved engine stopped."""
+    engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
+
+
+def restore_rank(engine: Counted, state: Mapping[str, Any], *, own: bool) -> None:
+    """Random numbers go on, and so does the data.
+
+    Args:
+        engine: its `training_dataloader` is told.
+        state: from `rank_state`.
+        own: it is this rank's; False takes the position in the data alone.
+
+    Raises:
+        ConfigError: the loader does not take the position.
+    """
+    if own:
+        restore_random_state(state["rng"], engine.device)
+    loader = engine.training_dataloader
+    engine.data_position = position = unpack_any(state["data"], "the position in the data")
+    if position is not None and hasattr(loader, "load_state_dict"):
+        loader.load_state_dict(position)
+    elif position is not None:
+        logger.warning(
+            "load_checkpoint: the checkpoint has a position in the data, and the engine %s. Set "
+            "engine.training_dataloader before loading, or call load_state_dict(engine.data_position) of your loader; "
+            "else the data begins anew",
+            "has no loader" if loader is None else f"a {type(loader).__name__} without load_state_dict",
+        )
+    elif hasattr(loader, "load_state_dict"):
+        logger.warning("load_checkpoint: the checkpoint does not say where it was in its data: it is not gone on with")
+
+
+def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of: Mapping[int, str]) -> None:
+    """Raise ConfigError unless the param groups are those that were saved."""
+    mine = [[name_of[id(p)] for p in group["params"] if id(p) in name_of] for group in optimizer.param_groups]
+    theirs = [list(group["params"]) for group in saved]
+    if [set(names) for names in mine] == [set(names) for names in theirs]:
+        return
+    if len(mine) != len(theirs):
+        raise ConfigError(
+            f"load_checkpoint: the optimizer has {len(mine)} param groups, the checkpoint {len(theirs)}; make the same "
+            "groups, or pass load_optimizer_states=False"
+        )
+    for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
+        more, less = sorted(set(here) - set(there)), sorted(set(there) - set(here))
+        if more or less:
+            raise ConfigError(
+                f"load_checkpoint: param group {number} of the optimizer has {more[:3] or 'nothing'} that the "
+                f"checkpoint has not there, and lacks {less[:3] or 'nothing'}; make the same groups, or pass "
+                "load_optimizer_states=False"
+            )
+
+
+def restore_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]]) -> None:
+    """Hyper-parameters as they were; the live groups and their lists stay the same objects."""
+    for group, options in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in options.items():
+            if key != "params":
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of Python, numpy and torch, on the CPU and the device."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state = {
+        "python": random.getstate(),
+        "numpy": [
+            str(kind),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["device"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Undo what came after `random_state`."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "device" in state:
+        torch.cuda.set_rng_state(state["device"], device)
+
+
+def _groups(optimizer: ZeroOptimizer | None, leaves: Iterable[Leaf]) -> list[dict[str, Any]]:
+    if optimizer is None:
+        return []
+    name_of = {id(leaf.parameter): leaf.names[0] for leaf in leaves}
+    return [
+        {
+            **{key: _plain(value) for key, value in group.items() if key != "params"},
+            "params": [name_of[id(p)] for p in group["params"] if id(p) in name_of],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """The value in types that any reader makes; what is none of them is named by its repr."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.Tensor)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return repr(value)
