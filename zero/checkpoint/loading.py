@@ -237,19 +237,21 @@ class LoadsCheckpoints(SavesCheckpoints):
         states = states and self.optimizer is not None
         placement = self.exchange.placement
 
-        def check() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None, Wanted]:
+        def check() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted]:
             state, client = source.blob(STATE), source.blob(CLIENT, trusted=True)
             blob = f"{RANK}.{placement.rank}"
-            mine = source.blob(blob) if blob in source.blobs else None
+            is_new = blob not in source.blobs  # there were fewer ranks: the first one's data position serves
+            mine = None if is_new else source.blob(blob)
+            ranks_own = source.blob(f"{RANK}.0") if is_new and f"{RANK}.0" in source.blobs else mine
             wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
             if states:
                 name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
                 check_groups(self.optimizer, state["groups"], name_of)
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
-            return state, client, mine, wanted
+            return state, client, mine, ranks_own, wanted
 
-        state, client, mine, wanted = together.do("checking a checkpoint", check)
+        state, client, mine, ranks_own, wanted = together.do("checking a checkpoint", check)
         self.zero_grad()
         parts = self.at_rest()
         try:
@@ -263,10 +265,8 @@ class LoadsCheckpoints(SavesCheckpoints):
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
             restore_counters(self, state)
-            if mine is not None:
-                restore_rank(self, mine, own=True)
-            elif f"{RANK}.0" in source.blobs:  # saved with fewer ranks
-                restore_rank(self, source.blob(f"{RANK}.0"), own=False)
+            if ranks_own is not None:
+                restore_rank(self, ranks_own, own=mine is not None)
         return client
 
     def _load_scheduler(self, state: Any) -> None:
