@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,7 +71,7 @@ class Stateful:
         return {"drawn": self.drawn, "epoch": self.epoch_number}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.drawn, self.epoch_number = state["drawn"] % self.length, state["epoch"]
+        self.drawn, self.epoch_number = state["drawn"], state["epoch"]
 
 
 def open_loader(data: Any, micro: int, *, rank: int = 0, of: int = 1, drop: bool = False, **more: Any) -> Any:
@@ -82,6 +84,10 @@ def open_loader(data: Any, micro: int, *, rank: int = 0, of: int = 1, drop: bool
 
 def walk(loader: Any, epochs: int) -> list[Batches]:
     return [[batch.tolist() for batch in loader] for _ in range(epochs)]
+
+
+def flat(lists: list[Any]) -> list[Any]:
+    return [item for inner in lists for item in inner]
 
 
 def interrupt(loader: Any, epoch: int, batches: int) -> tuple[list[Batches], dict[str, Any]]:
@@ -108,15 +114,13 @@ def test_an_interrupted_loop_gets_what_an_uninterrupted_one_does(data: st.DataOb
     whole = walk(opened(), 5)
     stops = data.draw(st.lists(st.integers(0, len(whole[0])), min_size=1, max_size=3).map(sorted))
     before, state = interrupt(opened(), epoch, stops[0])
-    for last, stop in zip(stops, stops[1:], strict=False):  # interrupted again, in the same epoch
+    for last, stop in itertools.pairwise(stops):  # interrupted again, in the same epoch
         more_of_it, state = interrupt(resumed(opened(), state), 0, stop - last)
         before[-1] += more_of_it[0]
     assert (state["epoch"], state["batches"]) == (epoch, stops[-1])
     loader = resumed(opened(), state)
     assert joined(before, walk(loader, 5 - epoch)) == whole
-    after = {index for batches in whole[epoch:] for batch in batches for index in batch}
-    assert set(loader.dataset.fetched) <= after
-    assert len(loader.dataset.fetched) == sum(map(len, sum(whole[epoch:], [])[stops[-1] :]))
+    assert loader.dataset.fetched == flat(flat(whole[epoch:])[stops[-1] :])
 
 
 def resumed(loader: Any, state: dict[str, Any]) -> Any:
@@ -164,12 +168,17 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize(("epoch", "batches"), [(0, 0), (0, 1), (1, 2), (2, 0)])
-def test_a_sampler_that_was_given_goes_on_in_the_order_it_had(name: str, epoch: int, batches: int, workers: int) -> None:
-    if workers and (epoch, batches) != (1, 2):
-        pytest.skip("one place is enough")
+PLACES = [(0, 0), (0, 1), (1, 2), (1, -1), (2, 0)]
+"""(epoch, batches had; -1: all of them)."""
+GIVEN = [
+    *((name, place, 0) for name in SAMPLERS for place in PLACES),
+    *((name, place, 1) for name in ("random", "own, replacement", "stateful") for place in PLACES[2:4]),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "workers"), GIVEN)
+def test_a_sampler_that_was_given_goes_on_in_the_order_it_had(name: str, place: tuple[int, int], workers: int) -> None:
+    epoch, batches = place
 
     def opened() -> Any:
         return open_loader(Numbers(11), 2, sampler=SAMPLERS[name](), num_workers=workers)
@@ -177,7 +186,7 @@ def test_a_sampler_that_was_given_goes_on_in_the_order_it_had(name: str, epoch: 
     torch.manual_seed(5)
     whole = walk(opened(), 4)
     torch.manual_seed(5)
-    before, state = interrupt(opened(), epoch, batches)
+    before, state = interrupt(opened(), epoch, batches if batches >= 0 else len(whole[epoch]))
     random = torch.get_rng_state()
     torch.manual_seed(6)
     loader = opened()
@@ -219,7 +228,7 @@ def test_other_ranks_and_sizes_go_on_after_the_samples_that_were_had(data: st.Da
     for loader in loaders:
         loader.sampler.seed = 0
         before, state = interrupt(loader, 0, stop)
-        had += sum(before[0], [])
+        had += flat(before[0])
         states.append(state)
     fresh = [open_loader(Numbers(samples), other, rank=rank, of=new) for rank in range(new)]
     rest, shapes = [], []
@@ -228,7 +237,7 @@ def test_other_ranks_and_sizes_go_on_after_the_samples_that_were_had(data: st.Da
         assert (at := loader.state_dict())["epoch"] == 0 and at["batches"] == stop and at["world_size"] == new
         batches = walk(loader, 1)[0]
         shapes.append([len(batch) for batch in batches])
-        rest += sum(batches, [])
+        rest += flat(batches)
     assert all(shape == shapes[0] for shape in shapes)
     left_out = set(range(samples)) - set(had) - set(rest)
     consumed = states[0]["samples"]
@@ -236,11 +245,17 @@ def test_other_ranks_and_sizes_go_on_after_the_samples_that_were_had(data: st.Da
     assert len(set(had) & set(rest)) <= new - 1, "what fills up the last batches of an epoch, and no more"
 
 
-@pytest.mark.parametrize(("change", "message"), [({"micro": 3}, "batches had 2 samples and have 3"),
-                                                 ({"count": 12}, "the data had 11 samples when this was saved and has 12"),
-                                                 ({"sampler": SequentialSampler(Numbers(11))}, "another kind of sampler"),
-                                                 ({"of": 4}, "6 samples of the epoch were had.*4 ranks; 2 more are left"),
-                                                 ({"of": 3}, None), ({}, None)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro": 3}, "batches had 2 samples and have 3"),
+        ({"count": 12}, "the data had 11 samples when this was saved and has 12"),
+        ({"sampler": SequentialSampler(Numbers(11))}, "another kind of sampler"),
+        ({"of": 4}, r"6 samples of the epoch were had.*4 ranks; 2 more are left out"),
+        ({"of": 3}, None),
+        ({}, None),
+    ],
+)
 def test_what_is_not_as_it_was_is_said(
     change: dict[str, Any], message: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,7 +265,7 @@ def test_what_is_not_as_it_was_is_said(
     with caplog.at_level(logging.WARNING, "zero"):
         loader.load_state_dict(state)
     text = "\n".join(caplog.messages)
-    assert (text == "") if message is None else pytest.importorskip("re").search(message, text)
+    assert (text == "") if message is None else re.search(message, text)
 
 
 def test_a_state_of_something_else_is_refused() -> None:
@@ -319,7 +334,7 @@ def test_a_stream_has_no_position() -> None:
 
 
 def test_repeated_a_loader_begins_anew_and_its_state_passes_through() -> None:
-    whole = sum(walk(open_loader(Numbers(5), 2), 4), [])
+    whole = flat(walk(open_loader(Numbers(5), 2), 4))
     repeating = zero.RepeatingLoader(open_loader(Numbers(5), 2))
     assert [next(repeating).tolist() for _ in range(12)] == whole
     for stop in range(9):
