@@ -100,8 +100,7 @@ class Folders(Checkpoints):
         try:
             with self._one_process():
                 check(files, partial.folder, read_manifest(files, partial.folder))
-                files.remove(partial.folder / OWNER)
-                files.sync_folder(partial.folder)
+                files.remove(partial.folder / OWNER)  # which syncs the folder
                 try:
                     if save_latest:
                         staged = files.stage(latest, partial.tag)  # so that there is room for it
@@ -165,8 +164,8 @@ class Folders(Checkpoints):
             self._remove(aside)
 
     def _put(self, folder: Path, target: Path, tag: str) -> None:
-        """Rename `folder` to `target`; what was there is aside, or back if this fails."""
-        files, aside = self._files, None
+        """Rename `folder` to `target`; what was there counts where it is aside."""
+        files = self._files
         if files.exists(target):
             # The one aside, left by a job that died, may be the only one that is whole.
             replaced = self._hidden(tag, REPLACED)
@@ -174,13 +173,7 @@ class Folders(Checkpoints):
             aside = self._hidden(tag, REMOVED) if good else replaced
             self._remove(aside)
             files.rename(target, aside)
-        try:
-            files.rename(folder, target)
-        except StorageError:
-            if aside is not None and not files.exists(target):
-                with contextlib.suppress(StorageError):  # it counts where it is, and the next save puts it back
-                    files.rename(aside, target)
-            raise
+        files.rename(folder, target)
 
     def _check_replaceable(self, tag: str) -> None:
         """Whatever has our manifest, damaged too, and empty folders."""

@@ -20,6 +20,7 @@ from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.folders import Folders
+from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.rank_part import persistent_buffers
 from zero.checkpoint.reading import CLIENT, RANK, STATE, FolderSource
 from zero.checkpoint.saving import SavesCheckpoints
@@ -240,18 +241,22 @@ class LoadsCheckpoints(SavesCheckpoints):
         def check() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted]:
             state, client = source.blob(STATE), source.blob(CLIENT, trusted=True)
             blob = f"{RANK}.{placement.rank}"
-            is_new = blob not in source.blobs  # there were fewer ranks: the first one's data position serves
-            mine = None if is_new else source.blob(blob)
-            ranks_own = source.blob(f"{RANK}.0") if is_new and f"{RANK}.0" in source.blobs else mine
+            mine = source.blob(blob) if blob in source.blobs else None
+            told = mine
+            if mine is None and f"{RANK}.0" in source.blobs:  # fewer ranks saved: the first one's position in the data
+                told = source.blob(f"{RANK}.0")
             wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
             if states:
                 name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
                 check_groups(self.optimizer, state["groups"], name_of)
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
-            return state, client, mine, ranks_own, wanted
+            return state, client, mine, told, wanted
 
-        state, client, mine, ranks_own, wanted = together.do("checking a checkpoint", check)
+        state, client, mine, told, wanted = together.do("checking a checkpoint", check)
+        if state["frozen_sums"]:
+            sums = frozen_sums(self._parts, self.exchange)
+            together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
         self.zero_grad()
         parts = self.at_rest()
         try:
@@ -265,8 +270,8 @@ class LoadsCheckpoints(SavesCheckpoints):
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
             restore_counters(self, state)
-            if ranks_own is not None:
-                restore_rank(self, ranks_own, own=mine is not None)
+            if told is not None:
+                restore_rank(self, told, own=mine is not None)
         return client
 
     def _load_scheduler(self, state: Any) -> None:

@@ -91,6 +91,7 @@ def test_at_every_crash_the_old_or_the_new_checkpoint_is_found_whole_and_the_nex
     counted = ForgetfulFiles(disk)
     save_all(counted, disk / "saves", [])
     assert visible(disk / "saves") == {"one": 3} and hidden(disk / "saves") == set()
+    assert set(os.listdir(disk / "saves" / "one")) == {*NAMES, "manifest.json"}
     found = set()
     for point in every_point(len(counted.operations)):
         (disk := tmp_path / f"disk{point}").mkdir()
@@ -128,7 +129,7 @@ def test_at_every_full_disk_the_save_fails_and_leaves_nothing_and_a_later_one_wo
             assert "ENOSPC" in str(error)
             failed += 1
             last = done[-1] if done else 0
-            assert not (saves / ".one.partial").exists() and not (saves / ".two.partial").exists()
+            assert not saves.exists() or hidden(saves) <= {".one.replaced"}
             assert not last or found_step(saves) in (last, last + 1)
         else:
             assert not files.refused or done == [1, 2, 3]
@@ -240,12 +241,18 @@ def test_a_replaced_one_counts_while_its_successor_is_missing_or_damaged(three: 
     assert visible(three) == {"step10": 10, "step20": 20, "step30": 30, "step40": 40} and hidden(three) == set()
 
 
-def test_a_damaged_successor_is_replaced_before_the_whole_one_aside_goes(three: Path) -> None:
+def test_a_damaged_successor_is_replaced_before_the_whole_one_aside_goes(three: Path, tmp_path: Path) -> None:
     (three / "step30").rename(three / ".step30.replaced")
     (three / "step20").rename(three / "step30")
     (three / "step30" / NAMES[1]).unlink()
-    save(Files(), three, "step30", 31)
-    assert visible(three) == {"step10": 10, "step30": 31} and hidden(three) == set()
+    start = ForgetfulFiles(three)
+    for point in every_point(60):
+        files = ForgetfulFiles(start.image(tmp_path / f"disk{point}"), crash_at=point)
+        with suppress(Crash):
+            save(files, files.root, "step30", 31)
+        found = Folders(files.image(tmp_path / f"image{point}", point)).newest_valid("step30")
+        assert found is not None and step_of(found.folder) in (30, 31)
+    assert not files.crashed and visible(files.root) == {"step10": 10, "step30": 31} and hidden(files.root) == set()
 
 
 # ---- what is kept ---------------------------------------------------------------------------------------------------
@@ -272,6 +279,14 @@ def test_keep_last_does_not_count_damaged_ones(three: Path) -> None:
 def test_a_run_that_went_back_keeps_what_it_saves(three: Path) -> None:
     save(Files(), three, "step15", 15, keep_last=2)
     assert visible(three) == {"step15": 15, "step30": 30}
+
+
+def test_a_clock_that_was_set_back_does_not_make_a_checkpoint_old(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    save(Files(), three, "step40", 40, keep_last=1)
+    assert visible(three) == {"step40": 40}
+    save(Files(), three, "step50", 50, save_latest=False)
+    assert Folders(three).tags() == ["step50", "step40"]
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -1,0 +1,237 @@
+"""Engines that save while the power fails, the disk fills up, or somebody kills them: there is always a checkpoint to
+go on from, and the losses go on bit for bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forgetful import Crash, ForgetfulFiles, every_point
+from models import build, make_config, tokens
+from ranks import PRELOADED
+from recovery import NVME, descriptors
+
+import zero
+from offload.durable import Files
+from offload.errors import StorageError
+
+Open = Callable[..., Any]
+TAGS = ("a", "a", "b")
+"""Of the saves after steps 1, 2 and 3: a new one, one in place of another, and with `keep_last` 1 one that goes."""
+POINTS = [12, pytest.param(100, marks=pytest.mark.slow)]
+STEPS_SEEN = 2
+"""After each load."""
+
+
+@pytest.fixture(autouse=True)
+def own_generator() -> Iterator[None]:
+    """Loading sets the global generator."""
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+def config(pair: tuple[str, str], nvme_path: Path) -> dict[str, Any]:
+    return make_config(pair, nvme_path, checkpoint={"keep_last": 1})
+
+
+def train(engine: Any, step: int) -> float:
+    loss = engine(tokens(step))
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+class Watched:
+    """An engine that saves, one that loads what is left of it, and the losses of a run that nothing happens to.
+
+    They are on different tiers; the one that loads has been somewhere else each time.
+    """
+
+    def __init__(self, open_engine: Open, nvme_path: Path, tmp_path: Path) -> None:
+        self.saver = open_engine(build("gpt"), config(("cpu", "cpu"), nvme_path))
+        self.loader = open_engine(build("gpt", seed=1), config(NVME, nvme_path))
+        calm = open_engine(build("gpt"), config(("none", "none"), nvme_path))
+        self.losses = [train(calm, step) for step in range(len(TAGS) + STEPS_SEEN)]
+        self.place, self.count = tmp_path, 0
+        self.base = tmp_path / "base"
+        self.base.mkdir()
+        self.seen: set[tuple[int, int]] = set()
+        """(steps of the checkpoint before, steps of the one that was found)."""
+
+    def fresh(self, **faults: int) -> ForgetfulFiles:
+        """A copy of the disk as it was before this save, with a fault; the engine saves there."""
+        self.count += 1
+        self.saver.files = ForgetfulFiles(ForgetfulFiles(self.base).image(self.place / f"disk{self.count}"), **faults)
+        return self.saver.files
+
+    def save(self, files: ForgetfulFiles, tag: str) -> None:
+        """And nothing stays open."""
+        before = descriptors()
+        try:
+            steps = self.saver.global_steps
+            self.saver.save_checkpoint(files.root / "saves", tag=tag, client_state={"steps": steps})
+        finally:
+            assert descriptors() == before
+
+    def points(self, tag: str, count: int) -> Iterator[int]:
+        """Numbers of operations of this save, and one after them."""
+        files = self.fresh()
+        self.save(files, tag)
+        yield from every_point(len(files.operations), max(count // len(TAGS), 2))
+
+    def goes_on(self, disk: Path, before: int, after: int) -> None:
+        """What is loaded from there is the checkpoint before this save or the one it makes, and the losses go on."""
+        folder, client = self.loader.load_checkpoint(disk / "saves")
+        if folder is None and not before:
+            self.seen.add((before, 0))
+            return
+        steps = self.loader.global_steps
+        assert steps in (before, after) and steps > 0 and client == {"steps": steps}
+        for step in range(steps, steps + STEPS_SEEN):
+            assert train(self.loader, step) == self.losses[step]
+        self.seen.add((before, steps))
+
+    def steps(self) -> Iterator[tuple[int, str]]:
+        """(steps so far, tag of the save to try); one that nothing happens to follows."""
+        for step, tag in enumerate(TAGS):
+            assert train(self.saver, step) == self.losses[step]
+            yield step, tag
+            self.saver.files = ForgetfulFiles(self.base)
+            self.saver.save_checkpoint(self.base / "saves", tag=tag, client_state={"steps": step + 1})
+
+
+@pytest.fixture
+def watched(open_engine: Open, nvme_path: Path, tmp_path: Path) -> Watched:
+    return Watched(open_engine, nvme_path, tmp_path)
+
+
+@pytest.mark.parametrize("count", POINTS)
+def test_when_the_power_fails_in_a_save_there_is_a_checkpoint_and_the_losses_go_on(
+    watched: Watched, count: int
+) -> None:
+    crashes = 0
+    for step, tag in watched.steps():
+        for point in watched.points(tag, count):
+            files = watched.fresh(crash_at=point)
+            with suppress(Crash):
+                watched.save(files, tag)
+            crashes += files.crashed
+            image = files.image(files.root.with_name("image"), seed=point)
+            watched.goes_on(image, step, step + 1)
+            for folder in (files.root, image):
+                shutil.rmtree(folder)
+    assert crashes >= count - 2 * len(TAGS)
+    assert watched.seen == {(0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3)}
+
+
+@pytest.mark.parametrize("count", POINTS)
+def test_when_the_disk_is_full_a_save_fails_the_old_one_is_there_and_the_next_save_works(
+    watched: Watched, count: int
+) -> None:
+    failures = 0
+    for step, tag in watched.steps():
+        for point in watched.points(tag, count):
+            files = watched.fresh(full_at=point)
+            try:
+                watched.save(files, tag)
+            except StorageError as error:
+                assert "ENOSPC" in str(error)
+                failures += 1
+                left = {name for name in files.listing(files.root / "saves") if "partial" in name}
+                assert left == set()
+                watched.goes_on(files.root, step, step + 1)
+                files.make_room()
+                watched.save(files, tag)
+            watched.goes_on(files.root, step + 1, step + 1)
+            assert set(files.listing(files.root / "saves")) == {tag, "latest", ".lock"}
+            shutil.rmtree(files.root)
+    assert failures >= count // 2
+    assert watched.seen >= {(0, 0), (1, 1), (2, 2), (3, 3)}
+
+
+# ---- kills ----------------------------------------------------------------------------------------------------------
+
+
+def live(connection: Connection, folder: str, first: int) -> None:
+    """A job's life: resume, train and save, and say so, until it is killed."""
+    os.environ["ZERO_DEVICE"] = "cpu"
+    torch.set_num_threads(1)
+    engine = zero.initialize(model=build("gpt", seed=first), config=config(NVME, Path(folder) / "nvme"))[0]
+    engine.load_checkpoint(Path(folder) / "saves")
+    connection.send(("resumed", engine.global_steps, 0.0))
+    while True:
+        step = engine.global_steps
+        connection.send(("trained", step, train(engine, step)))
+        engine.save_checkpoint(Path(folder) / "saves", tag=f"step{step % 3}")
+        connection.send(("saved", step + 1, 0.0))
+
+
+def lived(folder: Path, seed: int) -> list[tuple[str, int, float]]:
+    """Start a job, kill it somewhere, and return what it said."""
+    chance = random.Random(seed)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    job = context.Process(target=live, args=(theirs, str(folder), seed), daemon=True)
+    job.start()
+    theirs.close()
+    told: list[tuple[str, int, float]] = []
+    try:
+        for _ in range(chance.randrange(1, 7)):
+            told.append(ours.recv())
+        time.sleep(chance.uniform(0.0, 0.06))
+    finally:
+        job.kill()
+        job.join()
+    with suppress(EOFError):
+        while True:
+            told.append(ours.recv())
+    ours.close()
+    job.close()
+    return told
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_job_that_is_killed_again_and_again_goes_on_from_its_last_checkpoint_or_a_later_one(
+    kills: int, tmp_path: Path, nvme_path: Path, open_engine: Open
+) -> None:
+    calm, losses = open_engine(build("gpt"), config(("none", "none"), nvme_path)), list[float]()
+    saves, saved = tmp_path / "saves", 0
+    for kill in range(kills):
+        # Before there is a checkpoint a job starts with weights of its own seed; the first starts with that of `calm`.
+        told = lived(tmp_path, 0 if not saved and not Files().exists(saves / "latest") else kill)
+        resumed = [step for what, step, _ in told if what == "resumed"]
+        assert resumed and resumed[0] in (saved, saved + 1)
+        for what, step, loss in told:
+            while len(losses) <= step:
+                losses.append(train(calm, len(losses)))
+            if what == "trained":
+                assert loss == losses[step]
+            elif what == "saved":
+                saved = step
+        saved = max(saved, resumed[0])
+        assert nothing_but(saves)
+    engine = open_engine(build("gpt", seed=9), config(("cpu", "cpu"), nvme_path))
+    engine.load_checkpoint(saves)
+    assert engine.global_steps in (saved, saved + 1) and saved > 0
+    for step in range(engine.global_steps, engine.global_steps + STEPS_SEEN):
+        while len(losses) <= step:
+            losses.append(train(calm, len(losses)))
+        assert train(engine, step) == losses[step]
+    engine.save_checkpoint(saves, tag="last")
+    assert set(Files().listing(saves)) == {"last", "latest", ".lock"}
+
+
+def nothing_but(saves: Path) -> bool:
+    """Of those that were killed one partial folder at most is left: each start of a save sweeps."""
+    return len([name for name in Files().listing(saves) if name.endswith(".partial")]) <= 1
