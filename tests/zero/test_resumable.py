@@ -83,7 +83,13 @@ def open_loader(data: Any, micro: int, *, rank: int = 0, of: int = 1, drop: bool
 
 
 def walk(loader: Any, epochs: int) -> list[Batches]:
-    return [[batch.tolist() for batch in loader] for _ in range(epochs)]
+    return [[used(batch) for batch in loader] for _ in range(epochs)]
+
+
+def used(batch: torch.Tensor) -> list[int]:
+    """As a model with dropout does, which draws random numbers."""
+    torch.rand(1)
+    return batch.tolist()
 
 
 def flat(lists: list[Any]) -> list[Any]:
@@ -94,7 +100,7 @@ def interrupt(loader: Any, epoch: int, batches: int) -> tuple[list[Batches], dic
     """What was got until then, and the state as a checkpoint would have it."""
     got = walk(loader, epoch)
     batch = iter(loader)
-    got.append([next(batch).tolist() for _ in range(batches)])
+    got.append([used(next(batch)) for _ in range(batches)])
     return got, read_archive(make_archive(loader.state_dict()), "state")
 
 
