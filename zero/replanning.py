@@ -128,7 +128,7 @@ class FollowsModel:
 
         Raises:
             StateError: inside forward, backward or `GatheredParameters`; or ranks have changed their models
-                differently, or amid a step.
+                differently, or amid a step; or there are snapshots.
             BudgetError: old and new planes do not fit together for the moment of the change; nothing has changed.
             StorageError: a transfer failed; nothing has changed.
         """
@@ -166,6 +166,11 @@ class FollowsModel:
         joining = census.joining() if self.optimizer is not None else []
         if not joining and census.same_as(self._census):
             return False
+        if parts.snapshots is not None:
+            raise StateError(
+                "the model has changed, and snapshots are of the layout that initialize saw; change the model before "
+                "zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
+            )
         if joining:
             _join(self.optimizer, joining, parts.leaves, self.module)
             census.held = _held(self.optimizer)

@@ -15,7 +15,7 @@ from torch import nn
 from offload.errors import ConfigError
 from offload.safetensors_writer import Tensor
 from zero.checkpoint.export import DTYPES, SavedWeights, export
-from zero.checkpoint.reading import open_folder
+from zero.checkpoint.opening import open_folder
 from zero.checkpoint.sharding import MAX_SHARD_SIZE
 from zero.checkpoint.source import Source
 from zero.params.released import is_kept
@@ -178,7 +178,8 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def _open(checkpoint_dir: Folder, tag: str | None) -> tuple[Source, dict[str, Any]]:
     folder = Path(checkpoint_dir)
-    return open_folder(folder if tag is None else folder / tag)
+    opened = open_folder(folder if tag is None else folder / tag)
+    return opened.source, opened.state
 
 
 def _excludes(state: Mapping[str, Any], told: bool) -> bool:
