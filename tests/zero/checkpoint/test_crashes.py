@@ -40,8 +40,8 @@ def own_generator() -> Iterator[None]:
         yield
 
 
-def config(pair: tuple[str, str], nvme_path: Path) -> dict[str, Any]:
-    return make_config(pair, nvme_path, checkpoint={"keep_last": 1})
+def config(pair: tuple[str, str], nvme_path: Path, *, beside: bool = False) -> dict[str, Any]:
+    return make_config(pair, nvme_path, checkpoint={"keep_last": 1, "async_save": beside})
 
 
 def train(engine: Any, step: int) -> float:
@@ -54,33 +54,46 @@ def train(engine: Any, step: int) -> float:
 class Watched:
     """An engine that saves, one that loads what is left of it, and the losses of a run that nothing happens to.
 
-    They are on different tiers; the one that loads has been somewhere else each time.
+    They are on different tiers, and the one that loads has been somewhere else each time.
+
+    Args:
+        beside: the next step is trained while a save is under way, and this one's updates are still to be done.
     """
 
-    def __init__(self, open_engine: Open, nvme_path: Path, tmp_path: Path) -> None:
-        self.saver = open_engine(build("gpt"), config(("cpu", "cpu"), nvme_path))
-        self.loader = open_engine(build("gpt", seed=1), config(NVME, nvme_path))
+    def __init__(self, open_engine: Open, nvme_path: Path, tmp_path: Path, *, beside: bool) -> None:
+        tiers = (NVME, ("cpu", "cpu")) if beside else (("cpu", "cpu"), NVME)
+        self.saver = open_engine(build("gpt"), config(tiers[0], nvme_path, beside=beside))
+        self.loader = open_engine(build("gpt", seed=1), config(tiers[1], nvme_path))
         calm = open_engine(build("gpt"), config(("none", "none"), nvme_path))
         self.losses = [train(calm, step) for step in range(len(TAGS) + STEPS_SEEN)]
-        self.place, self.count = tmp_path, 0
+        self.place, self.count, self.beside, self.step = tmp_path, 0, beside, 0
         self.base = tmp_path / "base"
         self.base.mkdir()
         self.seen: set[tuple[int, int]] = set()
         """(steps of the checkpoint before, steps of the one that was found)."""
 
     def fresh(self, **faults: int) -> ForgetfulFiles:
-        """A copy of the disk as it was before this save, with a fault; the engine saves there."""
+        """A copy of the disk as it was before this save, with a fault."""
         self.count += 1
-        self.saver.files = ForgetfulFiles(ForgetfulFiles(self.base).image(self.place / f"disk{self.count}"), **faults)
-        return self.saver.files
+        start = ForgetfulFiles(self.base).image(self.place / f"disk{self.count}")
+        return ForgetfulFiles(start, **faults)
 
     def save(self, files: ForgetfulFiles, tag: str) -> None:
-        """And nothing stays open."""
-        before = descriptors()
+        """Save as of the same step each time; nothing stays open, however it ends."""
+        self.saver.files, steps = Files(), self.step + 1
+        if self.saver.global_steps > steps:
+            self.saver.load_checkpoint(self.place / "home")
+        if self.saver.global_steps < steps:
+            assert train(self.saver, self.step) == self.losses[self.step]
+        self.saver.files, before = files, descriptors()
         try:
-            steps = self.saver.global_steps
             self.saver.save_checkpoint(files.root / "saves", tag=tag, client_state={"steps": steps})
+            if self.beside:
+                assert train(self.saver, steps) == self.losses[steps]
+                self.saver.wait_for_checkpoint()
         finally:
+            with suppress(Crash, StorageError):
+                self.saver.wait_for_checkpoint()
             assert descriptors() == before
 
     def points(self, tag: str, count: int) -> Iterator[int]:
@@ -103,16 +116,19 @@ class Watched:
 
     def steps(self) -> Iterator[tuple[int, str]]:
         """(steps so far, tag of the save to try); one that nothing happens to follows."""
-        for step, tag in enumerate(TAGS):
-            assert train(self.saver, step) == self.losses[step]
-            yield step, tag
-            self.saver.files = ForgetfulFiles(self.base)
-            self.saver.save_checkpoint(self.base / "saves", tag=tag, client_state={"steps": step + 1})
+        for self.step, tag in enumerate(TAGS):
+            if self.beside:
+                self.saver.save_checkpoint(self.place / "home")
+                self.saver.wait_for_checkpoint()
+            yield self.step, tag
+            self.save(files := ForgetfulFiles(self.base), tag)
+            self.saver.files = files
+            self.saver.load_checkpoint(self.base / "saves")
 
 
-@pytest.fixture
-def watched(open_engine: Open, nvme_path: Path, tmp_path: Path) -> Watched:
-    return Watched(open_engine, nvme_path, tmp_path)
+@pytest.fixture(params=["in the call", "beside training"])
+def watched(request: pytest.FixtureRequest, open_engine: Open, nvme_path: Path, tmp_path: Path) -> Watched:
+    return Watched(open_engine, nvme_path, tmp_path, beside=request.param == "beside training")
 
 
 @pytest.mark.parametrize("count", POINTS)
@@ -147,8 +163,7 @@ def test_when_the_disk_is_full_a_save_fails_the_old_one_is_there_and_the_next_sa
             except StorageError as error:
                 assert "ENOSPC" in str(error)
                 failures += 1
-                left = {name for name in files.listing(files.root / "saves") if "partial" in name}
-                assert left == set()
+                assert not [name for name in files.listing(files.root / "saves") if "partial" in name]
                 watched.goes_on(files.root, step, step + 1)
                 files.make_room()
                 watched.save(files, tag)
