@@ -10,6 +10,8 @@ import torch
 
 from offload.errors import ConfigError
 
+PACKED = "packed by zero-infinity"
+
 
 def make_archive(value: Any) -> torch.Tensor:
     """torch.save's bytes of `value`, uint8."""
@@ -33,6 +35,26 @@ def read_archive(data: torch.Tensor, what: str, *, trusted: bool = False) -> Any
         return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=not trusted)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ImportError, AttributeError) as error:
         raise ConfigError(f"{what}: cannot be read: {error}") from error
+
+
+def pack_any(value: Any) -> Any:
+    """`value`, if an archive that has it can be read by who trusts nobody; else its own archive.
+
+    For small things that users' objects say of themselves, mostly in plain types.
+    """
+    archive = make_archive(value)
+    try:
+        read_archive(archive, "")
+    except ConfigError:
+        return {PACKED: archive}
+    return value
+
+
+def unpack_any(value: Any, what: str) -> Any:
+    """What `pack_any` was given; classes are trusted. Raises ConfigError if it is damaged."""
+    if isinstance(value, dict) and value.keys() == {PACKED}:
+        return read_archive(value[PACKED], what, trusted=True)
+    return value
 
 
 def bytes_tensor(data: bytes) -> torch.Tensor:

@@ -76,14 +76,20 @@ class ProvisionalFile:
 def read_once(
     fd: int, offset: int, numel: int, dtype: torch.dtype, failure: Callable[[OSError, int], StorageError]
 ) -> torch.Tensor:
-    """`numel` elements of `dtype` at byte `offset` of a file, 1-D.
+    """`numel` elements of `dtype` at byte `offset` of a file, 1-D; see `read_into`."""
+    out = torch.empty(numel, dtype=dtype)
+    read_into(fd, offset, out, failure)
+    return out
+
+
+def read_into(fd: int, offset: int, out: torch.Tensor, failure: Callable[[OSError, int], StorageError]) -> None:
+    """Fill `out`, contiguous, from byte `offset` of a file.
 
     The page cache has no further use for them, and a cgroup would count it: it is told so.
 
     Raises:
         StorageError: what `failure` makes of the error and the offset.
     """
-    out = torch.empty(numel, dtype=dtype)
     data, position = _bytes_of(out), 0
     while position < len(data):
         try:
@@ -94,7 +100,6 @@ def read_once(
             raise failure(OSError(errno.ENODATA, "end of file"), offset + position)
         position += got
     os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
-    return out
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

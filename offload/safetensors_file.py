@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,22 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 HEADER_BYTES_MAX = 100 << 20
 """The reference implementation refuses longer ones too."""
+SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 REREAD = "download or copy the file again"
 
 
@@ -148,7 +156,13 @@ def _shards(folder: Path) -> list[Path]:
                 f"{folder}: expected model.safetensors, or model.safetensors.index.json and the files it names; "
                 "found neither. save_pretrained(folder) of transformers writes them"
             )
-        return found
+        whole = [path for path in found if not SHARD.search(path.name)]
+        if not whole:
+            raise ConfigError(
+                f"{folder}: {found[0].name} is part of a model whose index, *.safetensors.index.json, is missing; the "
+                "model was not written or copied to its end: write or copy it again"
+            )
+        return whole
     weight_map: dict[str, str] = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
     paths = [folder / name for name in sorted(set(weight_map.values()))]
     missing = [path.name for path in paths if not path.is_file()]

@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from zero import checkpointing
 from zero.arguments import add_config_arguments
+from zero.checkpoint.fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
 from zero.distributed.joining import init_distributed
 from zero.engine import ZeroEngine
 from zero.estimates import (
@@ -33,6 +39,7 @@ from zero.params.leaf_modules import (
 )
 from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
 from zero.pretrained import load_pretrained
+from zero.resumable import RepeatingLoader
 from zero.statistics import Statistics
 
 __version__ = "0.1.0"
@@ -41,6 +48,7 @@ __all__ = [
     "GatheredParameters",
     "InferenceEngine",
     "Init",
+    "RepeatingLoader",
     "Statistics",
     "TiledLinear",
     "TiledLinearReturnBias",
@@ -48,17 +56,21 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "checkpointing",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
     "estimate_zero1_model_states_mem_needs_all_cold",
     "estimate_zero1_model_states_mem_needs_all_live",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "get_fp32_state_dict_from_zero_checkpoint",
     "get_z3_leaf_modules",
     "init_distributed",
     "init_inference",
     "initialize",
     "load_pretrained",
+    "load_state_dict_from_zero_checkpoint",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 from offload.errors import ConfigError
 from zero import ranks
 from zero.config import Config
+from zero.resumable import EpochSampler, ResumableLoader
 
 ROUTES = ("train", "eval", "predict")
 """What a loader is for, in DeepSpeed's words; only training is in random order."""
-
-
-class EpochSampler(DistributedSampler[Any]):
-    """A DistributedSampler that goes on to the next epoch by itself: a new order each time it is walked through.
-
-    `set_epoch` before a walk decides otherwise, for resuming say.
-    """
-
-    def __iter__(self) -> Iterator[Any]:
-        """The indices of this rank's part of an epoch."""
-        indices = super().__iter__()
-        self.epoch += 1
-        return indices
 
 
 def make_loader(
@@ -44,6 +32,8 @@ def make_loader(
     With several ranks the samples of an epoch are dealt out. What does not divide by the ranks is made up for with
     samples from the front (or dropped, with `dataloader_drop_last`), since a rank that had a batch less would leave the
     others waiting. A last batch that is not full is kept (or dropped, likewise); it has the same size on every rank.
+
+    The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except that of an IterableDataset.
 
     Args:
         data: with `__getitem__` and `__len__`; with one rank an IterableDataset too.
@@ -70,17 +60,18 @@ def make_loader(
             f"loader: an IterableDataset cannot be dealt out to {world_size} ranks, each would see all of it; make a "
             "DataLoader of your own over this rank's part"
         )
-    if sampler is None and world_size > 1:
-        sampler = EpochSampler(data, world_size, ranks.rank(), shuffle=route == "train", drop_last=drop)
-    return DataLoader(
-        data,
-        batch_size=config.train_micro_batch_size_per_gpu if batch_size is None else batch_size,
-        sampler=sampler,
-        shuffle=None if sampler is not None or iterable else route == "train",
-        pin_memory=pin,
-        drop_last=drop,
-        **options,
-    )
+    options |= {"batch_size": config.train_micro_batch_size_per_gpu if batch_size is None else batch_size}
+    options |= {"pin_memory": pin, "drop_last": drop}
+    if iterable:
+        return DataLoader(data, sampler=sampler, **options)
+    rank, shuffle = ranks.rank(), route == "train"
+    if sampler is None and world_size == 1 and not shuffle:
+        sampler = SequentialSampler(data)  # type: ignore[arg-type]
+    elif sampler is None:
+        # One rank's order follows torch.manual_seed; several ranks, whose seeds may differ, must have the same.
+        seed = torch.initial_seed() % 2**62 if world_size == 1 else 0
+        sampler = EpochSampler(data, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop)
+    return ResumableLoader(data, sampler, rank=rank, world_size=world_size, **options)
 
 
 class LoadsData:
@@ -91,7 +82,12 @@ class LoadsData:
     collate_fn: Callable[..., Any] | None = None
     """For loaders that are given none."""
     training_dataloader: DataLoader[Any] | None = None
-    """Of the `training_data` that `zero.initialize` was given."""
+    """Of the `training_data` that `zero.initialize` was given, or what you set here.
+
+    A checkpoint has its position, if it has `state_dict` and `load_state_dict`; set it before `load_checkpoint`.
+    """
+    data_position: Any = None
+    """What the `state_dict` of the training loader was in the checkpoint loaded last, for loaders made after it."""
 
     def deepspeed_io(
         self,
@@ -104,6 +100,8 @@ class LoadsData:
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
         """A loader of this rank's micro-batches; DeepSpeed's name and arguments.
+
+        Checkpoints have the position of `engine.training_dataloader` only: if you train on what this returns, set it.
 
         Args:
             dataset: with `__getitem__` and `__len__`; with one rank an IterableDataset too.

@@ -20,6 +20,7 @@ from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.activations import Activations
 from zero.assembly import Assembly
 from zero.checkpoint.loading import LoadsCheckpoints
+from zero.checkpoint.weights_out import SavesWeights
 from zero.config import Config
 from zero.data import LoadsData
 from zero.exchange import Alone, Exchange
@@ -36,7 +37,9 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, LoadsCheckpoints, Generates, Traced, nn.Module):
+class ZeroEngine(
+    ConfigAccessors, ValueAccessors, LoadsData, LoadsCheckpoints, SavesWeights, Generates, Traced, nn.Module
+):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -260,6 +263,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, LoadsCheckpoints, G
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
         if index is not None:
             self.wait_for_checkpoint()  # it has not taken all of the old values yet
+            self.forget_frozen()
         if self._ahead is not None:
             self._ahead.void_all() if index is None else self._ahead.void(index)
 

@@ -15,6 +15,7 @@ from offload.messages import bytes_of, tensor_of
 from zero.adoption import Piece
 from zero.exchange import Exchange
 from zero.params.layout import Slot, Unit
+from zero.placement import Placement
 from zero.stored_values import StoredValues
 
 CHUNK_NUMEL = 1 << 20
@@ -46,9 +47,7 @@ class GatheredValues:
             dtypes += [torch.int16] * (unit.dtype == torch.bfloat16) + [torch.float32] * 2
         values = [torch.empty(end - begin, dtype=dtype) for dtype in dtypes]
         placement = self._exchange.placement
-        first = slot.offset_numel - slot.first_numel  # where the parameter's first element would be in the unit
-        ends = [min(max(k * unit.shard_numel - first, begin), end) for k in range(placement.shard_size + 1)]
-        runs = [slice(a - begin, b - begin) for a, b in pairwise(ends)]
+        runs = runs_of(placement, unit, slot, begin, end)
         own = runs[placement.shard_index]
         if own.start < own.stop:
             for piece in self._own.pieces_of_slot(unit, slot, begin + own.start, begin + own.stop, state):
@@ -66,6 +65,13 @@ class GatheredValues:
         if not state:
             return Piece(begin, weight)
         return Piece(begin, weight, states[0] if len(states) == 3 else None, (states[-2], states[-1]))
+
+
+def runs_of(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) -> list[slice]:
+    """Of elements [begin, end) of a parameter, in one slot: what each slice of the unit has, counted from `begin`."""
+    first = slot.offset_numel - slot.first_numel  # where the parameter's first element would be in the unit
+    ends = [min(max(k * unit.shard_numel - first, begin), end) for k in range(placement.shard_size + 1)]
+    return [slice(a - begin, b - begin) for a, b in pairwise(ends)]
 
 
 def agree_on_change(exchange: Exchange, model: nn.Module, held: Collection[int], *, accumulating: bool) -> None:

@@ -304,6 +304,7 @@ def test_a_key_without_effect_is_listed_with_its_reason() -> None:
         "allgather_bucket_size",
         "stage3_use_all_reduce_for_fetch_params",
         "stage3_allgather_sequential",
+        "load_universal",
     }
     for path, reason in reasons.items():
         for value in (1, 4) if path.endswith("_size") else (True, False):

@@ -19,9 +19,9 @@ from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.extents import PIECE_NUMEL
-from zero.checkpoint.folders import Folders
+from zero.checkpoint.frozen import check_reference, frozen_sums
+from zero.checkpoint.opening import Opened, open_checkpoint
 from zero.checkpoint.rank_part import persistent_buffers
-from zero.checkpoint.reading import CLIENT, RANK, STATE, FolderSource
 from zero.checkpoint.saving import SavesCheckpoints
 from zero.checkpoint.small_state import check_groups, restore_counters, restore_groups, restore_rank
 from zero.checkpoint.source import MODEL, MOMENTS, STEP, Saved, Source, state_name
@@ -204,52 +204,52 @@ class LoadsCheckpoints(SavesCheckpoints):
         self._between_steps("load_checkpoint")
         self.synchronize()
         together = Together(self.exchange)
-        source = together.do("looking for a checkpoint", lambda: self._open_newest(Path(load_dir), tag))
-        if source is None:
+        opened = together.do("looking for a checkpoint", lambda: self._open(Path(load_dir), tag))
+        if opened is None:
             logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
             return None, {}
         try:
             states = load_optimizer_states and not load_module_only
-            client = self._load(source, together, load_module_strict, states, load_module_only)
+            client = self._load(opened, together, load_module_strict, states, load_module_only)
             if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
                 self._load_scheduler(client["lr_scheduler"])
         finally:
-            source.close()
-        return str(source.folder), client["client_state"]
+            opened.source.close()
+        return str(opened.folder), client["client_state"]
 
-    def _open_newest(self, load_dir: Path, tag: Any) -> FolderSource | None:
-        found = Folders(load_dir, self.files).newest_valid(tag)
-        names = {a.decode() for a in self.exchange.agree("checkpoint to load", found.tag.encode() if found else b"")}
+    def _open(self, load_dir: Path, tag: Any) -> Opened | None:
+        opened = open_checkpoint(load_dir, tag, self.files)
+        name = b"" if opened is None else opened.folder.name.encode()
+        names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
         if len(names) > 1:
+            if opened is not None:
+                opened.source.close()
             raise ConfigError(
                 f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
                 "must be on a file system that all nodes share"
             )
-        if found is None:
-            return None
-        for note in found.notes:
-            logger.warning("load_checkpoint: %s", note)
-        return FolderSource(found.folder, found.manifest, self.files)
+        return opened
 
     def _load(
-        self, source: FolderSource, together: Together, strict: bool, states: bool, only_module: bool
+        self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool
     ) -> dict[str, Any]:
         states = states and self.optimizer is not None
-        placement = self.exchange.placement
+        placement, state, source = self.exchange.placement, opened.state, opened.source
 
-        def check() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None, Wanted]:
-            state, client = source.blob(STATE), source.blob(CLIENT, trusted=True)
-            blob = f"{RANK}.{placement.rank}"
-            mine = source.blob(blob) if blob in source.blobs else None
+        def check() -> tuple[dict[str, Any], dict[str, Any] | None, Wanted]:
+            client, mine = opened.client(), opened.rank_state(placement.rank)
             wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
             if states:
                 name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
                 check_groups(self.optimizer, state["groups"], name_of)
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
-            return state, client, mine, wanted
+            return client, mine, wanted
 
-        state, client, mine, wanted = together.do("checking a checkpoint", check)
+        client, mine, wanted = together.do("checking a checkpoint", check)
+        if state["frozen_sums"]:
+            sums = frozen_sums(self._parts, self.exchange)
+            together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
         self.zero_grad()
         parts = self.at_rest()
         try:
@@ -263,8 +263,11 @@ class LoadsCheckpoints(SavesCheckpoints):
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
             restore_counters(self, state)
+            first = opened.rank_state(0) if mine is None else None
             if mine is not None:
-                restore_rank(self, mine)
+                restore_rank(self, mine, own=True)
+            elif first is not None:  # saved with fewer ranks
+                restore_rank(self, first, own=False)
         return client
 
     def _load_scheduler(self, state: Any) -> None:

@@ -13,6 +13,8 @@ from offload.errors import ConfigError, StorageError
 
 NAME = "manifest.json"
 FORMAT: Literal["zero-infinity checkpoint"] = "zero-infinity checkpoint"
+SHARED = "../.frozen/"
+"""Before a digest and the name of a file: weights that several checkpoints share."""
 VERSION = 1
 """Raised when an older reader would misread what a newer one writes."""
 
@@ -76,10 +78,20 @@ def read_manifest(files: Files, folder: Path) -> Manifest:
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
         raise ConfigError(f"{path} is damaged: {wrong}") from error
-    odd = [name for name in manifest.files if "/" in name or name in ("", ".", "..")]
+    odd = [name for name in manifest.files if not _is_ours(name)]
     if odd:
         raise ConfigError(f"{path} is damaged: {odd[0]!r} is no name of a file in this folder")
     return manifest
+
+
+def _is_ours(name: str) -> bool:
+    """A file in the folder; or one of the weights that several checkpoints share, beside it."""
+    inside = name.removeprefix(SHARED)
+    if inside != name:
+        digest, _, inside = inside.partition("/")
+        if not digest.isalnum():
+            return False
+    return "/" not in inside and inside not in ("", ".", "..")
 
 
 def check(files: Files, folder: Path, manifest: Manifest) -> None:

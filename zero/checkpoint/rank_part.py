@@ -88,9 +88,10 @@ class RankPart:
         self._mover = parts.storage.mover
         self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
         self._aio: Aio = open_aio(AioOptions())
-        self.writer = ExtentWriter(parts.layout, parts.storage, self._aio, self.file, self._written)
+        self.writer = ExtentWriter(parts.layout, parts.storage, self._store)
 
-    def _written(self, offset: int, data: torch.Tensor) -> None:
+    async def _store(self, offset: int, data: torch.Tensor) -> None:
+        await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")
         self._files.written(self.file, offset, data)
 
     def write(self) -> None:

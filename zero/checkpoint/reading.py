@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,45 +17,12 @@ from offload.durable import Files
 from offload.errors import ConfigError
 from zero.checkpoint.boxes import begin_of, is_flat
 from zero.checkpoint.extents import RUN_BYTES
-from zero.checkpoint.folders import Folders
-from zero.checkpoint.manifest import NAME, Manifest, check, read_manifest
+from zero.checkpoint.manifest import Manifest
 from zero.checkpoint.metadata import METADATA_FILE, read_metadata
 from zero.checkpoint.source import Saved
 
-logger = logging.getLogger("zero")
-
-
 STATE, CLIENT, RANK = "state", "client", "rank"
 """Names of what is no tensor: common to all ranks, any object that users gave, and "rank.K" of each rank's own."""
-
-
-def open_folder(path: Path | str, files: Files | None = None) -> tuple[FolderSource, dict[str, Any]]:
-    """A checkpoint to read outside an engine, and what it says about itself; close the source.
-
-    Args:
-        path: `save_dir/TAG`; or `save_dir`, for the one that `latest` names, or the newest that is whole.
-        files: the disk.
-
-    Raises:
-        ConfigError: there is none, or it is damaged.
-    """
-    folder, disk = Path(path), files if files is not None else Files()
-    if disk.exists(folder / NAME):
-        manifest = read_manifest(disk, folder)
-        check(disk, folder, manifest)
-    else:
-        found = Folders(folder, disk).newest_valid()
-        if found is None:
-            raise ConfigError(f"{folder}: expected a checkpoint, or a folder of checkpoints; found neither")
-        for note in found.notes:
-            logger.warning("%s", note)
-        folder, manifest = found.folder, found.manifest
-    source = FolderSource(folder, manifest, disk)
-    try:
-        return source, source.blob(STATE)
-    except BaseException:
-        source.close()
-        raise
 
 
 @dataclass(frozen=True, slots=True)

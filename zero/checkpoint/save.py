@@ -19,12 +19,12 @@ from offload.errors import StateError, StorageError
 from zero.assembly import Assembly
 from zero.checkpoint.extents import Extents
 from zero.checkpoint.folders import Folders, Partial
+from zero.checkpoint.frozen import SharedFrozen
 from zero.checkpoint.manifest import FileEntry, Manifest, write_manifest
-from zero.checkpoint.metadata import METADATA_FILE, make_metadata
+from zero.checkpoint.metadata import METADATA_FILE, WrittenBox, make_metadata
 from zero.checkpoint.rank_part import RankPart, data_file, failure_file, list_file, read_list
 from zero.checkpoint.source import MODEL
 from zero.checkpoint.together import Together
-from zero.config import Config
 from zero.exchange import Exchange
 
 
@@ -33,20 +33,21 @@ class CheckpointSave:
 
     Args:
         parts: of the engine, at rest.
-        config: of the engine.
         exchange: with the other ranks.
         save_dir: the folder of all checkpoints.
         tag: checked, the same on all ranks.
         files: the disk.
     """
 
-    def __init__(
-        self, parts: Assembly, config: Config, exchange: Exchange, save_dir: Path, tag: str, files: Files
-    ) -> None:
-        self._parts, self._config, self.placement, self.tag = parts, config, exchange.placement, tag
+    def __init__(self, parts: Assembly, exchange: Exchange, save_dir: Path, tag: str, files: Files) -> None:
+        self._parts, self.placement, self.tag = parts, exchange.placement, tag
+        self.keep_last: int | None = None
+        """How many checkpoints stay; None: all."""
         self._files, self._together = files, Together(exchange)
         self._folders = Folders(save_dir, files)
         self._aliases: dict[str, str] = {}
+        self.beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = {}, {}
+        """Files of other folders that this checkpoint consists of too, and the boxes in them."""
         self._partial: Partial | None = None
         self._global_steps = 0
         self._part: RankPart | None = None
@@ -63,7 +64,7 @@ class CheckpointSave:
             StateError: it failed on another rank.
         """
         self._global_steps = state["global_steps"]
-        self._aliases = {MODEL + alias: MODEL + name for alias, name in state["aliases"].items()}
+        self._aliases = {MODEL + alias: MODEL + name for alias, name in state.get("aliases", {}).items()}
         self._partial = self._together.first("making the folder of a checkpoint", lambda: self._folders.begin(self.tag))
         folder = self._folders.partial_folder(self.tag)
 
@@ -115,8 +116,7 @@ class CheckpointSave:
         partial, files = self._partial, self._files
         if partial is None:
             raise StateError("checkpoint: nothing was begun")
-        entries: dict[str, FileEntry] = {}
-        boxes = {}
+        entries, boxes = dict(self.beside[0]), dict(self.beside[1])
         for rank in range(self.placement.world_size):
             path = partial.folder / list_file(rank)
             entries[data_file(rank)], boxes[data_file(rank)] = read_list(files, path)
@@ -136,8 +136,9 @@ class CheckpointSave:
         write_manifest(files, partial.folder, manifest)
         self._folders.commit(partial, save_latest)
         self._partial = None
-        if self._config.checkpoint.keep_last is not None:
-            self._folders.keep_last(self._config.checkpoint.keep_last)
+        if self.keep_last is not None and self._folders.keep_last(self.keep_last):
+            left = [self._folders.save_dir / tag for tag in self._folders.tags()]
+            SharedFrozen(self._folders.save_dir, files).remove_unused(left)
 
     def close(self) -> None:
         """Give everything back; what was not made whole is removed."""

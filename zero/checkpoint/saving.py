@@ -18,6 +18,15 @@ from zero.checkpoint.accumulated import add_accumulated, ranks_shape
 from zero.checkpoint.background import BackgroundSave, SavesBehind
 from zero.checkpoint.extents import Extents
 from zero.checkpoint.finding import check_tag
+from zero.checkpoint.frozen import (
+    FrozenPart,
+    SharedFrozen,
+    Sums,
+    digest_of,
+    frozen_extents,
+    frozen_indices,
+    frozen_sums,
+)
 from zero.checkpoint.rank_part import persistent_buffers, plan_extents
 from zero.checkpoint.reading import CLIENT, RANK, STATE
 from zero.checkpoint.save import CheckpointSave
@@ -35,6 +44,8 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     device: torch.device
     lr_scheduler: Any
     training_dataloader: Any
+    _frozen_sums: Sums | None = None
+    data_position: Any
     files = Files()
     """The disk that checkpoints lie on."""
 
@@ -68,11 +79,13 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
         """
         self._between_steps("save_checkpoint")
         name = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else tag)
-        state, extents = self._capture(client_state or {}, exclude_frozen_parameters)
+        frozen = self._save_frozen(Path(save_dir), left_out=exclude_frozen_parameters)
+        state, extents = self._capture(client_state or {}, frozen)
         behind = self._may_save_behind(state)
         if not behind:
             self.synchronize()
-        save = CheckpointSave(self._parts, self._config, self.exchange, Path(save_dir), name, self.files)
+        save = CheckpointSave(self._parts, self.exchange, Path(save_dir), name, self.files)
+        save.beside, save.keep_last = frozen.beside, self._config.checkpoint.keep_last
         said = f"checkpoint {Path(save_dir) / name}: {format_bytes(extents.nbytes)} of this rank saved"
         try:
             save.begin(extents, state)
@@ -113,26 +126,51 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     def at_rest(self) -> Assembly:
         """See `FollowsModel`; a checkpoint that is being written needs the planes as they are."""
         self.wait_for_checkpoint()
+        self.forget_frozen()
         return super().at_rest()
 
-    def _capture(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> tuple[dict[str, Any], Extents]:
+    def forget_frozen(self) -> None:
+        """Weights that are not trained may change: what is known of them is so no longer."""
+        self._frozen_sums = None
+
+    def _save_frozen(self, save_dir: Path, *, left_out: bool) -> FrozenPart:
+        """What becomes of the weights that are not trained; writes what checkpoints share of them. All ranks come."""
+        mode, parts = self._config.checkpoint.frozen, self._parts
+        if left_out or mode == "always" or not frozen_indices(parts):
+            return FrozenPart(inside=not left_out)
+        if self._frozen_sums is None:
+            self._frozen_sums = frozen_sums(parts, self.exchange)
+        if mode == "reference":
+            return FrozenPart(inside=False, sums=self._frozen_sums)
+        digest, shared = digest_of(self._frozen_sums), SharedFrozen(save_dir, self.files)
+        if b"no" in self.exchange.agree("shared weights", b"yes" if shared.holds(digest) else b"no"):
+            save = CheckpointSave(parts, self.exchange, shared.folders.save_dir, digest, self.files)
+            try:
+                save.begin(frozen_extents(parts, self.exchange), {"global_steps": self.global_steps})
+                save.write()
+                save.commit(save_latest=False)
+            finally:
+                save.close()
+        return FrozenPart(inside=False, beside=shared.entries(digest))
+
+    def _capture(self, client_state: Mapping[str, Any], frozen: FrozenPart) -> tuple[dict[str, Any], Extents]:
         """What all ranks have in common, and all that this rank writes."""
         parts, placement = self._parts, self.exchange.placement
-        frozen = {slot.index for unit in parts.layout.units if not unit.trainable for slot in unit.slots}
+        indices = frozen_indices(parts)
         counts = self.optimizer.step_counts if self.optimizer is not None else {}
-        extents = plan_extents(parts, placement, lambda index: not (exclude_frozen and index in frozen), counts)
+        extents = plan_extents(parts, placement, lambda index: frozen.inside or index not in indices, counts)
         dtypes = {
             parts.leaves[slot.index].names[0]: str(unit.dtype).removeprefix("torch.")
             for unit in parts.layout.units
             for slot in unit.slots
         }
         state = common_state(self, self._config, parts.leaves, dtypes)
-        state["frozen"] = [leaf.names[0] for leaf in parts.leaves if leaf.index in frozen]
+        state["frozen"] = [leaf.names[0] for leaf in parts.leaves if leaf.index in indices]
         state["buffers"] = list(persistent_buffers(parts.model))
-        if exclude_frozen:
+        state["has_frozen"], state["frozen_sums"] = frozen.inside or bool(frozen.beside[0]), dict(frozen.sums)
+        if not state["has_frozen"]:
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
-        state["has_frozen"] = not exclude_frozen
         accumulated = add_accumulated(extents, parts, placement)
         answers = self.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(placement) if any(answers) else None

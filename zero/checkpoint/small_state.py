@@ -6,6 +6,7 @@ which may be any picklable object. The first two consist of what torch.load(weig
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -13,10 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from offload.archives import pack_any, unpack_any
 from offload.errors import ConfigError
 from zero.config import Config
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.units import Leaf
+
+logger = logging.getLogger("zero")
 
 
 class Counted(Protocol):
@@ -28,6 +32,7 @@ class Counted(Protocol):
     optimizer: Any
     lr_scheduler: Any
     training_dataloader: Any
+    data_position: Any
 
 
 def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes: Mapping[str, str]) -> dict[str, Any]:
@@ -58,7 +63,7 @@ def rank_state(engine: Counted, accumulated: dict[str, Any] | None) -> dict[str,
     loader = engine.training_dataloader
     return {
         "rng": random_state(engine.device),
-        "data": loader.state_dict() if hasattr(loader, "state_dict") else None,
+        "data": pack_any(loader.state_dict() if hasattr(loader, "state_dict") else None),
         "accumulated": accumulated,
     }
 
@@ -77,12 +82,32 @@ def restore_counters(engine: Counted, state: Mapping[str, Any]) -> None:
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
 
 
-def restore_rank(engine: Counted, state: Mapping[str, Any]) -> None:
-    """Random numbers go on, and so does the data."""
-    restore_random_state(state["rng"], engine.device)
+def restore_rank(engine: Counted, state: Mapping[str, Any], *, own: bool) -> None:
+    """Random numbers go on, and so does the data.
+
+    Args:
+        engine: its `training_dataloader` is told.
+        state: from `rank_state`.
+        own: it is this rank's; False takes the position in the data alone.
+
+    Raises:
+        ConfigError: the loader does not take the position.
+    """
+    if own:
+        restore_random_state(state["rng"], engine.device)
     loader = engine.training_dataloader
-    if state["data"] is not None and hasattr(loader, "load_state_dict"):
-        loader.load_state_dict(state["data"])
+    engine.data_position = position = unpack_any(state["data"], "the position in the data")
+    if position is not None and hasattr(loader, "load_state_dict"):
+        loader.load_state_dict(position)
+    elif position is not None:
+        logger.warning(
+            "load_checkpoint: the checkpoint has a position in the data, and the engine %s. Set "
+            "engine.training_dataloader before loading, or call load_state_dict(engine.data_position) of your loader; "
+            "else the data begins anew",
+            "has no loader" if loader is None else f"a {type(loader).__name__} without load_state_dict",
+        )
+    elif hasattr(loader, "load_state_dict"):
+        logger.warning("load_checkpoint: the checkpoint does not say where it was in its data: it is not gone on with")
 
 
 def check_groups(optimizer: ZeroOptimizer, saved: list[dict[str, Any]], name_of: Mapping[int, str]) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import torch
 
 from offload import kernels
-from offload.aio import Aio
 from offload.arena import Arena, Block
 from offload.containers import Place, Run
 from offload.copies import read_plane
-from offload.durable import DurableFile
 from offload.errors import StateError
 from offload.moments import MOMENTS_BLOCK_NUMEL
 from offload.planes import Plane, settle_all
@@ -32,14 +30,12 @@ EXTENTS_AT_ONCE = 2
 
 
 class ExtentWriter:
-    """Writes extents, in any order; everything on the loop of the storage's mover.
+    """Encodes extents, in any order; everything on the loop of the storage's mover.
 
     Args:
         layout: of the planes.
         storage: which holds them.
-        aio: moves the bytes.
-        file: preallocated for all extents.
-        written: called with (offset, bytes) when a write has ended.
+        store: called with (offset in the file, bytes) of each run; they are free when it returns.
 
     Attributes:
         checksums: payload's offset in the file -> (bytes, CRC-32C), of what has been encoded.
@@ -49,11 +45,9 @@ class ExtentWriter:
         self,
         layout: Layout,
         storage: Storage,
-        aio: Aio,
-        file: DurableFile,
-        written: Callable[[int, torch.Tensor], None],
+        store: Callable[[int, torch.Tensor], Awaitable[None]],
     ) -> None:
-        self._layout, self._storage, self._aio, self._file, self._written = layout, storage, aio, file, written
+        self._layout, self._storage, self._store_bytes = layout, storage, store
         self._arena = Arena("checkpoint", BLOCKS * RUN_BYTES, "nothing: it is fixed", torch.device("cpu"))
         self.checksums: dict[int, tuple[int, int]] = {}
 
@@ -125,8 +119,7 @@ class ExtentWriter:
 
     async def _store(self, run: Run[Any], block: Block) -> None:
         try:
-            await self._aio.write(self._file.fd, run.offset, block.data, str(self._file.path), "checkpoint")
-            self._written(run.offset, block.data)
+            await self._store_bytes(run.offset, block.data)
         finally:
             block.release()
 

@@ -7,7 +7,7 @@ part in the computation and does not. A tensor subclass that wraps other tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -48,3 +48,10 @@ def inner_tensors(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.
     attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     for attribute in attributes:
         yield from inner_tensors(getattr(tensor, attribute), f"{name}.{attribute}")
+
+
+def opaque_names(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Of a whole state dict (meta tensors will do): the names of what belongs to quantised storage, see `decodes`."""
+    modules = {name.rpartition(".")[0] for name, tensor in tensors.items() if is_packed(tensor)}
+    parts = ((name, *name.rpartition(".")[::2]) for name in tensors)
+    return {name for name, module, own in parts if module in modules and own not in _COMPUTED}

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import zero
 from offload.errors import ZeroInfinityError
-from zero.tools import doctor, plan, run, trace, tune
+from zero.tools import doctor, export, plan, run, trace, tune
 
 COMMANDS: Mapping[str, ModuleType] = {
     "run": run,
@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, ModuleType] = {
     "trace": trace,
     "tune": tune,
     "doctor": doctor,
+    "export": export,
 }
 """Name -> module, in the order of the help."""
 

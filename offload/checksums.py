@@ -1,0 +1,50 @@
+"""CRC-32C of bytes that are in several places: sums of the parts, put together."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+POLYNOMIAL = 0x82F63B78
+"""Castagnoli's, bits reversed."""
+Matrix = tuple[int, ...]
+"""Over bits: row i is what bit i of a checksum becomes."""
+
+
+def combine(first: int, second: int, second_bytes: int) -> int:
+    """The CRC-32C of some bytes and `second_bytes` more behind them, from that of each."""
+    return _apply(_zeros(second_bytes), first) ^ second
+
+
+@lru_cache(maxsize=1024)
+def _zeros(nbytes: int) -> Matrix:
+    """What `nbytes` zero bytes behind others do to their checksum."""
+    result: Matrix = tuple(1 << bit for bit in range(32))
+    power = _one_byte()
+    while nbytes:
+        if nbytes & 1:
+            result = _times(power, result)
+        power, nbytes = _squared(power), nbytes >> 1
+    return result
+
+
+@lru_cache(maxsize=1)
+def _one_byte() -> Matrix:
+    one_bit: Matrix = (POLYNOMIAL, *(1 << bit for bit in range(31)))
+    return _squared(_squared(_squared(one_bit)))
+
+
+@lru_cache(maxsize=64)
+def _squared(matrix: Matrix) -> Matrix:
+    return _times(matrix, matrix)
+
+
+def _times(left: Matrix, right: Matrix) -> Matrix:
+    return tuple(_apply(left, row) for row in right)
+
+
+def _apply(matrix: Matrix, crc: int) -> int:
+    total = 0
+    for bit in range(32):
+        if crc >> bit & 1:
+            total ^= matrix[bit]
+    return total

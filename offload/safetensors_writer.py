@@ -1,0 +1,272 @@
+"""Safetensors files, written in one pass: no more of a model is in memory than a few blocks, nor in the page cache.
+
+A file is written under a name of its own, beside, past the page cache where the file system allows it. Files of one
+model appear together: their index goes first and comes last, so what is there of a broken attempt is no model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.durable import DurableFile, Files
+from offload.errors import ConfigError, StateError, StorageError
+from offload.messages import tensor_of
+from offload.pinned import map_host, tensor_over
+from offload.safetensors_file import DTYPES
+from offload.sizes import PAGE_BYTES, align_up
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BLOCK_BYTES = 4 << 20
+"""Of one write. There are two blocks: one is filled while the other is written."""
+METADATA = {"format": "pt"}
+SUFFIX = ".safetensors"
+DRAFT = ".partial"
+"""At the end of a file's name while it is written; it has a dot before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a file to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """Of its values."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def in_file_order(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Wide dtypes first, else as given: so every tensor begins at a multiple of its element, as readers ask for."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def header_of(tensors: Sequence[Tensor]) -> bytes:
+    """Length and header of a file; the values begin on a page.
+
+    Raises:
+        ConfigError: a dtype that such files cannot hold.
+    """
+    header: dict[str, Any] = {"__metadata__": METADATA}
+    end = 0
+    for tensor in tensors:
+        if tensor.dtype not in NAMES:
+            raise ConfigError(
+                f"{tensor.name}: {tensor.dtype} cannot be written to a safetensors file; expected one of "
+                f"{', '.join(map(str, NAMES))}"
+            )
+        begin, end = end, end + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    padded_bytes = align_up(8 + len(text), PAGE_BYTES) - 8
+    return padded_bytes.to_bytes(8, "little") + text.ljust(padded_bytes)
+
+
+class SafetensorsWriter:
+    """One file in the making.
+
+    Args:
+        files: the disk.
+        path: its final name.
+        tensors: in the order in which their values will come; see `in_file_order`.
+
+    Attributes:
+        draft: where it is written until `publish`.
+
+    Raises:
+        ConfigError: a dtype that such files cannot hold.
+        StorageError: the file cannot be created, or there is no room for it.
+    """
+
+    def __init__(self, files: Files, path: Path, tensors: Sequence[Tensor]) -> None:
+        self._files, self.path, self.draft = files, path, path.with_name(f".{path.name}{DRAFT}")
+        header = header_of(tensors)
+        self._nbytes = len(header) + sum(tensor.nbytes for tensor in tensors)
+        self._coming = iter([tensor for tensor in tensors if tensor.nbytes])
+        self._current: Tensor | None = None
+        self._missing_numel = 0
+        self._next_tensor()
+        self._blocks = [tensor_over(map_host(BLOCK_BYTES)) for _ in range(2)]
+        self._filled_bytes = self._offset = 0
+        self._thread = ThreadPoolExecutor(1, "zero-infinity weights")
+        self._writing: Future[None] | None = None
+        files.remove(self.draft)
+        self._file = files.create(self.draft, align_up(self._nbytes, PAGE_BYTES))
+        try:
+            self._take(tensor_of(header))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def append(self, values: torch.Tensor) -> None:
+        """The next values of the tensor whose turn it is, of its dtype, on the host; any shape.
+
+        Raises:
+            StateError: another dtype, or more than are missing.
+            StorageError: this write, or one before, has failed.
+        """
+        if not values.numel():
+            return
+        tensor = self._current
+        if tensor is None or values.dtype != tensor.dtype or values.numel() > self._missing_numel:
+            expected = f"up to {self._missing_numel:,} of {tensor.name}, {tensor.dtype}" if tensor else "nothing"
+            raise StateError(f"{self.path}: expected {expected}, got {values.numel():,} elements of {values.dtype}")
+        self._take(values.detach().contiguous().view(-1).view(torch.uint8))
+        self._missing_numel -= values.numel()
+        if not self._missing_numel:
+            self._next_tensor()
+
+    def finish(self) -> None:
+        """Everything has come: write the rest, and wait until the disk has all of it.
+
+        Raises:
+            StateError: values are missing.
+            StorageError: a write has failed.
+        """
+        if self._current is not None:
+            raise StateError(f"{self.path}: {self._missing_numel:,} elements of {self._current.name} are missing")
+        if self._filled_bytes:
+            self._flush()
+        self._settle()
+        self._file.truncate(self._nbytes)
+        self._file.sync()
+        self._close()
+
+    def publish(self) -> None:
+        """After `finish`: give it its name, to last. Raises StorageError."""
+        self._files.rename(self.draft, self.path)
+
+    def abandon(self) -> None:
+        """Remove what has been written, unless it is published. Idempotent."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.exception()
+        self._close()
+        with suppress(StorageError):  # what has failed before is what the user is told
+            self._files.remove(self.draft)
+
+    def _next_tensor(self) -> None:
+        self._current = next(self._coming, None)
+        self._missing_numel = self._current.shape.numel() if self._current is not None else 0
+
+    def _take(self, data: torch.Tensor) -> None:
+        """Copy to the block; write it as often as it is full."""
+        position = 0
+        while position < data.numel():
+            count = min(data.numel() - position, BLOCK_BYTES - self._filled_bytes)
+            self._blocks[0][self._filled_bytes : self._filled_bytes + count] = data[position : position + count]
+            self._filled_bytes, position = self._filled_bytes + count, position + count
+            if self._filled_bytes == BLOCK_BYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Have the block written, and go on with the other one."""
+        self._settle()
+        nbytes = align_up(self._filled_bytes, PAGE_BYTES)
+        self._writing = self._thread.submit(self._write, self._blocks[0][:nbytes], self._offset)
+        self._offset += nbytes
+        self._filled_bytes = 0
+        self._blocks.reverse()
+
+    def _settle(self) -> None:
+        """Wait for the write that is under way."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, block: torch.Tensor, offset: int) -> None:
+        array: Any = block.numpy()
+        self._files.perform("write", self.draft, lambda: _write_all(self._file, memoryview(array), offset))
+
+    def _close(self) -> None:
+        self._thread.shutdown()
+        self._file.close()
+
+
+class WeightsDraft:
+    """The files of one model, which appear in a folder together.
+
+    Args:
+        folder: made if it is not there.
+        stem: what their names begin with: STEM.safetensors, or STEM-00001-of-00003.safetensors and
+            STEM.safetensors.index.json. Such files of an earlier model are replaced.
+        expected_bytes: of all files together.
+        files: the disk.
+
+    Raises:
+        StorageError: the folder cannot be made, or the file system has less room than that.
+    """
+
+    def __init__(self, folder: Path, stem: str, expected_bytes: int, files: Files | None = None) -> None:
+        self._folder, self._stem, self._files = folder, re.escape(stem), files or Files()
+        self._index = folder / f"{stem}{SUFFIX}.index.json"
+        self._drafts: list[SafetensorsWriter] = []
+        self._files.make_folder(folder)
+        for name in self._present(rf"\.?{self._stem}(-.*)?\.safetensors(\.index\.json)?\.partial(-\d+)?"):
+            self._files.remove(folder / name)  # of a writer that was killed
+        room = self._files.free_bytes(folder)
+        if room < expected_bytes:
+            doing = f"writing {expected_bytes:,} bytes of weights"
+            raise StorageError(doing, errno=ENOSPC, path=str(folder), offset=0, free_bytes=room)
+
+    def file(self, name: str, tensors: Sequence[Tensor]) -> SafetensorsWriter:
+        """The next file. Raises StorageError."""
+        file = SafetensorsWriter(self._files, self._folder / name, tensors)
+        self._drafts.append(file)
+        return file
+
+    def publish(self, index: dict[str, Any] | None) -> None:
+        """All files are finished: they and the index get their names, and what an earlier model left is removed.
+
+        At any moment there is one model, the earlier or the new one; or, where both have shards of the same names,
+        shards without an index, which are no model.
+
+        Raises:
+            StorageError: the folder has the earlier model, the new one or none.
+        """
+        names = {file.path.name for file in self._drafts}
+        if index is not None and names & set(self._files.listing(self._folder)):
+            self._files.remove(self._index)
+        for file in self._drafts:
+            file.publish()
+        if index is not None:
+            self._files.write_bytes(self._index, json.dumps(index, indent=2, sort_keys=True) + "\n")
+        else:
+            self._files.remove(self._index)
+        for name in self._present(rf"{self._stem}(-\d{{5}}-of-\d{{5}})?\.safetensors"):
+            if name not in names:
+                self._files.remove(self._folder / name)
+
+    def abandon(self) -> None:
+        """Remove what has not been published. Idempotent."""
+        for file in self._drafts:
+            file.abandon()
+
+    def _present(self, pattern: str) -> list[str]:
+        return [name for name in self._files.listing(self._folder) if re.fullmatch(pattern, name)]
+
+
+def _write_all(file: DurableFile, data: memoryview, offset: int) -> None:
+    position = 0
+    while position < len(data):
+        position += os.pwrite(file.fd, data[position:], offset + position)
+    if not file.direct:  # pages are given back once the disk has them: a memory cgroup counts them
+        os.fdatasync(file.fd)
+        os.posix_fadvise(file.fd, offset, len(data), os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,75 @@
+"""DeepSpeed folders that were changed on purpose: a copy of a sample, taken apart and put together again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.torch_file import TorchFile, replace_strangers
+from zero.checkpoint.deepspeed_files import known
+
+SAMPLES = Path(__file__).parent / "data" / "deepspeed"
+STAGES = ("stage1", "stage2", "stage3")
+TAG = "global_step3"
+
+
+def copy_of(stage: str, folder: Path) -> Path:
+    """The tag's folder of a copy below `folder`."""
+    return Path(shutil.copytree(SAMPLES / stage, folder / stage)) / TAG
+
+
+def optim_file(tag: Path, rank: int = 0) -> Path:
+    return next(tag.glob(f"*zero_pp_rank_{rank}_*optim_states.pt"))
+
+
+def model_file(tag: Path, rank: int = 0) -> Path:
+    return next(iter([*tag.glob(f"zero_pp_rank_{rank}_*model_states.pt"), *tag.glob("mp_rank_*model_states.pt")]))
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Take the file apart, let `edit` change what is in it, save it again. Attributes of tensors stay."""
+    contents = _plain(TorchFile(path, "a sample").contents)
+    edit(contents)
+    torch.save(contents, path)
+
+
+def to_nvme(tag: Path) -> None:
+    """As if the optimizer of a stage-3 sample had been on NVMe: masters and moments in swap files."""
+    for rank, path in enumerate(sorted(tag.glob("*optim_states.pt"))):
+        folder = tag / "offloaded_tensors" / f"rank{rank:02d}"
+        folder.mkdir(parents=True)
+
+        def move(contents: dict[str, Any], folder: Path = folder) -> None:
+            saved = contents["optimizer_state_dict"]
+            masters, states = saved["fp32_flat_groups"], saved["optimizer_state_dict"]["state"]
+            for place, master in enumerate(masters):
+                name = master.ds_id
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    states[place][kind] = _swap(folder, f"{kind}-{name}", states[place][kind])
+                masters[place] = _swap(folder, name, master)
+
+        change(path, move)
+
+
+def _swap(folder: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    data = tensor.numpy().tobytes()
+    (folder / f"{name}.tensor.swp").write_bytes(data + b"\xff" * (-len(data) % 1024))
+    emptied = torch.empty(0, dtype=tensor.dtype)
+    emptied.ds_id = name  # type: ignore[attr-defined]
+    return emptied
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        copy = value.detach().clone()
+        copy.__dict__.update(value.__dict__)
+        return copy
+    if isinstance(value, dict):
+        return type(value)((key, _plain(item)) for key, item in value.items())
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return replace_strangers(value, "a sample", known)

@@ -1,0 +1,193 @@
+"""The files of a DeepSpeed checkpoint: which there must be, and what each rank's say. Written for what 0.19.8 writes.
+
+A folder has `[zero_pp_rank_K_]mp_rank_00_model_states.pt` (one, or one a rank at stage 3), `[bf16_]zero_pp_rank_K_
+mp_rank_00_optim_states.pt` (one a rank) and, with the optimizer on NVMe, `offloaded_tensors/rankK/*.tensor.swp`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from offload.torch_file import COPY, Region, Stranger, TorchFile
+
+OPTIM_FILE = re.compile(r"(?P<kind>|bf16_|fp16_)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
+MODEL_FILE = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+OTHER_FILES = {
+    "expp_rank_": "expert parallelism (expp_rank_* files)",
+    "expert_": "expert parallelism (expert_* files)",
+    "layer_": "pipeline parallelism or experts (layer_* files)",
+}
+KINDS = ("exp_avg", "exp_avg_sq")
+Contents = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of one flat group.
+
+    Attributes:
+        master: the weights.
+        padding: elements that were cut off behind it.
+        moments: kind -> region; empty before the first step.
+        step: None if it is not said here.
+        kinds: of state that its optimizer keeps.
+    """
+
+    master: Region
+    padding: int
+    moments: Mapping[str, Region]
+    step: int | None
+    kinds: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """What one rank's optim_states file says."""
+
+    path: Path
+    stage: int
+    ranks: int
+    parts: Sequence[Part]
+    groups: Sequence[Contents]
+    """The optimizer's param_groups; empty if they were not saved."""
+    alignment: Sequence[Sequence[int]] | None
+    """By flat group, elements of padding behind each parameter; None if there are none."""
+    loss_scaler: Any
+
+
+def is_deepspeed_folder(path: Path | str) -> bool:
+    """True if the folder looks like one that `save_checkpoint` of DeepSpeed wrote: the folder of a tag."""
+    folder = Path(path)
+    return folder.is_dir() and any(
+        OPTIM_FILE.fullmatch(name) or MODEL_FILE.fullmatch(name) for name in (entry.name for entry in folder.iterdir())
+    )
+
+
+def optim_paths(folder: Path) -> dict[int, Path]:
+    """Rank -> its optim_states file.
+
+    Raises:
+        ConfigError: there are none, those of two runs lie side by side, or it is a kind of checkpoint that is not read.
+    """
+    names = sorted(entry.name for entry in folder.iterdir())
+    for prefix, what in OTHER_FILES.items():
+        found = next((name for name in names if name.startswith(prefix) and name.endswith(".pt")), None)
+        if found is not None:
+            raise ConfigError(f"{folder}: {found}: checkpoints of {what} are not read; only data parallel ones are")
+    matches = [match for match in map(OPTIM_FILE.fullmatch, names) if match]
+    models = [match for match in map(MODEL_FILE.fullmatch, names) if match]
+    parallel = next((match.string for match in (*matches, *models) if int(match["mp"])), None)
+    if parallel is not None:
+        raise ConfigError(f"{folder}: {parallel}: checkpoints of tensor parallelism are not read; only mp_rank_00 is")
+    if not matches:
+        raise ConfigError(
+            f"{folder}: expected *zero_pp_rank_0_mp_rank_00_optim_states.pt, found none: checkpoints of ZeRO stages 1, "
+            f"2 and 3 are read, not of stage 0 and no universal ones. {COPY}"
+        )
+    kinds = {match["kind"] for match in matches}
+    if len(kinds) > 1:
+        files = ", ".join(sorted({f"{kind}zero_pp_rank_*" for kind in kinds}))
+        raise ConfigError(f"{folder}: files of several runs lie side by side: {files}; remove those of the older run")
+    return {int(match["rank"]): folder / match.string for match in matches}
+
+
+def model_path(folder: Path, stage: int, rank: int) -> Path:
+    """Where a rank's model_states are: below stage 3 all are in one file."""
+    return folder / (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt")
+
+
+def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
+    """What a rank's optim_states file says. Raises ConfigError."""
+    file = TorchFile(path, f"the optimizer states of rank {rank}")
+    saved = require(file, "optimizer_state_dict")
+    if "ds_zero_partition_groups" in saved:
+        raise ConfigError(f"{path}: checkpoints of expert parallelism (AutoEP) are not read")
+    # BF16_Optimizer, which stage 1 uses where gradients are summed in fp32, says no stage.
+    stage = number(saved.get("zero_stage", 1))
+    optimizer, masters = (
+        ("optimizer_state_dict", "fp32_flat_groups")
+        if stage == 3
+        else (
+            "base_optimizer_state",
+            "single_partition_of_fp32_groups",
+        )
+    )
+    for key in (optimizer, masters, "partition_count"):
+        if key not in saved:
+            raise ConfigError(f"{path}: expected the key {key} of stage {stage}, got {', '.join(map(str, saved))}")
+    base = saved[optimizer]
+    elastic = isinstance(base, list)
+    states = dict(enumerate(base)) if elastic else base["state"]
+    groups = [] if elastic else base["param_groups"]
+    steps = _group_steps(groups, len(saved[masters]), saved.get("base_optimizer_state_step"))
+    # What BF16_Optimizer says of padding was not cut off.
+    paddings = saved.get("group_paddings", []) if "zero_stage" in saved and stage < 3 else []
+    swap = folder / "offloaded_tensors" / f"rank{rank:02d}"
+    parts = [
+        _part(file, swap, master, states.get(place) or {}, int(paddings[place]) if paddings else 0, steps[place])
+        for place, master in enumerate(saved[masters])
+    ]
+    count = saved["partition_count"]
+    counts = {int(number) for number in count} if isinstance(count, list) else {int(count)}
+    if len(counts) != 1:
+        raise ConfigError(f"{path}: partition_count {count}: checkpoints of expert parallelism are not read")
+    alignment = saved.get("param_alignment_paddings")
+    return RankFile(path, stage, counts.pop(), parts, groups, alignment, saved.get("loss_scaler"))
+
+
+def _group_steps(groups: Sequence[Contents], flat_groups: int, common: Any) -> list[int | None]:
+    """Some optimizers keep the number of steps in the param group."""
+    steps: list[int | None] = [None if common is None else number(common)] * flat_groups
+    for group in groups:
+        for place in group["params"]:
+            if "step" in group:
+                steps[place] = number(group["step"])
+    return steps
+
+
+def _part(file: TorchFile, swap: Path, master: torch.Tensor, state: Contents, padding: int, step: int | None) -> Part:
+    kinds = frozenset(kind for kind, value in state.items() if isinstance(value, torch.Tensor) and value.ndim)
+    moments = {kind: _region(file, swap, state[kind]) for kind in KINDS if kind in state}
+    told = state.get("step", step)
+    return Part(_region(file, swap, master), padding, moments, None if told is None else number(told), kinds)
+
+
+def _region(file: TorchFile, swap: Path, tensor: torch.Tensor) -> Region:
+    """Where it lies: in the file, or in a swap file that was copied, of which the name is told by an attribute."""
+    name = getattr(tensor, "ds_id", None)
+    if tensor.numel() or name is None:
+        return file.region(tensor)
+    path = swap / f"{name}.tensor.swp"
+    if not path.is_file():
+        raise ConfigError(
+            f"{path}: missing; {file.path} says that the tensor was on NVMe and lies there. {COPY}, with what is below "
+            "offloaded_tensors"
+        )
+    return Region(path, 0, path.stat().st_size // tensor.dtype.itemsize, tensor.dtype)
+
+
+def require(file: TorchFile, *keys: str) -> Any:
+    """The value of the first key, once all are there. Raises ConfigError."""
+    if not isinstance(file.contents, dict) or not all(key in file.contents for key in keys):
+        got = ", ".join(map(str, file.contents)) if isinstance(file.contents, dict) else type(file.contents).__name__
+        raise ConfigError(f"{file.path}: expected a dict with {', '.join(keys)}, got {got}. {COPY}")
+    return file.contents[keys[0]]
+
+
+def number(value: Any) -> int:
+    """A count, which may be a tensor or an enum of DeepSpeed's."""
+    return int(known(value)) if isinstance(value, Stranger) else int(value)
+
+
+def known(stranger: Stranger) -> Any:
+    """What DeepSpeed's own objects stand for: enums their value, others their attributes."""
+    if not stranger.name.startswith("deepspeed."):
+        return stranger
+    return stranger.state if stranger.state is not None else stranger.args[0] if stranger.args else None

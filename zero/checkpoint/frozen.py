@@ -1,0 +1,159 @@
+"""Weights that are not trained: in every checkpoint, once for all of them, or not at all but for their checksums.
+
+[Note: once] They are a checkpoint of their own, `save_dir/.frozen/DIGEST`, named by what they are. Others point into
+it, and plain torch follows. One that no checkpoint points into any more goes when old checkpoints go.
+
+[Note: reference] Nothing is written. Whoever loads has built the model from the same base, and that is verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from offload.checksums import combine
+from offload.durable import Files
+from offload.errors import ConfigError
+from zero.assembly import Assembly
+from zero.checkpoint.boxes import begin_of
+from zero.checkpoint.extents import Extents
+from zero.checkpoint.folders import Folders
+from zero.checkpoint.manifest import FileEntry, check, read_manifest
+from zero.checkpoint.metadata import METADATA_FILE, WrittenBox, read_metadata
+from zero.checkpoint.rank_part import written_boxes
+from zero.checkpoint.source import MODEL
+from zero.checkpoint.writing import ExtentWriter
+from zero.exchange import Exchange
+
+FOLDER = ".frozen"
+"""Of a save_dir."""
+NAMES_SHOWN = 3
+
+Sums = Mapping[str, tuple[str, int, int]]
+"""Parameter's name -> dtype, bytes and CRC-32C of all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenPart:
+    """What one save does with the weights that are not trained."""
+
+    inside: bool
+    """They are in the checkpoint itself."""
+    beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = field(default_factory=lambda: ({}, {}))
+    """Files that several checkpoints share, and the boxes in them."""
+    sums: Sums = field(default_factory=dict)
+    """With "reference"."""
+
+
+def frozen_indices(parts: Assembly) -> frozenset[int]:
+    """Of the parameters that are not trained."""
+    return frozenset(slot.index for unit in parts.layout.units if not unit.trainable for slot in unit.slots)
+
+
+def frozen_extents(parts: Assembly, exchange: Exchange) -> Extents:
+    """What this rank has of the weights that are not trained, as extents to write."""
+    wanted = frozen_indices(parts)
+    extents = Extents(parts.layout, (), parts.leaves, exchange.placement, wanted.__contains__)
+    extents.end()
+    return extents
+
+
+def frozen_sums(parts: Assembly, exchange: Exchange) -> dict[str, tuple[str, int, int]]:
+    """Checksums of the weights that are not trained, as they are stored, whatever ranks hold of them. All come here."""
+    extents = frozen_extents(parts, exchange)
+
+    async def forget(offset: int, data: torch.Tensor) -> None:
+        """They are only looked at."""
+
+    writer = ExtentWriter(parts.layout, parts.storage, forget)
+    try:
+        parts.storage.mover.run("summing weights that are not trained", writer.write_all(extents.extents))
+    finally:
+        writer.close()
+    mine = [
+        (box.name.removeprefix(MODEL), box.dtype, begin_of(box.shape, box.offsets), box.payload_bytes, box.crc)
+        for box in written_boxes(extents.extents, writer.checksums)
+    ]
+    answers = exchange.agree("checksums of weights that are not trained", json.dumps(mine).encode())
+    ranges = sorted({tuple(told) for answer in answers for told in json.loads(answer)})
+    sums: dict[str, tuple[str, int, int]] = {}
+    for name, dtype, _, nbytes, crc in ranges:
+        _, before_bytes, before = sums.get(name, (dtype, 0, 0))
+        sums[name] = dtype, before_bytes + nbytes, combine(before, crc, nbytes)
+    return sums
+
+
+def digest_of(sums: Sums) -> str:
+    """Names the weights by what they are."""
+    return hashlib.blake2b(json.dumps(sorted(sums.items())).encode(), digest_size=16).hexdigest()
+
+
+def check_reference(sums: Sums, saved: Sums) -> None:
+    """Raise ConfigError unless the weights that are not trained are those that the checkpoint was made with."""
+    wrong = [name for name, told in saved.items() if name in sums and tuple(sums[name]) != tuple(told)]
+    wrong += [name for name in saved if name not in sums]
+    if wrong:
+        more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
+        raise ConfigError(
+            f"load_checkpoint: it refers to weights that are not trained and not saved (checkpoint.frozen is "
+            f'"reference"), and {len(wrong)} of {len(saved)} are not those: {", ".join(wrong[:NAMES_SHOWN])}{more}; '
+            "build the model from the same base, in the same dtype"
+        )
+
+
+class SharedFrozen:
+    """The weights that the checkpoints of one save_dir share.
+
+    Args:
+        save_dir: of the checkpoints.
+        files: the disk.
+    """
+
+    def __init__(self, save_dir: Path, files: Files) -> None:
+        self._save_dir, self._files = save_dir, files
+        self.folders = Folders(save_dir / FOLDER, files)
+
+    def holds(self, digest: str) -> bool:
+        """True when they are there as a whole."""
+        folder = self.folders.save_dir / digest
+        try:
+            check(self._files, folder, read_manifest(self._files, folder))
+        except ConfigError:
+            return False
+        return True
+
+    def entries(self, digest: str) -> tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]]:
+        """Their files and boxes, as a checkpoint beside them names them."""
+        folder = self.folders.save_dir / digest
+        manifest = read_manifest(self._files, folder)
+        path = folder / METADATA_FILE
+        metadata = read_metadata(self._files.read_bytes(path), str(path))
+        files = {
+            f"../{FOLDER}/{digest}/{name}": entry for name, entry in manifest.files.items() if name != METADATA_FILE
+        }
+        boxes: dict[str, list[WrittenBox]] = {name: [] for name in files}
+        for name, told in metadata.state_dict_metadata.items():
+            if isinstance(told, TensorStorageMetadata):
+                dtype = str(told.properties.dtype).removeprefix("torch.")
+                for chunk in told.chunks:
+                    info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                    where = (tuple(told.size), tuple(chunk.offsets), tuple(chunk.sizes), info.offset, info.length)
+                    file = f"../{FOLDER}/{digest}/{info.relative_path}"
+                    boxes[file].append(WrittenBox(name, dtype, *where, 0, 0, 0))
+        return files, boxes
+
+    def remove_unused(self, checkpoints: Iterable[Path]) -> None:
+        """Remove those that none of these checkpoints points to."""
+        used = set()
+        for folder in checkpoints:
+            names = read_manifest(self._files, folder).files
+            used |= {name.split("/")[2] for name in names if name.startswith(f"../{FOLDER}/")}
+        for digest in self.folders.tags():
+            if digest not in used:
+                self._files.remove(self.folders.save_dir / digest, first=("manifest.json",))

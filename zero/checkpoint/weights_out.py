@@ -1,0 +1,234 @@
+"""Weights of a live engine, whatever its stage, tier and number of ranks, as the files that everybody reads."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, StateError
+from offload.safetensors_writer import Tensor
+from zero.checkpoint.plane_reader import PlaneReader, Relay
+from zero.checkpoint.sharding import MAX_SHARD_SIZE, plan_shards, stem_of
+from zero.checkpoint.weights_files import write_together
+from zero.params.opaque import decodes, is_wrapper
+from zero.replanning import FollowsModel
+from zero.schedule.hooks import in_backward
+
+logger = logging.getLogger("zero")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a model, under the name that a state dict gives it."""
+
+    name: str
+    tensor: torch.Tensor
+    """A parameter, whose values may be elsewhere, or a buffer."""
+    first: str
+    """The name under which the same tensor came first; its own for most."""
+    opaque: bool
+    """Quantised storage, whose dtype is not ours to choose."""
+
+
+def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[Entry]:
+    """What `state_dict` would hold, in its order; tied parameters under each of their names.
+
+    Raises:
+        ConfigError: a parameter is a tensor subclass that wraps others.
+    """
+    firsts: dict[int, str] = {}
+    entries: list[Entry] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = [(name, p) for name, p in module._parameters.items() if p is not None]
+        own = [(name, p) for name, p in own if p.requires_grad or not exclude_frozen]
+        kept = module._non_persistent_buffers_set
+        own += [(name, b) for name, b in module._buffers.items() if b is not None and name not in kept]
+        for name, tensor in own:
+            full = f"{prefix}.{name}" if prefix else name
+            if is_wrapper(tensor):
+                raise ConfigError(
+                    f"{full}: a {type(tensor).__name__} cannot be written as plain weights; leave it out with "
+                    "exclude_frozen_parameters=True, or save the model with the library that has quantised it"
+                )
+            entries.append(Entry(full, tensor, firsts.setdefault(id(tensor), full), decodes(module, name)))
+    return entries
+
+
+class SavesWeights(FollowsModel):
+    """Mixed into the engine."""
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    ) -> bool:
+        """Write the weights that the model computes with, as safetensors that `from_pretrained` reads.
+
+        All ranks come here, the first one writes. No more than a few blocks are in memory. Tied parameters are
+        stored once, under their first name; buffers are stored as in a state dict. Files of an earlier model of that
+        name in the folder are replaced once the new ones are complete.
+
+        Args:
+            save_dir: made if it is not there.
+            save_filename: of the file, or of the index; DeepSpeed's "pytorch_model.bin" becomes "model.safetensors".
+            exclude_frozen_parameters: leave out what is not trained.
+            max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
+
+        Returns:
+            False: nothing was written, since at stage 3 `stage3_gather_16bit_weights_on_model_save` is off.
+
+        Raises:
+            StateError: inside forward, backward or `GatheredParameters`.
+            StorageError: a transfer failed or the disk has no room; the folder has no new model.
+        """
+        zero = self._config.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            logger.info(
+                "nothing saved in %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false", save_dir
+            )
+            return False
+        self._save_weights(Path(save_dir), save_filename, exclude_frozen_parameters, max_shard_size, masters=False)
+        return True
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
+        """DeepSpeed's old name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def save_fp32_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    ) -> bool:
+        """As `save_16bit_model`, but the exact fp32 masters; what is not trained is widened, codes stay codes.
+
+        Returns:
+            True.
+        """
+        self._save_weights(Path(save_dir), save_filename, exclude_frozen_parameters, max_shard_size, masters=True)
+        return True
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """The model's own state dict: values that are elsewhere are not in it; see `_zero3_consolidated_16bit_...`."""
+        values = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    values.pop(prefix + name, None)
+        return values
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> OrderedDict[str, torch.Tensor] | None:
+        """A state dict of copies in host memory, on the first rank; None on others. All ranks come here.
+
+        Tied parameters are one tensor under each of their names. At any stage.
+
+        Raises:
+            StateError: inside forward, backward or `GatheredParameters`.
+            StorageError: a transfer failed, on any rank.
+        """
+        entries = self._resting_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
+        relay, found = Relay(self.exchange), OrderedDict[str, torch.Tensor]()
+        with self._reader(relay, masters=False) as reader:
+            for entry in entries:
+                whole = found.get(entry.first)
+                if entry.first == entry.name:
+                    dtype = _dtype_of(entry, reader)
+                    whole = torch.empty(entry.tensor.shape, dtype=dtype) if relay.placement.rank == 0 else None
+                    _fill(whole, _values_of(entry, reader, dtype))
+                if whole is not None:
+                    found[entry.name] = whole
+            relay.exchange("a consolidated state dict")
+        return found if relay.placement.rank == 0 else None
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> OrderedDict[str, torch.Tensor] | None:
+        """DeepSpeed's name for it where it does not matter what is partitioned."""
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _save_weights(
+        self, folder: Path, filename: str, exclude_frozen: bool, max_shard_size: int | str | None, *, masters: bool
+    ) -> None:
+        stem = stem_of(filename)
+        entries = self._resting_entries(f"saving weights in {folder}", exclude_frozen=exclude_frozen)
+        by_name = {entry.name: entry for entry in entries if entry.first == entry.name}
+        relay = Relay(self.exchange)
+        with self._reader(relay, masters=masters) as reader:
+            tensors = [
+                Tensor(name, _written_as(entry, _dtype_of(entry, reader), masters=masters), entry.tensor.shape)
+                for name, entry in by_name.items()
+            ]
+            # One sub-group's states are in memory at a time: reading a frozen weight in between would let go of them.
+            late = {name for name, entry in by_name.items() if not entry.tensor.requires_grad}
+            shards = plan_shards(tensors, stem, max_shard_size, late)
+
+            def values(tensor: Tensor) -> Iterator[torch.Tensor]:
+                return _values_of(by_name[tensor.name], reader, tensor.dtype)
+
+            write_together(relay, folder, stem, shards, values)
+
+    def _resting_entries(self, what: str, *, exclude_frozen: bool) -> list[Entry]:
+        """Take up changes of the model, and wait until the planes hold its values."""
+        self.ready(what)
+        if self._parts.hooks.in_forward or in_backward() or self._parts.keeper.editing:
+            raise StateError(f"{what}: inside forward, backward or GatheredParameters; call it between them")
+        self._follow()
+        return entries_of(self.module, exclude_frozen=exclude_frozen)
+
+    @contextmanager
+    def _reader(self, relay: Relay, *, masters: bool) -> Iterator[PlaneReader]:
+        """The planes, at rest inside the context. Nothing changes: a graph that was made before still counts."""
+        parts = self._parts
+        parts.stepper.finish()
+        self._persistent_bound = False
+        parts.coordinator.release_all()  # what forward has modified in place is stored
+        stored = parts.stored()
+        try:
+            yield PlaneReader(stored, relay, masters=masters)
+        finally:
+            stored.close()
+            self.ready("saving weights")
+
+
+def _dtype_of(entry: Entry, reader: PlaneReader) -> torch.dtype:
+    return reader.dtype_of(entry.tensor) if isinstance(entry.tensor, nn.Parameter) else entry.tensor.dtype
+
+
+def _written_as(entry: Entry, dtype: torch.dtype, *, masters: bool) -> torch.dtype:
+    return torch.float32 if masters and dtype.is_floating_point and not entry.opaque else dtype
+
+
+def _values_of(entry: Entry, reader: PlaneReader, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    if isinstance(entry.tensor, nn.Parameter):
+        for piece in reader.read(entry.tensor):
+            yield piece.to(dtype)
+    else:
+        yield entry.tensor.detach().to(device="cpu", dtype=dtype).reshape(-1)
+
+
+def _fill(whole: torch.Tensor | None, pieces: Iterator[torch.Tensor]) -> None:
+    position = 0
+    for piece in pieces:
+        if whole is not None:
+            whole.view(-1)[position : position + piece.numel()].copy_(piece)
+            position += piece.numel()

@@ -1,0 +1,370 @@
+"""A DataLoader that says how far the loop has come, and goes on from there.
+
+[Note: position] The order of an epoch is decided when it begins, by its number and the sampler's state then. A position
+is that and how many samples the loop has got; what workers have fetched ahead does not count. To go on is to draw the
+indices of what was had once more, without fetching them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, SequentialSampler
+
+from offload.errors import ConfigError
+
+logger = logging.getLogger("zero")
+
+COUNTS = ("epoch", "batches", "samples", "world_size", "batch_size", "dataset_samples")
+"""Whole numbers of a state."""
+
+
+class EpochSampler(DistributedSampler[Any]):
+    """A DistributedSampler that goes on to the next epoch by itself: a new order each time it is walked through.
+
+    `set_epoch` before a walk decides otherwise.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        """The indices of this rank's part of an epoch."""
+        indices = super().__iter__()
+        self.epoch += 1
+        return indices
+
+
+class _Skipping(Sampler[Any]):
+    """The sampler, from a position on; it stands between the sampler and what makes batches of its indices.
+
+    Args:
+        sampler: stands here.
+        batch_samples: in a batch.
+        batches_ahead: how many batches are drawn before the loop gets the first of them.
+    """
+
+    def __init__(self, sampler: Any, batch_samples: int, batches_ahead: int) -> None:
+        self._sampler, self._batch_samples = sampler, batch_samples
+        self._first = self._skip = 0
+        self._random: torch.Tensor | None = None
+        self.states: deque[tuple[int, Any]] = deque(maxlen=batches_ahead + 2)
+        """(samples drawn, the sampler's state then), of the last batches."""
+        self.has_states = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+        """It knows itself where it is."""
+        self.generator: torch.Generator | None = None
+        """What decides its order, if not its epoch or its state."""
+        if not self.has_states and not isinstance(sampler, (DistributedSampler, SequentialSampler)):
+            own = getattr(sampler, "generator", None)
+            self.generator = own if isinstance(own, torch.Generator) else torch.default_generator
+
+    def start(self, first: int, skip: int, random: torch.Tensor | None) -> None:
+        """How the next walk begins.
+
+        Args:
+            first: samples that were had before.
+            skip: how many of them the sampler does not know of.
+            random: the global generator's state with which its order was drawn; None: it is drawn now.
+        """
+        self._first, self._skip, self._random = first, skip, random
+        self.states.clear()
+
+    def place(self, state: Any) -> bool:
+        """Give the sampler its state, if it has states; whether it took it."""
+        self.states.clear()
+        if state is None or not self.has_states:
+            return False
+        self._sampler.load_state_dict(state)
+        return True
+
+    def state_after(self, samples: int) -> Any:
+        """The state of a sampler that has states, after so many; as it is now, if no walk has come there."""
+        for drawn, state in self.states:
+            if drawn == samples:
+                return state
+        return self._sampler.state_dict()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Indices of the rest of the epoch."""
+        skip, random, self._skip, self._random = self._skip, self._random, 0, None
+        indices = iter(self._sampler) if random is None else _drawn_at(self._sampler, random)
+        indices = itertools.islice(indices, skip, None)
+        return self._noting(indices) if self.has_states else indices
+
+    def __len__(self) -> int:
+        """Of a whole epoch."""
+        return len(self._sampler)
+
+    def _noting(self, indices: Iterator[Any]) -> Iterator[Any]:
+        for drawn, index in enumerate(indices, 1):
+            if drawn % self._batch_samples == 0:
+                self.states.append((self._first + drawn, self._sampler.state_dict()))
+            yield index
+
+
+def _drawn_at(sampler: Any, random: torch.Tensor) -> Iterator[Any]:
+    """The sampler's indices as they were when the global generator was in this state, which is left as it is now.
+
+    torch's samplers draw from it with their first index and never again.
+    """
+    now = torch.get_rng_state()
+    torch.set_rng_state(random)
+    try:
+        indices = iter(sampler)
+        first = list(itertools.islice(indices, 1))
+    finally:
+        torch.set_rng_state(now)
+    return itertools.chain(first, indices)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far one walk through the data has come."""
+
+    epoch: int
+    first: int = 0
+    """Samples of this rank's part of the epoch that were had before it."""
+    batches: int = 0
+    """Of this epoch, whoever had them."""
+    had: int = 0
+    """Batches of this walk."""
+    random: torch.Tensor | None = field(default=None, repr=False)
+    """The generator's state when the epoch began."""
+    is_placed: bool = False
+    """The sampler itself is after `first`."""
+    ended: bool = False
+
+
+class _Walk:
+    """An iterator of a loader. It begins with its first batch, so that a state may be loaded until then."""
+
+    def __init__(self, loader: ResumableLoader) -> None:
+        self._loader = loader
+        self._begun: tuple[Iterator[Any], _Progress] | None = None
+        self._failed = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            self._begun = self._loader._begin()
+        batches, progress = self._begun
+        try:
+            batch = next(batches)
+        except StopIteration:
+            progress.ended = True
+            raise
+        except Exception:
+            self._failed += 1  # passed over if there is a next one
+            raise
+        progress.batches += 1 + self._failed
+        progress.had += 1 + self._failed
+        self._failed = 0
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class ResumableLoader(DataLoader[Any]):
+    """Batches of a dataset with `__getitem__`; `state_dict` and `load_state_dict` as torchdata's StatefulDataLoader.
+
+    The state is that of the iteration begun last; one that was left in the middle stands there until another begins. A
+    state loads with other batch sizes and numbers of ranks: the position is counted in samples of the epoch.
+
+    What a dataset draws at random is resumed where the loop loads (the global generators are in a checkpoint). Workers
+    are seeded from torch's seed, the rank and the position, so the rest of an interrupted epoch has other seeds; the
+    next epochs have the same.
+
+    Args:
+        data: with `__getitem__` and `__len__`.
+        sampler: this rank's samples.
+        rank: of the caller.
+        world_size: number of ranks that share an epoch.
+        options: of the DataLoader.
+
+    Attributes:
+        loads: how often a state was loaded.
+    """
+
+    def __init__(self, data: Dataset[Any], sampler: Any, *, rank: int, world_size: int, **options: Any) -> None:
+        # Iterators draw a seed when they are made; a resumed loop makes one more, which must change nothing else.
+        super().__init__(data, sampler=sampler, generator=torch.Generator(), **options)
+        self._rank, self._world_size = rank, world_size
+        self._samples = self.batch_size or 1
+        ahead = self.num_workers * (self.prefetch_factor or 0)
+        self._skipping = _Skipping(self.sampler, self._samples, ahead)
+        self.batch_sampler.sampler = self._skipping  # type: ignore[union-attr]
+        self._epochs = 0
+        self._loaded: _Progress | None = None
+        self._progress: _Progress | None = None
+        self.loads = 0
+
+    def __iter__(self) -> Any:
+        """The rest of the epoch that was loaded, or a new epoch."""
+        return _Walk(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is: the epoch, and the batches and samples (of all ranks) that it has got of it.
+
+        Returns:
+            Numbers, tensors, and the state of a sampler that has one.
+        """
+        skipping, own = self._skipping, self._has_own_generator
+        at = self._loaded if self._loaded is not None else self._progress
+        if at is None or at.ended or (at is self._loaded and at.epoch != self._next_epoch):
+            random = skipping.generator.get_state() if skipping.generator is not None and own else None
+            at = _Progress(self._next_epoch, random=random)
+        mine = self._mine(at)
+        return {
+            "epoch": at.epoch,
+            "batches": at.batches,
+            "samples": mine * self._world_size,
+            "world_size": self._world_size,
+            "batch_size": self._samples,
+            "dataset_samples": len(self.dataset),  # type: ignore[arg-type]
+            "seed": self._seed,
+            "sampler": skipping.state_after(mine) if skipping.has_states else None,
+            "random": at.random,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration goes on where the state was taken; iterators that have begun are left alone.
+
+        It begins after the samples that were had, also if batches have another size now or there are other ranks; what
+        cannot be as it was is said in the log.
+
+        Raises:
+            ConfigError: it is no state of such a loader.
+        """
+        wrong = [key for key in COUNTS if not isinstance(state.get(key), int)]
+        if wrong:
+            raise ConfigError(
+                f"loader: load_state_dict: expected the state of a loader made by deepspeed_io, got one without "
+                f"{', '.join(wrong)}; make the loader that was saved"
+            )
+        epoch, batches, samples, ranks, batch_samples, dataset_samples = (state[key] for key in COUNTS)
+        first = min(-(-samples // self._world_size), self._mine_max)
+        random = state.get("random")
+        for note in self._notes(state, samples, ranks, batch_samples, dataset_samples):
+            logger.warning("loader: %s", note)
+        if isinstance(self.sampler, EpochSampler) and state.get("seed") is not None:
+            self.sampler.seed = int(state["seed"])
+        if hasattr(self.sampler, "set_epoch") and hasattr(self.sampler, "epoch"):
+            self.sampler.set_epoch(epoch)
+        self._epochs = epoch
+        if ranks != self._world_size:
+            random = None
+        is_placed = ranks == self._world_size and self._skipping.place(state.get("sampler"))
+        if random is not None and self._skipping.generator is not None and self._has_own_generator:
+            self._skipping.generator.set_state(random)
+        self._loaded, self._progress = _Progress(epoch, first, batches, random=random, is_placed=is_placed), None
+        self.loads += 1
+
+    def _begin(self) -> tuple[Iterator[Any], _Progress]:
+        """For `_Walk`."""
+        loaded, self._loaded = self._loaded, None
+        epoch, skipping = self._next_epoch, self._skipping
+        if loaded is not None and loaded.epoch == epoch:
+            at, random = loaded, None if self._has_own_generator else loaded.random
+        else:
+            at, random = _Progress(epoch), None
+        if at.random is None and skipping.generator is not None:
+            at.random = skipping.generator.get_state()
+        self._progress, self._epochs = at, epoch + 1
+        seed = torch.initial_seed() % 2**64
+        mixed = np.random.SeedSequence([seed, self._rank, epoch, at.first]).generate_state(1, np.uint64)
+        if self.generator is not None:
+            self.generator.manual_seed(int(mixed[0]))
+        skipping.start(at.first, 0 if at.is_placed else at.first, random)
+        return super().__iter__(), at
+
+    @property
+    def _next_epoch(self) -> int:
+        epoch = getattr(self.sampler, "epoch", None)
+        return epoch if isinstance(epoch, int) else self._epochs
+
+    @property
+    def _seed(self) -> int | None:
+        """With the epoch it decides the order; None if a sampler that was given does."""
+        return self.sampler.seed if isinstance(self.sampler, EpochSampler) and self.sampler.shuffle else None
+
+    @property
+    def _has_own_generator(self) -> bool:
+        return self._skipping.generator is not torch.default_generator
+
+    @property
+    def _mine_max(self) -> int:
+        """Samples of this rank in an epoch; a huge number if the sampler does not say."""
+        try:
+            return len(self._skipping)
+        except (TypeError, NotImplementedError):
+            return 2**62
+
+    def _mine(self, at: _Progress) -> int:
+        return min(at.first + at.had * self._samples, self._mine_max)
+
+    def _notes(
+        self, state: Mapping[str, Any], samples: int, ranks: int, batch_samples: int, dataset_samples: int
+    ) -> Iterator[str]:
+        """What is not as it was when the state was taken."""
+        here = len(self.dataset)  # type: ignore[arg-type]
+        if here != dataset_samples:
+            yield f"the data had {dataset_samples:,} samples when this was saved and has {here:,}: the order is another"
+        if samples and batch_samples != self._samples:
+            yield f"batches had {batch_samples:,} samples and have {self._samples:,}; it goes on at the same sample"
+        if samples and (state.get("seed") is None) != (self._seed is None):
+            yield "it was saved with another kind of sampler; the samples that were had are not the ones it leaves out"
+        if ranks == self._world_size:
+            return
+        if samples % self._world_size and samples < here:
+            rest = self._world_size - samples % self._world_size
+            yield (
+                f"{samples:,} samples of the epoch were had, which do not divide by {self._world_size} ranks; "
+                f"{rest} more are left out"
+            )
+        if state.get("sampler") is not None or state.get("random") is not None:
+            yield f"the sampler's own state is one rank's of {ranks}; with {self._world_size} it is not taken"
+
+
+class RepeatingLoader:
+    """An endless iterator over a loader, which begins anew when it ends; DeepSpeed's name.
+
+    Args:
+        loader: anything that can be iterated over more than once.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.data_iter: Iterator[Any] | None = None
+        self._loads = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, of the next epoch where one ends. StopIteration only if the loader is empty."""
+        loads = getattr(self.loader, "loads", 0)
+        if self.data_iter is None or loads != self._loads:
+            self.data_iter, self._loads = iter(self.loader), loads
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+    def state_dict(self) -> Any:
+        """The loader's; None if it has none."""
+        return self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
+
+    def load_state_dict(self, state: Any) -> None:
+        """The next batch is the one after those that the state's loop has got. Raises as the loader's."""
+        if hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state)
+            self.data_iter = None

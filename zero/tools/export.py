@@ -1,0 +1,42 @@
+"""Write the weights of a checkpoint as safetensors files that from_pretrained and others read.
+
+CHECKPOINT is a folder that engine.save_checkpoint has filled (the checkpoint that its file `latest` names is taken) or
+one checkpoint in it. It may come from any number of ranks. No GPU is needed, and little memory, whatever the model's
+size. Add the model's config.json and tokenizer to OUT, for instance with model.config.save_pretrained(OUT).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from offload.sizes import format_bytes
+from zero.checkpoint.export import DTYPES, export
+from zero.checkpoint.fp32 import opened
+from zero.checkpoint.sharding import MAX_SHARD_SIZE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `zero export`."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of checkpoints, or one of them")
+    parser.add_argument("out", metavar="OUT", help="folder for the files; made if it is not there")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="fp32: the exact masters (bf16)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", default=MAX_SHARD_SIZE, help="of a file (5GB)")
+    parser.add_argument("--exclude-frozen", action="store_true", help="leave out what was not trained")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Export and say what was written; the exit status."""
+    out = Path(options.out)
+    with opened(options.checkpoint) as (source, state):
+        shards = export(
+            source,
+            state,
+            out,
+            DTYPES[options.dtype],
+            max_shard_size=options.max_shard_size,
+            exclude_frozen=options.exclude_frozen,
+        )
+    for shard in shards:
+        print(f"{out / shard.filename}: {len(shard.tensors)} tensors, {format_bytes(shard.nbytes)}")
+    return 0
