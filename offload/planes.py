@@ -70,6 +70,11 @@ class Disk:
         await self._move(self.aio.write, offset, buffer, what)
         self.traffic.write_bytes += buffer.numel()
 
+    async def sync(self) -> None:
+        """Put what was written on stable storage. Raises StorageError."""
+        files = zip(self.swap.descriptors, self.swap.paths, strict=True)
+        await settle_all([self.aio.sync(descriptor, path) for descriptor, path in files])
+
     def follow(self, other: Disk) -> None:
         """Go on counting where `other`, which is at rest, stops."""
         mine, theirs, seconds = self.traffic, other.traffic, other.aio.stats()

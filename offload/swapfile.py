@@ -54,9 +54,12 @@ class SwapGeometry:
 
 
 @dataclass(slots=True)
-class _File:
+class SwapFile:
+    """One open file of a swap space."""
+
     fd: int
     path: str
+    """Its folder, for errors."""
 
 
 def free_bytes(path: Path | str) -> int:
@@ -86,7 +89,7 @@ class SwapSpace:
 
     def __init__(self, paths: Sequence[Path | str], capacity_bytes: int, speeds: Sequence[float] | None = None) -> None:
         self.direct = True
-        self._files: list[_File] = []
+        self._files: list[SwapFile] = []
         folders = [check_folder(path) for path in paths]
         if not folders:
             raise ConfigError("swap space: nvme_path is empty; give at least one folder")
@@ -161,7 +164,7 @@ class SwapSpace:
         if not self._files:
             raise StateError("the swap space is closed")
 
-    def _create(self, folder: Path) -> _File:
+    def _create(self, folder: Path) -> SwapFile:
         remove_stale_runs(folder)
         try:
             run = Path(tempfile.mkdtemp(prefix=f"{RUN_FOLDER_PREFIX}{os.getpid()}-", dir=folder))
@@ -174,7 +177,7 @@ class SwapSpace:
             path.unlink()
         finally:
             shutil.rmtree(run, ignore_errors=True)
-        return _File(fd, str(folder))
+        return SwapFile(fd, str(folder))
 
     def _open_direct(self, path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -214,7 +217,7 @@ class PeerSwap(SwapSpace):
             )
         flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if geometry.direct else 0)
         for descriptor, path in zip(descriptors, geometry.paths, strict=True):
-            self._files.append(_File(_reopened(descriptor, flags), path))
+            self._files.append(SwapFile(_reopened(descriptor, flags), path))
 
     def extend(self, nbytes: int) -> int:
         """Refused.
@@ -303,7 +306,7 @@ def remove_stale_runs(folder: Path) -> None:
             continue  # locked by its owner, or gone meanwhile
 
 
-def _reserve(file: _File, nbytes: int, offset: int) -> None:
+def _reserve(file: SwapFile, nbytes: int, offset: int) -> None:
     """Make the first `nbytes` of the file exist; `offset` is where the new part of the swap space begins."""
     try:
         os.posix_fallocate(file.fd, 0, nbytes)
@@ -311,5 +314,5 @@ def _reserve(file: _File, nbytes: int, offset: int) -> None:
         raise _failure(f"reserving swap space: need {nbytes:,} bytes", error, file, offset) from error
 
 
-def _failure(what: str, error: OSError, file: _File, offset: int) -> StorageError:
+def _failure(what: str, error: OSError, file: SwapFile, offset: int) -> StorageError:
     return StorageError(what, errno=error.errno or 0, path=file.path, offset=offset, free_bytes=free_bytes(file.path))

@@ -21,6 +21,7 @@ from offload.sizes import format_bytes
 from offload.threads import update_threads
 from zero.adoption import Adoption, Piece, read_parameter
 from zero.backward import BackwardWatch
+from zero.checkpoint.snapshots import open_snapshots
 from zero.config import Config
 from zero.editing import UnitEditor
 from zero.exchange import Exchange
@@ -78,6 +79,9 @@ class Owner(Protocol):
     def changed(self, index: int | None = None) -> None:
         """A unit (None: all) changes by other means than a step."""
 
+    def wait_for_checkpoint(self) -> None:
+        """Return once no checkpoint is being written."""
+
     def arguments_now(self) -> StepArguments:
         """What a step would use now that does not clip."""
 
@@ -123,7 +127,16 @@ class Assembly:
         self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place, placement)
         logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
         leave_note("plan", self.plan.facts(owner.device))
-        self.storage = Storage(self.layout, self.plan, config, owner.device, owner.exchange.memory)
+        self.snapshots = open_snapshots(config, self.layout, self.plan, owner.exchange)
+        named = self.snapshots.open_swap if self.snapshots else None
+        try:
+            self.storage = Storage(self.layout, self.plan, config, owner.device, owner.exchange.memory, named)
+        except BaseException:
+            if self.snapshots is not None:
+                self.snapshots.close()
+            raise
+        if self.snapshots is not None:
+            self.snapshots.attach(self.storage)
         self._built = False
 
     def build(self) -> None:
@@ -156,6 +169,7 @@ class Assembly:
         )
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed, owner.exchange)
+        editor.before_in_place = owner.wait_for_checkpoint
         self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor, self.parameters())
         self.keeper.rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch)
         self.watch.at_end = self.keeper.rows.end_backward

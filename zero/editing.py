@@ -44,6 +44,8 @@ class UnitEditor:
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
         self._changed, self._exchange = changed, exchange
+        self.before_in_place: Callable[[], None] = lambda: None
+        """Called before anybody can edit weights where they live."""
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._unstored: list[Edit] = []
@@ -92,7 +94,7 @@ class UnitEditor:
         self._coordinator.let_go(index)
         if bound.bound:
             # In use by a forward around us, or persistent: edits happen in place.
-            self._changed(index)
+            self.before_in_place()
             self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
             return

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +17,10 @@ from offload.errors import StateError, StorageError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
 from zero.accessors import ConfigAccessors, ValueAccessors
+from zero.accumulating import Accumulates
 from zero.activations import Activations
 from zero.assembly import Assembly
-from zero.checkpoint.loading import LoadsCheckpoints
-from zero.checkpoint.weights_out import SavesWeights
+from zero.checkpoint.engine import Checkpoints
 from zero.config import Config
 from zero.data import LoadsData
 from zero.exchange import Alone, Exchange
@@ -37,9 +37,7 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(
-    ConfigAccessors, ValueAccessors, LoadsData, LoadsCheckpoints, SavesWeights, Generates, Traced, nn.Module
-):
+class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkpoints, Generates, Traced, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -69,8 +67,6 @@ class ZeroEngine(
         self.lr_scheduler: Any = None
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
-        self._boundary: bool | None = None
-        self._local_only = False
         self._buffers_differ = False
         self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
@@ -168,32 +164,6 @@ class ZeroEngine(
         self._stepper.finish()
         self._gradients.settle()
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """True when the next `step()` updates the parameters."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self._config.gradient_accumulation_steps == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say so from outside; from then on the micro-step counter decides nothing."""
-        self._boundary = is_boundary
-
-    def reduces(self) -> bool:
-        """True when gradients of the backward under way are to be reduced as soon as they can be."""
-        return self.is_gradient_accumulation_boundary() and not self._local_only
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside need not reduce gradients: stages 0 and 1 add them up on each rank until later.
-
-        Stages 2 and 3 have no room for whole gradients: they go on reducing, and the numbers are the same.
-        """
-        before, self._local_only = self._local_only, True
-        try:
-            yield
-        finally:
-            self._local_only = before
-
     def _share_buffers(self) -> None:
         """Running statistics are the first rank's, as with DistributedDataParallel."""
         if self.module.training and torch.is_grad_enabled():
@@ -225,6 +195,7 @@ class ZeroEngine(
         """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
         if self.optimizer is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
+        self._check_snapshot()
         if self._keeper.editing:
             raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
         if self._watch.torn:
@@ -252,6 +223,7 @@ class ZeroEngine(
                 self._stepper.start()
                 self._step_asked = False
                 self._coordinator.expect_forward()
+                self._after_a_step()
 
     def arguments_now(self) -> StepArguments:
         """What a step would use now that does not clip, for every parameter."""
@@ -262,8 +234,7 @@ class ZeroEngine(
     def changed(self, index: int | None = None) -> None:
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
         if index is not None:
-            self.wait_for_checkpoint()  # it has not taken all of the old values yet
-            self.forget_frozen()
+            self.weights_change()
         if self._ahead is not None:
             self._ahead.void_all() if index is None else self._ahead.void(index)
 
@@ -273,6 +244,7 @@ class ZeroEngine(
             return
         self._persistent_bound = False
         self._coordinator.release_all()
+        self._before_a_step()
         number = self.global_steps + 1
         self._stepper.fix(number, optimizer, self._index_of, self._config.gradient_clipping)
         self._coordinator.step_taken()
@@ -282,6 +254,7 @@ class ZeroEngine(
         optimizer.mark_stepped()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        self._step_was_fixed()
 
     def ready(self, what: str) -> None:
         """Raise if the engine is closed; take a step that was asked for; bind what is always bound.
@@ -295,6 +268,7 @@ class ZeroEngine(
         self._take_step()
         if not self._persistent_bound:
             self._stepper.apply_persistent()
+            self._bound_again()
             self._coordinator.bind_persistent()
             self._persistent_bound = True
 
@@ -355,6 +329,7 @@ class ZeroEngine(
         self._finalizer.detach()
         try:
             unsaved = self.end_checkpoint()
+            self._commit_last()
             if not self.exchange.placement.alone:  # others may still read this rank's slices
                 with suppress(StorageError):
                     self._stepper.finish()

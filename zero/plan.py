@@ -88,6 +88,8 @@ class Plan:
     """Tier of each sub-group's state record."""
     two_slots: bool = False
     """Trained weights and records exist twice, so that an update inside backward can be taken back."""
+    snapshots: bool = False
+    """Weights and records have two places on NVMe each, whatever their tier, so that a snapshot is never written."""
     state_dtype: torch.dtype = torch.float32
     """Of the moments; uint8 for 8-bit codes with scales."""
     records_in_flight: int = 4
@@ -106,7 +108,7 @@ class Plan:
     update_pool_bytes: int = 0
     """Device memory that an update on a GPU passes through what does not live there."""
     second_slot_bytes: int = 0
-    """Of `swap_bytes`: where updates inside backward write."""
+    """Of `swap_bytes`: where updates inside backward write, or snapshots are."""
     swap_bytes: int = 0
     activations: ActivationPlan = ActivationPlan()
     rows: tuple[PlanRow, ...] = ()

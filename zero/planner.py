@@ -17,6 +17,7 @@ from zero.plan_check import check_fits, check_live_limit
 from zero.plane_sizes import PlaneSizes, rows_of
 from zero.pools import PoolSizes, prefix_that_fits
 from zero.schedule.policy import Limits
+from zero.snapshot_plan import plan_snapshots
 
 SUB_GROUP_NUMEL_MAX = 4 << 20
 RECORDS_IN_FLIGHT = 4
@@ -100,6 +101,7 @@ class Planner:
             self.sizes.gradient_bytes(unit) for unit in self.trained if plan.gradient_tiers[unit.index] == NVME
         )
         plan.second_slot_bytes = self._second_slot_bytes(plan)
+        plan.second_slot_bytes += plan_snapshots(plan, self.sizes, self.config.zero_optimization.offload_optimizer)
         plan.swap_bytes += plan.second_slot_bytes + plan.activations.swap_bytes
         plan.rows = tuple(row for row in rows_of(plan, self.sizes, self.pools) if row.nbytes)
         written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)

@@ -128,7 +128,7 @@ class FollowsModel:
 
         Raises:
             StateError: inside forward, backward or `GatheredParameters`; or ranks have changed their models
-                differently, or amid a step.
+                differently, or amid a step; or there are snapshots.
             BudgetError: old and new planes do not fit together for the moment of the change; nothing has changed.
             StorageError: a transfer failed; nothing has changed.
         """
@@ -144,6 +144,8 @@ class FollowsModel:
         """The parts, to rewrite their planes: nothing of them moves, no unit is bound, no graph counts any more."""
         parts = self._parts
         _rest(parts)
+        if parts.snapshots is not None:
+            parts.snapshots.void()
         self._persistent_bound = False
         parts.coordinator.release_all()
         parts.watch.generation += 1
@@ -166,6 +168,11 @@ class FollowsModel:
         joining = census.joining() if self.optimizer is not None else []
         if not joining and census.same_as(self._census):
             return False
+        if parts.snapshots is not None:
+            raise StateError(
+                "the model has changed, and snapshots are of the layout that initialize saw; change the model before "
+                "zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
+            )
         if joining:
             _join(self.optimizer, joining, parts.leaves, self.module)
             census.held = _held(self.optimizer)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -12,21 +12,24 @@ import torch
 from offload.activations import ActivationStore
 from offload.aio import AioOptions
 from offload.arena import Arena, MemoryRegion
-from offload.errors import BudgetError, ConfigError, StateError
+from offload.errors import BudgetError, StateError
 from offload.mover import Mover
 from offload.pieces import PieceStore, Swap
 from offload.planes import Disk, Home, Plane
 from offload.sharing import SharedRegion
 from offload.slabs import Slabs, SwapArea
+from offload.snapshot_files import SnapshotSwap
 from offload.streams import open_streams
 from offload.swapfile import SwapSpace
 from offload.timeline import Timeline
+from offload.two_slots import Pair, TwoSlotPlane
 from zero.activation_plan import KNOB
 from zero.config import Config
 from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan
 from zero.pools import gradient_sums_bytes
+from zero.swap_paths import swap_paths, wants_pinning
 from zero.whole_gradients import SharedPlaces, WholeGradients
 
 
@@ -36,6 +39,10 @@ class OtherSlots:
 
     weights: Plane
     records: Plane
+
+
+OpenSnapshot = Callable[[int, Sequence[float] | None], SnapshotSwap]
+"""(bytes to reserve, speeds of the paths' devices) -> the swap space, in files that have names."""
 
 
 class Storage:
@@ -49,22 +56,31 @@ class Storage:
         gradients: one plane per space (None for frozen ones).
         whole_gradients: where gradients are before they are reduced.
         near: unit index -> uint8, this rank's part of it among its neighbours, where they share weights out again.
+        twice: planes that snapshots keep, weights first; each has two places on the disk for everything.
         other_slots: per space, where `plan.two_slots` (else None).
         activations: keeps what autograd saves, where the plan gives it a tier (else None).
     """
 
     def __init__(
-        self, layout: Layout, plan: Plan, config: Config, device: torch.device, shared: SharedPlaces | None = None
+        self,
+        layout: Layout,
+        plan: Plan,
+        config: Config,
+        device: torch.device,
+        shared: SharedPlaces | None = None,
+        open_snapshot: OpenSnapshot | None = None,
     ) -> None:
         self.layout, self.plan, self.device, self._shared = layout, plan, device, shared
+        self._open_snapshot = open_snapshot
         self._flats: dict[int, torch.Tensor] = {}
         self._budgeted = config.memory_budget.host is not None
-        self._pinned = device.type == "cuda" and _wants_pinning(config)
+        self._pinned = device.type == "cuda" and wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
         self._on_device = frozenset(group for group, tier in tiers if tier == DEVICE)
         self._two_slots = frozenset(plan.in_swap(layout) if plan.two_slots else ())
         self._regions: list[MemoryRegion] = []
         self._planes: list[Plane] = []
+        self.twice: list[TwoSlotPlane] = []
         self.timeline = Timeline()
         self.at_end: list[Callable[[], None]] = []
         self.at_rest: list[Callable[[], None]] = []
@@ -214,7 +230,7 @@ class Storage:
             if hasattr(self, name):
                 getattr(self, name).close()
         self.weights, self.records, self.gradients, self.other_slots = [], [], [], []
-        self._regions, self._planes, self.near = [], [], {}
+        self._regions, self._planes, self.twice, self.near = [], [], [], {}
         self._flats = {}
 
     # ---- construction -------------------------------------------------------------------------
@@ -223,7 +239,7 @@ class Storage:
         if not self.plan.swap_bytes:
             return None
         aio = config.aio
-        paths = _swap_paths(config)
+        paths = swap_paths(config)
         tuned = tune_io(config, paths)
         options = AioOptions(
             backend=tuned.backend,
@@ -233,7 +249,7 @@ class Storage:
             single_submit=aio.single_submit,
             overlap_events=aio.overlap_events,
         )
-        swap = SwapSpace(paths, self.plan.swap_bytes, tuned.speeds)
+        swap = (self._open_snapshot or partial(SwapSpace, paths))(self.plan.swap_bytes, tuned.speeds)
         try:
             return Disk(open_tuned(options, tuned), swap)
         except BaseException:
@@ -264,11 +280,12 @@ class Storage:
     def _weight_plane(self, space: Space) -> Plane:
         width = space.dtype.itemsize
         runs = [(unit.begin, unit.end, self.plan.weight_tiers[unit.index]) for unit in space.units]
-        if self.plan.two_slots and space.trainable:
-            runs = list(self._cut_at_sub_groups(space, runs))
+        pieces = [(begin, end, NVME) for begin, end, _ in runs]
+        if (self.plan.two_slots or self.plan.snapshots) and space.trainable:
+            runs, pieces = (list(self._cut_at_sub_groups(space, uncut)) for uncut in (runs, pieces))
         whole = [unit for unit in space.units if unit.index in self.plan.whole]
         homes = {unit.begin: unit.own(self._whole_home(unit, whole)) for unit in whole}
-        return self._plane(f"weights ({space.dtype})", width, runs, homes)
+        return self._plane(f"weights ({space.dtype})", width, runs, homes, pieces)
 
     def _whole_home(self, unit: Unit, units: Sequence[Unit]) -> torch.Tensor:
         """Memory for all slices of a unit; that of all `units` is allocated at once."""
@@ -309,7 +326,9 @@ class Storage:
             for group, tier in zip(self.plan.sub_groups, self.plan.record_tiers, strict=True)
             if group.space == index
         ]
-        return self._plane(f"optimizer states ({space.dtype})", self.plan.record_format(space).nbytes, runs)
+        return self._plane(
+            f"optimizer states ({space.dtype})", self.plan.record_format(space).nbytes, runs, pieces=runs
+        )
 
     def _gradient_plane(self, space: Space) -> Plane:
         width = 4 if self.plan.gradient_wide else space.dtype.itemsize
@@ -322,14 +341,17 @@ class Storage:
         width: int | Callable[[int], int],
         runs: Sequence[tuple[int, int, str]],
         given: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        pieces: Sequence[tuple[int, int, str]] = (),
     ) -> Plane:
         """Homes for each run: `given` memory, by where it begins; else a part of one region per memory tier, or of the
-        swap space.
+        swap space. With snapshots each of `pieces`, whatever its tier, has two places there.
         """
 
         def nbytes_of(begin: int, end: int) -> int:
             return (end - begin) * width if isinstance(width, int) else width(end - begin)
 
+        pairs = [self._pair(begin, end, nbytes_of(begin, end)) for begin, end, _ in pieces if self.plan.snapshots]
+        first_slots = {pair.begin: pair.offsets[0] for pair in pairs}
         ours = [run for run in runs if run[0] not in given]
         regions = {
             tier: self._region(tier, sum(nbytes_of(begin, end) for begin, end, t in ours if t == tier))
@@ -342,46 +364,29 @@ class Storage:
             if begin in given:
                 homes.append(Home(begin, end, given[begin]))
             elif tier == NVME:
-                homes.append(Home(begin, end, None, self._swap_used_bytes))
-                self._swap_used_bytes += nbytes
+                offset = first_slots[begin] if pairs else self._reserved(nbytes)
+                homes.append(Home(begin, end, None, offset))
             else:
                 homes.append(
                     Home(begin, end, regions[tier].take(nbytes), host_offset=host_bytes if tier == HOST else -1)
                 )
                 host_bytes += nbytes if tier == HOST else 0
-        plane = Plane(name, width, homes, self.disk, self.streams)
+        if pairs and self.disk is not None:
+            plane: Plane = TwoSlotPlane(name, width, homes, pairs, self.disk, self.streams)
+            self.twice.append(plane)  # type: ignore[arg-type]
+        else:
+            plane = Plane(name, width, homes, self.disk, self.streams)
         plane.host = regions[HOST].data if HOST in regions else None
         return self._kept(plane)
+
+    def _pair(self, begin: int, end: int, nbytes: int) -> Pair:
+        return Pair(begin, end, (self._reserved(nbytes), self._reserved(nbytes)))
+
+    def _reserved(self, nbytes: int) -> int:
+        offset = self._swap_used_bytes
+        self._swap_used_bytes += nbytes
+        return offset
 
     def _kept(self, plane: Plane) -> Plane:
         self._planes.append(plane)
         return plane
-
-
-def _swap_paths(config: Config) -> list[str]:
-    """The folders of all blocks that use NVMe, without repetition; those named for nothing if there are no others."""
-    zero, activations = config.zero_optimization, config.activation_checkpointing
-    blocks = (zero.offload_param, zero.offload_optimizer, activations)
-    used = [block for block in blocks if str(getattr(block.device, "value", block.device)) == "nvme"]
-    paths: list[str] = []
-    for block in [block for block in used if block.nvme_path] or blocks:
-        given = block.nvme_path
-        if given is None:
-            continue
-        for path in [given] if isinstance(given, (str, os.PathLike)) else given:
-            if str(path) not in paths:
-                paths.append(str(path))
-    if not paths:
-        raise ConfigError("nvme_path: the plan needs a swap space, but no block names a folder in nvme_path")
-    return paths
-
-
-def _wants_pinning(config: Config) -> bool:
-    """Pinned unless the user said no: copies from pageable memory stop the stream."""
-    return not any(
-        config.origin(f"zero_optimization.{block}.pin_memory") == "user" and not given.pin_memory
-        for block, given in (
-            ("offload_param", config.zero_optimization.offload_param),
-            ("offload_optimizer", config.zero_optimization.offload_optimizer),
-        )
-    )

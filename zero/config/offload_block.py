@@ -68,6 +68,15 @@ class OffloadParamConfig(_Offload):
     """[elements] kept in host memory as a cache of the NVMe tier."""
 
 
+class SnapshotConfig(Block):
+    """`snapshot`: states and weights exist twice on NVMe; a job that was killed goes on from the last commit."""
+
+    every: Annotated[Whole, Field(ge=1)] = 1
+    """[steps] between two snapshots."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "default"
+    """Of its folder below nvme_path; jobs that share the path need different ones."""
+
+
 class OffloadOptimizerConfig(_Offload):
     """`offload_optimizer`: the master weights and the moments."""
 
@@ -84,6 +93,8 @@ class OffloadOptimizerConfig(_Offload):
     """Ours: what the two moments are stored as. bf16 and 8bit move fewer bytes, and change the numbers."""
     update_in_backward: Flag = False
     """Ours: update inside backward into a second slot; costs the space of the states again. One rank only."""
+    snapshot: SnapshotConfig | None = None
+    """Ours: snapshots on NVMe without a copy; costs the space of weights and states again."""
 
     @model_validator(mode="after")
     def _one_rank_updates_in_backward(self, info: ValidationInfo) -> Self:
@@ -95,5 +106,17 @@ class OffloadOptimizerConfig(_Offload):
                 got=f"true with {ranks} ranks",
                 fix="not available: all ranks would have to agree before a part counts; set it to false",
                 keys=("update_in_backward",),
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _snapshots_have_a_slot(self) -> Self:
+        if self.snapshot is not None and self.update_in_backward:
+            raise problem(
+                "no update_in_backward beside it",
+                at="snapshot",
+                got="both",
+                fix="both would write to the second slot; remove one of them",
+                keys=("snapshot", "update_in_backward"),
             )
         return self

@@ -223,6 +223,8 @@ class Loader:
                     f"unit {unit.name}: forward has modified its weights in place, and the ranks of this node hold one "
                     "copy of them: each rank would modify it. Set zero_optimization.shared_host_memory to false"
                 )
+            elif modified:
+                self._changed(unit.index)
         finally:  # an interrupt may have ended the wait: then something still moves
             if arrival.block is not None:
                 self._draining.append(Draining(unit, arrival.block, arrival.transfer, self._storage.streams.fence()))

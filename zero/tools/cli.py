@@ -13,13 +13,14 @@ from types import ModuleType
 
 import zero
 from offload.errors import ZeroInfinityError
-from zero.tools import doctor, export, plan, run, trace, tune
+from zero.tools import doctor, export, plan, run, snapshots, trace, tune
 
 COMMANDS: Mapping[str, ModuleType] = {
     "run": run,
     "plan": plan,
     "trace": trace,
     "tune": tune,
+    "snapshots": snapshots,
     "doctor": doctor,
     "export": export,
 }

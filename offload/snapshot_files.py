@@ -1,0 +1,297 @@
+"""The folder of a snapshot: named swap files, locked while their job lives, and what says which bytes in them count.
+
+    PATH/zero-snapshots/NAME/rank-K/swap            in every folder of nvme_path
+    PATH/zero-snapshots/NAME/rank-K/manifest-N      in the first one: which slots, what is beside them; with a checksum
+    PATH/zero-snapshots/NAME/rank-K/state-N         in the first one: bytes of the caller's
+    PATH/zero-snapshots/NAME/committed              of the first rank: the N that counts, once all ranks have theirs
+
+Each small file is there as a whole or not at all (`offload/durable.py`). What is there is removed only when another N
+has been committed, by `remove_snapshot`, or by a job that ends without any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload import kernels
+from offload.durable import NO_DIRECT_IO, Files
+from offload.errors import ConfigError, StorageError
+from offload.stripes import StripeMap
+from offload.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
+
+FOLDER = "zero-snapshots"
+FORMAT = 1
+LOCK_SECONDS = 5.0
+"""A job that was killed holds its lock until the last of its children is gone."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""Of a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a rank's manifest says, and the state beside it."""
+
+    number: int
+    body: Mapping[str, Any]
+    state: bytes
+
+
+class SnapshotFiles:
+    """One rank's part of a snapshot, held by this process alone until `close`.
+
+    Args:
+        paths: existing folders; the first holds the manifests.
+        name: of the snapshot, a plain file name.
+        rank: whose part.
+        disk: through which small files are written.
+
+    Raises:
+        ConfigError: a path is missing or not writable, the name is none, or another process holds the snapshot.
+
+    Attributes:
+        committed: a snapshot is here that counts, or may count; else nothing is left after `close`.
+    """
+
+    def __init__(self, paths: Sequence[Path | str], name: str, rank: int, disk: Files | None = None) -> None:
+        self._disk = disk or Files()
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"snapshot name: expected letters, digits, '.', '_' and '-', got {name!r}")
+        folders = [check_folder(path) for path in paths]
+        self.name, self.rank, self.committed, self.direct = name, rank, True, True
+        self.root = folders[0] / FOLDER / name
+        self.folders = [folder / FOLDER / name / f"rank-{rank}" for folder in folders]
+        self._descriptors: list[int] = []
+        try:
+            for folder in self.folders:
+                self._descriptors.append(self._lock(folder / "swap"))
+                self._disk.sync_folder(folder)
+            self.committed = any(True for _ in self.folders[0].glob("manifest-*"))
+        except BaseException:
+            self._let_go()
+            raise
+
+    # ---- what is there ------------------------------------------------------------------------
+
+    @property
+    def committed_head(self) -> dict[str, Any] | None:
+        """What the first rank has committed last, as given to `commit`; None: nothing. Only the first rank knows.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        path = self.root / "committed"
+        return read_body(path) if path.exists() else None
+
+    def manifest(self, number: int) -> Manifest | None:
+        """This rank's manifest of that number; None if it has none.
+
+        Raises:
+            StorageError: it is damaged.
+        """
+        path = self.folders[0] / f"manifest-{number}"
+        if not path.exists():
+            return None
+        body, beside = read_body(path), self.folders[0] / f"state-{number}"
+        state = self._disk.read_bytes(beside)
+        if _checksum(state) != body["state_crc32c"]:
+            raise _damaged(beside)
+        return Manifest(number, body, state)
+
+    # ---- writing ------------------------------------------------------------------------------
+
+    def prepare(self, number: int, body: Mapping[str, Any], state: bytes) -> None:
+        """Write this rank's manifest; what it names must be on stable storage.
+
+        Raises:
+            StorageError: it is not there.
+        """
+        folder = self.folders[0]
+        self._disk.write_bytes(folder / f"state-{number}", state)
+        self._disk.write_bytes(folder / f"manifest-{number}", _packed({**body, "state_crc32c": _checksum(state)}))
+
+    def commit(self, head: Mapping[str, Any]) -> None:
+        """The first rank: the snapshot of `head["number"]` is the one that counts; all ranks have theirs.
+
+        Raises:
+            StorageError: it may count or not: the one before must stay, too.
+        """
+        self._disk.write_bytes(self.root / "committed", _packed(head))
+
+    def kept(self, number: int) -> None:
+        """All ranks know that snapshot `number` counts: this rank's others go."""
+        self.committed = True
+        for path in [*self.folders[0].glob("manifest-*"), *self.folders[0].glob("state-*")]:
+            if not path.name.endswith(f"-{number}"):
+                with contextlib.suppress(StorageError):  # one that stays does no harm
+                    self._disk.remove(path)
+
+    # ---- end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the snapshot; without one that counts nothing is left. Idempotent."""
+        if self._descriptors and not self.committed:
+            remove_ranks(self.folders)
+            if self.rank == 0:
+                (self.root / "committed").unlink(missing_ok=True)
+            remove_empty([folder.parent for folder in self.folders])
+        self._let_go()
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Of the swap files; this object's own."""
+        return tuple(self._descriptors)
+
+    def _let_go(self) -> None:
+        descriptors, self._descriptors = self._descriptors, []
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _lock(self, path: Path) -> int:
+        end = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                descriptor = self._open(path)
+            except FileNotFoundError:
+                continue  # another job has just ended, and removed the folder
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(descriptor, path):
+                    return descriptor
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    os.close(descriptor)
+                    raise ConfigError(
+                        f"offload_optimizer.snapshot: {self.name!r} (rank {self.rank}) is in use by another job, which "
+                        f"holds {path}; end that job, or give this one another snapshot.name"
+                    ) from None
+            os.close(descriptor)
+            time.sleep(0.05)
+
+    def _open(self, path: Path) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._disk.make_folder(path.parent)  # a job that has just ended may have taken it along
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno not in NO_DIRECT_IO:
+                raise ConfigError(f"nvme_path: cannot open {path}: {error.strerror}") from error
+            self.direct = False
+            return os.open(path, flags, 0o600)
+
+
+class SnapshotSwap(SwapSpace):
+    """The swap space in a snapshot's files.
+
+    Args:
+        files: held; closed with the space.
+        capacity_bytes: as of any swap space.
+        speeds: as of any swap space.
+        geometry: (counts, stripe_bytes) of the space when it was made; None: it is new, and what the files hold goes.
+
+    Raises:
+        ConfigError: there is no room.
+        StorageError: the file system refused the reservation.
+    """
+
+    def __init__(
+        self,
+        files: SnapshotFiles,
+        capacity_bytes: int,
+        speeds: Sequence[float] | None = None,
+        geometry: tuple[Sequence[int], int] | None = None,
+    ) -> None:
+        self._snapshot, self.direct, self._capacity_bytes = files, files.direct, 0
+        folders = [folder.parent for folder in files.folders]
+        self._map = StripeMap(stripe_weights(folders, speeds)) if geometry is None else StripeMap.of_counts(*geometry)
+        self._files = [SwapFile(fd, str(folder)) for fd, folder in zip(files.descriptors, files.folders, strict=True)]
+        try:
+            if geometry is None:
+                for file in self._files:
+                    os.ftruncate(file.fd, 0)
+            have = [os.fstat(file.fd).st_blocks * 512 for file in self._files]
+            needs = self._lengths(capacity_bytes)
+            check_room(folders, [max(need - there, 0) for need, there in zip(needs, have, strict=True)])
+            self.extend(capacity_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files; they stay if a snapshot in them counts. Idempotent."""
+        self._files = []
+        self._snapshot.close()
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """False if somebody has removed the file between opening and locking it."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(descriptor)
+    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+
+
+def remove_ranks(folders: Sequence[Path]) -> None:
+    """Remove the folders of ranks' parts; who does it holds their locks."""
+    for folder in folders:
+        # The swap file last: it holds the lock.
+        for path in sorted(folder.glob("*"), key=lambda path: path.name == "swap"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def remove_empty(roots: Sequence[Path]) -> None:
+    """Remove the folders of snapshots, and those above them, as far as nothing is in them."""
+    for root in roots:
+        for folder in (root, root.parent):
+            with contextlib.suppress(OSError):  # others have something there
+                folder.rmdir()
+
+
+# ---- small files --------------------------------------------------------------------------------
+
+
+def _packed(body: Mapping[str, Any]) -> bytes:
+    text = json.dumps({"format": FORMAT, **body}, separators=(",", ":")).encode()
+    return text + f"\n{_checksum(text)}\n".encode()
+
+
+def read_body(path: Path) -> dict[str, Any]:
+    """What a manifest or the file `committed` says.
+
+    Raises:
+        StorageError: it cannot be read, or is damaged.
+        ConfigError: it is of another version.
+    """
+    data = Files().read_bytes(path)
+    text, _, rest = data.partition(b"\n")
+    if rest.strip() != _checksum(text).encode():
+        raise _damaged(path)
+    body: dict[str, Any] = json.loads(text)
+    if body.get("format") != FORMAT:
+        raise ConfigError(f"snapshot: {path} has format {body.get('format')}; this version reads {FORMAT}")
+    return body
+
+
+def _checksum(data: bytes) -> str:
+    return f"{kernels.crc32c(torch.frombuffer(bytearray(data or b'-'), dtype=torch.uint8)):08x}"
+
+
+def _damaged(path: Path) -> StorageError:
+    what = "snapshot: a file is not what was written (its checksum differs)"
+    return StorageError(what, errno=5, path=str(path), offset=0, free_bytes=None)

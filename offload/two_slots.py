@@ -1,0 +1,292 @@
+"""Planes whose bytes have two places in the swap space, so that what a snapshot names is never overwritten.
+
+[Note: slots] Each *pair* of slots holds one run of coordinates. A snapshot names one slot of each pair; until the next
+snapshot that slot is only read. The first write after a snapshot goes to the other slot, which is the *current* one
+from then on; further writes go there too. All writers come through here, so none can forget it.
+
+[Note: memory] What lives in memory has a pair too. Its memory is the truth, and a snapshot writes it through to the
+slot that the one before does not name. So where each run is in the files depends on coordinates only: a plan with more
+memory, or less, finds everything again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload import kernels
+from offload.arena import Arena
+from offload.errors import StateError, StorageError
+from offload.pinned import map_host, tensor_over
+from offload.planes import Disk, Home, Plane, settle_all
+from offload.sizes import PAGE_BYTES
+from offload.streams import Streams
+
+CHUNK_BYTES = 2 << 20
+PAIRS_AT_ONCE = 4
+"""Of what is written through or read back: enough to keep a disk busy."""
+
+
+@dataclass(slots=True)
+class Pair:
+    """The two places of coordinates [begin, end)."""
+
+    begin: int
+    end: int
+    offsets: tuple[int, int]
+    current: int = 0
+    """The slot that holds the newest values, or, of what lives in memory, those of the last write-through."""
+    kept: int | None = None
+    """The slot that a snapshot names."""
+    checksum: str = ""
+    """Of the current slot, where it was written from memory."""
+
+
+class TwoSlotPlane(Plane):
+    """A plane over pairs of slots.
+
+    Args:
+        name: as of any plane.
+        width: as of any plane.
+        homes: those in the swap space are one pair each, at the current slot; one in memory is some pairs.
+        pairs: disjoint and sorted; they cover what the homes cover.
+        disk: where the slots are.
+        streams: as of any plane.
+
+    Attributes:
+        frozen: a snapshot that may or may not be valid names the current slots: writing to the disk is refused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        width: int | Callable[[int], int],
+        homes: list[Home],
+        pairs: Sequence[Pair],
+        disk: Disk,
+        streams: Streams | None = None,
+    ) -> None:
+        super().__init__(name, width, homes, disk, streams)
+        self._pairs = list(pairs)
+        self._pair_begins = [pair.begin for pair in pairs]
+        self._carrying: dict[int, asyncio.Lock] = {}
+        self.frozen = False
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Where everything is now."""
+        return tuple(self._pairs)
+
+    @property
+    def stranded(self) -> bool:
+        """True while something is not on the disk that belongs there."""
+        return bool(self._stranded)
+
+    # ---- snapshots ----------------------------------------------------------------------------
+
+    def kept_bytes(self) -> Iterator[tuple[int, int]]:
+        """(first byte in the swap space, bytes) of each slot that a snapshot names."""
+        for pair in self._pairs:
+            if pair.kept is not None:
+                yield pair.offsets[pair.kept], self.nbytes_of(pair)
+
+    def nbytes_of(self, pair: Pair) -> int:
+        """Length of each of its slots."""
+        return (
+            (pair.end - pair.begin) * self._width
+            if isinstance(self._width, int)
+            else self._width(pair.end - pair.begin)
+        )
+
+    def in_memory(self, begin: int, end: int) -> list[Pair]:
+        """The pairs inside [begin, end) whose truth is in memory."""
+        inside = self._pairs[bisect_left(self._pair_begins, begin) : bisect_left(self._pair_begins, end)]
+        return [pair for pair in inside if self._home_at(pair.begin).memory is not None]
+
+    async def write_through(self, pairs: Sequence[Pair], arena: Arena, *, seldom: bool) -> int:
+        """Write what lives in memory to the slots that no snapshot names; returns the bytes written.
+
+        Args:
+            pairs: of `in_memory`.
+            arena: what cannot be written from where it is passes through.
+            seldom: it hardly ever changes: look first, and leave alone what has not.
+        """
+        turn = asyncio.Semaphore(PAIRS_AT_ONCE)
+
+        async def write(pair: Pair) -> int:
+            async with turn:
+                before = pair.checksum if seldom and pair.current == pair.kept else ""
+                if before and before == await self._look(pair, arena, None):
+                    return 0
+                slot = 0 if pair.kept is None else 1 - pair.kept
+                pair.checksum = await self._look(pair, arena, pair.offsets[slot])
+                pair.current = slot
+                return self.nbytes_of(pair)
+
+        written = [0] * len(pairs)
+
+        async def note(number: int, pair: Pair) -> None:
+            written[number] = await write(pair)
+
+        await settle_all([note(number, pair) for number, pair in enumerate(pairs)])
+        return sum(written)
+
+    def keep(self) -> None:
+        """A snapshot names the current slots, and it alone counts: they are not written any more."""
+        for pair in self._pairs:
+            pair.kept = pair.current
+
+    def named(self, slots: str) -> None:
+        """A snapshot of before names these slots ("0" or "1" of each pair); all that is written goes to the others."""
+        for index, (pair, slot) in enumerate(zip(self._pairs, slots, strict=True)):
+            pair.kept = int(slot)
+            self._turn(index, 1 - pair.kept)
+
+    @property
+    def slots(self) -> str:
+        """The current slots, "0" or "1" of each pair."""
+        return "".join(str(pair.current) for pair in self._pairs)
+
+    @property
+    def checksums(self) -> list[str]:
+        """Of each pair's current slot; "" where nobody has looked."""
+        return ["" if self._home_at(p.begin).memory is None else p.checksum for p in self._pairs]
+
+    async def return_to_kept(self, arena: Arena, checksums: Sequence[str]) -> None:
+        """Hold again what the snapshot holds: the disk's share at once, memory's by reading it.
+
+        Args:
+            arena: what cannot be read to where it belongs passes through.
+            checksums: of the slots that the snapshot names; "" where it is unknown.
+
+        Raises:
+            StateError: there is no snapshot.
+            StorageError: of the first part that cannot be read, or has changed.
+        """
+        turn = asyncio.Semaphore(PAIRS_AT_ONCE)
+
+        async def read(pair: Pair, checksum: str) -> None:
+            async with turn:
+                await self._read_back(pair, arena, checksum)
+
+        while self._stranded:  # what could not be written is none of the snapshot's
+            self._stranded.pop().written()
+        reads = []
+        for index, (pair, checksum) in enumerate(zip(self._pairs, checksums, strict=True)):
+            if pair.kept is None:
+                raise StateError(f"plane {self.name}: no snapshot names [{pair.begin:,}, {pair.end:,})")
+            self._turn(index, pair.kept)
+            pair.checksum = checksum
+            if self._home_at(pair.begin).memory is not None:
+                reads.append(read(pair, checksum))
+        await settle_all(reads)
+
+    # ---- writes -------------------------------------------------------------------------------
+
+    async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
+        if not write:
+            await super()._transfer_swap(self._home_at(lo), lo, hi, part, write=False)
+            return
+        index = bisect_right(self._pair_begins, lo) - 1
+        pair = self._pairs[index]
+        if self.frozen:
+            raise StateError(f"plane {self.name}: a snapshot is being committed; nothing may be written until it is")
+        if pair.current == pair.kept and (lo, hi) == (pair.begin, pair.end):
+            other = 1 - pair.current
+            await self._open_disk().write(pair.offsets[other], part, self.name)
+            self._turn(index, other)
+            return
+        if pair.current == pair.kept:
+            await self._carry_over(index, pair)
+        await super()._transfer_swap(self._home_at(lo), lo, hi, part, write=True)
+
+    async def _carry_over(self, index: int, pair: Pair) -> None:
+        """A part is about to be written: the rest has to be in the other slot too."""
+        async with self._carrying.setdefault(index, asyncio.Lock()):
+            if pair.current != pair.kept:
+                return
+            disk, other, nbytes = self._open_disk(), 1 - pair.current, self.nbytes_of(pair)
+            buffer = tensor_over(map_host(min(nbytes, CHUNK_BYTES)))
+            for begin in range(0, nbytes, CHUNK_BYTES):
+                part = buffer[: min(CHUNK_BYTES, nbytes - begin)]
+                await disk.read(pair.offsets[pair.current] + begin, part, self.name)
+                await disk.write(pair.offsets[other] + begin, part, self.name)
+            self._turn(index, other)
+
+    def _turn(self, index: int, slot: int) -> None:
+        """`slot` is the current one."""
+        pair = self._pairs[index]
+        pair.current = slot
+        at = bisect_right(self._begins, pair.begin) - 1
+        if self._homes[at].memory is None:
+            self._homes[at] = replace(self._homes[at], swap_offset=pair.offsets[slot])
+
+    # ---- memory -------------------------------------------------------------------------------
+
+    async def _look(self, pair: Pair, arena: Arena, offset: int | None) -> str:
+        """The checksum of what lives in memory, which is written to `offset` if that is given."""
+        memory, disk = self._memory_of(pair), self._open_disk()
+        crc, total = 0, 0
+        for begin in range(0, memory.numel(), CHUNK_BYTES):
+            source = memory[begin : begin + CHUNK_BYTES]
+            block = None if _fit_for_the_disk(source) else await arena.lease_when_free(source.numel(), self.name)
+            try:
+                if block is not None:
+                    await self._copy(block.data, source)
+                    source = block.data
+                crc, total = kernels.crc32c(source, crc), total + int(source.view(torch.int64).sum())
+                if offset is not None:
+                    await disk.write(offset + begin, source, self.name)
+            finally:
+                if block is not None:
+                    block.release()
+        return f"{crc:08x}{total & (1 << 64) - 1:016x}"
+
+    async def _read_back(self, pair: Pair, arena: Arena, checksum: str) -> None:
+        memory, disk, offset = self._memory_of(pair), self._open_disk(), pair.offsets[pair.current]
+        crc, total = 0, 0
+        for begin in range(0, memory.numel(), CHUNK_BYTES):
+            target = memory[begin : begin + CHUNK_BYTES]
+            block = await arena.lease_when_free(target.numel(), self.name)
+            try:
+                await disk.read(offset + begin, block.data, self.name)
+                crc, total = kernels.crc32c(block.data, crc), total + int(block.data.view(torch.int64).sum())
+                await self._copy(target, block.data)
+            finally:
+                block.release()
+        found = f"{crc:08x}{total & (1 << 64) - 1:016x}"
+        if checksum and found != checksum:
+            raise StorageError(
+                f"snapshot: {self.name} [{pair.begin:,}, {pair.end:,}) is not what was written (checksum {found}, "
+                f"expected {checksum})",
+                errno=5,
+                path=", ".join(disk.swap.paths),
+                offset=offset,
+                free_bytes=None,
+            )
+
+    async def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if target.device == source.device:
+            target.copy_(source)
+        else:
+            await self._transfer_device(target, source)
+
+    def _memory_of(self, pair: Pair) -> torch.Tensor:
+        memory = self.memory(pair.begin, pair.end)
+        if memory is None:
+            raise StateError(f"plane {self.name}: [{pair.begin:,}, {pair.end:,}) is not in memory")
+        return memory
+
+    def _open_disk(self) -> Disk:
+        if self._disk is None:
+            raise StateError(f"plane {self.name}: no swap space")
+        return self._disk
+
+
+def _fit_for_the_disk(memory: torch.Tensor) -> bool:
+    """True when a file that is open past the page cache can be written from there."""
+    return memory.device.type == "cpu" and memory.data_ptr() % PAGE_BYTES == 0 and memory.numel() % PAGE_BYTES == 0

@@ -1,0 +1,91 @@
+"""`zero snapshots` lists what is there and removes what nobody uses."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import build
+from snapshot_runs import allocated_bytes, config_of, train
+
+from zero.tools.cli import main
+
+Open = Callable[..., Any]
+
+
+def named(nvme_path: Path, name: str, every: int = 1) -> dict[str, Any]:
+    config = config_of(nvme_path, every)
+    config["zero_optimization"]["offload_optimizer"]["snapshot"]["name"] = name
+    return config
+
+
+def test_list_says_what_is_there(open_engine: Open, nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshots", "list", str(nvme_path)]) == 0
+    assert "no snapshots below" in capsys.readouterr().out
+    train(open_engine(build("gpt"), named(nvme_path, "a")), 0, 1, 2).close()
+    train(open_engine(build("gpt"), named(nvme_path, "b", 10)), 0)
+    (nvme_path / "zero-snapshots" / "c" / "rank-0").mkdir(parents=True)
+    (nvme_path / "zero-snapshots" / "c" / "committed").write_text("{}\nnone\n")
+    assert main(["snapshots", "list", str(nvme_path)]) == 0
+    a, b, c = capsys.readouterr().out.splitlines()
+    assert a.startswith("a: step 3, committed 2") and "1 ranks" in a and "in use" not in a
+    assert b.startswith("b: nothing was committed") and b.endswith("in use")
+    assert c.startswith("c: ") and "checksum" in c
+    assert main(["snapshots", "list", str(nvme_path), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in listed] == ["a", "b", "c"]
+    assert listed[0]["head"]["step"] == 3
+    assert sum(entry["allocated_bytes"] for entry in listed) <= allocated_bytes(nvme_path)
+
+
+def test_rm_removes_one_and_gives_its_space_back(
+    open_engine: Open, nvme_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        train(open_engine(build("gpt"), named(nvme_path, name)), 0, 1).close()
+    before = allocated_bytes(nvme_path)
+    assert main(["snapshots", "rm", str(nvme_path), "a"]) == 0
+    assert "a: removed" in capsys.readouterr().out
+    assert 0 < allocated_bytes(nvme_path) < before
+    assert os.listdir(nvme_path / "zero-snapshots") == ["b"]
+    assert main(["snapshots", "rm", str(nvme_path), "b"]) == 0
+    assert os.listdir(nvme_path) == []
+
+
+@pytest.mark.parametrize("name", ["a", "..", "."])
+def test_rm_of_what_is_not_there_names_what_is(
+    open_engine: Open, nvme_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    train(open_engine(build("gpt"), named(nvme_path, "b")), 0, 1).close()
+    assert main(["snapshots", "rm", str(nvme_path), name]) == 1
+    assert f"no snapshot '{name}' below {nvme_path}; there are: b" in capsys.readouterr().err
+    assert (nvme_path / "zero-snapshots" / "b" / "committed").exists()
+
+
+def test_rm_leaves_alone_what_a_job_uses(
+    open_engine: Open, nvme_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = train(open_engine(build("gpt"), named(nvme_path, "a")), 0, 1)
+    assert main(["snapshots", "rm", str(nvme_path), "a"]) == 1
+    assert "is in use by a job" in capsys.readouterr().err
+    engine.close()
+    engine = open_engine(build("gpt"), named(nvme_path, "a"))
+    assert engine.load_snapshot() == 2
+
+
+def test_rm_takes_along_what_is_below_other_paths(
+    open_engine: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / "x", tmp_path / "y"]
+    for path in paths:
+        path.mkdir()
+    config = named(paths[0], "a")
+    for block in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][block]["nvme_path"] = [str(path) for path in paths]
+    train(open_engine(build("gpt"), config), 0, 1).close()
+    assert main(["snapshots", "rm", str(paths[0]), "a"]) == 0
+    assert [os.listdir(path) for path in paths] == [[], []]

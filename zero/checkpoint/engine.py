@@ -1,0 +1,23 @@
+"""What an engine does about checkpoints, snapshots and weights for others."""
+
+from __future__ import annotations
+
+from zero.checkpoint.loading import LoadsCheckpoints
+from zero.checkpoint.taking import TakesSnapshots
+from zero.checkpoint.weights_out import SavesWeights
+
+
+class Checkpoints(LoadsCheckpoints, SavesWeights, TakesSnapshots):
+    """Mixed into the engine."""
+
+    def weights_change(self) -> None:
+        """Weights are about to change by other means than a step.
+
+        A checkpoint that is being written takes the old ones first; a snapshot of them is void.
+
+        Raises:
+            StorageError: the checkpoint could not be written.
+        """
+        self.wait_for_checkpoint()
+        self.forget_frozen()
+        self._weights_changed()
