@@ -103,6 +103,15 @@ class BoxReader:
             return entry.data
         return self._mover.run(f"reading {self._paths[box.file]}", self._get(box))
 
+    def get_parts(self, parts: Sequence[tuple[StoredBox, int, int]]) -> torch.Tensor:
+        """Bytes [begin, end) of each of these boxes, one after another, uint8, in memory of their own.
+
+        Any number of them; what `get` has returned stays as it is. Raises as `get`.
+        """
+        out = torch.empty(sum(end - begin for _, begin, end in parts), dtype=torch.uint8)
+        self._mover.run(f"reading {len(parts)} boxes", self._get_parts(parts, out))
+        return out
+
     def close(self) -> None:
         """Give back threads, memory and files. Idempotent."""
         if self._closed:
@@ -160,22 +169,43 @@ class BoxReader:
         return None
 
     async def _get(self, box: StoredBox) -> torch.Tensor:
-        if box not in self._entries:  # nobody has foreseen it
-            memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8)
-            skip = -memory.data_ptr() % PAGE_BYTES
-            self._entries[box] = self._begin(box, None, memory[skip:])
-        return await asyncio.shield(self._use(box).reading)
+        return await self._data_of(self._use(box))
 
     def _use(self, box: StoredBox) -> _Entry:
         """It has been asked for."""
-        entry = self._entries.pop(box)
-        entry.used = True
-        self._entries[box] = entry  # behind all that was asked for before
+        entry = self._entry(box)
         if entry not in self._held:
             self._held.append(entry)
-            self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._held}
+        entry.used = True
         self._changed.set()
         return entry
+
+    async def _get_parts(self, parts: Sequence[tuple[StoredBox, int, int]], out: torch.Tensor) -> None:
+        position = 0
+        for box, begin, end in parts:
+            entry = self._entry(box)
+            entry.used = False  # nobody gets the block for another box before the copy is made
+            try:
+                out[position : position + end - begin].copy_((await self._data_of(entry))[begin:end])
+            finally:
+                entry.used = True
+            position += end - begin
+
+    def _entry(self, box: StoredBox) -> _Entry:
+        entry = self._entries.pop(box, None)
+        if entry is None:  # nobody has foreseen it
+            memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8)
+            skip = -memory.data_ptr() % PAGE_BYTES
+            entry = self._begin(box, None, memory[skip:])
+        self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._held}
+        self._entries[box] = entry  # behind all that was asked for before
+        return entry
+
+    async def _data_of(self, entry: _Entry) -> torch.Tensor:
+        try:
+            return await asyncio.shield(entry.reading)
+        finally:
+            self._changed.set()
 
     def _begin(self, box: StoredBox, block: Block | None, memory: torch.Tensor) -> _Entry:
         entry = _Entry(block, asyncio.create_task(self._read(box, memory)))
