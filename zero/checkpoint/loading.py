@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.garbage import no_collection
 from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
@@ -166,6 +167,7 @@ def _mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 class LoadsCheckpoints(SavesCheckpoints):
     """Mixed into the engine."""
 
+    @no_collection()
     def load_checkpoint(
         self,
         load_dir: str | Path,
