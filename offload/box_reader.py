@@ -68,7 +68,13 @@ class BoxReader:
         self._aio = open_aio(AioOptions())
         self._mover = Mover(self._aio.in_flight, lambda: self._aio.stats().chunks)
         self._block_bytes = align_up(block_bytes, PAGE_BYTES)
-        self._arena = Arena("reading", BLOCKS * self._block_bytes, "nothing: it is fixed", torch.device("cpu"))
+        self._arena = Arena(
+            "reading",
+            BLOCKS * self._block_bytes,
+            "nothing: it is fixed",
+            torch.device("cpu"),
+            register=self._aio.register_memory,
+        )
         self._entries: dict[StoredBox, _Entry] = {}
         self._held: deque[_Entry] = deque(maxlen=HELD)
         self._ahead: asyncio.Task[None] | None = None
@@ -87,6 +93,15 @@ class BoxReader:
             ConfigError: the bytes are not those that were written.
         """
         return self._mover.run(f"reading {self._paths[box.file]}", self._get(box))
+
+    def get_parts(self, parts: Sequence[tuple[StoredBox, int, int]]) -> torch.Tensor:
+        """Bytes [begin, end) of each of these boxes, one after another, uint8, in memory of their own.
+
+        Any number of them; what `get` has returned stays as it is. Raises as `get`.
+        """
+        out = torch.empty(sum(end - begin for _, begin, end in parts), dtype=torch.uint8)
+        self._mover.run(f"reading {len(parts)} boxes", self._get_parts(parts, out))
+        return out
 
     def close(self) -> None:
         """Give back threads, memory and files. Idempotent."""
@@ -145,16 +160,34 @@ class BoxReader:
         return None
 
     async def _get(self, box: StoredBox) -> torch.Tensor:
+        entry = self._entry(box)
+        if entry not in self._held:
+            self._held.append(entry)
+        entry.used = True
+        return await self._data_of(entry)
+
+    async def _get_parts(self, parts: Sequence[tuple[StoredBox, int, int]], out: torch.Tensor) -> None:
+        position = 0
+        for box, begin, end in parts:
+            entry = self._entry(box)
+            entry.used = False  # nobody gets the block for another box before the copy is made
+            try:
+                out[position : position + end - begin].copy_((await self._data_of(entry))[begin:end])
+            finally:
+                entry.used = True
+            position += end - begin
+
+    def _entry(self, box: StoredBox) -> _Entry:
         entry = self._entries.pop(box, None)
         if entry is None:  # nobody has foreseen it
             memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8)
             skip = -memory.data_ptr() % PAGE_BYTES
             entry = _Entry(None, asyncio.create_task(self._read(box, memory[skip:])))
-        entry.used = True
+        self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._held}
         self._entries[box] = entry  # behind all that was asked for before
-        if entry not in self._held:
-            self._held.append(entry)
-            self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._held}
+        return entry
+
+    async def _data_of(self, entry: _Entry) -> torch.Tensor:
         try:
             return await asyncio.shield(entry.reading)
         finally:

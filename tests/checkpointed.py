@@ -103,6 +103,7 @@ class Case:
     state_dtype: str = "fp32"
     accumulation: int = 1
     clipping: float = 0.5
+    group_numel: int = GROUP_NUMEL
     more: tuple[tuple[str, Any], ...] = field(default=())
     """Further keys of the whole config."""
 
@@ -115,7 +116,7 @@ class Case:
         zero = {
             "stage": self.stage,
             "stage3_max_live_parameters": LIVE_NUMEL,
-            "sub_group_size": GROUP_NUMEL,
+            "sub_group_size": self.group_numel,
             **({"offload_optimizer": {"state_dtype": self.state_dtype}} if self.state_dtype != "fp32" else {}),
         }
         config = make_config(

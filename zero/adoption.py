@@ -49,7 +49,7 @@ class Adoption:
     Args:
         parameters: the model's, by their index in the layout.
         read: where values come from.
-        done: called with (unit, slot) once all of a slot is stored.
+        done: called with (unit, slot) once all of a slot is stored, to let go of what it came from; None: of nothing.
         only: indices of the parameters that are stored over what the planes hold; everything else stays, moments too.
         slices: where other slices are, counted from this rank's (0, always there): what goes there is read too, in that
             order, and dropped. So ranks that read together read the same.
@@ -61,7 +61,7 @@ class Adoption:
         parameters: Sequence[nn.Parameter],
         storage: Storage,
         read: ReadSource,
-        done: Callable[[Unit, Slot], None],
+        done: Callable[[Unit, Slot], None] | None,
         only: Collection[int] | None = None,
         slices: Sequence[int] = (0,),
     ) -> None:
@@ -86,7 +86,7 @@ class Adoption:
             self._storage.mover.run("storing initial values", self._adopt_group(group))
             self._finish(self._layout.spaces[group.space], group.begin, group.end)
             self._stored_numel += group.end - group.begin
-            if self._stored_numel >= RETURN_NUMEL:
+            if self._stored_numel >= RETURN_NUMEL and self._done is not None:
                 # The C library would keep what the parameters lay in, and the planes are growing.
                 self._stored_numel = 0
                 return_freed_memory()
@@ -137,6 +137,8 @@ class Adoption:
         stored = weight.bytes.view(unit.dtype)
         lo, hi = weight.begin - unit.origin, weight.end - unit.origin
         moments: tuple[torch.Tensor, torch.Tensor] | None = None
+        stored_moments = state.moments.exp_avg, state.moments.exp_avg_sq
+        exact = stored_moments if stored_moments[0].dtype == torch.float32 else None
         for slot, piece in self._pieces(unit, lo, hi, state=True):
             at, numel = slot.offset_numel + piece.first - slot.first_numel - lo, piece.weight.numel()
             target = stored[at : at + numel]
@@ -147,7 +149,10 @@ class Adoption:
                 target.copy_(piece.weight)
                 if remainder is not None:
                     remainder.zero_() if piece.remainder is None else remainder.copy_(piece.remainder)
-            if piece.moments is not None:
+            if piece.moments is not None and exact is not None:
+                for all_of_them, given in zip(exact, piece.moments, strict=True):
+                    all_of_them[shift + at : shift + at + numel].copy_(given)
+            elif piece.moments is not None:
                 if moments is None:
                     moments = (
                         torch.zeros_like(stored, dtype=torch.float32),
@@ -208,6 +213,8 @@ class Adoption:
 
     def _finish(self, space: Space, begin: int, end: int) -> None:
         """Release the parameters whose last element lies in [begin, end)."""
+        if self._done is None:
+            return
         for unit in space.overlapping(begin, end):
             for slot in unit.slots:
                 # What is in other ranks' slices is done with this rank's first element, or its last.

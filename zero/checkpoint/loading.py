@@ -122,9 +122,7 @@ class Wanted:
 def load_values(parts: Assembly, wanted: Wanted, source: Source) -> None:
     """Fill the planes. Parameters that are not wanted keep their values. Raises StorageError, ConfigError."""
     only = None if wanted.is_everything else set(wanted.names)
-    adoption = Adoption(
-        parts.layout, parts.parameters(), parts.storage, wanted.pieces, lambda unit, slot: None, only=only
-    )
+    adoption = Adoption(parts.layout, parts.parameters(), parts.storage, wanted.pieces, None, only=only)
     source.expect(wanted.in_order(adoption.order()))
     adoption.run()
     wanted.fill_buffers()

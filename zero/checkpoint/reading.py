@@ -72,10 +72,14 @@ class FolderSource:
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """See `Source`."""
-        parts = [self._read_box(name, box, begin, end) for box in self._overlapping(name, begin, end)]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=self.tensors[name].dtype)
+        boxes, dtype = list(self._overlapping(name, begin, end)), self.tensors[name].dtype
+        bounds = [(max(begin, box.begin) - box.begin, min(end, box.end) - box.begin) for box in boxes]
+        if len(boxes) == 1:
+            (lo, hi), (box,) = bounds[0], boxes
+            return self._reader.get(box.stored).view(dtype)[lo:hi]
+        size = dtype.itemsize
+        parts = [(box.stored, lo * size, hi * size) for box, (lo, hi) in zip(boxes, bounds, strict=True)]
+        return self._reader.get_parts(parts).view(dtype)
 
     def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
         """See `Source`."""
@@ -111,10 +115,6 @@ class FolderSource:
                 return
             if box.end > begin:
                 yield box
-
-    def _read_box(self, name: str, box: _Box, begin: int, end: int) -> torch.Tensor:
-        values = self._reader.get(box.stored).view(self.tensors[name].dtype)
-        return values[max(begin, box.begin) - box.begin : min(end, box.end) - box.begin]
 
     def _boxes_of(self, name: str, metadata: Metadata, payloads: Mapping[str, list[int]]) -> list[_Box]:
         told = metadata.state_dict_metadata[name]

@@ -36,6 +36,7 @@ class ExtentWriter:
         layout: of the planes.
         storage: which holds them.
         store: called with (offset in the file, bytes) of each run; they are free when it returns.
+        register: see `Arena`.
 
     Attributes:
         checksums: payload's offset in the file -> (bytes, CRC-32C), of what has been encoded.
@@ -46,9 +47,12 @@ class ExtentWriter:
         layout: Layout,
         storage: Storage,
         store: Callable[[int, torch.Tensor], Awaitable[None]],
+        register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
     ) -> None:
         self._layout, self._storage, self._store_bytes = layout, storage, store
-        self._arena = Arena("checkpoint", BLOCKS * RUN_BYTES, "nothing: it is fixed", torch.device("cpu"))
+        self._arena = Arena(
+            "checkpoint", BLOCKS * RUN_BYTES, "nothing: it is fixed", torch.device("cpu"), register=register
+        )
         self.checksums: dict[int, tuple[int, int]] = {}
 
     async def write_all(self, extents: Iterable[Extent]) -> None:
@@ -100,6 +104,7 @@ class ExtentWriter:
                     block.release()
                     raise
                 stores.append(asyncio.create_task(self._store(run, block)))
+                await asyncio.sleep(0)  # it starts now, while the next run is made
         except BaseException:
             await asyncio.gather(*stores, return_exceptions=True)
             raise

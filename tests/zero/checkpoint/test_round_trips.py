@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpointed import KINDS, Case, Training, generators_kept, uninterrupted
+import torch
+from checkpointed import KINDS, Case, Training, generators_kept, training, uninterrupted
 from pairwise import cover
 from reference import differences
+
+from offload.box_reader import HELD
+from zero.checkpoint.reading import open_folder
 
 STEPS = 6
 ACTIONS = 9
@@ -90,7 +94,8 @@ class Program:
         stage = self.chance.choice(stages)
         params = self.chance.choice(TIERS) if stage == 3 else "none"
         states = self.chance.choice(TIERS) if stage else "none"
-        return self.case.elsewhere(stage=stage, params=params, states=states)
+        group_numel = self.chance.choice((4096, 20_480, 1 << 30)) if len(stages) > 1 else self.case.group_numel
+        return self.case.elsewhere(stage=stage, params=params, states=states, group_numel=group_numel)
 
 
 def name(case: Case) -> str:
@@ -108,3 +113,26 @@ def test_any_order_of_train_save_and_load_equals_an_uninterrupted_run(tmp_path: 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_many_more_orders_equal_an_uninterrupted_run(tmp_path: Path, case: Case, seed: int) -> None:
     Program(case, tmp_path, seed).run()
+
+
+def test_what_was_saved_in_many_small_boxes_is_read_in_large_runs(tmp_path: Path) -> None:
+    case = Case("wide", states="nvme", group_numel=4096)
+    with training(case, tmp_path, seed=1) as run:
+        run.train(0)
+        run.engine.save_checkpoint(tmp_path / "saved")
+        saved = run.state()
+    source, _ = open_folder(tmp_path / "saved")
+    try:
+        count = len(list(source._overlapping("model.table.weight", 0, 1 << 30)))
+        assert count > HELD, "the case proves nothing"
+        for name, told in source.tensors.items():
+            numel = told.shape.numel()
+            unforeseen = source.read(name, 0, numel).clone()
+            source.expect([(name, 0, numel)] * 2)
+            for _ in range(2):
+                assert torch.equal(source.read(name, 0, numel), unforeseen), name
+    finally:
+        source.close()
+    with training(case.elsewhere(group_numel=1 << 30), tmp_path, seed=2) as run:
+        run.engine.load_checkpoint(tmp_path / "saved")
+        assert differences(run.state(), saved) == []
