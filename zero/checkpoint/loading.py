@@ -234,17 +234,19 @@ class LoadsCheckpoints(SavesCheckpoints):
         states = states and self.optimizer is not None
         placement, state, source = self.exchange.placement, opened.state, opened.source
 
-        def check() -> tuple[dict[str, Any], dict[str, Any] | None, Wanted]:
+        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted]:
             client, mine = opened.client(), opened.rank_state(placement.rank)
+            # Where fewer ranks have saved, the first one's position in the data is the others' too.
+            told = mine if mine is not None else opened.rank_state(0)
             wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
             if states:
                 name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
                 check_groups(self.optimizer, state["groups"], name_of)
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
-            return client, mine, wanted
+            return client, mine, told, wanted
 
-        client, mine, wanted = together.do("checking a checkpoint", check)
+        client, mine, told, wanted = together.do("checking a checkpoint", check)
         if state["frozen_sums"]:
             sums = frozen_sums(self._parts, self.exchange)
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
@@ -261,11 +263,8 @@ class LoadsCheckpoints(SavesCheckpoints):
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
             restore_counters(self, state)
-            first = opened.rank_state(0) if mine is None else None
-            if mine is not None:
-                restore_rank(self, mine, own=True)
-            elif first is not None:  # saved with fewer ranks
-                restore_rank(self, first, own=False)
+            if told is not None:
+                restore_rank(self, told, own=mine is not None)
         return client
 
     def _load_scheduler(self, state: Any) -> None:
