@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from lagging import lagging_device
 from models import GPT, build, lora_gpt, make_config, seeded, tokens
+from pairwise import in_pairs
 from torch import nn
 
 import zero
@@ -205,6 +207,36 @@ def test_a_model_that_has_changed_is_written_as_it_is(open_engine: Open, nvme_pa
     assert torch.equal(read(tmp_path / "out")["extra.weight"], before)
 
 
+@in_pairs(params=("none", "cpu", "nvme"), states=("none", "cpu", "nvme"), eager=(True, False))
+def test_a_device_whose_copies_lag_gives_the_same_files(
+    open_engine: Open,
+    nvme_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    params: str,
+    states: str,
+    eager: bool,
+) -> None:
+    made = config((params, states), nvme_path)
+
+    def write(out: Path) -> None:
+        engine = open_engine(make("lora"), made)
+        train(engine, 1)
+        engine.save_16bit_model(out / "first")
+        train(engine, 1, first=1)
+        engine.save_fp32_model(out / "second")
+        torch.save(engine._zero3_consolidated_16bit_state_dict(), out / "third")
+        engine.close()
+
+    write(tmp_path / "plain")
+    with lagging_device(monkeypatch, eager=eager) as streams:
+        write(tmp_path / "lagging")
+    assert streams[0].outgoing.given > 0
+    for part in ("first", "second"):
+        same(read(tmp_path / "lagging" / part), read(tmp_path / "plain" / part))
+    same(torch.load(tmp_path / "lagging" / "third"), torch.load(tmp_path / "plain" / "third"))
+
+
 # ---- DeepSpeed's contract ---------------------------------------------------------------------------
 
 
@@ -254,6 +286,8 @@ def test_a_consolidated_state_dict_is_real_copies_and_shares_what_is_tied(
     before = {name: value.clone() for name, value in found.items()}
     train(engine, 1)
     same(found, before)
+    torch.save(found, tmp_path / "pickled")
+    same(torch.load(tmp_path / "pickled", weights_only=True), before)
     plain = make("buffered").bfloat16()
     plain.load_state_dict(found)
     safetensors.save_model(plain, tmp_path / "by_the_library.safetensors")
