@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from offload import copies
 from offload.aio import AioFault, AioOptions, open_aio
 from offload.arena import Arena
-from offload.copies import copy_alone, fetch_plane, read_plane, write_plane
+from offload.copies import clear_alone, copy_alone, fetch_plane, read_plane, write_plane
 from offload.errors import BudgetError, StorageError
 from offload.pinned import map_host, tensor_over
 from offload.planes import Disk, Home, Plane
@@ -159,6 +159,8 @@ def test_a_copy_on_one_thread_has_the_same_bits(dtype: torch.dtype) -> None:
     target = torch.zeros_like(source)
     copy_alone(target, source)
     assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
+    clear_alone(target[5:-5])
+    assert target[5:-5].count_nonzero() == 0 and target[:5].view(torch.uint8).equal(source[:5].view(torch.uint8))
 
 
 def test_a_copy_to_another_dtype_converts() -> None:
