@@ -49,7 +49,7 @@ def test_saves_and_loads_are_held_against_fio(monkeypatch: pytest.MonkeyPatch, t
     }
     tried = content["series"][0]["tried"][0]
     moved = tried["write"]["figures"]["write_bytes"], tried["read"]["figures"]["read_bytes"]
-    assert min(moved) > 0.8 * content["figures"]["nvme: bytes of a checkpoint"]
+    assert min(moved) > 0.5 * content["figures"]["nvme: bytes of a checkpoint"]
 
 
 def test_without_fio_our_own_engine_is_the_yardstick_and_is_named(
