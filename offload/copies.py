@@ -29,6 +29,14 @@ def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
+def clear_alone(target: torch.Tensor) -> None:
+    """Zero a tensor, on the calling thread alone where it is on the host; see `copy_alone`."""
+    if target.device.type == "cpu":
+        target.view(torch.uint8).numpy().fill(0)
+    else:
+        target.zero_()
+
+
 async def fetch_plane(
     plane: Plane,
     begin: int,

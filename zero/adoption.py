@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offload import kernels
-from offload.copies import CHUNK_BYTES, copy_alone
+from offload.copies import CHUNK_BYTES, clear_alone, copy_alone
 from offload.pinned import return_freed_memory
 from offload.planes import settle_all
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
@@ -126,7 +126,7 @@ class Adoption:
             return
         for part in parts:
             if not part.in_place:  # a plane in memory is zero already, and moments that nobody writes cost nothing
-                part.bytes.zero_()
+                clear_alone(part.bytes)
 
     async def _adopt_group(self, group: SubGroup) -> None:
         space = self._layout.spaces[group.space]

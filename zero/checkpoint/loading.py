@@ -19,6 +19,7 @@ from offload.garbage import no_collection
 from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
+from zero.checkpoint.boxes import boxes_of
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.opening import Opened, open_checkpoint
@@ -82,7 +83,7 @@ class Wanted:
         """Values as `Adoption` reads them."""
         index = self._parts.index_of[id(parameter)]
         name = self.names[index]
-        for lo, hi in _short(begin, end):
+        for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
             moments = None
             weight = self._source.read(MODEL + name, lo, hi)
             if state and index in self.stateful:
@@ -99,7 +100,7 @@ class Wanted:
             kinds = [MODEL + name]
             if unit.trainable and slot.index in self.stateful:
                 kinds += [state_name(name, kind) for kind in MOMENTS]
-            for lo, hi in _short(begin, end):
+            for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
                 yield from ((kind, lo, hi) for kind in kinds)
 
     def fill_buffers(self) -> None:
@@ -129,9 +130,11 @@ def load_values(parts: Assembly, wanted: Wanted, source: Source) -> None:
     wanted.fill_buffers()
 
 
-def _short(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) in ranges as long as boxes are, which boxes of the same layout fit."""
-    return ((lo, min(lo + PIECE_NUMEL, end)) for lo in range(begin, end, PIECE_NUMEL))
+def _short(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) in ranges as boxes are cut, so that those of the same layout need not be put together."""
+    for lo in range(begin, end, PIECE_NUMEL):
+        for box in boxes_of(shape, lo, min(lo + PIECE_NUMEL, end)):
+            yield box.begin, box.begin + box.numel
 
 
 def _models_names(source: Source) -> list[str]:
