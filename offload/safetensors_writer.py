@@ -7,10 +7,8 @@ model appear together: their index goes first and comes last, so what is there o
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from errno import ENOSPC
@@ -19,16 +17,14 @@ from typing import Any
 
 import torch
 
-from offload.durable import DurableFile, Files
+from offload.durable import Files
 from offload.errors import ConfigError, StateError, StorageError
 from offload.messages import tensor_of
-from offload.pinned import map_host, tensor_over
 from offload.safetensors_file import DTYPES
 from offload.sizes import PAGE_BYTES, align_up
+from offload.write_stream import WriteStream
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BLOCK_BYTES = 4 << 20
-"""Of one write. There are two blocks: one is filled while the other is written."""
 METADATA = {"format": "pt"}
 SUFFIX = ".safetensors"
 DRAFT = ".partial"
@@ -103,14 +99,12 @@ class SafetensorsWriter:
         self._current: Tensor | None = None
         self._missing_numel = 0
         self._next_tensor()
-        self._blocks = [tensor_over(map_host(BLOCK_BYTES)) for _ in range(2)]
-        self._filled_bytes = self._offset = 0
-        self._thread = ThreadPoolExecutor(1, "zero-infinity weights")
-        self._writing: Future[None] | None = None
         files.remove(self.draft)
         self._file = files.create(self.draft, align_up(self._nbytes, PAGE_BYTES))
+        self._stream: WriteStream | None = None
         try:
-            self._take(tensor_of(header))
+            self._stream = WriteStream(files, self._file)
+            self._stream.append(tensor_of(header))
         except BaseException:
             self.abandon()
             raise
@@ -128,7 +122,7 @@ class SafetensorsWriter:
         if tensor is None or values.dtype != tensor.dtype or values.numel() > self._missing_numel:
             expected = f"up to {self._missing_numel:,} of {tensor.name}, {tensor.dtype}" if tensor else "nothing"
             raise StateError(f"{self.path}: expected {expected}, got {values.numel():,} elements of {values.dtype}")
-        self._take(values.detach().contiguous().view(-1).view(torch.uint8))
+        self._open_stream().append(values.detach().contiguous().view(-1).view(torch.uint8))
         self._missing_numel -= values.numel()
         if not self._missing_numel:
             self._next_tensor()
@@ -142,9 +136,7 @@ class SafetensorsWriter:
         """
         if self._current is not None:
             raise StateError(f"{self.path}: {self._missing_numel:,} elements of {self._current.name} are missing")
-        if self._filled_bytes:
-            self._flush()
-        self._settle()
+        self._open_stream().finish()
         self._file.truncate(self._nbytes)
         self._file.sync()
         self._close()
@@ -155,9 +147,6 @@ class SafetensorsWriter:
 
     def abandon(self) -> None:
         """Remove what has been written, unless it is published. Idempotent."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.exception()
         self._close()
         with suppress(StorageError):  # what has failed before is what the user is told
             self._files.remove(self.draft)
@@ -166,37 +155,15 @@ class SafetensorsWriter:
         self._current = next(self._coming, None)
         self._missing_numel = self._current.shape.numel() if self._current is not None else 0
 
-    def _take(self, data: torch.Tensor) -> None:
-        """Copy to the block; write it as often as it is full."""
-        position = 0
-        while position < data.numel():
-            count = min(data.numel() - position, BLOCK_BYTES - self._filled_bytes)
-            self._blocks[0][self._filled_bytes : self._filled_bytes + count] = data[position : position + count]
-            self._filled_bytes, position = self._filled_bytes + count, position + count
-            if self._filled_bytes == BLOCK_BYTES:
-                self._flush()
-
-    def _flush(self) -> None:
-        """Have the block written, and go on with the other one."""
-        self._settle()
-        nbytes = align_up(self._filled_bytes, PAGE_BYTES)
-        self._writing = self._thread.submit(self._write, self._blocks[0][:nbytes], self._offset)
-        self._offset += nbytes
-        self._filled_bytes = 0
-        self._blocks.reverse()
-
-    def _settle(self) -> None:
-        """Wait for the write that is under way."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
-    def _write(self, block: torch.Tensor, offset: int) -> None:
-        array: Any = block.numpy()
-        self._files.perform("write", self.draft, lambda: _write_all(self._file, memoryview(array), offset))
+    def _open_stream(self) -> WriteStream:
+        if self._stream is None:
+            raise StateError(f"{self.path}: the file is finished")
+        return self._stream
 
     def _close(self) -> None:
-        self._thread.shutdown()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
         self._file.close()
 
 
@@ -261,12 +228,3 @@ class WeightsDraft:
 
     def _present(self, pattern: str) -> list[str]:
         return [name for name in self._files.listing(self._folder) if re.fullmatch(pattern, name)]
-
-
-def _write_all(file: DurableFile, data: memoryview, offset: int) -> None:
-    position = 0
-    while position < len(data):
-        position += os.pwrite(file.fd, data[position:], offset + position)
-    if not file.direct:  # pages are given back once the disk has them: a memory cgroup counts them
-        os.fdatasync(file.fd)
-        os.posix_fadvise(file.fd, offset, len(data), os.POSIX_FADV_DONTNEED)

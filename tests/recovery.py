@@ -189,7 +189,7 @@ def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
     engine.inject(SLOW)
     with interrupted_when(waiting(engine)):
         action()
-    assert not engine._stepper._updates.all_settled, "the delays are to outlast the interrupt"
+    assert not engine._stepper.updates.all_settled, "the delays are to outlast the interrupt"
     engine.inject(None)
 
 

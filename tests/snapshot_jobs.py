@@ -86,7 +86,7 @@ def digest_of(engine: Any) -> str:
 def killed_after(
     pool: RankPool, done: int, seconds: float, made: dict[str, Any], steps: int, progress: Path
 ) -> list[Any] | None:
-    """Run `job`, kill its processes a while after the first has made `done` steps; None if that was before its end."""
+    """Run `job`, kill its processes some time after the first has made `done` steps; None if it was not over."""
     progress.write_text("")
     ended = threading.Event()
 

@@ -144,6 +144,8 @@ class FollowsModel:
         """The parts, to rewrite their planes: nothing of them moves, no unit is bound, no graph counts any more."""
         parts = self._parts
         _rest(parts)
+        if parts.snapshots is not None:
+            parts.snapshots.void()
         self._persistent_bound = False
         parts.coordinator.release_all()
         parts.watch.generation += 1

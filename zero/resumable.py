@@ -34,7 +34,8 @@ class EpochSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """The indices of this rank's part of an epoch."""
-        indices = super().__iter__()
+        with torch.device("cpu"):  # where its generator is, whatever the default device
+            indices = super().__iter__()
         self.epoch += 1
         return indices
 
@@ -99,9 +100,17 @@ class _Skipping(Sampler[Any]):
         """Of a whole epoch."""
         return len(self._sampler)
 
+    @property
+    def epoch_samples(self) -> int:
+        """Of this rank in an epoch; a huge number if the sampler does not say."""
+        try:
+            return len(self._sampler)
+        except (TypeError, NotImplementedError):
+            return 2**62
+
     def _noting(self, indices: Iterator[Any]) -> Iterator[Any]:
         for drawn, index in enumerate(indices, 1):
-            if drawn % self._batch_samples == 0:
+            if drawn % self._batch_samples == 0 or self._first + drawn == self.epoch_samples:
                 self.states.append((self._first + drawn, self._sampler.state_dict()))
             yield index
 
@@ -249,7 +258,7 @@ class ResumableLoader(DataLoader[Any]):
                 f"{', '.join(wrong)}; make the loader that was saved"
             )
         epoch, batches, samples, ranks, batch_samples, dataset_samples = (state[key] for key in COUNTS)
-        first = min(-(-samples // self._world_size), self._mine_max)
+        first = min(-(-samples // self._world_size), self._skipping.epoch_samples)
         random = state.get("random")
         for note in self._notes(state, samples, ranks, batch_samples, dataset_samples):
             logger.warning("loader: %s", note)
@@ -282,7 +291,8 @@ class ResumableLoader(DataLoader[Any]):
         if self.generator is not None:
             self.generator.manual_seed(int(mixed[0]))
         skipping.start(at.first, 0 if at.is_placed else at.first, random)
-        return super().__iter__(), at
+        with torch.device("cpu"):  # where the generator is
+            return super().__iter__(), at
 
     @property
     def _next_epoch(self) -> int:
@@ -298,16 +308,8 @@ class ResumableLoader(DataLoader[Any]):
     def _has_own_generator(self) -> bool:
         return self._skipping.generator is not torch.default_generator
 
-    @property
-    def _mine_max(self) -> int:
-        """Samples of this rank in an epoch; a huge number if the sampler does not say."""
-        try:
-            return len(self._skipping)
-        except (TypeError, NotImplementedError):
-            return 2**62
-
     def _mine(self, at: _Progress) -> int:
-        return min(at.first + at.had * self._samples, self._mine_max)
+        return min(at.first + at.had * self._samples, self._skipping.epoch_samples)
 
     def _notes(
         self, state: Mapping[str, Any], samples: int, ranks: int, batch_samples: int, dataset_samples: int

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from offload.durable import Files
 from offload.errors import ConfigError, StateError, StorageError
 from offload.safetensors_file import DTYPES, open_checkpoint
-from offload.safetensors_writer import BLOCK_BYTES, SafetensorsWriter, Tensor, WeightsDraft, in_file_order
+from offload.safetensors_writer import SafetensorsWriter, Tensor, WeightsDraft, in_file_order
+from offload.write_stream import BLOCK_BYTES
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def updates_of(engine: Any) -> Any:
-    return engine._stepper._updates
+    return engine._stepper.updates
 
 
 class Spy:
@@ -48,8 +48,8 @@ class Spy:
         self.begun: list[tuple[int, Any]] = []
         """(number of the step, sub-group)"""
         self.steps: list[Any] = []
-        self._update = engine._stepper._pipeline.update
-        engine._stepper._pipeline.update = self
+        self._update = engine._stepper.pipeline.update
+        engine._stepper.pipeline.update = self
 
     def __call__(self, group: Any, arguments: Any, *more: Any) -> Any:
         if not any(known is arguments for known in self.steps):

@@ -88,12 +88,22 @@ def test_each_epoch_has_an_order_of_its_own_which_set_epoch_brings_back(world_si
     for loader in loaders(world_size, Numbers(64)):
         first.append(epoch(loader))
         second.append(epoch(loader))
-        if world_size > 1:
-            loader.sampler.set_epoch(0)
-            assert epoch(loader) == first[-1] and epoch(loader) == second[-1]
+        loader.sampler.set_epoch(0)
+        assert epoch(loader) == first[-1] and epoch(loader) == second[-1]
     for order in (first, second):
         assert {sample for batches in order for batch in batches for sample in batch} == set(range(64))
     assert first != second
+
+
+def test_the_order_of_one_rank_follows_the_seed_and_draws_no_random_number() -> None:
+    orders = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        (loader,) = loaders(1, Numbers(64))
+        before = torch.get_rng_state()
+        orders.append(epoch(loader))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert orders[0] == orders[2] != orders[1]
 
 
 @pytest.mark.parametrize("route", ["eval", "predict"])

@@ -74,7 +74,7 @@ def slow_step(engine: Any, index: int) -> None:
     engine.synchronize()
     engine.inject(SLOW)
     engine.step()
-    assert not engine._stepper._updates.all_settled
+    assert not engine._stepper.updates.all_settled
 
 
 def failed_update(engine: Any, index: int) -> None:
@@ -113,13 +113,13 @@ def test_close_begins_no_update_that_nobody_can_see_any_more(open_engine: Open, 
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero={"sub_group_size": 4096}))
     train(engine, 0)
     slow_step(engine, 1)
-    begun, update = [], engine._stepper._pipeline.update
+    begun, update = [], engine._stepper.pipeline.update
 
     def spy(group: Any, *more: Any) -> Any:
         begun.append(group)
         return update(group, *more)
 
-    engine._stepper._pipeline.update = spy
+    engine._stepper.pipeline.update = spy
     engine.close()
     assert begun == []
 

@@ -88,7 +88,7 @@ def interrupted_step(engine: Any) -> None:
     """A step waits for the one before, of which the forward between has left some due; and is interrupted."""
     train(engine, 0)
     engine.backward(engine(tokens(1), 1))
-    assert not engine._stepper._updates.all_settled
+    assert not engine._stepper.updates.all_settled
     interrupted_while_waiting(engine, engine.step)
 
 
@@ -117,9 +117,9 @@ STAGES: dict[str, Callable[[Any], Any]] = {
     "settle": lambda engine: (engine._gradients, "settle"),
     "square_sum": lambda engine: (engine._gradients, "square_sum"),
     "values": lambda engine: (engine.optimizer, "values"),
-    "trained_units": lambda engine: (engine._stepper._pipeline, "trained_units"),
+    "trained_units": lambda engine: (engine._stepper.pipeline, "trained_units"),
     "fix": lambda engine: (engine._stepper, "fix"),
-    "at_once": lambda engine: (engine._stepper._pipeline, "at_once"),
+    "at_once": lambda engine: (engine._stepper.pipeline, "at_once"),
     "update": lambda engine: (engine._stepper, "_finish_groups"),
     "start": lambda engine: (engine._stepper, "start"),
     "expect_forward": lambda engine: (engine._coordinator, "expect_forward"),

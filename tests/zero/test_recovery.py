@@ -295,7 +295,7 @@ def with_the_last_step_half_done(engine: Any, reference: Any) -> None:
     train(reference, 0)
     for trainer in (engine, reference):
         trainer.backward(trainer(tokens(1), 1))
-    assert not engine._stepper._updates.all_settled
+    assert not engine._stepper.updates.all_settled
 
 
 @pytest.mark.parametrize("call", ["engine.step", "optimizer.step"])
@@ -328,7 +328,7 @@ def test_a_micro_step_that_raises_for_the_step_before_is_counted_once(open_engin
     train(engine, 0, 1)
     engine.backward(engine(tokens(2)))
     failure = StorageError("write", errno=5, path="somewhere", offset=0, free_bytes=None)
-    engine._stepper._updates.failure = failure  # a result of step 1 could not be stored, and nobody knows yet
+    engine._stepper.updates.failure = failure  # a result of step 1 could not be stored, and nobody knows yet
     with pytest.raises(StorageError):
         engine.step()
     engine.step()

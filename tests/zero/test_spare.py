@@ -54,7 +54,7 @@ class Watch:
     """Counts what is lent, and notes a unit whose gradient begins while its memory is."""
 
     def __init__(self, engine: Any) -> None:
-        self.spare, self.lent, self.withdrawn, self.trespassers = engine._stepper._pipeline.spare, 0, 0, []
+        self.spare, self.lent, self.withdrawn, self.trespassers = engine._stepper.pipeline.spare, 0, 0, []
         self._try_lease, self._reclaim = self.spare.try_lease, engine._gradients.reclaim
         self.spare.try_lease, engine._gradients.reclaim = self.try_lease, self.reclaim
 
@@ -136,7 +136,7 @@ def test_with_two_slots_nothing_is_lent(open_engine: Open, nvme_path: Path) -> N
     """Updates inside backward read gradients that have just arrived."""
     config = make_config(NVME, nvme_path, zero={**KEYS, "offload_optimizer": {"update_in_backward": True}})
     engine = open_engine(build("gpt"), config)
-    spare = engine._stepper._pipeline.spare
+    spare = engine._stepper.pipeline.spare
     assert not spare.lends
     engine.inject(slow_writes())
     train(engine, 0, 1)

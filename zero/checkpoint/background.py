@@ -86,9 +86,11 @@ class BackgroundSave:
                 await self._assemble(lambda job: loop.run_in_executor(threads, job))
             logger.info("%s in %.1f s, beside training", self._describe, time.perf_counter() - self._began)
         finally:
-            await loop.run_in_executor(threads, self._save.give_up)
-            self._part.close_on_loop()
-            threads.shutdown(wait=False)
+            try:
+                await loop.run_in_executor(threads, self._save.give_up)
+            finally:
+                self._part.close_on_loop()
+                threads.shutdown(wait=False)
 
     async def _take_all(self) -> None:
         waiting = iter(self._part.extents)

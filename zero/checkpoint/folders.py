@@ -118,9 +118,13 @@ class Folders(Checkpoints):
         return target
 
     def abandon(self, partial: Partial) -> None:
-        """Remove a checkpoint that will not be finished. Nothing to do after `commit`."""
+        """Remove a checkpoint that will not be finished. Nothing to do after `commit`.
+
+        What cannot be removed is left to the next save: why this one failed is what the user should hear.
+        """
         try:
-            self._remove(partial.folder)
+            with contextlib.suppress(StorageError):
+                self._remove(partial.folder)
         finally:
             partial.lock.close()
 

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.garbage import no_collection
 from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
+from zero.checkpoint.boxes import boxes_of
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.opening import Opened, open_checkpoint
@@ -81,7 +83,7 @@ class Wanted:
         """Values as `Adoption` reads them."""
         index = self._parts.index_of[id(parameter)]
         name = self.names[index]
-        for lo, hi in _short(begin, end):
+        for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
             moments = None
             weight = self._source.read(MODEL + name, lo, hi)
             if state and index in self.stateful:
@@ -98,7 +100,7 @@ class Wanted:
             kinds = [MODEL + name]
             if unit.trainable and slot.index in self.stateful:
                 kinds += [state_name(name, kind) for kind in MOMENTS]
-            for lo, hi in _short(begin, end):
+            for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
                 yield from ((kind, lo, hi) for kind in kinds)
 
     def fill_buffers(self) -> None:
@@ -121,17 +123,17 @@ class Wanted:
 def load_values(parts: Assembly, wanted: Wanted, source: Source) -> None:
     """Fill the planes. Parameters that are not wanted keep their values. Raises StorageError, ConfigError."""
     only = None if wanted.is_everything else set(wanted.names)
-    adoption = Adoption(
-        parts.layout, parts.parameters(), parts.storage, wanted.pieces, lambda unit, slot: None, only=only
-    )
+    adoption = Adoption(parts.layout, parts.parameters(), parts.storage, wanted.pieces, None, only=only)
     source.expect(wanted.in_order(adoption.order()))
     adoption.run()
     wanted.fill_buffers()
 
 
-def _short(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) in ranges as long as boxes are, which boxes of the same layout fit."""
-    return ((lo, min(lo + PIECE_NUMEL, end)) for lo in range(begin, end, PIECE_NUMEL))
+def _short(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) in ranges as boxes are cut, so that those of the same layout need not be put together."""
+    for lo in range(begin, end, PIECE_NUMEL):
+        for box in boxes_of(shape, lo, min(lo + PIECE_NUMEL, end)):
+            yield box.begin, box.begin + box.numel
 
 
 def _models_names(source: Source) -> list[str]:
@@ -170,6 +172,7 @@ class LoadsCheckpoints(SavesCheckpoints):
     half_loaded = ""
     """The checkpoint of which some values have been loaded and some have not."""
 
+    @no_collection()
     def load_checkpoint(
         self,
         load_dir: str | Path,
@@ -243,17 +246,19 @@ class LoadsCheckpoints(SavesCheckpoints):
         states = states and self.optimizer is not None
         placement, state, source = self.exchange.placement, opened.state, opened.source
 
-        def check() -> tuple[dict[str, Any], dict[str, Any] | None, Wanted, dict[int, int]]:
+        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted, dict[int, int]]:
             client, mine = opened.client(), opened.rank_state(placement.rank)
+            # Where fewer ranks have saved, the first one's position in the data is the others' too.
+            told = mine if mine is not None else opened.rank_state(0)
             wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
             if states:
                 name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
                 check_groups(self.optimizer, state["groups"], name_of)
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
-            return client, mine, wanted, wanted.step_counts()
+            return client, mine, told, wanted, wanted.step_counts()
 
-        client, mine, wanted, counts = together.do("checking a checkpoint", check)
+        client, mine, told, wanted, counts = together.do("checking a checkpoint", check)
         if state["frozen_sums"]:
             sums = frozen_sums(self._parts, self.exchange)
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
@@ -275,16 +280,13 @@ class LoadsCheckpoints(SavesCheckpoints):
             self.optimizer.step_counts.update(counts)
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
-            restore_counters(self, state)
-            self._restore_rank(opened, mine)
+            self._restore_small(state, told, own=mine is not None)
         return client
 
-    def _restore_rank(self, opened: Opened, mine: dict[str, Any] | None) -> None:
-        first = opened.rank_state(0) if mine is None else None
-        if mine is not None:
-            restore_rank(self, mine, own=True)
-        elif first is not None:  # saved with fewer ranks
-            restore_rank(self, first, own=False)
+    def _restore_small(self, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:
+        restore_counters(self, state)
+        if told is not None:
+            restore_rank(self, told, own=own)
 
     def _load_scheduler(self, state: Any) -> None:
         if hasattr(self.lr_scheduler, "load_state_dict"):

@@ -88,7 +88,7 @@ class RankPart:
         self._mover = parts.storage.mover
         self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
         self._aio: Aio = open_aio(AioOptions())
-        self.writer = ExtentWriter(parts.layout, parts.storage, self._store)
+        self.writer = ExtentWriter(parts.layout, parts.storage, self._store, self._aio.register_memory)
 
     async def _store(self, offset: int, data: torch.Tensor) -> None:
         await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")

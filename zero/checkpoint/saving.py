@@ -12,6 +12,7 @@ import torch
 from offload.archives import make_archive
 from offload.durable import Files
 from offload.errors import ConfigError, StateError
+from offload.garbage import no_collection
 from offload.sizes import format_bytes
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import add_accumulated, ranks_shape
@@ -50,6 +51,7 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     files = Files()
     """The disk that checkpoints lie on."""
 
+    @no_collection()
     def save_checkpoint(
         self,
         save_dir: str | Path,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import random
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
+from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
 from offload.errors import StateError
+from zero.checkpoint.small_state import rank_state, restore_counters, restore_groups, restore_rank
 from zero.optim.optimizer import ZeroOptimizer
 from zero.rng_tracker import get_cuda_rng_tracker
 
@@ -25,6 +24,7 @@ class Run(Protocol):
     device: torch.device
     global_steps: int
     micro_steps: int
+    data_position: Any
 
 
 def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
@@ -40,7 +40,8 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
         "norm": norm,
         "groups": [],
         "step_counts": {},
-        "random": _random_states(run.device),
+        "rank": rank_state(run, None),
+        "named_random_states": get_cuda_rng_tracker().get_states(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in run.module.named_buffers()},
     }
     if run.optimizer is not None:
@@ -49,10 +50,9 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
         for group in run.optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             state["groups"].append({**options, "params": [names.get(id(p), "") for p in group["params"]]})
-    # What schedulers and loaders keep may be any object: it is packed for itself.
-    others = {"lr_scheduler": run.lr_scheduler, "data": run.training_dataloader}
-    kept = {name: other.state_dict() for name, other in others.items() if hasattr(other, "state_dict")}
-    return _packed({**state, "objects": _packed(kept)})
+    if hasattr(run.lr_scheduler, "state_dict"):
+        state["lr_scheduler"] = pack_any(run.lr_scheduler.state_dict())
+    return make_archive(state).numpy().tobytes()
 
 
 def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
@@ -61,34 +61,26 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
     Raises:
         StateError: the param groups are others. Nothing has changed.
     """
-    state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    state = read_archive(bytes_tensor(data), "the state of a snapshot")
     _check_groups(run, names, state["groups"])
-    run.global_steps, run.micro_steps = state["counters"]["global_steps"], state["counters"]["micro_steps"]
+    restore_counters(run, state["counters"])
     if run.optimizer is not None:
-        for group, saved in zip(run.optimizer.param_groups, state["groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        restore_groups(run.optimizer, state["groups"])
         keys = {name: key for key, name in names.items()}
         run.optimizer.step_counts.clear()
         run.optimizer.step_counts.update({keys[name]: count for name, count in state["step_counts"].items()})
-    # A snapshot is of this very job, in files that only its user can write, and its checksum was right.
-    kept = torch.load(io.BytesIO(state["objects"]), map_location="cpu", weights_only=False)
-    for name, other in {"lr_scheduler": run.lr_scheduler, "data": run.training_dataloader}.items():
-        if name in kept and hasattr(other, "load_state_dict"):
-            other.load_state_dict(kept[name])
+    if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
+        # Classes are trusted: a snapshot is of this very job, and its checksum was right.
+        run.lr_scheduler.load_state_dict(unpack_any(state["lr_scheduler"], "the state of the scheduler"))
     buffers = dict(run.module.named_buffers())
     with torch.no_grad():
         for name, value in state["buffers"].items():
             if name in buffers:
                 buffers[name].copy_(value)
-    _set_random_states(run.device, state["random"])
+    get_cuda_rng_tracker().set_states(state["named_random_states"])
+    restore_rank(run, state["rank"], own=True)
     norm: float | None = state["norm"]
     return norm
-
-
-def _packed(state: dict[str, Any]) -> bytes:
-    out = io.BytesIO()
-    torch.save(state, out)
-    return out.getvalue()
 
 
 def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) -> None:
@@ -101,26 +93,3 @@ def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) 
             f"load_snapshot: the param groups are others: expected groups of {sizes[0]} parameters as they were saved, "
             f"got {sizes[1]}; make the optimizer as it was"
         )
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-        "named": get_cuda_rng_tracker().get_states(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_random_states(device: torch.device, states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    get_cuda_rng_tracker().set_states(states["named"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

@@ -147,7 +147,8 @@ class SavesWeights(FollowsModel):
             StorageError: a transfer failed, on any rank.
         """
         entries = self._resting_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
-        relay, found = Relay(self.exchange), OrderedDict[str, torch.Tensor]()
+        relay = Relay(self.exchange)
+        found: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
         with self._reader(relay, masters=False) as reader:
             for entry in entries:
                 whole = found.get(entry.first)
@@ -202,6 +203,8 @@ class SavesWeights(FollowsModel):
         parts.stepper.finish()
         self._persistent_bound = False
         parts.coordinator.release_all()  # what forward has modified in place is stored
+        streams = parts.storage.streams
+        streams.wait(streams.behind_copies_in(), streams.behind_updates())
         stored = parts.stored()
         try:
             yield PlaneReader(stored, relay, masters=masters)

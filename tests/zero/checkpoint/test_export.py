@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed_craft import SAMPLES, STAGES, TAG
 from models import build, lora_gpt, make_config, seeded, tokens
 
 import zero
@@ -33,6 +34,7 @@ Open = Callable[..., Any]
 Values = dict[str, torch.Tensor]
 NVME, DEVICE = ("nvme", "nvme"), ("none", "none")
 ROOT = Path(__file__).parents[3]
+MADE = "zero_to_fp32.safetensors"
 
 
 class InMemory:
@@ -242,6 +244,21 @@ def test_signatures_are_deepspeeds() -> None:
         if "safe_serialization" in defaults:
             defaults["safe_serialization"] = True  # pickled files are not written
         assert {key: parameter.default for key, parameter in ours.items()} == defaults, name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_folder_of_deepspeed_gives_what_its_own_script_makes_of_it(stage: str, tmp_path: Path) -> None:
+    theirs = safetensors.load_file(SAMPLES / stage / MADE)  # there counters are floats too
+    found = zero.get_fp32_state_dict_from_zero_checkpoint(SAMPLES / stage, tag=TAG)
+    # At stage 1 the script leaves out what is frozen.
+    assert not theirs.keys() - found.keys() and (stage == "stage1" or not found.keys() - theirs.keys())
+    same({name: found[name] for name in theirs}, {name: theirs[name].to(found[name].dtype) for name in theirs})
+    aliases = {name for name in found for other in found if name > other and found[name] is found[other]}
+    assert len(aliases) == 1
+    assert main(["export", str(SAMPLES / stage / TAG), str(tmp_path), "--dtype", "fp32"]) == 0
+    written = files_of(tmp_path)
+    same(written, {name: found[name] for name in written})
+    assert len(written) == len(found) - 1
 
 
 # ---- memory ---------------------------------------------------------------------------------------

@@ -151,6 +151,22 @@ def test_the_lock_of_a_process_that_crashed_does_not_stop_the_next(tmp_path: Pat
     assert hidden(tmp_path) == set()
 
 
+def test_why_a_save_failed_is_said_although_what_it_left_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ForgetfulFiles(tmp_path, full_at=7)
+
+    def refuse(path: Path, first: object = ()) -> None:
+        raise StorageError("remove", errno=5, path=str(path), offset=0, free_bytes=None)
+
+    monkeypatch.setattr(files, "remove", refuse)
+    with pytest.raises(StorageError, match="ENOSPC"):
+        save(files, tmp_path, "tag", 1)
+    assert hidden(tmp_path) == {".tag.partial"}
+    save(Files(), tmp_path, "other", 2)
+    assert hidden(tmp_path) == set()
+
+
 # ---- what is loaded -------------------------------------------------------------------------------------------------
 
 

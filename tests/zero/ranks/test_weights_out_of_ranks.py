@@ -86,16 +86,15 @@ def test_the_first_of_two_ranks_writes_all_of_the_model(
 
 def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str], list[str]]:
     """Errors of a save that one rank cannot do, and the files of the next that all can."""
-    from offload import safetensors_writer
     from offload.durable import Files
 
     rank, told = dist.get_rank(), []
-    write, room = safetensors_writer._write_all, Files.free_bytes
+    write, room = Files.written, Files.free_bytes
     with opened(place, nvme_path, motley()) as engine:
         train(engine, 1)
         engine.synchronize()
         if kind == "write" and rank == 0:
-            safetensors_writer._write_all = _full
+            Files.written = _full  # type: ignore[method-assign]
         elif kind == "room" and rank == 0:
             Files.free_bytes = lambda files, path: 7  # type: ignore[method-assign]
         elif kind == "read" and rank == 1:
@@ -105,7 +104,7 @@ def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str
                 save(out)
             except StorageError as error:
                 told.append(str(error))
-        safetensors_writer._write_all, Files.free_bytes = write, room  # type: ignore[method-assign]
+        Files.written, Files.free_bytes = write, room  # type: ignore[method-assign]
         engine.inject(None)
         dist.barrier()
         left = sorted(os.listdir(out)) if os.path.isdir(out) else []
@@ -116,7 +115,7 @@ def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str
 
 
 def _full(*_: Any) -> None:
-    raise OSError(28, "No space left on device")
+    raise StorageError("writing", errno=28, path="there", offset=0, free_bytes=0)
 
 
 @pytest.mark.parametrize(
