@@ -32,6 +32,7 @@ from zero.checkpoint.rank_part import persistent_buffers, plan_extents
 from zero.checkpoint.reading import CLIENT, RANK, STATE
 from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.small_state import client_part, common_state, rank_state
+from zero.checkpoint.together import Together
 from zero.replanning import FollowsModel
 
 logger = logging.getLogger("zero")
@@ -173,13 +174,18 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
         if not state["has_frozen"]:
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
-        accumulated = add_accumulated(extents, parts, placement)
+        together = Together(self.exchange)
+        accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts, placement))
         answers = self.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(placement) if any(answers) else None
-        if placement.rank == 0:
-            extents.add_blob(STATE, make_archive(state))
-            extents.add_blob(CLIENT, make_archive(client_part(self, client_state)))
-        extents.add_blob(f"{RANK}.{placement.rank}", make_archive(rank_state(self, accumulated)))
+
+        def add_blobs() -> None:
+            if placement.rank == 0:
+                extents.add_blob(STATE, make_archive(state))
+                extents.add_blob(CLIENT, make_archive(client_part(self, client_state)))
+            extents.add_blob(f"{RANK}.{placement.rank}", make_archive(rank_state(self, accumulated)))
+
+        together.do("pickling what a checkpoint holds besides tensors", add_blobs)  # users' objects: anything may fail
         extents.end()
         return state, extents
 
