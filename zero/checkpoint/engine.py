@@ -13,11 +13,9 @@ class Checkpoints(LoadsCheckpoints, SavesWeights, TakesSnapshots):
     def weights_change(self) -> None:
         """Weights are about to change by other means than a step.
 
-        A checkpoint that is being written takes the old ones first; a snapshot of them is void.
-
-        Raises:
-            StorageError: the checkpoint could not be written.
+        A checkpoint that is being written takes the old ones first; a snapshot of them is void. An error of the
+        checkpoint waits for the next call: here it would take the place of the change.
         """
-        self.wait_for_checkpoint()
+        self.settle_checkpoint()
         self.forget_frozen()
         self._weights_changed()

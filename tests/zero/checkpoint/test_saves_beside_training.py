@@ -1,0 +1,168 @@
+"""Checkpoints that are written beside training: whatever comes between, they are of the step they were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build, make_config
+from recovery import NVME, descriptors, interrupted_when, train, unequal
+
+import zero
+from offload.durable import Files
+from offload.errors import StorageError
+from zero.checkpoint.folders import Checkpoints
+from zero.optim.pipeline import StepArguments
+
+Open = Callable[..., Any]
+CPU = ("cpu", "cpu")
+MATRIX = "head.weight"
+
+
+@pytest.fixture(autouse=True)
+def own_generator() -> Iterator[None]:
+    """Loading sets the global generator."""
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+class Held(Files):
+    """A disk that makes a rank's file last only when it is told to, if at all."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.go, self._fails = threading.Event(), fails
+
+    def perform(self, operation: Any, path: Path, action: Callable[[], Any], new: Path | None = None) -> Any:
+        if operation == "sync" and path.suffix == ".distcp":
+            assert self.go.wait(60), "nobody has told it to go on"
+            if self._fails:
+                raise StorageError("sync", errno=5, path=str(path), offset=0, free_bytes=None)
+        return super().perform(operation, path, action, new)
+
+
+def config(pair: tuple[str, str], nvme_path: Path, **more: Any) -> dict[str, Any]:
+    return make_config(pair, nvme_path, checkpoint={"async_save": True}, **more)
+
+
+def tags(folder: Path) -> list[str]:
+    return Checkpoints(folder).tags()
+
+
+JOB = """
+import sys, torch, zero
+from models import build, make_config, tokens
+torch.set_num_threads(1)
+config = make_config(("cpu", "cpu"), None, checkpoint={"async_save": True})
+engine = zero.initialize(model=build("gpt"), config=config)[0]
+engine.backward(engine(tokens(0)))
+engine.step()
+engine.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_a_job_that_ends_without_closing_its_engine_has_its_last_checkpoint(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(Path(zero.__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "ZERO_DEVICE": "cpu"}
+    subprocess.run([sys.executable, "-c", JOB, str(tmp_path)], env=environment, check=True, timeout=120)
+    assert Checkpoints(tmp_path).read_latest() == "global_step1"
+    assert tags(tmp_path) == ["global_step1"]
+
+
+def test_an_interrupt_of_a_wait_ends_neither_the_save_nor_that_the_next_one_waits(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine = train(open_engine(build("gpt"), config(CPU, nvme_path)), 0)
+    engine.files = held = Held()
+    engine.save_checkpoint(tmp_path, tag="a")
+    with interrupted_when(lambda: True):
+        engine.wait_for_checkpoint()
+    assert engine.checkpoint_pending()
+    with interrupted_when(lambda: True):
+        engine.save_checkpoint(tmp_path, tag="b")
+    assert tags(tmp_path) == []
+    held.go.set()
+    engine.save_checkpoint(tmp_path, tag="b")
+    assert tags(tmp_path) == ["a"] or tags(tmp_path) == ["b", "a"]
+    engine.wait_for_checkpoint()
+    assert tags(tmp_path) == ["b", "a"]
+
+
+def test_an_edit_is_not_lost_when_the_checkpoint_that_it_waits_for_fails(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine = train(open_engine(build("gpt"), config(NVME, nvme_path)), 0)
+    expected = engine.full_parameter(MATRIX) * 2
+    engine.files = held = Held(fails=True)
+    engine.save_checkpoint(tmp_path)
+    with zero.GatheredParameters([engine.module.head.weight]):
+        engine.module.head.weight.data.mul_(2)
+        held.go.set()
+    with pytest.raises(StorageError, match="sync"):
+        engine.synchronize()
+    engine.synchronize()
+    assert torch.equal(engine.full_parameter(MATRIX), expected)
+
+
+class LameDisk:
+    """The disk of a plane: one read fails at once, others take a while."""
+
+    def __init__(self, plane: Any) -> None:
+        self._disk, self._failed, self.under_way = plane._disk, False, 0
+
+    async def read(self, offset: int, buffer: torch.Tensor, what: str = "") -> None:
+        if not self._failed:
+            self._failed = True
+            raise StorageError("read", errno=5, path="plane", offset=offset, free_bytes=None)
+        self.under_way += 1
+        await asyncio.sleep(0.2)
+        await self._disk.read(offset, buffer, what)
+        self.under_way -= 1
+
+
+def test_a_save_that_fails_ends_when_nothing_of_it_moves_any_more(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine = train(open_engine(build("gpt"), config(("cpu", "nvme"), nvme_path, zero={"sub_group_size": 4096})), 0)
+    engine.synchronize()
+    (plane,) = (plane for plane in engine._storage.records if plane is not None)
+    before, disk = descriptors(), plane._disk
+    plane._disk = lame = LameDisk(plane)
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(StorageError, match="read"):
+        engine.wait_for_checkpoint()
+    plane._disk = disk
+    assert lame.under_way == 0
+    assert descriptors() == before
+    engine.save_checkpoint(tmp_path)
+    engine.wait_for_checkpoint()
+    calm = train(open_engine(build("gpt"), config(CPU, nvme_path)), 0, 1)
+    assert not unequal(train(engine, 1), calm)
+
+
+def test_a_step_that_begins_while_a_sub_group_is_looked_at_does_not_wait_for_the_save_that_waits_for_it(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = train(open_engine(build("gpt"), config(NVME, nvme_path, zero={"sub_group_size": 4096})), 0)
+    engine.synchronize()
+    updates = engine._stepper.updates
+    is_busy = updates.is_busy
+
+    def meanwhile(group: Any) -> bool:
+        """Another thread fixes a step, which changes nothing."""
+        monkeypatch.setattr(updates, "is_busy", is_busy)
+        updates.begin_step(StepArguments({}, 1.0, 2), [group])
+        return bool(is_busy(group))
+
+    monkeypatch.setattr(updates, "is_busy", meanwhile)
+    engine.save_checkpoint(tmp_path)
+    assert engine._behind._transfer._future.exception(60) is None
+    engine.synchronize()
+    assert tags(tmp_path) == ["global_step1"]
