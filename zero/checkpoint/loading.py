@@ -202,7 +202,7 @@ class LoadsCheckpoints(SavesCheckpoints):
         self._between_steps("load_checkpoint")
         self.synchronize()
         together = Together(self.exchange)
-        opened = together.do("looking for a checkpoint", lambda: self._open(Path(load_dir), tag))
+        opened = self._open(Path(load_dir), tag, together)
         if opened is None:
             logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
             return None, {}
@@ -215,18 +215,27 @@ class LoadsCheckpoints(SavesCheckpoints):
             opened.source.close()
         return str(opened.folder), client["client_state"]
 
-    def _open(self, load_dir: Path, tag: Any) -> Opened | None:
-        opened = open_checkpoint(load_dir, tag, self.files)
-        name = b"" if opened is None else opened.folder.name.encode()
-        names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
-        if len(names) > 1:
-            if opened is not None:
+    def _open(self, load_dir: Path, tag: Any, together: Together) -> Opened | None:
+        found: list[Opened] = []
+
+        def look() -> None:
+            opened = open_checkpoint(load_dir, tag, self.files)
+            found.extend([] if opened is None else [opened])
+
+        try:
+            together.do("looking for a checkpoint", look)
+            name = found[0].folder.name.encode() if found else b""
+            names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
+            if len(names) > 1:
+                raise ConfigError(
+                    f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
+                    "must be on a file system that all nodes share"
+                )
+        except BaseException:
+            for opened in found:
                 opened.source.close()
-            raise ConfigError(
-                f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
-                "must be on a file system that all nodes share"
-            )
-        return opened
+            raise
+        return found[0] if found else None
 
     def _load(
         self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool
@@ -252,10 +261,14 @@ class LoadsCheckpoints(SavesCheckpoints):
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
         self.zero_grad()
         parts = self.at_rest()
-        try:
-            together.do("loading a checkpoint", lambda: load_values(parts, wanted, source))
+
+        def fill() -> None:
+            load_values(parts, wanted, source)
             if mine is not None and mine["accumulated"] is not None and not only_module:
                 load_accumulated(parts, placement, mine["accumulated"], source)
+
+        try:
+            together.do("loading a checkpoint", fill)
         finally:
             parts.coordinator.rewritten()
         if states:

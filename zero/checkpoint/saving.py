@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from zero.checkpoint.rank_part import persistent_buffers, plan_extents
 from zero.checkpoint.reading import CLIENT, RANK, STATE
 from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.small_state import client_part, common_state, rank_state
+from zero.checkpoint.together import Together
 from zero.replanning import FollowsModel
 
 logger = logging.getLogger("zero")
@@ -174,12 +175,32 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
         accumulated = add_accumulated(extents, parts, placement)
         answers = self.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(placement) if any(answers) else None
-        if placement.rank == 0:
-            extents.add_blob(STATE, make_archive(state))
-            extents.add_blob(CLIENT, make_archive(client_part(self, client_state)))
-        extents.add_blob(f"{RANK}.{placement.rank}", make_archive(rank_state(self, accumulated)))
+        together = Together(self.exchange)
+        blobs = together.do("capturing what is saved", lambda: self._blobs(state, client_state, accumulated))
+        for name, archive in blobs.items():
+            extents.add_blob(name, archive)
         extents.end()
         return state, extents
+
+    def _blobs(
+        self, state: dict[str, Any], client_state: Mapping[str, Any], accumulated: dict[str, Any] | None
+    ) -> dict[str, torch.Tensor]:
+        """What this rank saves besides tensors, as archives. Raises ConfigError if objects of users cannot be saved."""
+        rank = self.exchange.placement.rank
+        values: dict[str, Callable[[], Any]] = {f"{RANK}.{rank}": lambda: rank_state(self, accumulated)}
+        if rank == 0:
+            values = {STATE: lambda: state, CLIENT: lambda: client_part(self, client_state), **values}
+        blobs = {}
+        for name, value in values.items():
+            try:
+                blobs[name] = make_archive(value())
+            except Exception as error:
+                whose = {STATE: "the configuration", CLIENT: "client_state, or the scheduler's state"}
+                raise ConfigError(
+                    f"save_checkpoint: {whose.get(name, 'the position in the data')} cannot be pickled: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        return blobs
 
     def _agree_on_tag(self, tag: Any) -> str:
         name = check_tag(tag)

@@ -18,8 +18,9 @@ from recovery import NVME, descriptors, interrupted_when, train, unequal
 
 import zero
 from offload.durable import Files
-from offload.errors import StorageError
+from offload.errors import ConfigError, StateError, StorageError
 from zero.checkpoint.folders import Checkpoints
+from zero.exchange import Alone
 from zero.optim.pipeline import StepArguments
 
 Open = Callable[..., Any]
@@ -166,3 +167,58 @@ def test_a_step_that_begins_while_a_sub_group_is_looked_at_does_not_wait_for_the
     assert engine._behind._transfer._future.exception(60) is None
     engine.synchronize()
     assert tags(tmp_path) == ["global_step1"]
+
+
+# ---- what fails before anything is written ---------------------------------------------------------------------------
+
+
+class Unwilling:
+    """What cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("not me")
+
+
+class FailingElsewhere(Alone):
+    """A rank beside another one, on which something fails."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what, self.asked = what, list[str]()
+
+    def agree(self, what: str, payload: bytes) -> list[bytes]:
+        self.asked.append(what)
+        return [payload, b"StorageError: full" if what == self._what else payload]
+
+
+def test_a_client_state_that_cannot_be_pickled_is_an_error_that_all_ranks_hear_of(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine = train(open_engine(build("gpt"), config(CPU, nvme_path)), 0)
+    engine.exchange = others = FailingElsewhere("nothing")
+    before = descriptors()
+    with pytest.raises(ConfigError, match=r"client_state.*not me"):
+        engine.save_checkpoint(tmp_path, client_state={"mine": Unwilling()})
+    assert others.asked[-1] == "capturing what is saved"
+    assert descriptors() == before and tags(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["making the folder of a checkpoint", "reserving the room of a checkpoint"])
+def test_what_a_rank_has_opened_is_given_back_when_another_one_fails(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, what: str
+) -> None:
+    engine = train(open_engine(build("gpt"), config(CPU, nvme_path)), 0)
+    before, alone = descriptors(), engine.exchange
+    engine.exchange = FailingElsewhere(what)
+    with pytest.raises(StateError, match=r"another rank.*full"):
+        engine.save_checkpoint(tmp_path)
+    assert descriptors() == before
+    assert [name for name in Files().listing(tmp_path) if "partial" in name] == []
+    engine.exchange = alone
+    engine.save_checkpoint(tmp_path)
+    engine.wait_for_checkpoint()
+    engine.exchange = others = FailingElsewhere("looking for a checkpoint")
+    with pytest.raises(StateError, match=r"another rank.*full"):
+        engine.load_checkpoint(tmp_path)
+    assert descriptors() == before and others.asked[-1] == "looking for a checkpoint"
+    engine.exchange = alone
