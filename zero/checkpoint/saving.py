@@ -49,6 +49,8 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     data_position: Any
     files = Files()
     """The disk that checkpoints lie on."""
+    _changed: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
+    """Units in memory that changed by other means than a step: between the last two steps, and since."""
 
     def save_checkpoint(
         self,
@@ -106,11 +108,16 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
         """True when training may go on while this is written; else the log says why not."""
         if not self._config.checkpoint.async_save:
             return False
-        why = ""
+        why, changed = "", sorted(frozenset.union(*self._changed))
         if state["accumulating"] is not None:
             why = "gradients have been collected since the last step, and they change with the next backward"
         elif self._parts.plan.two_slots:
             why = "states change places inside backward (offload_optimizer.update_in_backward)"
+        elif changed:
+            # The next forward may do it again, and nobody would hear of it before.
+            why = f"weights have been modified where they live ({changed[0]})"
+        told = [answer.decode() for answer in self.exchange.agree("saving beside training", why.encode())]
+        why = next(filter(None, told), "")
         if why:
             logger.warning("save_checkpoint: this one is written before the call returns: %s", why)
         return not why
@@ -122,7 +129,29 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
             raise StateError(f"{what}: inside forward or GatheredParameters; call it between them")
         self.wait_for_checkpoint()
         self.replan()
+        if any(bound.bound and bound.differs for bound in self._parts.bound):
+            # What forward has modified in place is stored when its unit is let go.
+            self.note_bound()
+            self._persistent_bound = False
+            self._parts.coordinator.release_all()
+            self.ready(what)
         self._parts.gradients.settle()
+
+    def note_change(self, index: int) -> None:
+        """A unit has changed by other means than a step."""
+        unit = self._parts.layout.units[index]
+        if self._parts.storage.flat(unit) is not None:
+            self._changed = self._changed[0], self._changed[1] | {unit.name}
+
+    def note_bound(self) -> None:
+        """What is always bound is let go."""
+        bound = (bound for bound in self._parts.bound if bound.unit.persistent and bound.bound and bound.differs)
+        self._changed = self._changed[0], self._changed[1] | {each.unit.name for each in bound}
+
+    def note_step(self) -> None:
+        """A step begins."""
+        self.note_bound()
+        self._changed = self._changed[1], frozenset()
 
     def at_rest(self) -> Assembly:
         """See `FollowsModel`; a checkpoint that is being written needs the planes as they are."""

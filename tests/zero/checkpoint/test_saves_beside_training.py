@@ -15,6 +15,7 @@ import pytest
 import torch
 from models import build, make_config
 from recovery import NVME, descriptors, interrupted_when, train, unequal
+from torch import nn
 
 import zero
 from offload.durable import Files
@@ -167,6 +168,58 @@ def test_a_step_that_begins_while_a_sub_group_is_looked_at_does_not_wait_for_the
     assert engine._behind._transfer._future.exception(60) is None
     engine.synchronize()
     assert tags(tmp_path) == ["global_step1"]
+
+
+# ---- weights that forward modifies -----------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Its forward adds to weights of every size, while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.small, self.large = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(6000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for line in self.lines:
+            x = x + line(x)
+        if self.training:
+            with torch.no_grad():
+                self.small.add_(1.0)
+                self.large.add_(1.0)
+        return (x * self.small).sum() + self.large.sum()
+
+
+@pytest.mark.parametrize("after", ["forward", "backward", "step"])
+@pytest.mark.parametrize("pair", [("none", "none"), CPU, NVME])
+@pytest.mark.parametrize("threshold", [0, 1000])
+def test_weights_that_forward_modifies_are_saved_as_they_were_when_a_save_began(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, pair: tuple[str, str], threshold: int, after: str
+) -> None:
+    zero_block = {"sub_group_size": 4096, "stage3_param_persistence_threshold": threshold}
+    engine = open_engine(Counting(), config(pair, nvme_path, bf16=False, zero=zero_block))
+    batch = torch.ones(2, 64)
+
+    def train_until(last: str) -> None:
+        loss = engine(batch)
+        if last != "forward":
+            engine.backward(loss)
+        if last == "step":
+            engine.step()
+
+    train_until("step")
+    train_until(after)
+    names = [name for name, _ in engine.module.named_parameters()]
+    expected = {name: engine.full_parameter(name) for name in names}
+    engine.save_checkpoint(tmp_path)
+    assert {name for name in names if not torch.equal(engine.full_parameter(name), expected[name])} == set()
+    engine.zero_grad()
+    for _ in range(2):
+        train_until("step")
+    engine.wait_for_checkpoint()
+    engine.load_checkpoint(tmp_path)
+    assert {name for name in names if not torch.equal(engine.full_parameter(name), expected[name])} == set()
 
 
 # ---- what fails before anything is written ---------------------------------------------------------------------------
