@@ -7,14 +7,14 @@ order of its own planes, so stage, tier and number of ranks of who saved do not 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DamagedError
 from offload.garbage import no_collection
 from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
@@ -213,32 +213,55 @@ class LoadsCheckpoints(SavesCheckpoints):
             self.synchronize()
         finally:
             self.half_loaded = failed
-        together = Together(self.exchange)
-        opened = self._open(Path(load_dir), tag, together)
-        if opened is None:
-            logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
-            return None, {}
-        try:
-            states = load_optimizer_states and not load_module_only
-            client = self._load(opened, together, load_module_strict, states, load_module_only)
-            if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
-                self._load_scheduler(client["lr_scheduler"])
-        finally:
-            opened.source.close()
-        return str(opened.folder), client["client_state"]
-
-    def _open(self, load_dir: Path, tag: Any, together: Together) -> Opened | None:
-        opened = together.do("looking for a checkpoint", lambda: open_checkpoint(load_dir, tag, self.files))
-        name = b"" if opened is None else opened.folder.name.encode()
-        names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
-        if len(names) > 1:
-            if opened is not None:
+        states = load_optimizer_states and not load_module_only
+        damaged: dict[str, DamagedError] = {}
+        while True:
+            together = Together(self.exchange)
+            opened = self._open(Path(load_dir), tag, together, damaged)
+            if opened is None:
+                return self._nothing_to_load(load_dir, damaged)
+            try:
+                client = self._load(opened, together, load_module_strict, states, load_module_only)
+                if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
+                    self._load_scheduler(client["lr_scheduler"])
+                return str(opened.folder), client["client_state"]
+            except DamagedError as error:
+                if tag is not None:
+                    raise
+                logger.warning("load_checkpoint: %s; looking for the newest that is whole", error)
+                damaged[opened.folder.name] = error
+            finally:
                 opened.source.close()
-            raise ConfigError(
-                f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
-                "must be on a file system that all nodes share"
-            )
-        return opened
+
+    def _nothing_to_load(
+        self, load_dir: str | Path, damaged: Mapping[str, DamagedError]
+    ) -> tuple[None, dict[str, Any]]:
+        if damaged:
+            raise next(iter(damaged.values()))
+        logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
+        return None, {}
+
+    def _open(self, load_dir: Path, tag: Any, together: Together, without: Collection[str]) -> Opened | None:
+        found: list[Opened] = []
+
+        def look() -> None:
+            opened = open_checkpoint(load_dir, tag, self.files, without)
+            found.extend([] if opened is None else [opened])
+
+        try:
+            together.do("looking for a checkpoint", look)
+            name = found[0].folder.name.encode() if found else b""
+            names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
+            if len(names) > 1:
+                raise ConfigError(
+                    f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
+                    "must be on a file system that all nodes share"
+                )
+        except BaseException:
+            for opened in found:
+                opened.source.close()
+            raise
+        return found[0] if found else None
 
     def _load(
         self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool

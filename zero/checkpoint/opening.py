@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,16 @@ class Opened:
     """What a rank had of its own; None if there was no such rank."""
 
 
-def open_checkpoint(load_dir: Path, tag: Any = None, files: Files | None = None) -> Opened | None:
+def open_checkpoint(
+    load_dir: Path, tag: Any = None, files: Files | None = None, without: Collection[str] = ()
+) -> Opened | None:
     """The checkpoint of a save_dir that is to be loaded; None if there is none and none was asked for.
 
     Args:
         load_dir: folder of checkpoints.
         tag: which; None: the one that `latest` names, or the newest that is whole.
         files: the disk.
+        without: tags that are known to be damaged.
 
     Raises:
         ConfigError: the one asked for is missing or damaged.
@@ -50,7 +53,7 @@ def open_checkpoint(load_dir: Path, tag: Any = None, files: Files | None = None)
     named = folders.read_latest() if tag is None else check_tag(tag)
     if named and not disk.exists(load_dir / named / NAME) and is_deepspeed_folder(load_dir / named):
         return _open_deepspeed(load_dir / named)
-    found = folders.newest_valid(tag)
+    found = folders.newest_valid(tag, without)
     if found is None:
         return None
     for note in found.notes:

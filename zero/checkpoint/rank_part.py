@@ -87,8 +87,12 @@ class RankPart:
         self.extents, self._folder, self._rank, self._files = extents.extents, folder, rank, files
         self._mover = parts.storage.mover
         self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
-        self._aio: Aio = open_aio(AioOptions())
-        self.writer = ExtentWriter(parts.layout, parts.storage, self._store, self._aio.register_memory)
+        try:
+            self._aio: Aio = open_aio(AioOptions())
+            self.writer = ExtentWriter(parts.layout, parts.storage, self._store, self._aio.register_memory)
+        except BaseException:
+            self.file.close()
+            raise
 
     async def _store(self, offset: int, data: torch.Tensor) -> None:
         await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")

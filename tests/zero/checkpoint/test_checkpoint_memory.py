@@ -83,9 +83,9 @@ def test_a_336m_model_is_saved_and_loaded_within_its_plan_and_600_mb(nvme_path: 
     told = {}
     for then in ("save", "load"):
         with MemoryCgroup(planned_bytes + EXTRA_BYTES, "zero-infinity-checkpoint") as group:
+            told = json.dumps(config), json.dumps(SIZES), str(tmp_path / "saved"), then
             done = subprocess.run(
-                [*group.prefix, sys.executable, "-c", textwrap.dedent(WORKER)]
-                + [json.dumps(config), json.dumps(SIZES), str(tmp_path / "saved"), then],
+                [*group.prefix, sys.executable, "-c", textwrap.dedent(WORKER), *told],
                 env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
                 capture_output=True,
                 text=True,

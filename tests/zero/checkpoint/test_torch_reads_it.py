@@ -195,3 +195,20 @@ def test_a_flipped_bit_of_any_payload_is_refused_by_name(other: Training, good: 
         run.engine.load_checkpoint(good)
         assert differences(other.state(), run.state()) == []
         assert other.train(1) == run.train(1)
+
+
+def test_without_a_tag_a_flipped_bit_leads_to_the_newest_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    folder, states = tmp_path / "saved", []
+    with training(Case("tied", states="nvme"), tmp_path) as run:
+        for index in range(3):
+            run.train(index)
+            run.engine.save_checkpoint(folder)
+            states.append(run.state())
+        source = open_folder(folder / "global_step3").source
+        boxes = source._manifest.files["__0_0.distcp"].boxes
+        source.close()
+        offset, nbytes, _ = boxes[len(boxes) // 2]
+        flip(folder / "global_step3" / "__0_0.distcp", offset + nbytes // 2)
+        path, _ = run.engine.load_checkpoint(folder)
+        assert path == str(folder / "global_step2") and not run.engine.half_loaded
+        assert differences(run.state(), states[1]) == []
