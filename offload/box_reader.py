@@ -41,6 +41,10 @@ class StoredBox:
 class _Entry:
     block: Block | None
     reading: asyncio.Task[torch.Tensor]
+    data: torch.Tensor | None = None
+    """Once read."""
+    asked: bool = False
+    """Set by who asks, the others by the reader: until it has noted `used`, nobody reclaims the block."""
     used: bool = False
 
 
@@ -92,6 +96,11 @@ class BoxReader:
             StorageError: the read failed.
             ConfigError: the bytes are not those that were written.
         """
+        entry = self._entries.get(box)
+        if entry is not None and entry.data is not None and not entry.asked and not entry.used:
+            entry.asked = True
+            self._mover.call(lambda: self._use(box))
+            return entry.data
         return self._mover.run(f"reading {self._paths[box.file]}", self._get(box))
 
     def get_parts(self, parts: Sequence[tuple[StoredBox, int, int]]) -> torch.Tensor:
@@ -143,7 +152,7 @@ class BoxReader:
             while box not in self._entries and box.nbytes <= self._block_bytes:
                 block = self._arena.try_lease(self._block_bytes) or self._reclaim()
                 if block is not None:
-                    self._entries[box] = _Entry(block, asyncio.create_task(self._read(box, block.data)))
+                    self._entries[box] = self._begin(box, block, block.data)
                     break
                 self._changed.clear()
                 await self._changed.wait()
@@ -160,11 +169,16 @@ class BoxReader:
         return None
 
     async def _get(self, box: StoredBox) -> torch.Tensor:
+        return await self._data_of(self._use(box))
+
+    def _use(self, box: StoredBox) -> _Entry:
+        """It has been asked for."""
         entry = self._entry(box)
         if entry not in self._held:
             self._held.append(entry)
         entry.used = True
-        return await self._data_of(entry)
+        self._changed.set()
+        return entry
 
     async def _get_parts(self, parts: Sequence[tuple[StoredBox, int, int]], out: torch.Tensor) -> None:
         position = 0
@@ -182,7 +196,7 @@ class BoxReader:
         if entry is None:  # nobody has foreseen it
             memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8)
             skip = -memory.data_ptr() % PAGE_BYTES
-            entry = _Entry(None, asyncio.create_task(self._read(box, memory[skip:])))
+            entry = self._begin(box, None, memory[skip:])
         self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._held}
         self._entries[box] = entry  # behind all that was asked for before
         return entry
@@ -192,6 +206,17 @@ class BoxReader:
             return await asyncio.shield(entry.reading)
         finally:
             self._changed.set()
+
+    def _begin(self, box: StoredBox, block: Block | None, memory: torch.Tensor) -> _Entry:
+        entry = _Entry(block, asyncio.create_task(self._read(box, memory)))
+
+        def read(task: asyncio.Task[torch.Tensor]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                entry.data = task.result()
+            self._changed.set()
+
+        entry.reading.add_done_callback(read)
+        return entry
 
     async def _read(self, box: StoredBox, memory: torch.Tensor) -> torch.Tensor:
         path = self._paths[box.file]

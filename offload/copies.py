@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from offload.arena import Arena
@@ -14,6 +15,26 @@ from offload.streams import Fence, Streams
 CHUNK_BYTES = 2 << 20
 CHUNKS_IN_FLIGHT = 4
 """Of one fetch: reads that go on while others are copied to the device."""
+
+
+def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy to a tensor of the same dtype and length, on the calling thread alone where both are on the host.
+
+    torch would share the work out among its threads and wait for them; while others compute they are late, and one
+    core often draws as much memory as all of them.
+    """
+    if target.device.type == "cpu" and source.device.type == "cpu" and target.dtype == source.dtype:
+        np.copyto(target.view(torch.uint8).numpy(), source.detach().view(torch.uint8).numpy())
+    else:
+        target.copy_(source)
+
+
+def clear_alone(target: torch.Tensor) -> None:
+    """Zero a tensor, on the calling thread alone where it is on the host; see `copy_alone`."""
+    if target.device.type == "cpu":
+        target.view(torch.uint8).numpy().fill(0)
+    else:
+        target.zero_()
 
 
 async def fetch_plane(

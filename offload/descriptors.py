@@ -30,6 +30,10 @@ CREDENTIALS = struct.Struct("=iII")
 NAMESPACES = ("net", "user", "pid", "ipc")
 
 
+LOOK_SECONDS = 0.2
+"""Between looks whether those that are waited for still run."""
+
+
 def exchange_descriptors(
     index: int, count: int, share: Share, descriptors: Sequence[int], *, seconds: float = SECONDS_MAX
 ) -> list[list[int]]:
@@ -143,6 +147,8 @@ class _Meeting:
         self._met: set[int] = {index}
         self._deadline = 0.0
         self._strangers = 0
+        self._seen: set[int] = set()
+        """Whose process could be seen running."""
         self.received: list[list[int]] = [list(descriptors) if peer == index else [] for peer in range(count)]
 
     def introduce(self, share: Share) -> None:
@@ -165,6 +171,7 @@ class _Meeting:
             reasons = "; ".join(f"{self._name(peer)}: {self._peers[peer]['error']}" for peer in failed)
             raise PeerError(f"passing files between processes: no socket could be made by {reasons}", failed)
         self._deadline = time.monotonic() + self._seconds
+        self._seen = {peer for peer, other in enumerate(self._peers) if is_running(other["pid"])}
 
     def call_on(self, peer: int) -> None:
         """Connect to a peer; it gives first."""
@@ -226,8 +233,17 @@ class _Meeting:
     def _accepted(self) -> socket.socket:
         if self._listener is None:
             raise StateError("nothing listens")
-        self._listener.settimeout(self._left())
-        connection, _ = self._listener.accept()
+        while True:
+            self._listener.settimeout(min(self._left(), LOOK_SECONDS))
+            try:
+                connection, _ = self._listener.accept()
+                break
+            except TimeoutError:
+                if time.monotonic() >= self._deadline:
+                    raise
+                for peer in range(self._index + 1, self._count):
+                    if peer in self._seen - self._met and not is_running(self._peers[peer]["pid"]):
+                        self._fail(peer, f"its process has ended{self._sent_away}")
         connection.settimeout(self._left())
         return connection
 
@@ -259,6 +275,10 @@ class _Meeting:
             if cut:
                 self._fail(peer, "this process can hold no more open files; raise ulimit -n")
 
+    @property
+    def _sent_away(self) -> str:
+        return f"; {self._strangers} others were sent away" if self._strangers else ""
+
     def _left(self) -> float:
         """Seconds until the deadline; a little at least, so that what is there already can be taken."""
         return max(self._deadline - time.monotonic(), 1e-3)
@@ -272,11 +292,19 @@ class _Meeting:
     def _nobody_came(self, error: OSError) -> NoReturn:
         missing = [peer for peer in range(self._index + 1, self._count) if peer not in self._met]
         names = ", ".join(self._name(peer) for peer in missing)
-        sent_away = f"; {self._strangers} others were sent away" if self._strangers else ""
         raise PeerError(
-            f"passing files between processes: not called on by {names}: {_reason(error, self._seconds)}{sent_away}",
+            f"passing files between processes: not called on by {names}: {_reason(error, self._seconds)}{self._sent_away}",
             missing,
         ) from error
+
+
+def is_running(pid: int) -> bool:
+    """True if a process of that number can be seen, and has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
 
 
 def _socket() -> socket.socket:

@@ -100,6 +100,10 @@ class Mover:
         """`post` and wait."""
         return self.post(what, job).result()
 
+    def call(self, action: Callable[[], object]) -> None:
+        """Have the mover call `action`, behind what it was handed before; returns at once."""
+        self._loop.call_soon_threadsafe(action)
+
     def block(self, what: str, future: concurrent.futures.Future[Any]) -> None:
         """Wait for `future`; the time counts as exposed.
 

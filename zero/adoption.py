@@ -7,6 +7,8 @@ planes hold comes with its exact master and its moments.
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 from offload import kernels
-from offload.copies import CHUNK_BYTES
+from offload.copies import CHUNK_BYTES, clear_alone, copy_alone
 from offload.pinned import return_freed_memory
 from offload.planes import settle_all
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
@@ -22,6 +24,8 @@ from zero.record import Record
 from zero.staging import Staged, Staging
 from zero.storage import Storage
 
+STORES = 1
+"""Sub-groups on their way to the disk while another is made."""
 RETURN_NUMEL = 16 << 20
 """Handing freed memory back walks the whole heap, so it is done once for so many elements stored."""
 
@@ -70,9 +74,24 @@ class Adoption:
         self._slices = slices
         self._stored_numel = 0
         """Since freed memory was last handed back."""
+        self._stores: deque[asyncio.Task[None]] = deque()
 
     def run(self) -> None:
         """Store every unit."""
+        mover = self._storage.mover
+        try:
+            self._run()
+        except BaseException:
+            mover.run("storing initial values", self._forget())
+            raise
+        mover.run("storing initial values", self._settle())
+
+    async def _forget(self) -> None:
+        """Let what is under way end, whatever comes of it."""
+        await asyncio.gather(*self._stores, return_exceptions=True)
+        self._stores.clear()
+
+    def _run(self) -> None:
         streams = self._storage.streams
         made = streams.fence()
 
@@ -107,7 +126,7 @@ class Adoption:
             return
         for part in parts:
             if not part.in_place:  # a plane in memory is zero already, and moments that nobody writes cost nothing
-                part.bytes.zero_()
+                clear_alone(part.bytes)
 
     async def _adopt_group(self, group: SubGroup) -> None:
         space = self._layout.spaces[group.space]
@@ -128,9 +147,25 @@ class Adoption:
             state = self._storage.plan.record_format(space).over(record.bytes, group.begin, group.end)
             for unit, weight in zip(units, runs, strict=True):
                 self._encode(unit, weight, state, weight.begin - group.begin)
+        except BaseException:
+            staging.release()
+            raise
+        self._stores.append(asyncio.create_task(self._store(parts, staging)))
+        await self._settle(STORES)
+
+    async def _store(self, parts: list[Staged], staging: Staging) -> None:
+        try:
             await settle_all([part.write() for part in parts])
         finally:
             staging.release()
+
+    async def _settle(self, left: int = 0) -> None:
+        """Wait until so many stores are under way at most."""
+        while len(self._stores) > left:
+            try:
+                await self._stores[0]
+            finally:
+                self._stores.popleft()
 
     def _encode(self, unit: Unit, weight: Staged, state: Record, shift: int) -> None:
         """Fill one unit's run of a sub-group: the weight, and its state from element `shift` of the record on."""
@@ -151,7 +186,7 @@ class Adoption:
                     remainder.zero_() if piece.remainder is None else remainder.copy_(piece.remainder)
             if piece.moments is not None and exact is not None:
                 for all_of_them, given in zip(exact, piece.moments, strict=True):
-                    all_of_them[shift + at : shift + at + numel].copy_(given)
+                    copy_alone(all_of_them[shift + at : shift + at + numel], given)
             elif piece.moments is not None:
                 if moments is None:
                     moments = (

@@ -281,6 +281,11 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         """Raise StateError if the engine is closed; `what` was attempted."""
         if self._closed:
             raise StateError(f"{what}: the engine is closed")
+        if self.half_loaded:
+            raise StateError(
+                f"{what}: loading {self.half_loaded} has failed half way, so values of two models are mixed; load a "
+                "checkpoint, or close the engine"
+            )
 
     # ---- looking at values --------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ class EpochSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """The indices of this rank's part of an epoch."""
-        indices = super().__iter__()
+        with torch.device("cpu"):  # where its generator is, whatever the default device
+            indices = super().__iter__()
         self.epoch += 1
         return indices
 
@@ -290,7 +291,8 @@ class ResumableLoader(DataLoader[Any]):
         if self.generator is not None:
             self.generator.manual_seed(int(mixed[0]))
         skipping.start(at.first, 0 if at.is_placed else at.first, random)
-        return super().__iter__(), at
+        with torch.device("cpu"):  # where the generator is
+            return super().__iter__(), at
 
     @property
     def _next_epoch(self) -> int:

@@ -78,9 +78,20 @@ class Regions:
 
     def _exchange(self, mine: SharedRegion) -> list[SharedRegion]:
         share = partial(self._comm.agree, f"sharing memory for {mine.what}")
-        regions = exchange_regions(self._comm.rank, self._comm.world_size, share, mine)
+        with _ranks_named(f"sharing memory for {mine.what}"):
+            regions = exchange_regions(self._comm.rank, self._comm.world_size, share, mine)
         self._regions += regions
         return regions
+
+
+@contextmanager
+def _ranks_named(what: str) -> Iterator[None]:
+    """Peers are ranks here: an error says so."""
+    try:
+        yield
+    except PeerError as error:
+        names = ", ".join(f"rank {peer}" for peer in error.peers)
+        raise PeerError(f"{what} with {names}: {error}", error.peers) from error
 
 
 class SharedMemory(AmongRanks):
@@ -257,7 +268,8 @@ class SharedMemory(AmongRanks):
         """Open the planes of the other ranks of the shard group in their swap files."""
         comm = self._comm
         given = [SwapGeometry(*json.loads(answer)) for answer in share(json.dumps(astuple(own.swap.geometry)).encode())]
-        received = exchange_descriptors(comm.rank, comm.world_size, share, own.swap.descriptors)
+        with _ranks_named("sharing swap files"):
+            received = exchange_descriptors(comm.rank, comm.world_size, share, own.swap.descriptors)
         for rank, (descriptors, geometry) in enumerate(zip(received, given, strict=True)):
             if rank == comm.rank:
                 continue

@@ -30,8 +30,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_child_stays() -> Iterator[None]:
+    before = set(psutil.Process().children())  # other modules' ranks are forked from a process that stays
     yield
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= before
 
 
 def when_there(path: Path, signals: int) -> threading.Thread:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from offload import copies
 from offload.aio import AioFault, AioOptions, open_aio
 from offload.arena import Arena
-from offload.copies import fetch_plane, read_plane, write_plane
+from offload.copies import clear_alone, copy_alone, fetch_plane, read_plane, write_plane
 from offload.errors import BudgetError, StorageError
 from offload.pinned import map_host, tensor_over
 from offload.planes import Disk, Home, Plane
@@ -150,3 +150,20 @@ def test_on_the_cpu_a_fetch_lands_in_the_target_itself(disk: Disk, blocks: list[
     run(fetch_plane(plane, 0, 6 * BLOCK, into, arena, Streams(), ()))
     assert torch.equal(into, truth)
     assert arena.peak_bytes == 0 <= peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8, torch.bool])
+def test_a_copy_on_one_thread_has_the_same_bits(dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (4000,), dtype=torch.uint8)
+    source = bits.view(dtype)[1:]  # any pattern: NaNs keep their payload
+    target = torch.zeros_like(source)
+    copy_alone(target, source)
+    assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
+    clear_alone(target[5:-5])
+    assert target[5:-5].count_nonzero() == 0 and target[:5].view(torch.uint8).equal(source[:5].view(torch.uint8))
+
+
+def test_a_copy_to_another_dtype_converts() -> None:
+    target = torch.empty(5, dtype=torch.float32)
+    copy_alone(target, torch.arange(5, dtype=torch.bfloat16))
+    assert target.tolist() == [0, 1, 2, 3, 4]

@@ -263,7 +263,7 @@ def test_block_sums_are_sums_of_squares() -> None:
     assert sums.tolist() == pytest.approx(exact, rel=300 * 2.0**-53, abs=0)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 9, 4095, 4096, 12289, 1_000_003])
+@pytest.mark.parametrize("nbytes", [0, 1, 9, 4095, 4096, 12289, 24575, 24576, 24585, 1_000_003])
 def test_the_checksum_is_the_same_in_numpy_and_can_be_continued(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
     head, tail = data[: nbytes // 3], data[nbytes // 3 :]

@@ -304,6 +304,13 @@ def test_loading_takes_effect_with_the_next_first_batch_and_a_state_is_there_bef
     assert [batch.tolist() for batch in made_before] == whole[1][4:]
 
 
+def test_a_default_device_does_not_matter() -> None:
+    loaders = [open_loader(Numbers(11), 2, collate_fn=list) for _ in range(2)]
+    expected = [list(loaders[0]) for _ in range(2)]
+    with torch.device("meta"):
+        assert [list(loaders[1]) for _ in range(2)] == expected
+
+
 class Broken(Numbers):
     def __getitem__(self, index: int) -> int:
         if index == 4:

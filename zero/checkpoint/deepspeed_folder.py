@@ -94,17 +94,24 @@ def open_deepspeed_folder(path: Path | str) -> DeepSpeedCheckpoint:
     found = trained_values(ranks, shapes, head)
     trained = {name for group in shapes for name in group}
     buffers = [name for name in head["buffer_names"] if name in head["module"]]
-    aliases = {str(name): str(first) for name, first in (head.get("shared_params") or {}).items()}
+    aliases = _aliases(head, stage)
     frozen = frozen_values(models, stage, {*trained, *buffers, *aliases})
     found.update(frozen)
-    found.update(
-        {MODEL + name: (head["module"][name].shape, whole(models[0], head["module"][name])) for name in buffers}
-    )
+    for name in buffers:
+        buffer = head["module"][name]
+        found[MODEL + name] = (buffer.shape, whole(models[0], buffer))
     found.update({MODEL + name: found[MODEL + first] for name, first in aliases.items() if MODEL + first in found})
     names = {**_counters(head), "buffers": buffers, "aliases": aliases}
     state = {**names, **_described(head, trained, frozen, aliases), "groups": _groups(ranks[0], shapes)}
     state["loss_scaler"] = replace_strangers(ranks[0].loss_scaler, f"{ranks[0].path}: loss_scaler", known)
     return DeepSpeedCheckpoint(SpreadSource(found, str(folder)), state, _client(models[0]))
+
+
+def _aliases(head: Contents, stage: int) -> dict[str, str]:
+    """Tied name -> first name. Below stage 3 they were told by address, which all tensors without elements share."""
+    tied = {str(name): str(first) for name, first in (head.get("shared_params") or {}).items()}
+    module = head["module"]
+    return {name: first for name, first in tied.items() if stage == 3 or name not in module or module[name].numel()}
 
 
 def _described(head: Contents, trained: set[str], frozen: Found, aliases: Mapping[str, str]) -> dict[str, Any]:
@@ -204,9 +211,8 @@ def _groups(rank: RankFile, shapes: Sequence[Shapes]) -> list[dict[str, Any]]:
     for index, group in enumerate(rank.groups):
         options = replace_strangers(dict(group), f"{rank.path}: param_groups[{index}]", known)
         names = [name for place in options.pop("params") for name in shapes[place]]
-        groups.append(
-            {**{str(key): _plain(value) for key, value in options.items() if key not in SWITCHES}, "params": names}
-        )
+        kept = {str(key): _plain(value) for key, value in options.items() if key not in SWITCHES}
+        groups.append({**kept, "params": names})
     return groups
 
 

@@ -18,6 +18,8 @@ from zero.checkpoint.spread import Same, Spread, Values
 
 Found = dict[str, tuple[torch.Size, Values]]
 """Name of our logical form -> shape and values."""
+EXTRA = "_extra_state"
+"""How modules call what they add to a state dict and what is no parameter."""
 Shapes = Mapping[str, torch.Size]
 
 
@@ -129,7 +131,7 @@ def frozen_values(models: Sequence[TorchFile], stage: int, others: set[str]) -> 
         return {
             MODEL + name: (value.shape, whole(models[0], value))
             for name, value in values
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and not name.endswith(EXTRA)
         }
     found: Found = {}
     for name, shape in (head.get("frozen_param_shapes") or {}).items():

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.garbage import no_collection
 from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
+from zero.checkpoint.boxes import boxes_of
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.opening import Opened, open_checkpoint
@@ -81,7 +83,7 @@ class Wanted:
         """Values as `Adoption` reads them."""
         index = self._parts.index_of[id(parameter)]
         name = self.names[index]
-        for lo, hi in _short(begin, end):
+        for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
             moments = None
             weight = self._source.read(MODEL + name, lo, hi)
             if state and index in self.stateful:
@@ -98,7 +100,7 @@ class Wanted:
             kinds = [MODEL + name]
             if unit.trainable and slot.index in self.stateful:
                 kinds += [state_name(name, kind) for kind in MOMENTS]
-            for lo, hi in _short(begin, end):
+            for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
                 yield from ((kind, lo, hi) for kind in kinds)
 
     def fill_buffers(self) -> None:
@@ -111,12 +113,11 @@ class Wanted:
 
     def step_counts(self) -> dict[int, int]:
         """id(parameter) -> updates so far, of those that have moments."""
-        counts = {}
-        for index in self.stateful:
-            step = state_name(self.names[index], STEP)
-            if step in self._source.tensors:
-                counts[id(self._parts.leaves[index].parameter)] = int(self._source.read(step, 0, 1).item())
-        return counts
+        steps = {index: state_name(self.names[index], STEP) for index in sorted(self.stateful)}
+        known = {index: step for index, step in steps.items() if step in self._source.tensors}
+        self._source.expect((step, 0, 1) for step in known.values())
+        leaves = self._parts.leaves
+        return {id(leaves[i].parameter): int(self._source.read(step, 0, 1).item()) for i, step in known.items()}
 
 
 def load_values(parts: Assembly, wanted: Wanted, source: Source) -> None:
@@ -128,9 +129,11 @@ def load_values(parts: Assembly, wanted: Wanted, source: Source) -> None:
     wanted.fill_buffers()
 
 
-def _short(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) in ranges as long as boxes are, which boxes of the same layout fit."""
-    return ((lo, min(lo + PIECE_NUMEL, end)) for lo in range(begin, end, PIECE_NUMEL))
+def _short(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) in ranges as boxes are cut, so that those of the same layout need not be put together."""
+    for lo in range(begin, end, PIECE_NUMEL):
+        for box in boxes_of(shape, lo, min(lo + PIECE_NUMEL, end)):
+            yield box.begin, box.begin + box.numel
 
 
 def _models_names(source: Source) -> list[str]:
@@ -166,6 +169,10 @@ def _mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 class LoadsCheckpoints(SavesCheckpoints):
     """Mixed into the engine."""
 
+    half_loaded = ""
+    """The checkpoint of which some values have been loaded and some have not."""
+
+    @no_collection()
     def load_checkpoint(
         self,
         load_dir: str | Path,
@@ -194,15 +201,20 @@ class LoadsCheckpoints(SavesCheckpoints):
 
         Raises:
             ConfigError: the checkpoint is damaged or does not fit; says what was expected and what was found.
-            StorageError: a read failed. Some values may be the new ones then; load again.
+            StorageError: a read failed. Some values may be the new ones then, as with a ConfigError that names a
+                checksum; every other call is refused until a checkpoint is loaded.
             StateError: inside forward, backward or `GatheredParameters`.
         """
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: custom_load_fn is not available; read values with zero.load_pretrained")
-        self._between_steps("load_checkpoint")
-        self.synchronize()
+        failed, self.half_loaded = self.half_loaded, ""
+        try:
+            self._between_steps("load_checkpoint")
+            self.synchronize()
+        finally:
+            self.half_loaded = failed
         together = Together(self.exchange)
-        opened = together.do("looking for a checkpoint", lambda: self._open(Path(load_dir), tag))
+        opened = self._open(Path(load_dir), tag, together)
         if opened is None:
             logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
             return None, {}
@@ -215,8 +227,8 @@ class LoadsCheckpoints(SavesCheckpoints):
             opened.source.close()
         return str(opened.folder), client["client_state"]
 
-    def _open(self, load_dir: Path, tag: Any) -> Opened | None:
-        opened = open_checkpoint(load_dir, tag, self.files)
+    def _open(self, load_dir: Path, tag: Any, together: Together) -> Opened | None:
+        opened = together.do("looking for a checkpoint", lambda: open_checkpoint(load_dir, tag, self.files))
         name = b"" if opened is None else opened.folder.name.encode()
         names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
         if len(names) > 1:
@@ -234,7 +246,7 @@ class LoadsCheckpoints(SavesCheckpoints):
         states = states and self.optimizer is not None
         placement, state, source = self.exchange.placement, opened.state, opened.source
 
-        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted]:
+        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted, dict[int, int]]:
             client, mine = opened.client(), opened.rank_state(placement.rank)
             # Where fewer ranks have saved, the first one's position in the data is the others' too.
             told = mine if mine is not None else opened.rank_state(0)
@@ -244,28 +256,37 @@ class LoadsCheckpoints(SavesCheckpoints):
                 check_groups(self.optimizer, state["groups"], name_of)
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
-            return client, mine, told, wanted
+            return client, mine, told, wanted, wanted.step_counts()
 
-        client, mine, told, wanted = together.do("checking a checkpoint", check)
+        client, mine, told, wanted, counts = together.do("checking a checkpoint", check)
         if state["frozen_sums"]:
             sums = frozen_sums(self._parts, self.exchange)
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
         self.zero_grad()
         parts = self.at_rest()
-        try:
-            together.do("loading a checkpoint", lambda: load_values(parts, wanted, source))
+
+        def fill() -> None:
+            load_values(parts, wanted, source)
             if mine is not None and mine["accumulated"] is not None and not only_module:
                 load_accumulated(parts, placement, mine["accumulated"], source)
+
+        before, self.half_loaded = self.half_loaded, str(opened.folder)
+        try:
+            together.do("loading a checkpoint", fill)
         finally:
             parts.coordinator.rewritten()
+        self.half_loaded = "" if wanted.is_everything else before
         if states:
-            self.optimizer.step_counts.update(wanted.step_counts())
+            self.optimizer.step_counts.update(counts)
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
-            restore_counters(self, state)
-            if told is not None:
-                restore_rank(self, told, own=mine is not None)
+            self._restore_small(state, told, own=mine is not None)
         return client
+
+    def _restore_small(self, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:
+        restore_counters(self, state)
+        if told is not None:
+            restore_rank(self, told, own=own)
 
     def _load_scheduler(self, state: Any) -> None:
         if hasattr(self.lr_scheduler, "load_state_dict"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from offload import kernels
+from offload.archives import bytes_tensor
 from offload.durable import Files
 from offload.errors import ConfigError, StorageError
 
@@ -15,6 +17,8 @@ NAME = "manifest.json"
 FORMAT: Literal["zero-infinity checkpoint"] = "zero-infinity checkpoint"
 SHARED = "../.frozen/"
 """Before a digest and the name of a file: weights that several checkpoints share."""
+CHECKSUM = "crc32c"
+"""Key of the checksum over all other keys."""
 VERSION = 1
 """Raised when an older reader would misread what a newer one writes."""
 
@@ -44,7 +48,13 @@ class Manifest(BaseModel):
 
     def to_json(self) -> str:
         """The text of the file."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **self.model_dump(by_alias=True)})
+        content = {"format": FORMAT, "version": VERSION, **self.model_dump(by_alias=True)}
+        return json.dumps({**content, CHECKSUM: _checksum(content)})
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    """CRC-32C of the manifest without it."""
+    return kernels.crc32c(bytes_tensor(json.dumps(content).encode()))
 
 
 def write_manifest(files: Files, folder: Path, manifest: Manifest) -> None:
@@ -73,11 +83,14 @@ def read_manifest(files: Files, folder: Path) -> Manifest:
             f"{path}: this version of zero-infinity reads checkpoints of version {VERSION}, got "
             f"{content.get('version')!r}; load it with the version that wrote it, or a newer one"
         )
+    expected = content.pop(CHECKSUM, None)
     try:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
         raise ConfigError(f"{path} is damaged: {wrong}") from error
+    if expected != _checksum(content):
+        raise ConfigError(f"{path} is damaged: checksum expected {expected!r}, got {_checksum(content)!r}")
     odd = [name for name in manifest.files if not _is_ours(name)]
     if odd:
         raise ConfigError(f"{path} is damaged: {odd[0]!r} is no name of a file in this folder")

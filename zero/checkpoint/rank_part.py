@@ -62,7 +62,7 @@ def plan_extents(
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """What `state_dict` would hold besides parameters."""
     found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):  # under each of its names, as torch has it
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer

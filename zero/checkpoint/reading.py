@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from offload.archives import read_archive
+from offload import kernels
+from offload.archives import bytes_tensor, read_archive
 from offload.box_reader import BoxReader, StoredBox
 from offload.durable import Files
 from offload.errors import ConfigError
 from zero.checkpoint.boxes import begin_of, is_flat
 from zero.checkpoint.extents import RUN_BYTES
-from zero.checkpoint.manifest import Manifest
+from zero.checkpoint.manifest import NAME, Manifest
 from zero.checkpoint.metadata import METADATA_FILE, read_metadata
 from zero.checkpoint.source import Saved
 
@@ -48,7 +49,11 @@ class FolderSource:
     def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
         self.folder, self._manifest = folder, manifest
         path = folder / METADATA_FILE
-        self._metadata = read_metadata(files.read_bytes(path), str(path))
+        data = files.read_bytes(path)
+        for offset, nbytes, crc in manifest.files[METADATA_FILE].boxes if METADATA_FILE in manifest.files else ():
+            if kernels.crc32c(bytes_tensor(data[offset : offset + nbytes])) != crc:
+                raise ConfigError(f"{path} is damaged: it has not the checksum that {NAME} says")
+        self._metadata = read_metadata(data, str(path))
         self._names = sorted(manifest.files)
         payloads = {name: [box[0] for box in manifest.files[name].boxes] for name in self._names}
         self.tensors: Mapping[str, Saved] = {

@@ -12,6 +12,7 @@ import torch
 from offload.archives import make_archive
 from offload.durable import Files
 from offload.errors import ConfigError, StateError
+from offload.garbage import no_collection
 from offload.sizes import format_bytes
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import add_accumulated, ranks_shape
@@ -31,6 +32,7 @@ from zero.checkpoint.rank_part import persistent_buffers, plan_extents
 from zero.checkpoint.reading import CLIENT, RANK, STATE
 from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.small_state import client_part, common_state, rank_state
+from zero.checkpoint.together import Together
 from zero.replanning import FollowsModel
 
 logger = logging.getLogger("zero")
@@ -49,6 +51,7 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     files = Files()
     """The disk that checkpoints lie on."""
 
+    @no_collection()
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -171,13 +174,18 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
         if not state["has_frozen"]:
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
-        accumulated = add_accumulated(extents, parts, placement)
+        together = Together(self.exchange)
+        accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts, placement))
         answers = self.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(placement) if any(answers) else None
-        if placement.rank == 0:
-            extents.add_blob(STATE, make_archive(state))
-            extents.add_blob(CLIENT, make_archive(client_part(self, client_state)))
-        extents.add_blob(f"{RANK}.{placement.rank}", make_archive(rank_state(self, accumulated)))
+
+        def add_blobs() -> None:
+            if placement.rank == 0:
+                extents.add_blob(STATE, make_archive(state))
+                extents.add_blob(CLIENT, make_archive(client_part(self, client_state)))
+            extents.add_blob(f"{RANK}.{placement.rank}", make_archive(rank_state(self, accumulated)))
+
+        together.do("pickling what a checkpoint holds besides tensors", add_blobs)  # users' objects: anything may fail
         extents.end()
         return state, extents
 

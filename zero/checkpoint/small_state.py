@@ -184,8 +184,13 @@ def _groups(optimizer: ZeroOptimizer | None, leaves: Iterable[Leaf]) -> list[dic
 
 def _plain(value: Any) -> Any:
     """The value in types that any reader makes; what is none of them is named by its repr."""
-    if value is None or isinstance(value, (bool, int, float, str, torch.Tensor)):
+    if isinstance(value, np.generic):  # a schedule made with numpy leaves its numbers in the param groups
+        value = value.item()
+    if value is None or isinstance(value, torch.Tensor):
         return value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

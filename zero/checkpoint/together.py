@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from offload.errors import StateError, ZeroInfinityError
+from offload.errors import StateError
 from zero.exchange import Exchange
 
 T = TypeVar("T")
@@ -28,11 +28,11 @@ class Together:
         Raises:
             StateError: it failed on another rank; says on which and why.
         """
-        error: BaseException | None = None
+        error: Exception | None = None
         result: T | None = None
         try:
             result = action()
-        except (ZeroInfinityError, OSError) as failed:
+        except Exception as failed:  # whatever it is, the others must not wait for this rank
             error = failed
         answers = self._exchange.agree(what, b"" if error is None else f"{type(error).__name__}: {error}".encode())
         if error is not None:

@@ -11,7 +11,7 @@ import torch
 from offload import kernels
 from offload.arena import Arena, Block
 from offload.containers import Place, Run
-from offload.copies import read_plane
+from offload.copies import copy_alone, read_plane
 from offload.errors import StateError
 from offload.moments import MOMENTS_BLOCK_NUMEL
 from offload.planes import Plane, settle_all
@@ -134,7 +134,7 @@ class ExtentWriter:
         if lo == hi:
             return
         if isinstance(part.values, torch.Tensor):
-            target.copy_(part.values[lo:hi].view(torch.uint8))
+            copy_alone(target, part.values[lo:hi].view(torch.uint8))
             return
         if part.unit is None:
             raise StateError(f"{part.name}: nobody knows where its values are")
@@ -154,18 +154,18 @@ class ExtentWriter:
         """What a plane holds, as it is."""
         memory = plane.memory(lo, hi)
         if memory is not None:
-            target.copy_(memory)
+            copy_alone(target, memory)
             return
         begin, end = block_bounds(lo, hi, unit.end)
         whole = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8)
         await read_plane(plane, begin, end, whole, self._storage.arena)
-        target.copy_(whole[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)])
+        copy_alone(target, whole[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)])
 
 
 def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: int, target: torch.Tensor) -> None:
     """The fp32 values of which `weight` and the remainder from element `first` on are the parts."""
     if remainder is None:
-        target.copy_(weight)
+        copy_alone(target, weight)
         return
     part = remainder[first : first + weight.numel()]
     joined = target if weight.device.type == "cpu" else torch.empty_like(target, device=weight.device)
@@ -178,7 +178,7 @@ def _fill_moment(record: Record, which: int, begin: int, end: int, target: torch
     """Elements [begin, end) of one of the record's moments, in fp32."""
     stored = (record.moments.exp_avg, record.moments.exp_avg_sq)[which]
     if stored.dtype == torch.float32:
-        target.copy_(stored[begin:end])
+        copy_alone(target, stored[begin:end])
         return
     first, last = begin // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(end, MOMENTS_BLOCK_NUMEL)
     target.copy_(kernels.moments_load(record.moments.part(first, last))[which][begin - first : end - first])

@@ -218,7 +218,7 @@ def lived(folder: Path, seed: int, first: int) -> list[tuple[str, int, float]]:
     return told
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_a_job_that_is_killed_again_and_again_goes_on_from_its_last_checkpoint_or_a_later_one(
     kills: int, tmp_path: Path, nvme_path: Path, open_engine: Open
 ) -> None:

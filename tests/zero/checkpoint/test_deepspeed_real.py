@@ -47,7 +47,7 @@ LONG_RUNS = {
 }
 FROZEN = {"model.base.weight", "model.base.bias"}
 missing = why_not()
-pytestmark = pytest.mark.skipif(missing is not None, reason=missing or "")
+pytestmark = [pytest.mark.skipif(missing is not None, reason=missing or ""), pytest.mark.timeout(900)]
 
 
 def cases() -> list[Any]:

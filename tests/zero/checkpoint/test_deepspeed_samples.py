@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +260,23 @@ def test_a_frozen_parameter_that_was_on_nvme_is_named(tmp_path: Path) -> None:
         open_deepspeed_folder(tag)
 
 
+def test_parameters_without_elements_have_their_own_shapes(tmp_path: Path) -> None:
+    """DeepSpeed takes them for tied: they have one address. What a module adds of its own is no parameter."""
+
+    def add(contents: dict[str, Any]) -> None:
+        contents["module"].update(nothing=torch.empty(0, 3), void=torch.empty(0, 5))
+        contents["module"]["norm._extra_state"] = torch.ones(2)
+        contents["shared_params"]["void"] = "nothing"
+
+    tag = copy_of("stage1", tmp_path)
+    change(model_file(tag), add)
+    checkpoint = open_deepspeed_folder(tag)
+    assert [whole(checkpoint, f"model.{name}").shape for name in ("nothing", "void")] == [(0, 3), (0, 5)]
+    assert checkpoint.state["aliases"] == {"head.weight": "embedding.weight"}
+    assert "model.norm._extra_state" not in checkpoint.source.tensors
+    assert_holds(checkpoint, EXPECTED["stage1"])
+
+
 def test_steps_are_found_wherever_an_optimizer_keeps_them(tmp_path: Path) -> None:
     """Fused Adam keeps them in the param group."""
 
@@ -273,6 +292,46 @@ def test_steps_are_found_wherever_an_optimizer_keeps_them(tmp_path: Path) -> Non
     assert_holds(checkpoint, EXPECTED["stage1"])
     assert whole(checkpoint, "optim.state.scale.step").item() == 3
     assert all("step" not in group for group in checkpoint.state["groups"])
+
+
+def test_the_loss_scale_of_an_fp16_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the object that DeepSpeed pickles, which is not loaded."""
+    module = types.ModuleType("deepspeed.runtime.fp16.loss_scaler")
+    scaler_class = type("DynamicLossScaler", (), {"__module__": module.__name__})
+    module.DynamicLossScaler = scaler_class  # type: ignore[attr-defined]
+    scaler = scaler_class()
+    scaler.__dict__.update(cur_scale=4096.0, cur_iter=7, last_overflow_iter=5, dtype=torch.float16)
+    tag = copy_of("stage2", tmp_path)
+    for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.fp16", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+    for rank in (0, 1):
+        change(optim_file(tag, rank), set_in("optimizer_state_dict", "loss_scaler", value=scaler))
+    monkeypatch.undo()
+    change(
+        model_file(tag),
+        lambda contents: contents["module"].update(
+            {name: value.half() for name, value in contents["module"].items() if value.is_floating_point()}
+        ),
+    )
+    checkpoint = open_deepspeed_folder(tag)
+    assert checkpoint.state["loss_scaler"] == scaler.__dict__
+    assert checkpoint.state["dtypes"]["first.weight"] == "float16"
+    assert checkpoint.source.tensors["model.base.weight"].dtype == torch.float16
+    trained = {f"model.{name}": EXPECTED["stage2"][f"model.{name}"] for name in TRAINED}
+    assert_holds(checkpoint, trained)
+
+
+def test_a_class_that_is_not_loaded_in_the_client_state_is_named_and_the_values_are_read(tmp_path: Path) -> None:
+    tag = copy_of("stage1", tmp_path)
+    change(model_file(tag), set_in("helper", value=Helper()))
+    checkpoint = open_deepspeed_folder(tag)
+    assert_holds(checkpoint, EXPECTED["stage1"])
+    with pytest.raises(ConfigError, match=rf"client_state\['helper'\]: an object of class {__name__}.Helper"):
+        _ = checkpoint.client
+
+
+class Helper:
+    """Somebody's own."""
 
 
 def test_of_another_optimizer_the_weights_are_read(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pairwise import cover
 from reference import differences
 
 from offload.box_reader import HELD
-from zero.checkpoint.reading import open_folder
+from zero.checkpoint.opening import open_folder
 
 STEPS = 6
 ACTIONS = 9
@@ -121,7 +121,7 @@ def test_what_was_saved_in_many_small_boxes_is_read_in_large_runs(tmp_path: Path
         run.train(0)
         run.engine.save_checkpoint(tmp_path / "saved")
         saved = run.state()
-    source, _ = open_folder(tmp_path / "saved")
+    source = open_folder(tmp_path / "saved").source
     try:
         count = len(list(source._overlapping("model.table.weight", 0, 1 << 30)))
         assert count > HELD, "the case proves nothing"

@@ -1,0 +1,376 @@
+"""What of a checkpoint is loaded, into what, and when; what does not fit is named, and then nothing has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpointed import Case, Odd, Training, generators_kept, odd, training
+from models import LoraLinear, make_config, seeded
+from reference import differences
+from torch import nn
+
+import zero
+from offload.errors import ConfigError, StateError
+
+CASE = Case(states="cpu")
+STATES = ("exp_avg", "exp_avg_sq", "/step")
+
+
+class Own:
+    """Somebody's class, at the top level of a module."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own) and other.value == self.value
+
+
+@pytest.fixture
+def saves(tmp_path: Path) -> Path:
+    """A folder with a checkpoint of two steps."""
+    with training(CASE, tmp_path, seed=1) as run:
+        for index in range(2):
+            run.train(index)
+        run.engine.save_checkpoint(tmp_path / "saves", "two", {"own": Own(3), "none": None, "array": np.arange(3)})
+    return tmp_path / "saves"
+
+
+@pytest.fixture
+def there(saves: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """All that the checkpoint holds."""
+    with generators_kept(), training(CASE, tmp_path) as run:
+        run.engine.load_checkpoint(saves)
+        return run.state()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Any:
+    """A training somewhere else, which is to load."""
+    with generators_kept(), training(CASE, tmp_path, seed=2) as run:
+        for index in range(3):
+            run.train(index)
+        yield run
+
+
+def split(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], ...]:
+    """(weights and buffers, moments and counts, what is no tensor of the model)."""
+    parts: tuple[dict[str, torch.Tensor], ...] = ({}, {}, {})
+    for key, value in state.items():
+        model = "/" in key or key.startswith("buffer")
+        parts[(1 if key.endswith(STATES) else 0) if model else 2][key] = value
+    return parts
+
+
+# ---- parts of it ------------------------------------------------------------------------------
+
+
+def test_the_client_state_is_any_object(here: Training, saves: Path) -> None:
+    path, client = here.engine.load_checkpoint(saves)
+    assert path == str(saves / "two") and client["own"] == Own(3) and client["none"] is None
+    assert (client["array"] == np.arange(3)).all()
+
+
+def test_the_module_alone_leaves_everything_else_as_it_was(here: Training, saves: Path, there: Any) -> None:
+    before = here.state()
+    here.engine.load_checkpoint(saves, load_module_only=True)
+    after = split(here.state())
+    assert differences(after[0], split(there)[0]) == []
+    assert differences({**after[1], **after[2]}, {**split(before)[1], **split(before)[2]}) == []
+    here.train(3)
+
+
+def test_without_optimizer_states_moments_counts_and_rates_stay(here: Training, saves: Path, there: Any) -> None:
+    before = here.state()
+    here.engine.load_checkpoint(saves, load_optimizer_states=False, load_lr_scheduler_states=False)
+    after = split(here.state())
+    assert differences(after[0], split(there)[0]) == []
+    assert differences(after[1], split(before)[1]) == []
+    for key in ("lr", "decay", "scheduled", "scheduled lr"):
+        assert torch.equal(after[2][key], before[key]), key
+    for key in ("global_steps", "micro_steps", "python rng", "numpy rng", "torch rng"):
+        assert torch.equal(after[2][key], there[key]), key
+    here.train(3)
+
+
+def test_without_the_schedule_it_stays_where_it_is(here: Training, saves: Path, there: Any) -> None:
+    here.engine.load_checkpoint(saves, load_lr_scheduler_states=False)
+    after = here.state()
+    assert int(after.pop("scheduled")) == 3 and int(there.pop("scheduled")) == 2
+    after.pop("scheduled lr"), there.pop("scheduled lr")
+    assert differences(after, there) == []
+
+
+def test_what_is_frozen_may_be_left_out_and_is_then_kept(tmp_path: Path) -> None:
+    case = Case("lora", states="cpu")
+    with training(case, tmp_path, seed=1) as run:
+        run.train(0)
+        run.engine.save_checkpoint(tmp_path / "small", "s", exclude_frozen_parameters=True)
+        run.engine.save_checkpoint(tmp_path / "whole", "w")
+        saved = run.state()
+    sizes = [sum(p.stat().st_size for p in (tmp_path / name).rglob("*.distcp")) for name in ("small", "whole")]
+    assert sizes[0] < sizes[1]
+    with training(case, tmp_path, seed=2) as run:
+        frozen = [name for name, trainable in run.names if not trainable]
+        kept = {f"{name}/weight": run.engine.full_parameter(name) for name in frozen}
+        run.engine.load_checkpoint(tmp_path / "small")
+        assert differences(run.state(), {**saved, **kept}) == []
+
+
+# ---- what does not fit ------------------------------------------------------------------------
+
+
+class More(Odd):
+    """With a layer more, and without `cube`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(5, 2)
+        self.register_buffer("further", torch.ones(2))
+        del self.cube
+
+    cube = torch.zeros(105)  # type: ignore[assignment]
+
+
+def more() -> More:
+    with seeded(4):
+        return More()
+
+
+def test_strictly_every_name_must_fit_and_those_that_do_not_are_told(saves: Path, tmp_path: Path) -> None:
+    with training(CASE, tmp_path, model=more()) as run:
+        run.train(0)
+        before = run.state()
+        with pytest.raises(
+            ConfigError, match=r"3 missing in the checkpoint: extra.weight, extra.bias, further"
+        ) as told:
+            run.engine.load_checkpoint(saves)
+        assert "1 unknown to the model: cube" in str(told.value)
+        with pytest.raises(ConfigError, match=r"param group 0 .*extra.bias.*lacks \['cube'\]"):
+            run.engine.load_checkpoint(saves, load_module_strict=False)
+        assert differences(run.state(), before) == []
+        run.train(1)
+
+
+def test_otherwise_what_fits_is_loaded_and_the_rest_stays(saves: Path, there: Any, tmp_path: Path) -> None:
+    with training(CASE, tmp_path, model=more()) as run:
+        run.train(0)
+        before = run.state()
+        run.engine.load_checkpoint(saves, load_module_strict=False, load_optimizer_states=False)
+        weights, moments, _ = split(run.state())
+        own = {key: value for key, value in before.items() if "extra" in key or "further" in key}
+        fitting = {key: value for key, value in there.items() if not key.startswith("cube")}
+        assert differences(weights, split({**fitting, **own})[0]) == []
+        assert differences(moments, split(before)[1]) == []
+        run.train(1)
+
+
+def reshaped() -> Odd:
+    model = odd()
+    model.head = nn.Linear(21, 91, bias=False)
+    return model
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_another_shape_is_refused(saves: Path, tmp_path: Path, strict: bool) -> None:
+    with training(CASE, tmp_path, model=reshaped()) as run:
+        before = run.state()
+        with pytest.raises(ConfigError, match=r"head\.weight: expected shape \(91, 21\), got \(90, 21\)"):
+            run.engine.load_checkpoint(saves, load_module_strict=strict)
+        assert differences(run.state(), before) == []
+
+
+def test_other_param_groups_are_refused_and_may_be_left_alone(saves: Path, tmp_path: Path) -> None:
+    with training(CASE.elsewhere(groups=2), tmp_path) as run:
+        before = run.state()
+        with pytest.raises(ConfigError, match="has 2 param groups, the checkpoint 1"):
+            run.engine.load_checkpoint(saves)
+        assert differences(run.state(), before) == []
+        run.engine.load_checkpoint(saves, load_optimizer_states=False)
+        run.train(0)
+
+
+# ---- when -------------------------------------------------------------------------------------
+
+
+class Meddling(Odd):
+    """Does something in the middle of its forward."""
+
+    meddle: Callable[[], Any] | None = None
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        loss = super().forward(*args, **named)
+        if self.meddle is not None:
+            self.meddle()
+        return loss
+
+
+def test_inside_forward_backward_and_gathering_nothing_is_saved_or_loaded(saves: Path, tmp_path: Path) -> None:
+    with seeded(0):
+        model = Meddling()
+    with training(CASE, tmp_path, model=model) as run:
+        refused: list[str] = []
+
+        def attempt(*_: Any) -> None:
+            for call in (run.engine.load_checkpoint, run.engine.save_checkpoint):
+                with pytest.raises(StateError, match="inside forward"):
+                    call(saves)
+                refused.append("once")
+
+        model.meddle = attempt
+        run.train(0)
+        model.meddle = None
+        with zero.GatheredParameters([model.cube]):
+            attempt()
+        handle = model.cube.register_hook(attempt)
+        run.train(1)
+        handle.remove()
+        assert len(refused) == 6
+        run.engine.load_checkpoint(saves)
+        run.train(2)
+
+
+def test_a_closed_engine_neither_saves_nor_loads(saves: Path, tmp_path: Path) -> None:
+    run = Training(CASE, tmp_path)
+    run.close()
+    for call in (run.engine.load_checkpoint, run.engine.save_checkpoint):
+        with pytest.raises(StateError, match="closed"):
+            call(saves)
+
+
+def grown(run: Training) -> None:
+    with seeded(6):
+        run.model.blocks[0].up = LoraLinear(run.model.blocks[0].up)
+    run.names = tuple((name, p.requires_grad) for name, p in run.model.named_parameters())
+
+
+def test_a_model_that_grows_after_loading_goes_on_and_is_saved_as_it_is(saves: Path, tmp_path: Path) -> None:
+    with generators_kept(), training(CASE, tmp_path) as run:
+        run.engine.load_checkpoint(saves)
+        grown(run)
+        run.train(2)
+        run.engine.save_checkpoint(saves, "grown")
+        saved = run.state()
+        loss = run.train(3)
+        run.engine.load_checkpoint(saves, "grown")
+        assert differences(run.state(), saved) == []
+        assert run.train(3) == loss
+        with pytest.raises(ConfigError, match=r"blocks\.0\.up\.base\.weight"):
+            run.engine.load_checkpoint(saves, "two")
+    with seeded(0):
+        model = Odd()
+        model.blocks[0].up = LoraLinear(model.blocks[0].up)
+    with generators_kept(), training(CASE, tmp_path, model=model) as run:
+        run.engine.load_checkpoint(saves, "grown")
+        assert differences(run.state(), saved) == []
+        assert run.train(3) == loss
+
+
+# ---- tags -------------------------------------------------------------------------------------
+
+
+def test_a_tag_is_replaced_latest_follows_and_old_ones_go(tmp_path: Path) -> None:
+    saves = tmp_path / "saves"
+    with training(CASE.elsewhere(more=(("checkpoint", {"keep_last": 2}),)), tmp_path) as run:
+        states = []
+        for step, tag in enumerate(("a", "b", "a", None, 7)):
+            run.train(step)
+            run.engine.save_checkpoint(saves, tag, save_latest=tag != 7)
+            states.append(run.state())
+        assert sorted(p.name for p in saves.iterdir() if not p.name.startswith(".")) == ["7", "global_step4", "latest"]
+        assert (saves / "latest").read_text() == "global_step4"
+        for tag, state in ((None, states[3]), ("7", states[4]), (7, states[4])):
+            run.engine.load_checkpoint(saves, tag)
+            assert differences(run.state(), state) == []
+        with pytest.raises(ConfigError, match="there is no checkpoint 'a'"):
+            run.engine.load_checkpoint(saves, "a")
+        assert run.engine.load_checkpoint(tmp_path / "nowhere") == (None, {})
+
+
+def test_without_what_latest_names_the_newest_whole_one_is_taken_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = tmp_path / "saves"
+    with training(CASE, tmp_path) as run:
+        run.engine.save_checkpoint(saves, "one")
+        state = run.state()
+        run.train(0)
+        run.engine.save_checkpoint(saves, "two")
+        (saves / "two" / "__0_0.distcp").unlink()
+        with caplog.at_level(logging.WARNING, "zero"):
+            path, _ = run.engine.load_checkpoint(saves)
+        assert path == str(saves / "one") and "taking 'one' instead" in caplog.text
+        assert differences(run.state(), state) == []
+
+
+# ---- what users put in their optimizers and models --------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, torch.tensor])
+def test_numbers_of_any_kind_in_param_groups_come_back_as_numbers(tmp_path: Path, kind: Any) -> None:
+    with training(CASE, tmp_path) as run:
+        group = run.engine.optimizer.param_groups[0]
+        group["lr"] = kind(0.25)
+        group["note"] = kind(3)
+        run.engine.save_checkpoint(tmp_path / "saves")
+        group["lr"] = group["note"] = 0.0
+        run.engine.load_checkpoint(tmp_path / "saves")
+        assert float(group["lr"]) == 0.25 and float(group["note"]) == 3
+        run.train(0)
+
+
+class Names(nn.Module):
+    """Names that look like those of a checkpoint, a module that is there twice, a buffer that is too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(90, 6)
+        self.state = nn.ModuleDict({"step": nn.Linear(6, 6), "exp_avg": nn.BatchNorm1d(6)})
+        self.optim = nn.ModuleDict({"state": nn.ModuleDict({"model": nn.Linear(6, 6)})})
+        self.exp_avg = nn.Parameter(torch.ones(6))
+        self.model = self.state["exp_avg"]
+        self.register_buffer("step", torch.ones(2))
+        self.register_buffer("again", self.step)
+
+    def forward(self, text: torch.Tensor, noise: float = 0.0) -> torch.Tensor:
+        x = self.optim["state"]["model"](self.state["step"](self.table(text))) * self.exp_avg
+        x = self.model(x.flatten(0, 1))
+        if self.training:
+            with torch.no_grad():
+                self.step += 1
+        return (x * self.again.sum() + noise).float().square().mean()
+
+
+def test_names_that_look_like_those_of_a_checkpoint_and_shared_buffers_come_back(tmp_path: Path) -> None:
+    with seeded(1):
+        model = Names()
+    with generators_kept(), training(CASE, tmp_path, model=model) as run:
+        run.train(0)
+        run.engine.save_checkpoint(tmp_path / "saves")
+        saved, loss = run.state(), run.train(1)
+    keys = set(Names().state_dict())
+    with seeded(2):
+        model = Names()
+    with generators_kept(), training(CASE, tmp_path, model=model) as run:
+        run.engine.load_checkpoint(tmp_path / "saves")
+        assert differences(run.state(), saved) == []
+        assert run.train(1) == loss
+    import torch.distributed.checkpoint as dcp
+
+    told = dcp.FileSystemReader(tmp_path / "saves" / "global_step1").read_metadata().state_dict_metadata
+    assert {name.removeprefix("model.") for name in told if name.startswith("model.")} == keys
+
+
+def test_an_engine_for_inference_loads_what_training_has_saved(saves: Path, there: Any, tmp_path: Path) -> None:
+    config = make_config(("nvme", "none"), tmp_path, optimizer={})
+    model = odd().requires_grad_(False)
+    with zero.initialize(model=model, config=config)[0] as engine:
+        engine.load_checkpoint(saves)
+        weights = {key: value for key, value in there.items() if key.endswith("/weight")}
+        assert differences({key: engine.full_parameter(key.removesuffix("/weight")) for key in weights}, weights) == []
