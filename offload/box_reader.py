@@ -15,7 +15,7 @@ from offload import kernels
 from offload.aio import AioOptions, open_aio
 from offload.arena import Arena, Block
 from offload.durable import DurableFile, Files
-from offload.errors import ConfigError
+from offload.errors import DamagedError
 from offload.mover import Mover
 from offload.sizes import PAGE_BYTES, align_up
 
@@ -94,7 +94,7 @@ class BoxReader:
 
         Raises:
             StorageError: the read failed.
-            ConfigError: the bytes are not those that were written.
+            DamagedError: the bytes are not those that were written.
         """
         entry = self._entries.get(box)
         if entry is not None and entry.data is not None and not entry.asked and not entry.used:
@@ -226,7 +226,7 @@ class BoxReader:
         data = memory[: box.nbytes]
         found = kernels.crc32c(data) if box.crc is not None else None
         if found != box.crc:
-            raise ConfigError(
+            raise DamagedError(
                 f"{path}: {box.nbytes:,} bytes at {box.offset:,} are not those that were written: checksum expected "
                 f"{box.crc:#010x}, got {found:#010x}; load another checkpoint, or restore the file"
             )

@@ -18,6 +18,10 @@ class ConfigError(ZeroInfinityError, ValueError):
     """A configuration that cannot work; the message lists every problem found, with its path."""
 
 
+class DamagedError(ConfigError):
+    """Bytes of a file are not those that were written; names the file."""
+
+
 class BudgetError(ZeroInfinityError, MemoryError):
     """A plan or an allocation that does not fit its budget; names the knob to turn."""
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DamagedError
 from offload.garbage import no_collection
 from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
@@ -189,7 +190,8 @@ class LoadsCheckpoints(SavesCheckpoints):
 
         Args:
             load_dir: folder of checkpoints.
-            tag: which; None: the one that `latest` names, or the newest that is whole.
+            tag: which; None: the one that `latest` names, or the newest that is whole; one that proves to be damaged
+                while it is read is followed by the next, and the log says so.
             load_module_strict: False loads what fits by name.
             load_optimizer_states: masters' moments, step counts and the options of param groups.
             load_lr_scheduler_states: of `engine.lr_scheduler`.
@@ -214,21 +216,29 @@ class LoadsCheckpoints(SavesCheckpoints):
         finally:
             self.half_loaded = failed
         together = Together(self.exchange)
-        opened = self._open(Path(load_dir), tag, together)
-        if opened is None:
-            logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
-            return None, {}
-        try:
-            states = load_optimizer_states and not load_module_only
-            client = self._load(opened, together, load_module_strict, states, load_module_only)
-            if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
-                self._load_scheduler(client["lr_scheduler"])
-        finally:
-            opened.source.close()
-        return str(opened.folder), client["client_state"]
+        states = load_optimizer_states and not load_module_only
+        damaged: list[str] = []
+        while (opened := self._open(Path(load_dir), tag, damaged, together)) is not None:
+            try:
+                client = self._load(opened, together, load_module_strict, states, load_module_only)
+                if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
+                    self._load_scheduler(client["lr_scheduler"])
+                return str(opened.folder), client["client_state"]
+            except DamagedError as error:
+                if tag is not None or not opened.tag:
+                    raise
+                logger.warning("load_checkpoint: %s", error)
+                damaged.append(opened.tag)
+            finally:
+                opened.source.close()
+        logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
+        return None, {}
 
-    def _open(self, load_dir: Path, tag: Any, together: Together) -> Opened | None:
-        opened = together.do("looking for a checkpoint", lambda: open_checkpoint(load_dir, tag, self.files))
+    def _open(self, load_dir: Path, tag: Any, damaged: list[str], together: Together) -> Opened | None:
+        def look() -> Opened | None:
+            return open_checkpoint(load_dir, tag, self.files, damaged)
+
+        opened = together.do("looking for a checkpoint", look)
         name = b"" if opened is None else opened.folder.name.encode()
         names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
         if len(names) > 1:
@@ -280,7 +290,8 @@ class LoadsCheckpoints(SavesCheckpoints):
             self.optimizer.step_counts.update(counts)
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
-            self._restore_small(state, told, own=mine is not None)
+            go_on = partial(self._restore_small, state, told, own=mine is not None)
+            together.do("going on from a checkpoint", go_on)
         return client
 
     def _restore_small(self, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:

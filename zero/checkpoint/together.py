@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from offload.errors import StateError
+from offload.errors import DamagedError, StateError
 from zero.exchange import Exchange
 
 T = TypeVar("T")
@@ -27,6 +27,7 @@ class Together:
 
         Raises:
             StateError: it failed on another rank; says on which and why.
+            DamagedError: it did because a file is damaged; then all ranks raise this.
         """
         error: Exception | None = None
         result: T | None = None
@@ -39,7 +40,8 @@ class Together:
             raise error
         wrong = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer]
         if wrong:
-            raise StateError(f"{what} failed on another rank: {'; '.join(wrong)}")
+            damaged = any(answer.startswith(DamagedError.__name__.encode()) for answer in answers)
+            raise (DamagedError if damaged else StateError)(f"{what} failed on another rank: {'; '.join(wrong)}")
         return result  # type: ignore[return-value]
 
     def first(self, what: str, action: Callable[[], T]) -> T | None:
