@@ -21,6 +21,7 @@ from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.boxes import boxes_of
+from zero.checkpoint.export import rounded
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.opening import Opened, open_checkpoint
@@ -53,6 +54,8 @@ class Wanted:
     def __init__(self, source: Source, parts: Assembly, *, strict: bool, states: bool, known_frozen: bool) -> None:
         self._source, self._parts = source, parts
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
+        frozen = [unit for unit in parts.layout.units if not unit.trainable and unit.dtype == torch.bfloat16]
+        self._in_bf16 = {slot.index for unit in frozen for slot in unit.slots}
         self.names: dict[int, str] = {}
         """Parameter's index -> the name that the source has for it."""
         missing: list[str] = []
@@ -87,6 +90,8 @@ class Wanted:
         for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
             moments = None
             weight = self._source.read(MODEL + name, lo, hi)
+            if index in self._in_bf16 and weight.dtype == torch.float32:  # a master, of a weight not trained here
+                weight = rounded(weight)
             if state and index in self.stateful:
                 read = [self._source.read(state_name(name, kind), lo, hi) for kind in MOMENTS]
                 moments = (read[0], read[1])
