@@ -243,7 +243,7 @@ class _Meeting:
                     raise
                 for peer in range(self._index + 1, self._count):
                     if peer in self._seen - self._met and not is_running(self._peers[peer]["pid"]):
-                        self._fail(peer, "its process has ended")
+                        self._fail(peer, f"its process has ended{self._sent_away}")
         connection.settimeout(self._left())
         return connection
 
@@ -275,6 +275,10 @@ class _Meeting:
             if cut:
                 self._fail(peer, "this process can hold no more open files; raise ulimit -n")
 
+    @property
+    def _sent_away(self) -> str:
+        return f"; {self._strangers} others were sent away" if self._strangers else ""
+
     def _left(self) -> float:
         """Seconds until the deadline; a little at least, so that what is there already can be taken."""
         return max(self._deadline - time.monotonic(), 1e-3)
@@ -288,9 +292,9 @@ class _Meeting:
     def _nobody_came(self, error: OSError) -> NoReturn:
         missing = [peer for peer in range(self._index + 1, self._count) if peer not in self._met]
         names = ", ".join(self._name(peer) for peer in missing)
-        sent_away = f"; {self._strangers} others were sent away" if self._strangers else ""
         raise PeerError(
-            f"passing files between processes: not called on by {names}: {_reason(error, self._seconds)}{sent_away}",
+            f"passing files between processes: not called on by {names}: {_reason(error, self._seconds)}"
+            f"{self._sent_away}",
             missing,
         ) from error
 

@@ -18,10 +18,6 @@ class ConfigError(ZeroInfinityError, ValueError):
     """A configuration that cannot work; the message lists every problem found, with its path."""
 
 
-class DamagedError(ConfigError):
-    """Bytes of a file are not those that were written; names the file."""
-
-
 class BudgetError(ZeroInfinityError, MemoryError):
     """A plan or an allocation that does not fit its budget; names the knob to turn."""
 
@@ -73,6 +69,10 @@ def tell(error: BaseException) -> None:
 def was_told(error: BaseException | None) -> bool:
     """True if some caller was told of `error`."""
     return error is not None and "told" in error.__dict__
+
+
+class DamagedError(ConfigError):
+    """Bytes of a checkpoint are not those that were written."""
 
 
 class PeerError(ZeroInfinityError, RuntimeError):

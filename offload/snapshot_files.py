@@ -1,12 +1,15 @@
 """The folder of a snapshot: named swap files, locked while their job lives, and what says which bytes in them count.
 
     PATH/zero-snapshots/NAME/rank-K/swap            in every folder of nvme_path
-    PATH/zero-snapshots/NAME/rank-K/manifest-N      in the first one: which slots, what is beside them; with a checksum
-    PATH/zero-snapshots/NAME/rank-K/state-N         in the first one: bytes of the caller's
-    PATH/zero-snapshots/NAME/committed              of the first rank: the N that counts, once all ranks have theirs
+    PATH/zero-snapshots/NAME/rank-K/part            in every folder: which of how many it is
+    PATH/zero-snapshots/NAME/rank-K/manifest-{0,1}  in the first one: which slots count, and bytes of the caller's
+    PATH/zero-snapshots/NAME/committed              of the first rank: the number that counts; all ranks have theirs
 
-Each small file is there as a whole or not at all (`offload/durable.py`). What is there is removed only when another N
-has been committed, by `remove_snapshot`, or by a job that ends without any.
+[Note: in place] A new file, or a new name, costs a commit of the file system's journal, which takes its time on a busy
+disk. So small files are written in place too, by turns: the manifest of snapshot N is `manifest-(N % 2)`, and what is
+overwritten is that of N - 2. `committed` has a place for even and one for odd numbers, with two copies in each; the
+highest number that can be read counts. It is written when all manifests are on the disk. What is torn by a failure of
+the power has a wrong checksum, and what came before it is untouched: also in the slots, until the writer knows more.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ import torch
 from offload import kernels
 from offload.durable import NO_DIRECT_IO, Files
 from offload.errors import ConfigError, StorageError
+from offload.sizes import PAGE_BYTES, align_up
 from offload.stripes import StripeMap
 from offload.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
 
 FOLDER = "zero-snapshots"
 FORMAT = 1
+MANIFEST_BYTES = 64 << 10
+"""Manifests are multiples of it, so that they are seldom longer than the one before."""
 LOCK_SECONDS = 5.0
 """A job that was killed holds its lock until the last of its children is gone."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -73,9 +79,9 @@ class SnapshotFiles:
         self.folders = [folder / FOLDER / name / f"rank-{rank}" for folder in folders]
         self._descriptors: list[int] = []
         try:
-            for folder in self.folders:
+            for number, folder in enumerate(self.folders, 1):
                 self._descriptors.append(self._lock(folder / "swap"))
-                self._disk.sync_folder(folder)
+                self._take_part(folder / "part", f"{number} of {len(folders)}")
             self.committed = any(True for _ in self.folders[0].glob("manifest-*"))
         except BaseException:
             self._let_go()
@@ -90,8 +96,7 @@ class SnapshotFiles:
         Raises:
             StorageError: it cannot be read.
         """
-        path = self.root / "committed"
-        return read_body(path) if path.exists() else None
+        return read_committed(self.root)
 
     def manifest(self, number: int) -> Manifest | None:
         """This rank's manifest of that number; None if it has none.
@@ -99,26 +104,29 @@ class SnapshotFiles:
         Raises:
             StorageError: it is damaged.
         """
-        path = self.folders[0] / f"manifest-{number}"
+        path = self._manifest(number)
         if not path.exists():
             return None
-        body, beside = read_body(path), self.folders[0] / f"state-{number}"
-        state = self._disk.read_bytes(beside)
+        data = self._disk.read_bytes(path)
+        body, begin = _unpacked(data, path)
+        if body["number"] != number:
+            return None
+        state = data[begin : begin + body["state_bytes"]]
         if _checksum(state) != body["state_crc32c"]:
-            raise _damaged(beside)
+            raise _damaged(path)
         return Manifest(number, body, state)
 
     # ---- writing ------------------------------------------------------------------------------
 
     def prepare(self, number: int, body: Mapping[str, Any], state: bytes) -> None:
-        """Write this rank's manifest; what it names must be on stable storage.
+        """Write this rank's manifest; what it names must be on stable storage. That of `number` - 2 is gone.
 
         Raises:
             StorageError: it is not there.
         """
-        folder = self.folders[0]
-        self._disk.write_bytes(folder / f"state-{number}", state)
-        self._disk.write_bytes(folder / f"manifest-{number}", _packed({**body, "state_crc32c": _checksum(state)}))
+        beside = {"number": number, "state_bytes": len(state), "state_crc32c": _checksum(state)}
+        data = _packed({**body, **beside}) + state
+        self._overwrite(self._manifest(number), 0, data.ljust(align_up(len(data), MANIFEST_BYTES), b"\0"))
 
     def commit(self, head: Mapping[str, Any]) -> None:
         """The first rank: the snapshot of `head["number"]` is the one that counts; all ranks have theirs.
@@ -126,15 +134,24 @@ class SnapshotFiles:
         Raises:
             StorageError: it may count or not: the one before must stay, too.
         """
-        self._disk.write_bytes(self.root / "committed", _packed(head))
+        copy = _packed(head).ljust(PAGE_BYTES, b"\0")
+        self._overwrite(self.root / "committed", head["number"] % 2 * 2 * PAGE_BYTES, 2 * copy)
 
-    def kept(self, number: int) -> None:
-        """All ranks know that snapshot `number` counts: this rank's others go."""
-        self.committed = True
-        for path in [*self.folders[0].glob("manifest-*"), *self.folders[0].glob("state-*")]:
-            if not path.name.endswith(f"-{number}"):
-                with contextlib.suppress(StorageError):  # one that stays does no harm
-                    self._disk.remove(path)
+    def _manifest(self, number: int) -> Path:
+        return self.folders[0] / f"manifest-{number % 2}"
+
+    def _overwrite(self, path: Path, offset: int, data: bytes) -> None:
+        """Bytes of a file, and nothing else where it was as long before; they last. Raises StorageError."""
+        grown = not path.exists() or path.stat().st_size < offset + len(data)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        descriptor = self._disk.perform("create" if grown else "write", path, lambda: os.open(path, flags, 0o600))
+        try:
+            self._disk.perform("write", path, lambda: _write_all(descriptor, offset, data))
+            self._disk.perform("sync", path, lambda: (os.fsync if grown else os.fdatasync)(descriptor))
+        finally:
+            os.close(descriptor)
+        if grown:
+            self._disk.sync_folder(path.parent)
 
     # ---- end ----------------------------------------------------------------------------------
 
@@ -177,6 +194,18 @@ class SnapshotFiles:
                     ) from None
             os.close(descriptor)
             time.sleep(0.05)
+
+    def _take_part(self, path: Path, part: str) -> None:
+        """Files that belong to a space over other folders must not be taken for a new one."""
+        if not path.exists():
+            self._disk.write_bytes(path, part)
+        found = self._disk.read_bytes(path).decode(errors="replace")
+        if found != part:
+            raise ConfigError(
+                f"offload_optimizer.snapshot: {path.parent} is part {found} of snapshot {self.name!r}, and nvme_path "
+                f"makes it part {part}; name the same folders in the same order, remove the snapshot (zero snapshots "
+                "rm), or set another snapshot.name"
+            )
 
     def _open(self, path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -266,26 +295,57 @@ def remove_empty(roots: Sequence[Path]) -> None:
 # ---- small files --------------------------------------------------------------------------------
 
 
-def _packed(body: Mapping[str, Any]) -> bytes:
-    text = json.dumps({"format": FORMAT, **body}, separators=(",", ":")).encode()
-    return text + f"\n{_checksum(text)}\n".encode()
-
-
-def read_body(path: Path) -> dict[str, Any]:
-    """What a manifest or the file `committed` says.
+def read_committed(root: Path) -> dict[str, Any] | None:
+    """What was committed last in the folder of a snapshot; None: nothing.
 
     Raises:
         StorageError: it cannot be read, or is damaged.
         ConfigError: it is of another version.
     """
-    data = Files().read_bytes(path)
+    path = root / "committed"
+    if not path.exists():
+        return None
+    data, found = Files().read_bytes(path), []
+    for begin in range(0, len(data), PAGE_BYTES):
+        with contextlib.suppress(StorageError):  # torn
+            found.append(_unpacked(data[begin : begin + PAGE_BYTES], path)[0])
+    if not found:
+        raise _damaged(path)
+    return max(found, key=lambda head: int(head["number"]))
+
+
+def read_body(path: Path) -> dict[str, Any]:
+    """What a manifest says.
+
+    Raises:
+        StorageError: it cannot be read, or is damaged.
+        ConfigError: it is of another version.
+    """
+    return _unpacked(Files().read_bytes(path), path)[0]
+
+
+def _packed(body: Mapping[str, Any]) -> bytes:
+    text = json.dumps({"format": FORMAT, **body}, separators=(",", ":")).encode()
+    return text + f"\n{_checksum(text)}\n".encode()
+
+
+def _unpacked(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
+    """What `_packed` was given, and where it ends."""
     text, _, rest = data.partition(b"\n")
-    if rest.strip() != _checksum(text).encode():
+    checksum = rest.partition(b"\n")[0]
+    if checksum != _checksum(text).encode():
         raise _damaged(path)
     body: dict[str, Any] = json.loads(text)
     if body.get("format") != FORMAT:
         raise ConfigError(f"snapshot: {path} has format {body.get('format')}; this version reads {FORMAT}")
-    return body
+    return body, len(text) + len(checksum) + 2
+
+
+def _write_all(descriptor: int, offset: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[written:], offset + written
 
 
 def _checksum(data: bytes) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError, StateError, StorageError
-from offload.snapshot_files import FOLDER, NAME, read_body, remove_empty, remove_ranks
+from offload.snapshot_files import FOLDER, NAME, read_body, read_committed, remove_empty, remove_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ def _listed(root: Path) -> Listed:
     numbers = tuple(sorted(int(rank.name.removeprefix("rank-")) for rank in ranks))
     committed, head, trouble, when = root / "committed", None, "", None
     try:
-        if committed.exists():
-            head, when = read_body(committed), committed.stat().st_mtime
+        head = read_committed(root)
+        when = committed.stat().st_mtime if head else None
     except StorageError as error:
         trouble = str(error)
     in_use = any(_is_locked(rank / "swap") for rank in ranks)

@@ -173,9 +173,10 @@ def _relink(engine: Any) -> None:
     optimizer = engine.optimizer
     if not hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         return  # neither stage 1 nor 2
-    # Where parameters went round robin, they were linked to others' values.
-    optimizer.bit16_groups = optimizer.round_robin_bit16_groups
-    optimizer._link_all_hp_params()
+    if hasattr(optimizer, "round_robin_bit16_groups"):
+        # Where parameters went round robin, they were linked to others' values.
+        optimizer.bit16_groups = optimizer.round_robin_bit16_groups
+        optimizer._link_all_hp_params()
     # All groups were linked after the first group's first step, when the others had no moments yet.
     optimizer._hp_optimizer_states_linked = False
     if engine.global_steps:

@@ -59,17 +59,17 @@ def folder(nvme_path: Path | str, name: str = "default") -> Path:
     return Path(nvme_path) / "zero-snapshots" / name
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_bytes().partition(b"\n")[0])
-    return found
-
-
 def committed(nvme_path: Path | str, rank: int = 0) -> dict[str, Any] | None:
     """The manifest that counts, as the files say; not as the engine thinks."""
     head = folder(nvme_path) / "committed"
     if not head.exists():
         return None
-    return read_json(folder(nvme_path) / f"rank-{rank}" / f"manifest-{read_json(head)['number']}")
+    copies = [json.loads(line) for line in head.read_bytes().replace(b"\0", b"\n").split(b"\n") if line[:1] == b"{"]
+    number = max(copy["number"] for copy in copies)
+    path = folder(nvme_path) / f"rank-{rank}" / f"manifest-{number % 2}"
+    found: dict[str, Any] = json.loads(path.read_bytes().partition(b"\n")[0])
+    assert found["number"] == number
+    return found
 
 
 def named_ranges(engine: Any, nvme_path: Path | str, rank: int = 0) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ order of its own planes, so stage, tier and number of ranks of who saved do not 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,7 @@ class LoadsCheckpoints(SavesCheckpoints):
         together = Together(self.exchange)
         states = load_optimizer_states and not load_module_only
         damaged: list[str] = []
-        while (opened := self._open(Path(load_dir), tag, damaged, together)) is not None:
+        while (opened := self._open(Path(load_dir), tag, together, damaged)) is not None:
             try:
                 client = self._load(opened, together, load_module_strict, states, load_module_only)
                 if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
@@ -239,21 +239,27 @@ class LoadsCheckpoints(SavesCheckpoints):
         logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
         return None, {}
 
-    def _open(self, load_dir: Path, tag: Any, damaged: list[str], together: Together) -> Opened | None:
-        def look() -> Opened | None:
-            return open_checkpoint(load_dir, tag, self.files, damaged)
+    def _open(self, load_dir: Path, tag: Any, together: Together, without: Collection[str]) -> Opened | None:
+        found: list[Opened] = []
 
-        opened = together.do("looking for a checkpoint", look)
-        name = b"" if opened is None else opened.folder.name.encode()
-        names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
-        if len(names) > 1:
-            if opened is not None:
+        def look() -> None:
+            opened = open_checkpoint(load_dir, tag, self.files, without)
+            found.extend([] if opened is None else [opened])
+
+        try:
+            together.do("looking for a checkpoint", look)
+            name = found[0].folder.name.encode() if found else b""
+            names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
+            if len(names) > 1:
+                raise ConfigError(
+                    f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
+                    "must be on a file system that all nodes share"
+                )
+        except BaseException:
+            for opened in found:
                 opened.source.close()
-            raise ConfigError(
-                f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
-                "must be on a file system that all nodes share"
-            )
-        return opened
+            raise
+        return found[0] if found else None
 
     def _load(
         self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool

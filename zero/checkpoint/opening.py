@@ -37,7 +37,7 @@ class Opened:
 
 
 def open_checkpoint(
-    load_dir: Path, tag: Any = None, files: Files | None = None, damaged: Collection[str] = ()
+    load_dir: Path, tag: Any = None, files: Files | None = None, without: Collection[str] = ()
 ) -> Opened | None:
     """The checkpoint of a save_dir that is to be loaded; None if there is none and none was asked for.
 
@@ -45,7 +45,7 @@ def open_checkpoint(
         load_dir: folder of checkpoints.
         tag: which; None: the one that `latest` names, or the newest that is whole.
         files: the disk.
-        damaged: tags that are known not to be whole.
+        without: tags that are known to be damaged.
 
     Raises:
         ConfigError: the one asked for is missing or damaged.
@@ -55,7 +55,7 @@ def open_checkpoint(
     named = folders.read_latest() if tag is None else check_tag(tag)
     if named and not disk.exists(load_dir / named / NAME) and is_deepspeed_folder(load_dir / named):
         return _open_deepspeed(load_dir / named)
-    found = folders.newest_valid(tag, damaged)
+    found = folders.newest_valid(tag, without)
     if found is None:
         return None
     for note in found.notes:
@@ -66,7 +66,7 @@ def open_checkpoint(
         if tag is not None:
             raise
         logger.warning("load_checkpoint: %s", error)
-        return open_checkpoint(load_dir, None, disk, {*damaged, found.tag})
+        return open_checkpoint(load_dir, None, disk, {*without, found.tag})
 
 
 def open_folder(path: Path | str, files: Files | None = None) -> Opened:

@@ -65,14 +65,18 @@ class CheckpointSave:
         """
         self._global_steps = state["global_steps"]
         self._aliases = {MODEL + alias: MODEL + name for alias, name in state.get("aliases", {}).items()}
-        self._partial = self._together.first("making the folder of a checkpoint", lambda: self._folders.begin(self.tag))
         folder = self._folders.partial_folder(self.tag)
 
-        def create() -> RankPart:
-            return RankPart(self._parts, extents, folder, self.placement.rank, self._files)
+        # What a rank has made is kept at once: if it fails on another one, `close` gives it back.
+        def make() -> None:
+            self._partial = self._folders.begin(self.tag)
 
-        self._part = self._together.do("reserving the room of a checkpoint", create)
-        return self._part
+        def create() -> None:
+            self._part = RankPart(self._parts, extents, folder, self.placement.rank, self._files)
+
+        self._together.first("making the folder of a checkpoint", make)
+        self._together.do("reserving the room of a checkpoint", create)
+        return self.part
 
     def write(self) -> None:
         """Write this rank's part, to last. Raises as `begin`."""

@@ -164,7 +164,6 @@ class Snapshots:
         storage.mover.run("putting a snapshot on stable storage", storage.disk.sync())
         geometry = storage.disk.swap.geometry
         body = {
-            "number": self._number + 1,
             "step": pending.step,
             "facts": self._facts,
             "folders": [str(folder) for folder in self._files.folders],
@@ -220,7 +219,7 @@ class Snapshots:
         self._number += 1
         self.committed_step, self.pending, self._missed = pending.step, None, False
         self._wary = max(self._wary - 1, 0)
-        self._files.kept(self._number)
+        self._files.committed = True
 
     def _write_through(self, *, persistent: bool) -> None:
         storage = self._there

@@ -26,8 +26,8 @@ class Together:
         """Run `action` on every rank; raise if it failed on any.
 
         Raises:
+            DamagedError: a rank has found a checkpoint damaged; on all ranks, so that all can take another one.
             StateError: it failed on another rank; says on which and why.
-            DamagedError: it did because a file is damaged; then all ranks raise this.
         """
         error: Exception | None = None
         result: T | None = None
@@ -36,12 +36,13 @@ class Together:
         except Exception as failed:  # whatever it is, the others must not wait for this rank
             error = failed
         answers = self._exchange.agree(what, b"" if error is None else f"{type(error).__name__}: {error}".encode())
+        wrong = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer]
+        if not isinstance(error, DamagedError) and any(a.startswith(DamagedError.__name__.encode()) for a in answers):
+            raise DamagedError(f"{what}: {'; '.join(wrong)}") from error
         if error is not None:
             raise error
-        wrong = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer]
         if wrong:
-            damaged = any(answer.startswith(DamagedError.__name__.encode()) for answer in answers)
-            raise (DamagedError if damaged else StateError)(f"{what} failed on another rank: {'; '.join(wrong)}")
+            raise StateError(f"{what} failed on another rank: {'; '.join(wrong)}")
         return result  # type: ignore[return-value]
 
     def first(self, what: str, action: Callable[[], T]) -> T | None:

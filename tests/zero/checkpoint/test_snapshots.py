@@ -344,11 +344,15 @@ def test_a_snapshot_that_is_damaged_is_told(open_engine: Open, nvme_path: Path) 
     keys = {"stage3_param_persistence_threshold": 200}
     train(open_engine(build("gpt"), config_of(nvme_path, zero=keys)), 0, 1).close()
     rank = nvme_path / "zero-snapshots" / "default" / "rank-0"
-    number = committed(nvme_path)["number"]  # type: ignore[index]
-    for name in (f"state-{number}", f"manifest-{number}"):
-        data = (rank / name).read_bytes()
-        (rank / name).write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
-        with pytest.raises(StorageError, match=f"checksum.*{name}"):
+    manifest, head = rank / f"manifest-{committed(nvme_path)['number'] % 2}", rank.parent / "committed"  # type: ignore[index]
+    line = manifest.read_bytes().index(b"\n")
+    for path, places in ((manifest, [100]), (manifest, [line + 1000]), (head, range(20, 16384, 4096))):
+        data = bytearray(path.read_bytes())
+        for place in places:
+            data[place] ^= 1
+        before = path.read_bytes()
+        path.write_bytes(data)
+        with pytest.raises(StorageError, match=f"checksum.*{path.name}"):
             open_engine(build("gpt"), config_of(nvme_path, zero=keys)).load_snapshot()
-        (rank / name).write_bytes(data)
+        path.write_bytes(before)
     assert open_engine(build("gpt"), config_of(nvme_path, zero=keys)).load_snapshot() == 2

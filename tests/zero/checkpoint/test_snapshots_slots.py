@@ -30,7 +30,7 @@ from snapshot_runs import (
 import zero
 from offload.aio import AioFault
 from offload.durable import Files
-from offload.errors import StorageError
+from offload.errors import ConfigError, StorageError
 
 Open = Callable[..., Any]
 ACTIONS = ("train", "train", "train", "edit", "forward", "look", "zero_grad", "save", "load", "fail")
@@ -69,6 +69,7 @@ def again(engine: Any) -> None:
     for _ in range(8):
         try:
             engine.zero_grad()
+            engine(tokens(0))
             engine.synchronize()
         except StorageError:
             continue
@@ -150,7 +151,7 @@ def test_what_a_kill_leaves_at_any_point_of_a_commit_goes_on_bit_for_bit(
     train(engine, 2, model="mixed")
     engine._parts.snapshots._files._disk = Files()
     train(engine, 3, model="mixed")
-    assert len(found) >= 10
+    assert len(found) >= 6, "a manifest and the number: opened, written, synced"
     loaded = set()
     for path in found:
         second = open_engine(build("mixed", seed=9), config_of(path, zero=keys))
@@ -163,24 +164,24 @@ def test_what_a_kill_leaves_at_any_point_of_a_commit_goes_on_bit_for_bit(
     assert loaded == {1, 2}
 
 
-@pytest.mark.parametrize("name", ["committed", "manifest", "state"])
+@pytest.mark.parametrize("name", ["committed", "manifest"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_commit_that_fails_is_tried_again_and_nothing_named_changes_meanwhile(
     open_engine: Open, tmp_path: Path, nvme_path: Path, name: str, when: str
 ) -> None:
-    """After a rename that may have happened both snapshots may count."""
+    """After a write that may have happened both snapshots may count."""
     engine = train(open_engine(build("gpt"), config_of(nvme_path)), 0, 1)
 
     class Failing(Files):
         broken = True
 
         def perform(self, operation: Any, path: Any, action: Any, new: Any = None) -> Any:
-            hit = self.broken and operation == "rename" and new is not None and new.name.startswith(name)
+            hit = self.broken and operation in ("write", "sync") and path.name.startswith(name)
             if hit and when == "before":
-                raise StorageError("rename", errno=5, path=str(path), offset=0, free_bytes=None)
+                raise StorageError(operation, errno=5, path=str(path), offset=0, free_bytes=None)
             result = super().perform(operation, path, action, new)
-            if hit:
-                raise StorageError("rename", errno=5, path=str(path), offset=0, free_bytes=None)
+            if hit and operation == "sync":
+                raise StorageError(operation, errno=5, path=str(path), offset=0, free_bytes=None)
             return result
 
     engine._parts.snapshots._files._disk = files = Failing()
@@ -225,7 +226,7 @@ def test_close_leaves_the_snapshot_that_was_committed_and_nothing_else(open_engi
     engine = train(open_engine(build("gpt"), config_of(nvme_path)), 0, 1)
     engine.close()
     names = sorted(path.name for path in (nvme_path / "zero-snapshots" / "default" / "rank-0").iterdir())
-    assert names == ["manifest-2", "state-2", "swap"]
+    assert names == ["manifest-0", "manifest-1", "part", "swap"]
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -243,21 +244,24 @@ def test_a_start_that_fails_leaves_nothing(nvme_path: Path) -> None:
         zero.initialize(model=build("gpt"), config=config)
 
 
-def test_several_paths_are_striped_and_found_again(open_engine: Open, tmp_path: Path) -> None:
+def test_several_paths_are_striped_and_found_again(open_engine: Open, tmp_path: Path, nvme_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
 
-    def config() -> dict[str, Any]:
+    def config(*paths: Path) -> dict[str, Any]:
         made = config_of(paths[0])
         for block in ("offload_param", "offload_optimizer"):
             made["zero_optimization"][block]["nvme_path"] = [str(path) for path in paths]
         return made
 
-    engine = train(open_engine(build("middle"), config()), 0, 1, model="middle")
+    engine = train(open_engine(build("middle"), config(*paths)), 0, 1, model="middle")
     before = values(engine, "middle")
     engine.close()
     assert all((path / "zero-snapshots" / "default" / "rank-0" / "swap").stat().st_size for path in paths)
-    engine = open_engine(build("middle", seed=9), config())
+    for other in ([paths[1], paths[0]], [paths[0]], [paths[1]], [*paths, nvme_path]):
+        with pytest.raises(ConfigError, match=r"is part \d of 2 of snapshot 'default'"):
+            open_engine(build("middle"), config(*other))
+    engine = open_engine(build("middle", seed=9), config(*paths))
     assert engine.load_snapshot() == 2
     assert all(torch.equal(value, before[key]) for key, value in values(engine, "middle").items())
