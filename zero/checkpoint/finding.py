@@ -98,6 +98,7 @@ class Checkpoints:
             found = self._latest(latest, wrong)
             if found is not None:
                 return found
+        wrong += [f"{name!r} is damaged" for name in without]
         found = self._newest_of([name for name in self.tags() if name != latest and name not in without], wrong)
         if found is not None:
             notes = (f"{'; '.join(wrong)}: taking {found.tag!r} instead, the newest that is whole",) if wrong else ()

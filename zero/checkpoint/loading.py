@@ -7,7 +7,8 @@ order of its own planes, so stage, tier and number of ranks of who saved do not 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.boxes import boxes_of
+from zero.checkpoint.export import rounded
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.opening import Opened, open_checkpoint
@@ -52,6 +54,8 @@ class Wanted:
     def __init__(self, source: Source, parts: Assembly, *, strict: bool, states: bool, known_frozen: bool) -> None:
         self._source, self._parts = source, parts
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
+        frozen = [unit for unit in parts.layout.units if not unit.trainable and unit.dtype == torch.bfloat16]
+        self._in_bf16 = {slot.index for unit in frozen for slot in unit.slots}
         self.names: dict[int, str] = {}
         """Parameter's index -> the name that the source has for it."""
         missing: list[str] = []
@@ -86,6 +90,8 @@ class Wanted:
         for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
             moments = None
             weight = self._source.read(MODEL + name, lo, hi)
+            if index in self._in_bf16 and weight.dtype == torch.float32:  # a master, of a weight not trained here
+                weight = rounded(weight)
             if state and index in self.stateful:
                 read = [self._source.read(state_name(name, kind), lo, hi) for kind in MOMENTS]
                 moments = (read[0], read[1])
@@ -189,7 +195,8 @@ class LoadsCheckpoints(SavesCheckpoints):
 
         Args:
             load_dir: folder of checkpoints.
-            tag: which; None: the one that `latest` names, or the newest that is whole.
+            tag: which; None: the one that `latest` names, or the newest that is whole; one that proves to be damaged
+                while it is read is followed by the next, and the log says so.
             load_module_strict: False loads what fits by name.
             load_optimizer_states: masters' moments, step counts and the options of param groups.
             load_lr_scheduler_states: of `engine.lr_scheduler`.
@@ -213,31 +220,22 @@ class LoadsCheckpoints(SavesCheckpoints):
             self.synchronize()
         finally:
             self.half_loaded = failed
+        together = Together(self.exchange)
         states = load_optimizer_states and not load_module_only
-        damaged: dict[str, DamagedError] = {}
-        while True:
-            together = Together(self.exchange)
-            opened = self._open(Path(load_dir), tag, together, damaged)
-            if opened is None:
-                return self._nothing_to_load(load_dir, damaged)
+        damaged: list[str] = []
+        while (opened := self._open(Path(load_dir), tag, together, damaged)) is not None:
             try:
                 client = self._load(opened, together, load_module_strict, states, load_module_only)
                 if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
                     self._load_scheduler(client["lr_scheduler"])
                 return str(opened.folder), client["client_state"]
             except DamagedError as error:
-                if tag is not None:
+                if tag is not None or not opened.tag:
                     raise
-                logger.warning("load_checkpoint: %s; looking for the newest that is whole", error)
-                damaged[opened.folder.name] = error
+                logger.warning("load_checkpoint: %s", error)
+                damaged.append(opened.tag)
             finally:
                 opened.source.close()
-
-    def _nothing_to_load(
-        self, load_dir: str | Path, damaged: Mapping[str, DamagedError]
-    ) -> tuple[None, dict[str, Any]]:
-        if damaged:
-            raise next(iter(damaged.values()))
         logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
         return None, {}
 
@@ -303,7 +301,8 @@ class LoadsCheckpoints(SavesCheckpoints):
             self.optimizer.step_counts.update(counts)
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
-            self._restore_small(state, told, own=mine is not None)
+            go_on = partial(self._restore_small, state, told, own=mine is not None)
+            together.do("going on from a checkpoint", go_on)
         return client
 
     def _restore_small(self, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offload.durable import Files
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DamagedError
 from zero.checkpoint.deepspeed_folder import is_deepspeed_folder, open_deepspeed_folder
 from zero.checkpoint.finding import check_tag
 from zero.checkpoint.folders import Folders
@@ -32,6 +32,8 @@ class Opened:
     """`client_state` and `lr_scheduler`; makes objects of any class where the checkpoint is ours."""
     rank_state: Callable[[int], dict[str, Any] | None]
     """What a rank had of its own; None if there was no such rank."""
+    tag: str = ""
+    """Of one of ours."""
 
 
 def open_checkpoint(
@@ -58,7 +60,13 @@ def open_checkpoint(
         return None
     for note in found.notes:
         logger.warning("load_checkpoint: %s", note)
-    return _open_ours(found.folder, found.manifest, disk)
+    try:
+        return replace(_open_ours(found.folder, found.manifest, disk), tag=found.tag)
+    except DamagedError as error:
+        if tag is not None:
+            raise
+        logger.warning("load_checkpoint: %s", error)
+        return open_checkpoint(load_dir, None, disk, {*without, found.tag})
 
 
 def open_folder(path: Path | str, files: Files | None = None) -> Opened:

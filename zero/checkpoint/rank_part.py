@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -86,13 +87,13 @@ class RankPart:
     def __init__(self, parts: Assembly, extents: Extents, folder: Path, rank: int, files: Files) -> None:
         self.extents, self._folder, self._rank, self._files = extents.extents, folder, rank, files
         self._mover = parts.storage.mover
-        self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
-        try:
+        with ExitStack() as undo:
+            self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
+            undo.callback(self.file.close)
             self._aio: Aio = open_aio(AioOptions())
+            undo.callback(self._aio.close)
             self.writer = ExtentWriter(parts.layout, parts.storage, self._store, self._aio.register_memory)
-        except BaseException:
-            self.file.close()
-            raise
+            undo.pop_all()
 
     async def _store(self, offset: int, data: torch.Tensor) -> None:
         await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")
