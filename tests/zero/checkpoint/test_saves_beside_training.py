@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 from models import build, make_config
-from recovery import NVME, descriptors, interrupted_when, train, unequal
+from recovery import NVME, SLOW, descriptors, interrupted_when, train, unequal, waiting
 from torch import nn
 
 import zero
+from offload.aio import AioOptions, open_aio
+from offload.containers import container
 from offload.durable import Files
 from offload.errors import ConfigError, StateError, StorageError
+from zero.checkpoint import rank_part
 from zero.checkpoint.folders import Checkpoints
 from zero.exchange import Alone
 from zero.optim.pipeline import StepArguments
@@ -168,6 +171,44 @@ def test_a_step_that_begins_while_a_sub_group_is_looked_at_does_not_wait_for_the
     assert engine._behind._transfer._future.exception(60) is None
     engine.synchronize()
     assert tags(tmp_path) == ["global_step1"]
+
+
+# ---- saves in the call -----------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_of_a_save_leaves_nothing_and_the_next_one_works(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = train(open_engine(build("gpt"), make_config(NVME, nvme_path)), 0)
+    engine.synchronize()
+    before = descriptors()
+
+    def open_slow(options: AioOptions) -> Any:
+        aio = open_aio(options)
+        aio.inject(SLOW)
+        return aio
+
+    with monkeypatch.context() as slow:
+        slow.setattr(rank_part, "open_aio", open_slow)
+        with interrupted_when(waiting(engine)):
+            engine.save_checkpoint(tmp_path)
+    assert descriptors() == before
+    assert [name for name in Files().listing(tmp_path) if name != nvme_path.name] == [".lock"]
+    engine.save_checkpoint(tmp_path)
+    assert tags(tmp_path) == ["global_step1"]
+
+
+@pytest.mark.parametrize("pair", [CPU, NVME])
+def test_the_default_device_of_a_program_has_no_part_in_a_checkpoint(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, pair: tuple[str, str]
+) -> None:
+    engine = train(open_engine(build("gpt"), make_config(pair, nvme_path)), 0)
+    other = open_engine(build("gpt", seed=1), make_config(pair, nvme_path))
+    container.cache_clear()
+    with torch.device("meta"):
+        engine.save_checkpoint(tmp_path)
+        other.load_checkpoint(tmp_path)
+    assert not unequal(engine, other)
 
 
 # ---- weights that forward modifies -----------------------------------------------------------------------------------
