@@ -108,7 +108,7 @@ class BoxReader:
 
         Any number of them; what `get` has returned stays as it is. Raises as `get`.
         """
-        out = torch.empty(sum(end - begin for _, begin, end in parts), dtype=torch.uint8)
+        out = torch.empty(sum(end - begin for _, begin, end in parts), dtype=torch.uint8, device="cpu")
         self._mover.run(f"reading {len(parts)} boxes", self._get_parts(parts, out))
         return out
 
@@ -194,7 +194,7 @@ class BoxReader:
     def _entry(self, box: StoredBox) -> _Entry:
         entry = self._entries.pop(box, None)
         if entry is None:  # nobody has foreseen it
-            memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8)
+            memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8, device="cpu")
             skip = -memory.data_ptr() % PAGE_BYTES
             entry = self._begin(box, None, memory[skip:])
         self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._held}

@@ -13,6 +13,7 @@ from torch import nn
 from offload.aio import Aio, AioOptions, open_aio
 from offload.durable import DurableFile, Files
 from offload.errors import ConfigError
+from offload.mover import Transfer
 from zero.assembly import Assembly
 from zero.checkpoint.extents import Extent, Extents
 from zero.checkpoint.manifest import FileEntry
@@ -55,7 +56,7 @@ def plan_extents(
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
         for leaf in parts.leaves:
             if leaf.index in trained and wanted(leaf.index):
-                count = torch.tensor(step_counts.get(id(leaf.parameter), 0))
+                count = torch.tensor(step_counts.get(id(leaf.parameter), 0), device="cpu")
                 extents.add(state_name(leaf.names[0], STEP), count)
     return extents
 
@@ -87,6 +88,7 @@ class RankPart:
     def __init__(self, parts: Assembly, extents: Extents, folder: Path, rank: int, files: Files) -> None:
         self.extents, self._folder, self._rank, self._files = extents.extents, folder, rank, files
         self._mover = parts.storage.mover
+        self._writing: Transfer[None] | None = None
         with ExitStack() as undo:
             self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
             undo.callback(self.file.close)
@@ -101,7 +103,8 @@ class RankPart:
 
     def write(self) -> None:
         """Write everything, to last. Raises StorageError."""
-        self._mover.run("writing a checkpoint", self.writer.write_all(self.extents))
+        self._writing = self._mover.post("writing a checkpoint", self.writer.write_all(self.extents))
+        self._writing.result()
         self.finish()
 
     def finish(self) -> None:
@@ -111,7 +114,10 @@ class RankPart:
         self._files.write_bytes(self._folder / list_file(self._rank), json.dumps([self.file.nbytes, boxes]))
 
     def close(self) -> None:
-        """Give back the file and the memory; nothing moves any more."""
+        """Give back the file and the memory. If an interrupt has ended `write`, what is under way ends first."""
+        self.writer.stopped = True
+        if self._writing is not None:
+            self._writing.settle()
 
         async def end() -> None:
             self.close_on_loop()
