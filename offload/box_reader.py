@@ -20,6 +20,8 @@ from offload.mover import Mover
 from offload.sizes import PAGE_BYTES, align_up
 
 BLOCKS = 10
+ENTRIES_MAX = 64
+"""Boxes in memory or on their way."""
 HELD = 4
 """What was asked for last stays as it is for so many further boxes."""
 
@@ -150,23 +152,29 @@ class BoxReader:
     async def _read_ahead(self, boxes: list[StoredBox]) -> None:
         for box in boxes:
             while box not in self._entries and box.nbytes <= self._block_bytes:
-                block = self._arena.try_lease(self._block_bytes) or self._reclaim()
+                block = self._room(align_up(box.nbytes, PAGE_BYTES))
                 if block is not None:
                     self._entries[box] = self._begin(box, block, block.data)
                     break
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _reclaim(self) -> Block | None:
-        """The block of what was asked for longest ago and is not held any more."""
+    def _room(self, nbytes: int) -> Block | None:
+        """Memory for one more box, of what is free or not held any more: boxes may be small, and many go in."""
+        while True:
+            block = self._arena.try_lease(nbytes) if len(self._entries) < ENTRIES_MAX else None
+            if block is not None or not self._reclaim():
+                return block
+
+    def _reclaim(self) -> bool:
+        """Let go of what was asked for longest ago and is not held any more; False if there is nothing."""
         for box, entry in self._entries.items():
             if entry.used and entry.reading.done() and entry not in self._held:
                 del self._entries[box]
                 if entry.block is not None:
                     entry.block.release()
-                    return self._arena.try_lease(self._block_bytes)
-                return self._reclaim()
-        return None
+                return True
+        return False
 
     async def _get(self, box: StoredBox) -> torch.Tensor:
         return await self._data_of(self._use(box))
