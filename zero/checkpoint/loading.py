@@ -25,11 +25,11 @@ from zero.checkpoint.export import rounded
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.opening import Opened, open_checkpoint
-from zero.checkpoint.rank_part import persistent_buffers
 from zero.checkpoint.saving import SavesCheckpoints
 from zero.checkpoint.small_state import check_groups, restore_counters, restore_groups, restore_rank
 from zero.checkpoint.source import MODEL, MOMENTS, STEP, Saved, Source, state_name
 from zero.checkpoint.together import Together
+from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
 
 logger = logging.getLogger("zero")

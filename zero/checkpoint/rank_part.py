@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from offload.aio import Aio, AioOptions, open_aio
 from offload.durable import DurableFile, Files
@@ -20,6 +19,7 @@ from zero.checkpoint.manifest import FileEntry
 from zero.checkpoint.metadata import WrittenBox
 from zero.checkpoint.source import MODEL, STEP, state_name
 from zero.checkpoint.writing import ExtentWriter
+from zero.params.buffers import persistent_buffers
 from zero.placement import Placement
 
 
@@ -59,16 +59,6 @@ def plan_extents(
                 count = torch.tensor(step_counts.get(id(leaf.parameter), 0), device="cpu")
                 extents.add(state_name(leaf.names[0], STEP), count)
     return extents
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What `state_dict` would hold besides parameters."""
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):  # under each of its names, as torch has it
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
 
 
 class RankPart:

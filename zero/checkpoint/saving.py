@@ -28,11 +28,12 @@ from zero.checkpoint.frozen import (
     frozen_indices,
     frozen_sums,
 )
-from zero.checkpoint.rank_part import persistent_buffers, plan_extents
+from zero.checkpoint.rank_part import plan_extents
 from zero.checkpoint.reading import CLIENT, RANK, STATE
 from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.small_state import client_part, common_state, rank_state
 from zero.checkpoint.together import Together
+from zero.params.buffers import persistent_buffers
 from zero.replanning import FollowsModel
 
 logger = logging.getLogger("zero")
