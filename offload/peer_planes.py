@@ -7,8 +7,11 @@ everybody has published that it was read.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from offload.errors import StateError
 from offload.planes import Disk, Home, Plane
@@ -82,3 +85,24 @@ def peer_plane(
             )
         found.append(Home(home.begin, home.end, region.data[home.region_offset : end]))
     return Plane(name, width, found, disk)
+
+
+class PeerSlotPlane(Plane):
+    """Another process's plane over pairs of slots, all of it in its swap space (`offload/two_slots.py`).
+
+    Args:
+        name: appears in errors.
+        width: as for the plane itself.
+        homes: as in its first slots.
+        table: (homes,) uint8, shared: the current slot of each. Its owner writes there before it publishes.
+        disk: its swap space (`PeerSwap`) and this process's engine.
+    """
+
+    def __init__(self, name: str, width: int, homes: list[Home], table: torch.Tensor, disk: Disk) -> None:
+        super().__init__(name, width, homes, disk)
+        self._table = table
+
+    async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
+        index = bisect_left(self._begins, home.begin)
+        beyond = int(self._table[index]) * self.nbytes(home.begin, home.end)
+        await super()._transfer_swap(replace(home, swap_offset=home.swap_offset + beyond), lo, hi, part, write=write)

@@ -74,6 +74,7 @@ class TwoSlotPlane(Plane):
         self._pairs = list(pairs)
         self._pair_begins = [pair.begin for pair in pairs]
         self._carrying: dict[int, asyncio.Lock] = {}
+        self._table: torch.Tensor | None = None
         self.frozen = False
 
     @property
@@ -85,6 +86,19 @@ class TwoSlotPlane(Plane):
     def stranded(self) -> bool:
         """True while something is not on the disk that belongs there."""
         return bool(self._stranded)
+
+    def tell(self, table: torch.Tensor) -> list[Home]:
+        """Say from now on where things are, for other processes; returns what is in the swap space, at its first slots.
+
+        Args:
+            table: (pairs,) uint8, shared: the current slot of each of those, in order; the rest stays as it is.
+        """
+        self._table = table
+        on_disk = [pair for pair in self._pairs if self._home_at(pair.begin).memory is None]
+        self._told = {pair.begin: number for number, pair in enumerate(on_disk)}
+        for pair in on_disk:
+            table[self._told[pair.begin]] = pair.current
+        return [Home(pair.begin, pair.end, None, pair.offsets[0]) for pair in on_disk]
 
     # ---- snapshots ----------------------------------------------------------------------------
 
@@ -185,6 +199,11 @@ class TwoSlotPlane(Plane):
                 reads.append(read(pair, checksum))
         await settle_all(reads)
 
+    def close(self) -> None:
+        """See `Plane`."""
+        super().close()
+        self._table = None
+
     # ---- writes -------------------------------------------------------------------------------
 
     async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
@@ -224,6 +243,8 @@ class TwoSlotPlane(Plane):
         at = bisect_right(self._begins, pair.begin) - 1
         if self._homes[at].memory is None:
             self._homes[at] = replace(self._homes[at], swap_offset=pair.offsets[slot])
+            if self._table is not None:
+                self._table[self._told[pair.begin]] = slot
 
     # ---- memory -------------------------------------------------------------------------------
 

@@ -56,13 +56,6 @@ def _can_share(comm: Comm, config: Config, device: torch.device) -> bool:
     wish = config.zero_optimization.shared_host_memory
     if comm.world_size == 1 or wish is False:
         return False
-    if config.zero_optimization.offload_optimizer.snapshot is not None:  # slices move from slot to slot
-        if wish is True:
-            raise ConfigError(
-                "zero_optimization.shared_host_memory: not available together with offload_optimizer.snapshot; set it "
-                'to "auto" or false, or remove the snapshot block'
-            )
-        return False
     possible = device.type == "cpu" and same_node(partial(comm.agree, "one node"))
     if wish is True and not possible:
         raise ConfigError(

@@ -25,12 +25,13 @@ import torch
 from offload.board import Board
 from offload.descriptors import Share, exchange_descriptors
 from offload.errors import PeerError, RankLostError, StateError, ZeroInfinityError
-from offload.peer_planes import PeerHome, peer_plane
-from offload.planes import Disk, Plane, settle_all
+from offload.peer_planes import PeerHome, PeerSlotPlane, peer_plane
+from offload.planes import Disk, Home, Plane, settle_all
 from offload.shared_exchange import SharedExchange
 from offload.sharing import SharedRegion, exchange_regions
 from offload.streams import Fence
 from offload.swapfile import PeerSwap, SwapGeometry
+from offload.two_slots import TwoSlotPlane
 from zero.comm import Comm
 from zero.exchange import AmongRanks, Turn, Wire
 from zero.optim.behind import DueUpdates
@@ -118,6 +119,10 @@ class SharedMemory(AmongRanks):
         self._copies: dict[int, tuple[int, int]] = {}
         """Unit that is always bound -> which bytes of every rank's `_slices` hold a copy of its slice."""
         self._slices: list[SharedRegion] = []
+        self._slots: list[SharedRegion] = []
+        self._slot_ranges: list[tuple[int, int]] = []
+        self._first_slots: list[list[Home]] = []
+        """Per space, what is on the disk, where the planes have two slots."""
         self._epoch, self._reductions, self._ended = 0, 0, False
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
@@ -138,6 +143,7 @@ class SharedMemory(AmongRanks):
             check=comm.check,
         )
         self._share_slices()
+        self._tell_slots()
         if storage.disk is not None:  # all ranks have made the same plan, so all have one
             self._open_swaps(storage.disk, share)
         storage.at_end.append(self._end)
@@ -276,19 +282,31 @@ class SharedMemory(AmongRanks):
             swap = PeerSwap(descriptors, geometry)
             self._swaps.append(swap)
             self._planes[rank] = [
-                peer_plane(
-                    f"{plane.name} of rank {rank}",
-                    space.dtype.itemsize,
-                    [
-                        PeerHome(home.begin, home.end, -1, home.swap_offset)
-                        for home in plane.homes
-                        if home.memory is None
-                    ],
-                    region=None,
-                    disk=Disk(own.aio, swap),
-                )
-                for space, plane in zip(self._layout.spaces, self._storage.weights, strict=True)
+                self._peer_weights(rank, number, Disk(own.aio, swap)) for number in range(len(self._layout.spaces))
             ]
+
+    def _tell_slots(self) -> None:
+        """Make room for which slot counts, of planes that snapshots keep, and say so from now on."""
+        planes = [plane for plane in self._storage.weights if isinstance(plane, TwoSlotPlane)]
+        position = 0
+        for plane in planes:
+            self._slot_ranges.append((position, position + len(plane.pairs)))
+            position += len(plane.pairs)
+        if not position:
+            return
+        self._slots = self._regions.each(position, "slots of weights")
+        for plane, (begin, end) in zip(planes, self._slot_ranges, strict=True):
+            self._first_slots.append(plane.tell(self._slots[self._comm.rank].data[begin:end]))
+
+    def _peer_weights(self, rank: int, number: int, disk: Disk) -> Plane:
+        """What another rank has of a space's weights in its swap space. All ranks have made the same plan."""
+        plane, width = self._storage.weights[number], self._layout.spaces[number].dtype.itemsize
+        name = f"{plane.name} of rank {rank}"
+        if self._first_slots:
+            begin, end = self._slot_ranges[number]
+            return PeerSlotPlane(name, width, self._first_slots[number], self._slots[rank].data[begin:end], disk)
+        homes = [PeerHome(home.begin, home.end, -1, home.swap_offset) for home in plane.homes if home.memory is None]
+        return peer_plane(name, width, homes, region=None, disk=disk)
 
     # ---- inside -----------------------------------------------------------------------------------
 

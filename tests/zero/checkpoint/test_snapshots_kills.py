@@ -45,10 +45,14 @@ def test_a_job_that_is_killed_at_any_instant_gives_the_bits_of_one_that_is_not(
     assert survived(rank_pool(1), tmp_path, 5, 1, 1, pair, 200) >= 5
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_that_are_killed_at_any_instant_go_on_together(rank_pool: Pool, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "shared"), [(1, False), (3, False), (3, True)])
+def test_ranks_that_are_killed_at_any_instant_go_on_together(
+    rank_pool: Pool, tmp_path: Path, stage: int, shared: bool
+) -> None:
+    """Whether they exchange slices by collectives, or read each other's files, where slices move from slot to slot."""
     pair = ("nvme", "nvme") if stage == 3 else ("none", "nvme")
-    assert survived(rank_pool(2), tmp_path, 3, stage, 2, pair, 200, stage=stage) >= 2
+    settings = {"stage": stage, "shared_host_memory": shared}
+    assert survived(rank_pool(2), tmp_path, 3, stage, 2, pair, 200, **settings) >= 2
 
 
 @pytest.mark.slow
@@ -57,7 +61,8 @@ def test_ranks_that_are_killed_at_any_instant_go_on_together(rank_pool: Pool, tm
 def test_many_kills(rank_pool: Pool, tmp_path: Path, seed: int, ranks: int) -> None:
     instants = random.Random(seed)
     settings = instants.choice([1, 2, 3]), instants.choice(PAIRS), instants.choice([0, 200])
-    assert survived(rank_pool(ranks), tmp_path, 10, seed, *settings) >= 10
+    more = {} if ranks == 1 else {"shared_host_memory": instants.random() < 0.5}
+    assert survived(rank_pool(ranks), tmp_path, 10, seed, *settings, **more) >= 10
 
 
 def test_ranks_whose_number_changed_are_told(rank_pool: Pool, nvme_path: Path, tmp_path: Path) -> None:
