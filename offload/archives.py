@@ -59,4 +59,8 @@ def unpack_any(value: Any, what: str) -> Any:
 
 def bytes_tensor(data: bytes) -> torch.Tensor:
     """The bytes as uint8; a copy."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

@@ -166,7 +166,7 @@ class Arena:
     def try_lease(self, nbytes: int) -> Block | None:
         """A block of exactly `nbytes`, or None when no free run is long enough."""
         if nbytes == 0:
-            return Block(self, -1, torch.empty(0, dtype=torch.uint8))
+            return Block(self, -1, torch.empty(0, dtype=torch.uint8, device="cpu"))
         if self._closed:
             raise StateError(f"the {self.name} arena is closed")
         offset = self._extents.allocate(nbytes)

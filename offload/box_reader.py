@@ -15,11 +15,13 @@ from offload import kernels
 from offload.aio import AioOptions, open_aio
 from offload.arena import Arena, Block
 from offload.durable import DurableFile, Files
-from offload.errors import ConfigError
+from offload.errors import DamagedError
 from offload.mover import Mover
 from offload.sizes import PAGE_BYTES, align_up
 
 BLOCKS = 10
+ENTRIES_MAX = 64
+"""Boxes in memory or on their way."""
 HELD = 4
 """What was asked for last stays as it is for so many further boxes."""
 
@@ -94,7 +96,7 @@ class BoxReader:
 
         Raises:
             StorageError: the read failed.
-            ConfigError: the bytes are not those that were written.
+            DamagedError: the bytes are not those that were written.
         """
         entry = self._entries.get(box)
         if entry is not None and entry.data is not None and not entry.asked and not entry.used:
@@ -108,7 +110,7 @@ class BoxReader:
 
         Any number of them; what `get` has returned stays as it is. Raises as `get`.
         """
-        out = torch.empty(sum(end - begin for _, begin, end in parts), dtype=torch.uint8)
+        out = torch.empty(sum(end - begin for _, begin, end in parts), dtype=torch.uint8, device="cpu")
         self._mover.run(f"reading {len(parts)} boxes", self._get_parts(parts, out))
         return out
 
@@ -150,23 +152,29 @@ class BoxReader:
     async def _read_ahead(self, boxes: list[StoredBox]) -> None:
         for box in boxes:
             while box not in self._entries and box.nbytes <= self._block_bytes:
-                block = self._arena.try_lease(self._block_bytes) or self._reclaim()
+                block = self._room(align_up(box.nbytes, PAGE_BYTES))
                 if block is not None:
                     self._entries[box] = self._begin(box, block, block.data)
                     break
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _reclaim(self) -> Block | None:
-        """The block of what was asked for longest ago and is not held any more."""
+    def _room(self, nbytes: int) -> Block | None:
+        """Memory for one more box, of what is free or not held any more: boxes may be small, and many go in."""
+        while True:
+            block = self._arena.try_lease(nbytes) if len(self._entries) < ENTRIES_MAX else None
+            if block is not None or not self._reclaim():
+                return block
+
+    def _reclaim(self) -> bool:
+        """Let go of what was asked for longest ago and is not held any more; False if there is nothing."""
         for box, entry in self._entries.items():
             if entry.used and entry.reading.done() and entry not in self._held:
                 del self._entries[box]
                 if entry.block is not None:
                     entry.block.release()
-                    return self._arena.try_lease(self._block_bytes)
-                return self._reclaim()
-        return None
+                return True
+        return False
 
     async def _get(self, box: StoredBox) -> torch.Tensor:
         return await self._data_of(self._use(box))
@@ -194,7 +202,7 @@ class BoxReader:
     def _entry(self, box: StoredBox) -> _Entry:
         entry = self._entries.pop(box, None)
         if entry is None:  # nobody has foreseen it
-            memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8)
+            memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8, device="cpu")
             skip = -memory.data_ptr() % PAGE_BYTES
             entry = self._begin(box, None, memory[skip:])
         self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._held}
@@ -226,7 +234,7 @@ class BoxReader:
         data = memory[: box.nbytes]
         found = kernels.crc32c(data) if box.crc is not None else None
         if found != box.crc:
-            raise ConfigError(
+            raise DamagedError(
                 f"{path}: {box.nbytes:,} bytes at {box.offset:,} are not those that were written: checksum expected "
                 f"{box.crc:#010x}, got {found:#010x}; load another checkpoint, or restore the file"
             )

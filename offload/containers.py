@@ -40,7 +40,7 @@ BARE = Container(b"", b"")
 @lru_cache(maxsize=4096)
 def container(dtype: torch.dtype, sizes: tuple[int, ...]) -> Container:
     """The torch.save archive of a contiguous CPU tensor, without its bytes."""
-    tensor = torch.empty(sizes, dtype=dtype)  # of virtual memory: nobody touches it
+    tensor = torch.empty(sizes, dtype=dtype, device="cpu")  # of virtual memory: nobody touches it
     fd = os.memfd_create("container", os.MFD_CLOEXEC)
     path = f"/proc/self/fd/{fd}"
     try:

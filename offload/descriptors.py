@@ -293,7 +293,8 @@ class _Meeting:
         missing = [peer for peer in range(self._index + 1, self._count) if peer not in self._met]
         names = ", ".join(self._name(peer) for peer in missing)
         raise PeerError(
-            f"passing files between processes: not called on by {names}: {_reason(error, self._seconds)}{self._sent_away}",
+            f"passing files between processes: not called on by {names}: {_reason(error, self._seconds)}"
+            f"{self._sent_away}",
             missing,
         ) from error
 

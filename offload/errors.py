@@ -71,6 +71,10 @@ def was_told(error: BaseException | None) -> bool:
     return error is not None and "told" in error.__dict__
 
 
+class DamagedError(ConfigError):
+    """Bytes of a checkpoint are not those that were written."""
+
+
 class PeerError(ZeroInfinityError, RuntimeError):
     """Another process that this one works with is gone, cannot be reached, or does something else.
 

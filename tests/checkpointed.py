@@ -104,6 +104,8 @@ class Case:
     accumulation: int = 1
     clipping: float = 0.5
     group_numel: int = GROUP_NUMEL
+    beside: bool = False
+    """Checkpoints are written while training goes on."""
     more: tuple[tuple[str, Any], ...] = field(default=())
     """Further keys of the whole config."""
 
@@ -127,6 +129,7 @@ class Case:
             bf16=self.bf16,
             zero=zero,
             optimizer={},
+            **({"checkpoint": {"async_save": True}} if self.beside else {}),
             **dict(self.more),
         )
         for block in ("offload_param", "offload_optimizer"):

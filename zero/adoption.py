@@ -188,11 +188,8 @@ class Adoption:
                 for all_of_them, given in zip(exact, piece.moments, strict=True):
                     copy_alone(all_of_them[shift + at : shift + at + numel], given)
             elif piece.moments is not None:
-                if moments is None:
-                    moments = (
-                        torch.zeros_like(stored, dtype=torch.float32),
-                        torch.zeros_like(stored, dtype=torch.float32),
-                    )
+                if moments is None:  # they are stored together: those of others too, as they are
+                    moments = kernels.moments_load(state.moments.part(shift, shift + hi - lo))
                 for all_of_them, given in zip(moments, piece.moments, strict=True):
                     all_of_them[at : at + numel].copy_(given)
         if moments is not None:

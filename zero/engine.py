@@ -234,7 +234,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
     def changed(self, index: int | None = None) -> None:
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
         if index is not None:
-            self.weights_change()
+            self.weights_change(index)
         if self._ahead is not None:
             self._ahead.void_all() if index is None else self._ahead.void(index)
 
@@ -243,6 +243,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         if self._step_counted:
             return
         self._persistent_bound = False
+        self.note_step()
         self._coordinator.release_all()
         self._before_a_step()
         number = self.global_steps + 1

@@ -19,6 +19,7 @@ from offload.errors import ConfigError, StateError
 from offload.safetensors_file import Entry, SafetensorsFile, open_checkpoint
 from zero.adoption import Adoption, Piece
 from zero.keeping import EngineKeeper
+from zero.params.buffers import persistent_buffers
 from zero.params.provisional import provisional_source
 from zero.params.released import is_kept
 from zero.params.tiles import engine_keeper
@@ -72,7 +73,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
     target: nn.Module = model.module if isinstance(model, FollowsModel) else model
     files = open_checkpoint(Path(folder))
     leaves = collect_leaves(target)
-    buffers = _persistent_buffers(target)
+    buffers = persistent_buffers(target)
     sources: dict[int, _Source] = {}
     missing: list[str] = []
     for leaf in leaves:
@@ -138,16 +139,6 @@ def _fill(tensor: torch.Tensor, source: _Source) -> None:
         for begin in range(0, flat.numel(), CHUNK_NUMEL):
             end = min(begin + CHUNK_NUMEL, flat.numel())
             flat[begin:end].copy_(source.read(begin, end))
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What `state_dict` would hold besides parameters."""
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
 
 
 def _checked(name: str, file: SafetensorsFile, wanted: torch.Tensor) -> _Source:

@@ -256,6 +256,27 @@ def test_quantised_storage_keeps_every_bit_and_its_dtype(
     assert opaque and not any(unit.trainable for unit in opaque)
 
 
+@pytest.mark.parametrize("device", ["none", "nvme"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_quantised_storage_comes_back_from_a_checkpoint_bit_for_bit(
+    open_engine: Open, nvme_path: Any, storage: str, device: str
+) -> None:
+    saves = nvme_path.parent / "saves"
+    engine = open_engine(quantised(storage), make_config((device, device), nvme_path))
+    train(engine)
+    engine.save_checkpoint(saves)
+    other = quantised(storage)
+    with torch.no_grad():
+        tensors = [*stored(other).values(), *(b for n, b in other.named_buffers() if is_storage(n))]
+        for tensor in tensors:
+            tensor.data.copy_(tensor.data.flip(0))
+    again = open_engine(other, make_config((device, device), nvme_path))
+    again.load_checkpoint(saves)
+    names = [*names_of(quantised(storage)), *((name, False) for name in stored(quantised(storage)))]
+    assert tensors and differences(snapshot(again, names), snapshot(engine, names)) == []
+    assert torch.equal(again(tokens(9)), engine(tokens(9)))
+
+
 def test_frozen_units_have_no_states_and_no_gradients_and_are_never_written(open_engine: Open, nvme_path: Any) -> None:
     """The disk receives the adapters' new states and weights and not a byte more."""
     engine = open_engine(quantised("frozen parameters"), make_config(("nvme", "nvme"), nvme_path))

@@ -82,7 +82,7 @@ def load_accumulated(parts: Assembly, placement: Placement, told: dict[str, Any]
             _load_stored(parts, state, source, _stored_name(placement.rank, index))
         if unit["waiting"]:
             saved = source.tensors[_waiting_name(placement.rank, index)]
-            flat = torch.empty(saved.shape, dtype=saved.dtype)
+            flat = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
             for lo in range(0, flat.numel(), PIECE_NUMEL):
                 hi = min(lo + PIECE_NUMEL, flat.numel())
                 flat[lo:hi].copy_(source.read(_waiting_name(placement.rank, index), lo, hi))

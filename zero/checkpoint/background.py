@@ -14,11 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from offload.errors import StorageError
 from offload.mover import Transfer
+from offload.worker import Worker
 from zero.assembly import Assembly
 from zero.checkpoint.extents import Extent
 from zero.checkpoint.save import CheckpointSave
@@ -56,6 +55,7 @@ class BackgroundSave:
         """Of the last step, whose updates come before the save."""
         self._pipeline.before = self._before_update
         self._began = time.perf_counter()
+        self._worker = Worker("zero-checkpoint")  # from here on Python does not exit before the save has ended
         self._transfer: Transfer[None] = parts.storage.mover.post("saving a checkpoint", self._run())
 
     @property
@@ -70,27 +70,30 @@ class BackgroundSave:
     # ---- on the mover's loop ------------------------------------------------------------------
 
     async def _run(self) -> None:
-        threads = ThreadPoolExecutor(1, "zero-checkpoint")
-        loop = asyncio.get_running_loop()
+        worker = self._worker
         try:
             try:
                 await self._take_all()
-                await loop.run_in_executor(threads, self._part.finish)
+                await worker.run(self._part.finish)
             except BaseException as error:
-                self._failed = True
-                await loop.run_in_executor(threads, self._save.say_failed, error)
+                self._failed, why = True, error
+                await worker.run(lambda: self._save.say_failed(why))
                 raise
             finally:
                 self._pipeline.before = None
             if self._save.placement.rank == 0:
-                await self._assemble(lambda job: loop.run_in_executor(threads, job))
+                await self._assemble()
             logger.info("%s in %.1f s, beside training", self._describe, time.perf_counter() - self._began)
+        except BaseException as error:
+            # Who never calls the engine again shall hear of it too.
+            logger.warning("checkpoint %s could not be saved: %s", self._save.tag, error)
+            raise
         finally:
             try:
-                await loop.run_in_executor(threads, self._save.give_up)
+                await worker.run(self._save.give_up)
             finally:
                 self._part.close_on_loop()
-                threads.shutdown(wait=False)
+                worker.close()
 
     async def _take_all(self) -> None:
         waiting = iter(self._part.extents)
@@ -107,6 +110,8 @@ class BackgroundSave:
             self._failed = True
             raise
         finally:
+            # When one has failed others are still under way: they need the memory and the file until they end.
+            await asyncio.gather(*self._taking.values(), return_exceptions=True)
             results = await asyncio.gather(*self._stores, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -119,8 +124,9 @@ class BackgroundSave:
 
     async def _bring(self, extent: Extent) -> None:
         group = extent.group
-        # A later step begins only when nothing is due: what is due then is none of ours.
-        if group is not None and self._updates.arguments is self._as_of and self._updates.is_busy(group):
+        # A later step begins only when nothing is due: what is due then is none of ours. It may begin now, on another
+        # thread, which sets the arguments first: what was busy before they are looked at is of that step, or older.
+        if group is not None and self._updates.is_busy(group) and self._updates.arguments is self._as_of:
             await self._updates.finish([group])
         self._stores += await self._part.writer.encode(extent)
 
@@ -131,10 +137,10 @@ class BackgroundSave:
             return
         await asyncio.wait([self._take(extent)])  # if it fails the save does, and not the step
 
-    async def _assemble(self, run: Callable[[Callable[[], object]], asyncio.Future[object]]) -> None:
+    async def _assemble(self) -> None:
         """The first rank: all parts are written, soon."""
         until = time.monotonic() + PATIENCE_SECONDS
-        while (missing := await run(self._save.missing_parts)) != []:
+        while (missing := await self._worker.run(self._save.missing_parts)) != []:
             if time.monotonic() > until:
                 raise StorageError(
                     f"saving a checkpoint: ranks {missing} have not written their parts for {PATIENCE_SECONDS:.0f} s",
@@ -144,7 +150,7 @@ class BackgroundSave:
                     free_bytes=None,
                 )
             await asyncio.sleep(LOOK_SECONDS)
-        await run(lambda: self._save.assemble(save_latest=self._save_latest))
+        await self._worker.run(lambda: self._save.assemble(save_latest=self._save_latest))
 
 
 class SavesBehind:
@@ -169,8 +175,15 @@ class SavesBehind:
 
     def end_checkpoint(self) -> BaseException | None:
         """As `wait_for_checkpoint`, with the error returned."""
-        behind, self._behind = self._behind, None
-        return None if behind is None else behind.end()
+        behind = self._behind
+        error = None if behind is None else behind.end()
+        self._behind = None  # an interrupt that ends the wait does not end the save
+        return error
+
+    def settle_checkpoint(self) -> None:
+        """Return once no checkpoint is being written; if it failed, the next call of the engine says so."""
+        if self._behind is not None:
+            self._behind.end()
 
     def check_checkpoint(self) -> None:
         """Raise the error of a checkpoint that could not be written, once. Never waits."""

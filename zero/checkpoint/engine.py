@@ -10,14 +10,13 @@ from zero.checkpoint.weights_out import SavesWeights
 class Checkpoints(LoadsCheckpoints, SavesWeights, TakesSnapshots):
     """Mixed into the engine."""
 
-    def weights_change(self) -> None:
-        """Weights are about to change by other means than a step.
+    def weights_change(self, index: int) -> None:
+        """A unit's weights change by other means than a step.
 
-        A checkpoint that is being written takes the old ones first; a snapshot of them is void.
-
-        Raises:
-            StorageError: the checkpoint could not be written.
+        A checkpoint that is being written takes the old ones first; a snapshot of them is void. An error of the
+        checkpoint waits for the next call: here it would take the place of the change.
         """
-        self.wait_for_checkpoint()
+        self.settle_checkpoint()
+        self.note_change(index)
         self.forget_frozen()
         self._weights_changed()

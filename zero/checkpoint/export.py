@@ -72,7 +72,7 @@ class SavedWeights:
         for begin, end in self._ranges(tensor):
             values = self._source.read(MODEL + tensor.name, begin, end)
             if tensor.dtype == torch.bfloat16 and tensor.name not in self.frozen:
-                yield _rounded(values)
+                yield rounded(values)
             else:
                 yield values.to(tensor.dtype)
 
@@ -126,7 +126,7 @@ def _as(saved: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     return wanted if saved.is_floating_point else saved
 
 
-def _rounded(master: torch.Tensor) -> torch.Tensor:
+def rounded(master: torch.Tensor) -> torch.Tensor:
     """Half away from zero, as the engine's weights are."""
     weight, remainder = (torch.empty(master.numel(), dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
     kernels.split(weight, remainder, master.float())

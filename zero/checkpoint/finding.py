@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,11 +77,12 @@ class Checkpoints:
         found = [(manifest.time, tag) for tag in self._names() if (manifest := self._manifest(tag)) is not None]
         return [tag for _, tag in sorted(found, reverse=True)]
 
-    def newest_valid(self, tag: object = None) -> Found | None:
+    def newest_valid(self, tag: object = None, without: Collection[str] = ()) -> Found | None:
         """The checkpoint to load: the one asked for, else the one `latest` names, else the newest that is whole.
 
         Args:
             tag: loads this one or none.
+            without: tags that are known to be damaged.
 
         Returns:
             None when nothing was asked for and there is nothing.
@@ -92,11 +94,12 @@ class Checkpoints:
             return self._asked_for(check_tag(tag))
         wrong: list[str] = []
         latest = self.read_latest()
-        if latest is not None:
+        if latest is not None and latest not in without:
             found = self._latest(latest, wrong)
             if found is not None:
                 return found
-        found = self._newest_of([name for name in self.tags() if name != latest], wrong)
+        wrong += [f"{name!r} is damaged" for name in without]
+        found = self._newest_of([name for name in self.tags() if name != latest and name not in without], wrong)
         if found is not None:
             notes = (f"{'; '.join(wrong)}: taking {found.tag!r} instead, the newest that is whole",) if wrong else ()
             return replace(found, notes=(*notes, *found.notes))

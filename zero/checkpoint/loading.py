@@ -7,27 +7,29 @@ order of its own planes, so stage, tier and number of ranks of who saved do not 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DamagedError
 from offload.garbage import no_collection
 from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.boxes import boxes_of
+from zero.checkpoint.export import rounded
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.opening import Opened, open_checkpoint
-from zero.checkpoint.rank_part import persistent_buffers
 from zero.checkpoint.saving import SavesCheckpoints
 from zero.checkpoint.small_state import check_groups, restore_counters, restore_groups, restore_rank
 from zero.checkpoint.source import MODEL, MOMENTS, STEP, Saved, Source, state_name
 from zero.checkpoint.together import Together
+from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
 
 logger = logging.getLogger("zero")
@@ -52,6 +54,8 @@ class Wanted:
     def __init__(self, source: Source, parts: Assembly, *, strict: bool, states: bool, known_frozen: bool) -> None:
         self._source, self._parts = source, parts
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
+        frozen = [unit for unit in parts.layout.units if not unit.trainable and unit.dtype == torch.bfloat16]
+        self._in_bf16 = {slot.index for unit in frozen for slot in unit.slots}
         self.names: dict[int, str] = {}
         """Parameter's index -> the name that the source has for it."""
         missing: list[str] = []
@@ -86,6 +90,8 @@ class Wanted:
         for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
             moments = None
             weight = self._source.read(MODEL + name, lo, hi)
+            if index in self._in_bf16 and weight.dtype == torch.float32:  # a master, of a weight not trained here
+                weight = rounded(weight)
             if state and index in self.stateful:
                 read = [self._source.read(state_name(name, kind), lo, hi) for kind in MOMENTS]
                 moments = (read[0], read[1])
@@ -189,7 +195,8 @@ class LoadsCheckpoints(SavesCheckpoints):
 
         Args:
             load_dir: folder of checkpoints.
-            tag: which; None: the one that `latest` names, or the newest that is whole.
+            tag: which; None: the one that `latest` names, or the newest that is whole; one that proves to be damaged
+                while it is read is followed by the next, and the log says so.
             load_module_strict: False loads what fits by name.
             load_optimizer_states: masters' moments, step counts and the options of param groups.
             load_lr_scheduler_states: of `engine.lr_scheduler`.
@@ -214,31 +221,45 @@ class LoadsCheckpoints(SavesCheckpoints):
         finally:
             self.half_loaded = failed
         together = Together(self.exchange)
-        opened = self._open(Path(load_dir), tag, together)
-        if opened is None:
-            logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
-            return None, {}
-        try:
-            states = load_optimizer_states and not load_module_only
-            client = self._load(opened, together, load_module_strict, states, load_module_only)
-            if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
-                self._load_scheduler(client["lr_scheduler"])
-        finally:
-            opened.source.close()
-        return str(opened.folder), client["client_state"]
-
-    def _open(self, load_dir: Path, tag: Any, together: Together) -> Opened | None:
-        opened = together.do("looking for a checkpoint", lambda: open_checkpoint(load_dir, tag, self.files))
-        name = b"" if opened is None else opened.folder.name.encode()
-        names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
-        if len(names) > 1:
-            if opened is not None:
+        states = load_optimizer_states and not load_module_only
+        damaged: list[str] = []
+        while (opened := self._open(Path(load_dir), tag, together, damaged)) is not None:
+            try:
+                client = self._load(opened, together, load_module_strict, states, load_module_only)
+                if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
+                    self._load_scheduler(client["lr_scheduler"])
+                return str(opened.folder), client["client_state"]
+            except DamagedError as error:
+                if tag is not None or not opened.tag:
+                    raise
+                logger.warning("load_checkpoint: %s", error)
+                damaged.append(opened.tag)
+            finally:
                 opened.source.close()
-            raise ConfigError(
-                f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
-                "must be on a file system that all nodes share"
-            )
-        return opened
+        logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
+        return None, {}
+
+    def _open(self, load_dir: Path, tag: Any, together: Together, without: Collection[str]) -> Opened | None:
+        found: list[Opened] = []
+
+        def look() -> None:
+            opened = open_checkpoint(load_dir, tag, self.files, without)
+            found.extend([] if opened is None else [opened])
+
+        try:
+            together.do("looking for a checkpoint", look)
+            name = found[0].folder.name.encode() if found else b""
+            names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
+            if len(names) > 1:
+                raise ConfigError(
+                    f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
+                    "must be on a file system that all nodes share"
+                )
+        except BaseException:
+            for opened in found:
+                opened.source.close()
+            raise
+        return found[0] if found else None
 
     def _load(
         self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool
@@ -280,7 +301,8 @@ class LoadsCheckpoints(SavesCheckpoints):
             self.optimizer.step_counts.update(counts)
             restore_groups(self.optimizer, state["groups"])
         if not only_module:
-            self._restore_small(state, told, own=mine is not None)
+            go_on = partial(self._restore_small, state, told, own=mine is not None)
+            together.do("going on from a checkpoint", go_on)
         return client
 
     def _restore_small(self, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:

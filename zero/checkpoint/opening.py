@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offload.durable import Files
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DamagedError
 from zero.checkpoint.deepspeed_folder import is_deepspeed_folder, open_deepspeed_folder
 from zero.checkpoint.finding import check_tag
 from zero.checkpoint.folders import Folders
@@ -32,15 +32,20 @@ class Opened:
     """`client_state` and `lr_scheduler`; makes objects of any class where the checkpoint is ours."""
     rank_state: Callable[[int], dict[str, Any] | None]
     """What a rank had of its own; None if there was no such rank."""
+    tag: str = ""
+    """Of one of ours."""
 
 
-def open_checkpoint(load_dir: Path, tag: Any = None, files: Files | None = None) -> Opened | None:
+def open_checkpoint(
+    load_dir: Path, tag: Any = None, files: Files | None = None, without: Collection[str] = ()
+) -> Opened | None:
     """The checkpoint of a save_dir that is to be loaded; None if there is none and none was asked for.
 
     Args:
         load_dir: folder of checkpoints.
         tag: which; None: the one that `latest` names, or the newest that is whole.
         files: the disk.
+        without: tags that are known to be damaged.
 
     Raises:
         ConfigError: the one asked for is missing or damaged.
@@ -50,12 +55,18 @@ def open_checkpoint(load_dir: Path, tag: Any = None, files: Files | None = None)
     named = folders.read_latest() if tag is None else check_tag(tag)
     if named and not disk.exists(load_dir / named / NAME) and is_deepspeed_folder(load_dir / named):
         return _open_deepspeed(load_dir / named)
-    found = folders.newest_valid(tag)
+    found = folders.newest_valid(tag, without)
     if found is None:
         return None
     for note in found.notes:
         logger.warning("load_checkpoint: %s", note)
-    return _open_ours(found.folder, found.manifest, disk)
+    try:
+        return replace(_open_ours(found.folder, found.manifest, disk), tag=found.tag)
+    except DamagedError as error:
+        if tag is not None:
+            raise
+        logger.warning("load_checkpoint: %s", error)
+        return open_checkpoint(load_dir, None, disk, {*without, found.tag})
 
 
 def open_folder(path: Path | str, files: Files | None = None) -> Opened:

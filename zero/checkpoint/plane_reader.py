@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload import kernels
-from offload.errors import StorageError
+from offload.errors import StateError, StorageError, ZeroInfinityError
 from offload.messages import bytes_of, tensor_of
 from zero.adoption import Piece
 from zero.exchange import Exchange
@@ -32,14 +32,14 @@ class Relay:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self.placement = exchange, exchange.placement
-        self._failure: StorageError | None = None
+        self._failure: Exception | None = None
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """A failure inside is raised on all ranks, by the next `exchange`."""
         try:
             yield
-        except StorageError as error:
+        except (ZeroInfinityError, OSError, MemoryError) as error:
             self._failure = self._failure or error
             if self.placement.alone:
                 raise
@@ -50,7 +50,11 @@ class Relay:
         return self._failure is not None
 
     def exchange(self, what: str, payload: bytes = b"") -> list[bytes]:
-        """Every rank's payload, in rank order. Raises StorageError: some rank has failed."""
+        """Every rank's payload, in rank order.
+
+        Raises:
+            StorageError, StateError: another rank has failed; names it. This one's own failure is raised as it is.
+        """
         if self.placement.alone:
             return [payload]
         answers = self._exchange.agree(what, GOOD + payload if self._failure is None else _told(self._failure))
@@ -128,10 +132,15 @@ def _exact(out: torch.Tensor, piece: Piece) -> None:
         kernels.join(out, piece.weight.cpu(), piece.remainder.cpu())
 
 
-def _told(failure: StorageError) -> bytes:
-    return FAILED + json.dumps([str(failure), failure.errno, failure.path, failure.offset]).encode()
+def _told(failure: Exception) -> bytes:
+    place = [failure.errno, failure.path, failure.offset] if isinstance(failure, StorageError) else None
+    return FAILED + json.dumps([f"{type(failure).__name__}: {failure}", place]).encode()
 
 
-def _heard(rank: int, message: bytes) -> StorageError:
-    text, errno, path, offset = json.loads(message)
-    return StorageError(f"rank {rank} has failed ({text})", errno=errno, path=path, offset=offset, free_bytes=None)
+def _heard(rank: int, message: bytes) -> ZeroInfinityError:
+    text, place = json.loads(message)
+    said = f"rank {rank} has failed ({text})"
+    if place is None:
+        return StateError(said)
+    errno, path, offset = place
+    return StorageError(said, errno=errno, path=path, offset=offset, free_bytes=None)

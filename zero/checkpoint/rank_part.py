@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from offload.aio import Aio, AioOptions, open_aio
 from offload.durable import DurableFile, Files
 from offload.errors import ConfigError
+from offload.mover import Transfer
 from zero.assembly import Assembly
 from zero.checkpoint.extents import Extent, Extents
 from zero.checkpoint.manifest import FileEntry
 from zero.checkpoint.metadata import WrittenBox
 from zero.checkpoint.source import MODEL, STEP, state_name
 from zero.checkpoint.writing import ExtentWriter
+from zero.params.buffers import persistent_buffers
 from zero.placement import Placement
 
 
@@ -54,19 +56,9 @@ def plan_extents(
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
         for leaf in parts.leaves:
             if leaf.index in trained and wanted(leaf.index):
-                count = torch.tensor(step_counts.get(id(leaf.parameter), 0))
+                count = torch.tensor(step_counts.get(id(leaf.parameter), 0), device="cpu")
                 extents.add(state_name(leaf.names[0], STEP), count)
     return extents
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What `state_dict` would hold besides parameters."""
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):  # under each of its names, as torch has it
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
 
 
 class RankPart:
@@ -86,9 +78,14 @@ class RankPart:
     def __init__(self, parts: Assembly, extents: Extents, folder: Path, rank: int, files: Files) -> None:
         self.extents, self._folder, self._rank, self._files = extents.extents, folder, rank, files
         self._mover = parts.storage.mover
-        self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
-        self._aio: Aio = open_aio(AioOptions())
-        self.writer = ExtentWriter(parts.layout, parts.storage, self._store, self._aio.register_memory)
+        self._writing: Transfer[None] | None = None
+        with ExitStack() as undo:
+            self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
+            undo.callback(self.file.close)
+            self._aio: Aio = open_aio(AioOptions())
+            undo.callback(self._aio.close)
+            self.writer = ExtentWriter(parts.layout, parts.storage, self._store, self._aio.register_memory)
+            undo.pop_all()
 
     async def _store(self, offset: int, data: torch.Tensor) -> None:
         await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")
@@ -96,7 +93,8 @@ class RankPart:
 
     def write(self) -> None:
         """Write everything, to last. Raises StorageError."""
-        self._mover.run("writing a checkpoint", self.writer.write_all(self.extents))
+        self._writing = self._mover.post("writing a checkpoint", self.writer.write_all(self.extents))
+        self._writing.result()
         self.finish()
 
     def finish(self) -> None:
@@ -106,7 +104,10 @@ class RankPart:
         self._files.write_bytes(self._folder / list_file(self._rank), json.dumps([self.file.nbytes, boxes]))
 
     def close(self) -> None:
-        """Give back the file and the memory; nothing moves any more."""
+        """Give back the file and the memory. If an interrupt has ended `write`, what is under way ends first."""
+        self.writer.stopped = True
+        if self._writing is not None:
+            self._writing.settle()
 
         async def end() -> None:
             self.close_on_loop()

@@ -15,7 +15,7 @@ from offload import kernels
 from offload.archives import bytes_tensor, read_archive
 from offload.box_reader import BoxReader, StoredBox
 from offload.durable import Files
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DamagedError
 from zero.checkpoint.boxes import begin_of, is_flat
 from zero.checkpoint.extents import RUN_BYTES
 from zero.checkpoint.manifest import NAME, Manifest
@@ -52,7 +52,7 @@ class FolderSource:
         data = files.read_bytes(path)
         for offset, nbytes, crc in manifest.files[METADATA_FILE].boxes if METADATA_FILE in manifest.files else ():
             if kernels.crc32c(bytes_tensor(data[offset : offset + nbytes])) != crc:
-                raise ConfigError(f"{path} is damaged: it has not the checksum that {NAME} says")
+                raise DamagedError(f"{path} is damaged: it has not the checksum that {NAME} says")
         self._metadata = read_metadata(data, str(path))
         self._names = sorted(manifest.files)
         payloads = {name: [box[0] for box in manifest.files[name].boxes] for name in self._names}

@@ -7,6 +7,7 @@ fails on all, and what was there before is as it was.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from offload import kernels
 from offload.archives import bytes_tensor
 from offload.durable import Files
-from offload.errors import StateError, StorageError
+from offload.errors import StateError, StorageError, ZeroInfinityError
 from zero.assembly import Assembly
 from zero.checkpoint.extents import Extents
 from zero.checkpoint.folders import Folders, Partial
@@ -26,6 +27,8 @@ from zero.checkpoint.rank_part import RankPart, data_file, failure_file, list_fi
 from zero.checkpoint.source import MODEL
 from zero.checkpoint.together import Together
 from zero.exchange import Exchange
+
+logger = logging.getLogger("zero")
 
 
 class CheckpointSave:
@@ -65,14 +68,18 @@ class CheckpointSave:
         """
         self._global_steps = state["global_steps"]
         self._aliases = {MODEL + alias: MODEL + name for alias, name in state.get("aliases", {}).items()}
-        self._partial = self._together.first("making the folder of a checkpoint", lambda: self._folders.begin(self.tag))
         folder = self._folders.partial_folder(self.tag)
 
-        def create() -> RankPart:
-            return RankPart(self._parts, extents, folder, self.placement.rank, self._files)
+        # What a rank has made is kept at once: if it fails on another one, `close` gives it back.
+        def make() -> None:
+            self._partial = self._folders.begin(self.tag)
 
-        self._part = self._together.do("reserving the room of a checkpoint", create)
-        return self._part
+        def create() -> None:
+            self._part = RankPart(self._parts, extents, folder, self.placement.rank, self._files)
+
+        self._together.first("making the folder of a checkpoint", make)
+        self._together.do("reserving the room of a checkpoint", create)
+        return self.part
 
     def write(self) -> None:
         """Write this rank's part, to last. Raises as `begin`."""
@@ -136,9 +143,15 @@ class CheckpointSave:
         write_manifest(files, partial.folder, manifest)
         self._folders.commit(partial, save_latest)
         self._partial = None
+        try:
+            self._remove_old()
+        except ZeroInfinityError as error:
+            logger.warning("checkpoint %s is saved, but older ones could not be removed: %s", self.tag, error)
+
+    def _remove_old(self) -> None:
         if self.keep_last is not None and self._folders.keep_last(self.keep_last):
             left = [self._folders.save_dir / tag for tag in self._folders.tags()]
-            SharedFrozen(self._folders.save_dir, files).remove_unused(left)
+            SharedFrozen(self._folders.save_dir, self._files).remove_unused(left)
 
     def close(self) -> None:
         """Give everything back; what was not made whole is removed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from zero.checkpoint.frozen import (
     frozen_indices,
     frozen_sums,
 )
-from zero.checkpoint.rank_part import persistent_buffers, plan_extents
+from zero.checkpoint.rank_part import plan_extents
 from zero.checkpoint.reading import CLIENT, RANK, STATE
 from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.small_state import client_part, common_state, rank_state
 from zero.checkpoint.together import Together
+from zero.params.buffers import persistent_buffers
 from zero.replanning import FollowsModel
 
 logger = logging.getLogger("zero")
@@ -50,6 +51,8 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     data_position: Any
     files = Files()
     """The disk that checkpoints lie on."""
+    _changed: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
+    """Units in memory that changed by other means than a step: between the last two steps, and since."""
 
     @no_collection()
     def save_checkpoint(
@@ -108,11 +111,16 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
         """True when training may go on while this is written; else the log says why not."""
         if not self._config.checkpoint.async_save:
             return False
-        why = ""
+        why, changed = "", sorted(frozenset.union(*self._changed))
         if state["accumulating"] is not None:
             why = "gradients have been collected since the last step, and they change with the next backward"
         elif self._parts.plan.two_slots:
             why = "states change places inside backward (offload_optimizer.update_in_backward)"
+        elif changed:
+            # The next forward may do it again, and nobody would hear of it before.
+            why = f"weights have been modified where they live ({changed[0]})"
+        told = [answer.decode() for answer in self.exchange.agree("saving beside training", why.encode())]
+        why = next(filter(None, told), "")
         if why:
             logger.warning("save_checkpoint: this one is written before the call returns: %s", why)
         return not why
@@ -124,7 +132,29 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
             raise StateError(f"{what}: inside forward or GatheredParameters; call it between them")
         self.wait_for_checkpoint()
         self.replan()
+        if any(bound.bound and bound.differs for bound in self._parts.bound):
+            # What forward has modified in place is stored when its unit is let go.
+            self.note_bound()
+            self._persistent_bound = False
+            self._parts.coordinator.release_all()
+            self.ready(what)
         self._parts.gradients.settle()
+
+    def note_change(self, index: int) -> None:
+        """A unit has changed by other means than a step."""
+        unit = self._parts.layout.units[index]
+        if self._parts.storage.flat(unit) is not None:
+            self._changed = self._changed[0], self._changed[1] | {unit.name}
+
+    def note_bound(self) -> None:
+        """What is always bound is let go."""
+        bound = (bound for bound in self._parts.bound if bound.unit.persistent and bound.bound and bound.differs)
+        self._changed = self._changed[0], self._changed[1] | {each.unit.name for each in bound}
+
+    def note_step(self) -> None:
+        """A step begins."""
+        self.note_bound()
+        self._changed = self._changed[1], frozenset()
 
     def at_rest(self) -> Assembly:
         """See `FollowsModel`; a checkpoint that is being written needs the planes as they are."""
@@ -178,16 +208,31 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
         accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts, placement))
         answers = self.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(placement) if any(answers) else None
-
-        def add_blobs() -> None:
-            if placement.rank == 0:
-                extents.add_blob(STATE, make_archive(state))
-                extents.add_blob(CLIENT, make_archive(client_part(self, client_state)))
-            extents.add_blob(f"{RANK}.{placement.rank}", make_archive(rank_state(self, accumulated)))
-
-        together.do("pickling what a checkpoint holds besides tensors", add_blobs)  # users' objects: anything may fail
+        blobs = together.do("capturing what is saved", lambda: self._blobs(state, client_state, accumulated))
+        for name, archive in blobs.items():
+            extents.add_blob(name, archive)
         extents.end()
         return state, extents
+
+    def _blobs(
+        self, state: dict[str, Any], client_state: Mapping[str, Any], accumulated: dict[str, Any] | None
+    ) -> dict[str, torch.Tensor]:
+        """What this rank saves besides tensors, as archives. Raises ConfigError if objects of users cannot be saved."""
+        rank = self.exchange.placement.rank
+        values: dict[str, Callable[[], Any]] = {f"{RANK}.{rank}": lambda: rank_state(self, accumulated)}
+        if rank == 0:
+            values = {STATE: lambda: state, CLIENT: lambda: client_part(self, client_state), **values}
+        blobs = {}
+        for name, value in values.items():
+            try:
+                blobs[name] = make_archive(value())
+            except Exception as error:
+                whose = {STATE: "the configuration", CLIENT: "client_state, or the scheduler's state"}
+                raise ConfigError(
+                    f"save_checkpoint: {whose.get(name, 'the position in the data')} cannot be pickled: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        return blobs
 
     def _agree_on_tag(self, tag: Any) -> str:
         name = check_tag(tag)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from offload.errors import StateError
+from offload.errors import DamagedError, StateError
 from zero.exchange import Exchange
 
 T = TypeVar("T")
@@ -26,6 +26,7 @@ class Together:
         """Run `action` on every rank; raise if it failed on any.
 
         Raises:
+            DamagedError: a rank has found a checkpoint damaged; on all ranks, so that all can take another one.
             StateError: it failed on another rank; says on which and why.
         """
         error: Exception | None = None
@@ -35,9 +36,11 @@ class Together:
         except Exception as failed:  # whatever it is, the others must not wait for this rank
             error = failed
         answers = self._exchange.agree(what, b"" if error is None else f"{type(error).__name__}: {error}".encode())
+        wrong = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer]
+        if not isinstance(error, DamagedError) and any(a.startswith(DamagedError.__name__.encode()) for a in answers):
+            raise DamagedError(f"{what}: {'; '.join(wrong)}") from error
         if error is not None:
             raise error
-        wrong = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer]
         if wrong:
             raise StateError(f"{what} failed on another rank: {'; '.join(wrong)}")
         return result  # type: ignore[return-value]

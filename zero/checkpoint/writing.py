@@ -54,6 +54,8 @@ class ExtentWriter:
             "checkpoint", BLOCKS * RUN_BYTES, "nothing: it is fixed", torch.device("cpu"), register=register
         )
         self.checksums: dict[int, tuple[int, int]] = {}
+        self.stopped = False
+        """`write_all` begins no further extent."""
 
     async def write_all(self, extents: Iterable[Extent]) -> None:
         """Write extents as the planes are now. Raises StorageError."""
@@ -61,6 +63,8 @@ class ExtentWriter:
 
         async def take_turns() -> None:
             for extent in waiting:
+                if self.stopped:
+                    return
                 await self.write(extent)
 
         await settle_all([asyncio.ensure_future(take_turns()) for _ in range(EXTENTS_AT_ONCE)])
@@ -157,7 +161,7 @@ class ExtentWriter:
             copy_alone(target, memory)
             return
         begin, end = block_bounds(lo, hi, unit.end)
-        whole = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8)
+        whole = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8, device="cpu")
         await read_plane(plane, begin, end, whole, self._storage.arena)
         copy_alone(target, whole[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)])
 

@@ -61,6 +61,12 @@ class BoundUnit:
         """True if somebody has modified a parameter since `bind`, in place or (see `recapture`) its `.data`."""
         return self._replaced or self._count_versions() != self._versions
 
+    @property
+    def differs(self) -> bool:
+        """True if it is `modified`, or would be after `recapture`."""
+        in_place = map(self._in_place, self.parameters, self._storage.views)
+        return self.modified or not all(in_place)
+
     def recapture(self) -> list[str]:
         """Make parameters whose `.data` was replaced views of this unit again, with the values they were given.
 

@@ -1,4 +1,4 @@
-"""The model's buffers: on the device, in the dtype the computation expects."""
+"""The model's buffers: which there are, and on the device, in the dtype the computation expects."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
                 computed = persistent and buffer.is_floating_point() and not decodes(module, name)
                 cast = dtype if dtype is not None and computed else buffer.dtype
                 module._buffers[name] = buffer.to(device=device, dtype=cast)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What `state_dict` would hold besides parameters."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):  # under each of its names, as torch has it
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found

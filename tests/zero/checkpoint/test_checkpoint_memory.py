@@ -80,12 +80,11 @@ def test_a_336m_model_is_saved_and_loaded_within_its_plan_and_600_mb(nvme_path: 
     cpu = torch.device("cpu")
     _, plan = plan_model(model, load_config(config), read_machine(cpu), cpu)
     planned_bytes = sum(row.nbytes for row in plan.rows if row.tier != "nvme")
-    told = {}
+    told, given = {}, [json.dumps(config), json.dumps(SIZES), str(tmp_path / "saved")]
     for then in ("save", "load"):
         with MemoryCgroup(planned_bytes + EXTRA_BYTES, "zero-infinity-checkpoint") as group:
             done = subprocess.run(
-                [*group.prefix, sys.executable, "-c", textwrap.dedent(WORKER)]
-                + [json.dumps(config), json.dumps(SIZES), str(tmp_path / "saved"), then],
+                [*group.prefix, sys.executable, "-c", textwrap.dedent(WORKER), *given, then],
                 env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
                 capture_output=True,
                 text=True,

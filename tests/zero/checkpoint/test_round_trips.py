@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "groups": (1, 3),
     "state_dtype": ("fp32", "bf16", "8bit"),
     "accumulation": (1, 2),
+    "beside": (False, True),
 }
 
 
@@ -100,7 +101,8 @@ class Program:
 
 def name(case: Case) -> str:
     words = [case.kind, f"stage {case.stage}", case.params, case.states, "bf16" if case.bf16 else "fp32"]
-    return ", ".join([*words, f"{case.groups} groups", case.state_dtype, f"accumulation {case.accumulation}"])
+    words += [f"{case.groups} groups", case.state_dtype, f"accumulation {case.accumulation}"]
+    return ", ".join(words + ["beside"] * case.beside)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)

@@ -16,7 +16,7 @@ from ranks_model import batch, motley
 from ranks_runs import Place, Run, engine_config, quiet
 
 from offload.aio import AioFault
-from offload.errors import StorageError
+from offload.errors import BudgetError, StateError, StorageError
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -84,12 +84,41 @@ def test_the_first_of_two_ranks_writes_all_of_the_model(
     assert torch.equal(consolidated["head.weight"], consolidated["table.weight"])
 
 
+def taken_in(place: Place, nvme_path: str, folder: str) -> tuple[Values, bool]:
+    """Masters after the files were loaded into an engine that has trained, and whether its moments stayed."""
+    import zero
+
+    model = motley(seed=5)
+    names = trainability(model)
+    with opened(place, nvme_path, model) as engine:
+        train(engine, 1)
+        before = engine.full_state("norm.weight")
+        zero.load_pretrained(engine, folder)
+        after = engine.full_state("norm.weight")
+        stayed = before["step"] == after["step"] and torch.equal(before["exp_avg"], after["exp_avg"])
+        masters = {name: engine.full_master(name) for name, _ in names}
+        train(engine, 1)
+    return masters, stayed
+
+
+def test_what_two_ranks_have_written_loads_at_another_stage_and_tier(
+    rank_pool: Pool, nvme_path: Path, tmp_path: Path
+) -> None:
+    pool, out = rank_pool(2), str(tmp_path / "out")
+    masters = pool.run(written, PLACES[5], str(nvme_path), out)[0][1]
+    for place in (PLACES[0], PLACES[2], PLACES[4], PLACES[6]):
+        for found, stayed in pool.run(taken_in, place, str(nvme_path), f"{out}/32"):
+            same(found, masters)
+            assert stayed
+
+
 def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str], list[str]]:
     """Errors of a save that one rank cannot do, and the files of the next that all can."""
+    from offload import write_stream
     from offload.durable import Files
 
     rank, told = dist.get_rank(), []
-    write, room = Files.written, Files.free_bytes
+    write, room, memory = Files.written, Files.free_bytes, write_stream.map_host
     with opened(place, nvme_path, motley()) as engine:
         train(engine, 1)
         engine.synchronize()
@@ -97,13 +126,16 @@ def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str
             Files.written = _full  # type: ignore[method-assign]
         elif kind == "room" and rank == 0:
             Files.free_bytes = lambda files, path: 7  # type: ignore[method-assign]
+        elif kind == "memory" and rank == 0:
+            write_stream.map_host = _no_memory
         elif kind == "read" and rank == 1:
             engine.inject(AioFault(fail_rate=1.0, ops=("read",), skip=1))
         for save in (engine.save_fp32_model, engine.save_16bit_model):
             try:
                 save(out)
-            except StorageError as error:
-                told.append(str(error))
+            except (StorageError, BudgetError, StateError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+        write_stream.map_host = memory
         Files.written, Files.free_bytes = write, room  # type: ignore[method-assign]
         engine.inject(None)
         dist.barrier()
@@ -114,6 +146,10 @@ def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str
     return told, left
 
 
+def _no_memory(nbytes: int) -> memoryview:
+    raise BudgetError(f"{nbytes} bytes are not there")
+
+
 def _full(*_: Any) -> None:
     raise StorageError("writing", errno=28, path="there", offset=0, free_bytes=0)
 
@@ -122,7 +158,7 @@ def _full(*_: Any) -> None:
     ("place", "kind"),
     [
         (PLACES[0], "write"),  # there the second rank reads nothing, so it cannot fail
-        *((place, kind) for place in (PLACES[4], PLACES[5]) for kind in ("write", "room", "read")),
+        *((place, kind) for place in (PLACES[4], PLACES[5]) for kind in ("write", "room", "read", "memory")),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )

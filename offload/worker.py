@@ -1,0 +1,46 @@
+"""A thread for calls that block, beside an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Runs calls one after the other. Python does not exit before it is closed, and it takes calls until then.
+
+    A `ThreadPoolExecutor` refuses them as soon as the main thread has ended.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=False).start()
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """What `job` returns on the worker's thread, or raises."""
+        future: Future[T] = Future()
+        self._jobs.put((job, future))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """The thread ends after the calls that it has. Never blocks."""
+        self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while (given := self._jobs.get()) is not None:
+            job, future = given
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)

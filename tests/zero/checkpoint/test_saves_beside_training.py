@@ -1,0 +1,366 @@
+"""Checkpoints that are written beside training: whatever comes between, they are of the step they were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build, make_config
+from recovery import NVME, SLOW, descriptors, interrupted_when, train, unequal, waiting
+from torch import nn
+
+import zero
+from offload.aio import AioOptions, open_aio
+from offload.containers import container
+from offload.durable import Files
+from offload.errors import ConfigError, StateError, StorageError
+from zero.checkpoint import loading, rank_part
+from zero.checkpoint.folders import Checkpoints
+from zero.exchange import Alone
+from zero.optim.pipeline import StepArguments
+
+Open = Callable[..., Any]
+CPU = ("cpu", "cpu")
+MATRIX = "head.weight"
+
+
+@pytest.fixture(autouse=True)
+def own_generator() -> Iterator[None]:
+    """Loading sets the global generator."""
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+class Held(Files):
+    """A disk that makes a rank's file last only when it is told to, if at all."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.go, self._fails = threading.Event(), fails
+
+    def perform(self, operation: Any, path: Path, action: Callable[[], Any], new: Path | None = None) -> Any:
+        if operation == "sync" and path.suffix == ".distcp":
+            assert self.go.wait(60), "nobody has told it to go on"
+            if self._fails:
+                raise StorageError("sync", errno=5, path=str(path), offset=0, free_bytes=None)
+        return super().perform(operation, path, action, new)
+
+
+def config(pair: tuple[str, str], nvme_path: Path, **more: Any) -> dict[str, Any]:
+    return make_config(pair, nvme_path, checkpoint={"async_save": True}, **more)
+
+
+def tags(folder: Path) -> list[str]:
+    return Checkpoints(folder).tags()
+
+
+JOB = """
+import sys, torch, zero
+from models import build, make_config, tokens
+torch.set_num_threads(1)
+config = make_config(("cpu", "cpu"), None, checkpoint={"async_save": True})
+engine = zero.initialize(model=build("gpt"), config=config)[0]
+engine.backward(engine(tokens(0)))
+engine.step()
+engine.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_a_job_that_ends_without_closing_its_engine_has_its_last_checkpoint(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(Path(zero.__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "ZERO_DEVICE": "cpu"}
+    subprocess.run([sys.executable, "-c", JOB, str(tmp_path)], env=environment, check=True, timeout=120)
+    assert Checkpoints(tmp_path).read_latest() == "global_step1"
+    assert tags(tmp_path) == ["global_step1"]
+
+
+def test_an_interrupt_of_a_wait_ends_neither_the_save_nor_that_the_next_one_waits(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine = train(open_engine(build("gpt"), config(CPU, nvme_path)), 0)
+    engine.files = held = Held()
+    engine.save_checkpoint(tmp_path, tag="a")
+    with interrupted_when(lambda: True):
+        engine.wait_for_checkpoint()
+    assert engine.checkpoint_pending()
+    with interrupted_when(lambda: True):
+        engine.save_checkpoint(tmp_path, tag="b")
+    assert tags(tmp_path) == []
+    held.go.set()
+    engine.save_checkpoint(tmp_path, tag="b")
+    assert tags(tmp_path) == ["a"] or tags(tmp_path) == ["b", "a"]
+    engine.wait_for_checkpoint()
+    assert tags(tmp_path) == ["b", "a"]
+
+
+def test_an_edit_is_not_lost_when_the_checkpoint_that_it_waits_for_fails(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine = train(open_engine(build("gpt"), config(NVME, nvme_path)), 0)
+    expected = engine.full_parameter(MATRIX) * 2
+    engine.files = held = Held(fails=True)
+    engine.save_checkpoint(tmp_path)
+    with zero.GatheredParameters([engine.module.head.weight]):
+        engine.module.head.weight.data.mul_(2)
+        held.go.set()
+    with pytest.raises(StorageError, match="sync"):
+        engine.synchronize()
+    engine.synchronize()
+    assert torch.equal(engine.full_parameter(MATRIX), expected)
+
+
+class LameDisk:
+    """The disk of a plane: one read fails at once, others take a while."""
+
+    def __init__(self, plane: Any) -> None:
+        self._disk, self._failed, self.under_way = plane._disk, False, 0
+
+    async def read(self, offset: int, buffer: torch.Tensor, what: str = "") -> None:
+        if not self._failed:
+            self._failed = True
+            raise StorageError("read", errno=5, path="plane", offset=offset, free_bytes=None)
+        self.under_way += 1
+        await asyncio.sleep(0.2)
+        await self._disk.read(offset, buffer, what)
+        self.under_way -= 1
+
+
+def test_a_save_that_fails_ends_when_nothing_of_it_moves_any_more(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine = train(open_engine(build("gpt"), config(("cpu", "nvme"), nvme_path, zero={"sub_group_size": 4096})), 0)
+    engine.synchronize()
+    (plane,) = (plane for plane in engine._storage.records if plane is not None)
+    before, disk = descriptors(), plane._disk
+    plane._disk = lame = LameDisk(plane)
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(StorageError, match="read"):
+        engine.wait_for_checkpoint()
+    plane._disk = disk
+    assert lame.under_way == 0
+    assert descriptors() == before
+    engine.save_checkpoint(tmp_path)
+    engine.wait_for_checkpoint()
+    calm = train(open_engine(build("gpt"), config(CPU, nvme_path)), 0, 1)
+    assert not unequal(train(engine, 1), calm)
+
+
+def test_a_step_that_begins_while_a_sub_group_is_looked_at_does_not_wait_for_the_save_that_waits_for_it(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = train(open_engine(build("gpt"), config(NVME, nvme_path, zero={"sub_group_size": 4096})), 0)
+    engine.synchronize()
+    updates = engine._stepper.updates
+    is_busy = updates.is_busy
+
+    def meanwhile(group: Any) -> bool:
+        """Another thread fixes a step, which changes nothing."""
+        monkeypatch.setattr(updates, "is_busy", is_busy)
+        updates.begin_step(StepArguments({}, 1.0, 2), [group])
+        return bool(is_busy(group))
+
+    monkeypatch.setattr(updates, "is_busy", meanwhile)
+    engine.save_checkpoint(tmp_path)
+    assert engine._behind._transfer._future.exception(60) is None
+    engine.synchronize()
+    assert tags(tmp_path) == ["global_step1"]
+
+
+# ---- saves in the call -----------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_of_a_save_leaves_nothing_and_the_next_one_works(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = train(open_engine(build("gpt"), make_config(NVME, nvme_path)), 0)
+    engine.synchronize()
+    before = descriptors()
+
+    def open_slow(options: AioOptions) -> Any:
+        aio = open_aio(options)
+        aio.inject(SLOW)
+        return aio
+
+    with monkeypatch.context() as slow:
+        slow.setattr(rank_part, "open_aio", open_slow)
+        with interrupted_when(waiting(engine)):
+            engine.save_checkpoint(tmp_path)
+    assert descriptors() == before
+    assert [name for name in Files().listing(tmp_path) if name != nvme_path.name] == [".lock"]
+    engine.save_checkpoint(tmp_path)
+    assert tags(tmp_path) == ["global_step1"]
+
+
+@pytest.mark.parametrize("pair", [CPU, NVME])
+def test_the_default_device_of_a_program_has_no_part_in_a_checkpoint(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, pair: tuple[str, str]
+) -> None:
+    engine = train(open_engine(build("gpt"), make_config(pair, nvme_path)), 0)
+    other = open_engine(build("gpt", seed=1), make_config(pair, nvme_path))
+    container.cache_clear()
+    with torch.device("meta"):
+        engine.save_checkpoint(tmp_path)
+        other.load_checkpoint(tmp_path)
+    assert not unequal(engine, other)
+
+
+class Clinging(Files):
+    """A disk that removes no folder."""
+
+    def perform(self, operation: Any, path: Path, action: Callable[[], Any], new: Path | None = None) -> Any:
+        if operation == "remove folder":
+            raise StorageError("remove folder", errno=5, path=str(path), offset=0, free_bytes=None)
+        return super().perform(operation, path, action, new)
+
+
+def test_a_checkpoint_is_saved_although_an_old_one_cannot_be_removed(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = train(open_engine(build("gpt"), make_config(CPU, nvme_path, checkpoint={"keep_last": 1})), 0)
+    engine.save_checkpoint(tmp_path, tag="a")
+    engine.files = Clinging()
+    assert engine.save_checkpoint(tmp_path, tag="b")
+    assert "older ones could not be removed" in caplog.text
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "b")
+
+
+# ---- loads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "8bit"])
+def test_moments_that_a_source_does_not_have_stay(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_dtype: str
+) -> None:
+    block = {"offload_optimizer": {"device": "cpu", "state_dtype": state_dtype}}
+    engine = train(open_engine(build("gpt"), make_config(CPU, nvme_path, zero=block)), 0)
+    engine.save_checkpoint(tmp_path)
+    train(engine, 1, 2)
+    names = [name for name, _ in engine.module.named_parameters()]
+    now = {name: engine.full_state(name) for name in names}
+    lacking = set(names[::2])
+    has_states = loading._has_states
+    monkeypatch.setattr(loading, "_has_states", lambda source, name: name not in lacking and has_states(source, name))
+    engine.load_checkpoint(tmp_path)
+    for name in names:
+        found = engine.full_state(name)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            # 8-bit codes share their scale with 255 neighbours, of other parameters too.
+            inside = slice(256, -256) if state_dtype == "8bit" else slice(None)
+            is_same = torch.equal(found[kind].flatten()[inside], now[name][kind].flatten()[inside])
+            assert is_same or name not in lacking, (name, kind)
+            assert not is_same or name in lacking or found[kind].numel() <= 512, (name, kind)
+        assert found["step"] == (3 if name in lacking else 1)
+
+
+# ---- weights that forward modifies -----------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Its forward adds to weights of every size, while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.small, self.large = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(6000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for line in self.lines:
+            x = x + line(x)
+        if self.training:
+            with torch.no_grad():
+                self.small.add_(1.0)
+                self.large.add_(1.0)
+        return (x * self.small).sum() + self.large.sum()
+
+
+@pytest.mark.parametrize("after", ["forward", "backward", "step"])
+@pytest.mark.parametrize("pair", [("none", "none"), CPU, NVME])
+@pytest.mark.parametrize("threshold", [0, 1000])
+def test_weights_that_forward_modifies_are_saved_as_they_were_when_a_save_began(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, pair: tuple[str, str], threshold: int, after: str
+) -> None:
+    zero_block = {"sub_group_size": 4096, "stage3_param_persistence_threshold": threshold}
+    engine = open_engine(Counting(), config(pair, nvme_path, bf16=False, zero=zero_block))
+    batch = torch.ones(2, 64)
+
+    def train_until(last: str) -> None:
+        loss = engine(batch)
+        if last != "forward":
+            engine.backward(loss)
+        if last == "step":
+            engine.step()
+
+    train_until("step")
+    train_until(after)
+    names = [name for name, _ in engine.module.named_parameters()]
+    expected = {name: engine.full_parameter(name) for name in names}
+    engine.save_checkpoint(tmp_path)
+    assert {name for name in names if not torch.equal(engine.full_parameter(name), expected[name])} == set()
+    engine.zero_grad()
+    for _ in range(2):
+        train_until("step")
+    engine.wait_for_checkpoint()
+    engine.load_checkpoint(tmp_path)
+    assert {name for name in names if not torch.equal(engine.full_parameter(name), expected[name])} == set()
+
+
+# ---- what fails before anything is written ---------------------------------------------------------------------------
+
+
+class Unwilling:
+    """What cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("not me")
+
+
+class FailingElsewhere(Alone):
+    """A rank beside another one, on which something fails."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what, self.asked = what, list[str]()
+
+    def agree(self, what: str, payload: bytes) -> list[bytes]:
+        self.asked.append(what)
+        return [payload, b"StorageError: full" if what == self._what else payload]
+
+
+def test_a_client_state_that_cannot_be_pickled_is_an_error_that_all_ranks_hear_of(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine = train(open_engine(build("gpt"), config(CPU, nvme_path)), 0)
+    engine.exchange = others = FailingElsewhere("nothing")
+    before = descriptors()
+    with pytest.raises(ConfigError, match=r"client_state.*not me"):
+        engine.save_checkpoint(tmp_path, client_state={"mine": Unwilling()})
+    assert others.asked[-1] == "capturing what is saved"
+    assert descriptors() == before and tags(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["making the folder of a checkpoint", "reserving the room of a checkpoint"])
+def test_what_a_rank_has_opened_is_given_back_when_another_one_fails(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, what: str
+) -> None:
+    engine = train(open_engine(build("gpt"), config(CPU, nvme_path)), 0)
+    before, alone = descriptors(), engine.exchange
+    engine.exchange = FailingElsewhere(what)
+    with pytest.raises(StateError, match=r"another rank.*full"):
+        engine.save_checkpoint(tmp_path)
+    assert descriptors() == before
+    assert [name for name in Files().listing(tmp_path) if "partial" in name] == []
+    engine.exchange = alone
+    engine.save_checkpoint(tmp_path)
+    engine.wait_for_checkpoint()
+    engine.exchange = others = FailingElsewhere("looking for a checkpoint")
+    with pytest.raises(StateError, match=r"another rank.*full"):
+        engine.load_checkpoint(tmp_path)
+    assert descriptors() == before and others.asked[-1] == "looking for a checkpoint"
+    engine.exchange = alone
