@@ -38,8 +38,8 @@ FOLDER = "zero-snapshots"
 FORMAT = 1
 MANIFEST_BYTES = 64 << 10
 """Manifests are multiples of it, so that they are seldom longer than the one before."""
-LOCK_SECONDS = 5.0
-"""A job that was killed holds its lock until the last of its children is gone."""
+LOCK_SECONDS = 15.0
+"""A job that was killed holds its lock until the last of its children is gone; loaders' workers look every 5 s."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Of a snapshot."""
 
@@ -172,6 +172,8 @@ class SnapshotFiles:
     def _let_go(self) -> None:
         descriptors, self._descriptors = self._descriptors, []
         for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked worker may have the descriptor too
             os.close(descriptor)
 
     def _lock(self, path: Path) -> int:

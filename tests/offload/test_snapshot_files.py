@@ -91,3 +91,15 @@ def test_room_that_the_files_have_is_not_asked_for_twice(tmp_path: Path, monkeyp
     again = SnapshotSwap(SnapshotFiles([tmp_path], "a", 0), 1 << 20, None, (geometry.counts, geometry.stripe_bytes))
     assert again.capacity_bytes == 1 << 20
     again.close()
+
+
+def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.snapshot_files.LOCK_SECONDS", 0.1)
+    files = SnapshotFiles([tmp_path], "a", 0)
+    with pytest.raises(ConfigError, match="in use by another job"):
+        SnapshotFiles([tmp_path], "a", 0)
+    copies = [os.dup(descriptor) for descriptor in files.descriptors]  # as a child of fork has them
+    files.close()
+    SnapshotFiles([tmp_path], "a", 0).close()
+    for copy in copies:
+        os.close(copy)
