@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from typing import Any
 
 from offload.errors import StateError, ZeroInfinityError
@@ -92,7 +93,9 @@ class TakesSnapshots:
         """Nobody has seen its weights yet."""
         snapshots = self._parts.snapshots
         if snapshots is not None and snapshots.due(self.global_steps):
+            began = time.perf_counter()
             snapshots.begin(self.global_steps, self._small_state())
+            snapshots.seconds += time.perf_counter() - began
 
     def _before_a_step(self) -> None:
         """The next one is about to be fixed: the last one's snapshot, if it has one, is committed."""

@@ -255,7 +255,8 @@ def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
             idle = [path for path in origins if path.startswith(prefix) and path != f"{prefix}device"]
         else:
             idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
-        acting = {prefix + name for name, known in type(block).model_fields.items() if role_of(known) == "acts"}
+        fields = {name: known for name, known in type(block).model_fields.items() if block_of(known) is None}
+        acting = {prefix + name for name, known in fields.items() if role_of(known) == "acts"}
         paths += [path for path in idle if origins.get(path) == "user" and path in acting]
     fetching = FETCHING_KEYS if zero.stage < 3 else ()
     paths += [path for path in fetching if origins.get(path) == "user"]
