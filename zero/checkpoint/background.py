@@ -29,7 +29,7 @@ logger = logging.getLogger("zero")
 AT_ONCE = 2
 """Extents taken at once: while one is written the next is read."""
 LOOK_SECONDS = 0.05
-PATIENCE_SECONDS = 1800.0
+PATIENCE_SECONDS = 600.0
 """How long the first rank waits for the others' parts once its own is written."""
 
 

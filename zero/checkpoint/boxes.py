@@ -43,6 +43,19 @@ def boxes_of(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
         begin += rows * stride
 
 
+def short_boxes(shape: Sequence[int], begin: int, end: int, numel_max: int) -> Iterator[Box]:
+    """As `boxes_of`, in boxes of at most `numel_max` elements, of whole rows of the first dimension where they fit."""
+    row = max(math.prod(shape[1:]), 1)
+    while begin < end or (begin == end and math.prod(shape) == 0):
+        stop = min(begin + numel_max, end)
+        if stop < end and stop // row * row > begin:
+            stop = stop // row * row
+        yield from boxes_of(shape, begin, stop)
+        if begin == stop:
+            return
+        begin = stop
+
+
 def begin_of(shape: Sequence[int], offsets: Sequence[int]) -> int:
     """Where the element at `offsets` is in the flattened tensor."""
     position = 0

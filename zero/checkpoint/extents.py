@@ -17,7 +17,7 @@ import torch
 from offload.containers import BARE, Container, Run, container, pack
 from offload.planes import Plane
 from offload.sizes import BLOCK_NUMEL
-from zero.checkpoint.boxes import Box, boxes_of
+from zero.checkpoint.boxes import Box, short_boxes
 from zero.checkpoint.source import MODEL, MOMENTS, state_name
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.params.units import Leaf
@@ -108,9 +108,7 @@ class Extents:
     def add(self, name: str, values: torch.Tensor) -> None:
         """A tensor of its own, in host memory, which stays as it is until it is written."""
         flat, shape = values.contiguous().reshape(-1), tuple(values.shape)
-        numel = flat.numel()
-        pieces = [(lo, min(lo + PIECE_NUMEL, numel)) for lo in range(0, max(numel, 1), PIECE_NUMEL)]
-        boxes = [box for lo, hi in pieces for box in boxes_of(shape, lo, hi)]
+        boxes = short_boxes(shape, 0, flat.numel(), PIECE_NUMEL)
         self._add([Part(name, flat.dtype, box, shape, OTHER, None, box.begin, flat) for box in boxes])
 
     def add_plane(self, name: str, dtype: torch.dtype, plane: Plane, unit: Unit) -> None:
@@ -168,11 +166,9 @@ class Extents:
         kinds = [(MODEL + name, torch.float32, MASTER)] if unit.trainable else [(MODEL + name, unit.dtype, WEIGHT)]
         if unit.trainable:
             kinds += [(state_name(name, kind), torch.float32, kind) for kind in MOMENTS]
-        for first in range(lo, max(hi, lo + 1), PIECE_NUMEL):
-            boxes = list(boxes_of(shape, first - origin, min(first + PIECE_NUMEL, hi) - origin))
+        for box in short_boxes(shape, lo - origin, hi - origin, PIECE_NUMEL):
             for tensor, dtype, kind in kinds:
-                for box in boxes:
-                    yield Part(tensor, dtype, box, shape, kind, unit, origin + box.begin)
+                yield Part(tensor, dtype, box, shape, kind, unit, origin + box.begin)
 
 
 def archive(part: Part) -> Container:

@@ -20,7 +20,7 @@ from offload.garbage import no_collection
 from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
-from zero.checkpoint.boxes import boxes_of
+from zero.checkpoint.boxes import short_boxes
 from zero.checkpoint.export import rounded
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.frozen import check_reference, frozen_sums
@@ -137,9 +137,7 @@ def load_values(parts: Assembly, wanted: Wanted, source: Source) -> None:
 
 def _short(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
     """[begin, end) in ranges as boxes are cut, so that those of the same layout need not be put together."""
-    for lo in range(begin, end, PIECE_NUMEL):
-        for box in boxes_of(shape, lo, min(lo + PIECE_NUMEL, end)):
-            yield box.begin, box.begin + box.numel
+    return ((box.begin, box.begin + box.numel) for box in short_boxes(shape, begin, end, PIECE_NUMEL))
 
 
 def _models_names(source: Source) -> list[str]:
