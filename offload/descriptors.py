@@ -233,6 +233,7 @@ class _Meeting:
     def _accepted(self) -> socket.socket:
         if self._listener is None:
             raise StateError("nothing listens")
+        ended: list[int] = []
         while True:
             self._listener.settimeout(min(self._left(), LOOK_SECONDS))
             try:
@@ -241,9 +242,10 @@ class _Meeting:
             except TimeoutError:
                 if time.monotonic() >= self._deadline:
                     raise
-                for peer in range(self._index + 1, self._count):
-                    if peer in self._seen - self._met and not is_running(self._peers[peer]["pid"]):
-                        self._fail(peer, f"its process has ended{self._sent_away}")
+                if ended:  # and nothing that it sent before has come since
+                    self._fail(ended[0], f"its process has ended{self._sent_away}")
+                waited = self._seen - self._met - set(range(self._index))
+                ended = [peer for peer in sorted(waited) if not is_running(self._peers[peer]["pid"])]
         connection.settimeout(self._left())
         return connection
 

@@ -190,6 +190,7 @@ class Adoption:
             elif piece.moments is not None:
                 if moments is None:  # they are stored together: those of others too, as they are
                     moments = kernels.moments_load(state.moments.part(shift, shift + hi - lo))
+                    _clear_gaps(unit, lo, moments)
                 for all_of_them, given in zip(moments, piece.moments, strict=True):
                     all_of_them[at : at + numel].copy_(given)
         if moments is not None:
@@ -253,6 +254,16 @@ class Adoption:
                 last = min(max(unit.origin + max(slot.end_numel, slot.offset_numel + 1), unit.begin + 1), unit.end)
                 if begin < last <= end:
                     self._done(unit, slot)
+
+
+def _clear_gaps(unit: Unit, lo: int, moments: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Zero what belongs to no parameter, from element `lo` of the unit on: in a block with scales it would count."""
+    for values in moments:
+        position = 0
+        for slot in unit.slots:
+            values[position : max(slot.offset_numel - lo, position)].zero_()
+            position = max(slot.end_numel - lo, position)
+        values[position:].zero_()
 
 
 def read_parameter(parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
