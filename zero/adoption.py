@@ -151,7 +151,8 @@ class Adoption:
             staging.release()
             raise
         self._stores.append(asyncio.create_task(self._store(parts, staging)))
-        await self._settle(STORES)
+        # Whoever lets go of what the values came from must not do so before they are stored.
+        await self._settle(STORES if self._done is None else 0)
 
     async def _store(self, parts: list[Staged], staging: Staging) -> None:
         try:
