@@ -188,7 +188,7 @@ class _Meeting:
             except ConnectionRefusedError:
                 self._fail(peer, "nobody listens: it has ended, or is in another network namespace or machine")
             except OSError as error:
-                self._fail(peer, _reason(error, self._seconds))
+                self._fail(peer, _reason(error, self._seconds), left=True)
         self._met.add(peer)
 
     def answer(self) -> None:
@@ -207,7 +207,7 @@ class _Meeting:
                         self._take(connection, peer)
                 except OSError as error:
                     if peer >= 0:
-                        self._fail(peer, _reason(error, self._seconds))
+                        self._fail(peer, _reason(error, self._seconds), left=True)
         self._met.add(peer)
 
     def drop(self) -> None:
@@ -273,7 +273,7 @@ class _Meeting:
             message, found, cut = _receive(connection)
             received += found
             if not message:
-                self._fail(peer, f"it gave up after {len(received)} of {expected} descriptors")
+                self._fail(peer, f"it gave up after {len(received)} of {expected} descriptors", left=True)
             if cut:
                 self._fail(peer, "this process can hold no more open files; raise ulimit -n")
 
@@ -288,8 +288,13 @@ class _Meeting:
     def _name(self, peer: int) -> str:
         return f"peer {peer} (pid {self._peers[peer]['pid']})"
 
-    def _fail(self, peer: int, why: str) -> NoReturn:
-        raise PeerError(f"passing files between processes: {self._name(peer)}: {why}", [peer])
+    def _fail(self, peer: int, why: str, *, left: bool = False) -> NoReturn:
+        """Raise PeerError; `left`: the peer is not there any more."""
+        # Whoever has seen a death first leaves, and may be missed before the one that died.
+        others = sorted(self._seen - {peer}) if left else []
+        gone = [other for other in others if not is_running(self._peers[other]["pid"])]
+        first = f"; {', '.join(map(self._name, gone))} ended" if gone else ""
+        raise PeerError(f"passing files between processes: {self._name(peer)}: {why}{first}", [*gone, peer])
 
     def _nobody_came(self, error: OSError) -> NoReturn:
         missing = [peer for peer in range(self._index + 1, self._count) if peer not in self._met]
