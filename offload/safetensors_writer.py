@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from errno import ENOSPC
 from pathlib import Path
@@ -223,8 +223,9 @@ class WeightsDraft:
 
     def abandon(self) -> None:
         """Remove what has not been published. Idempotent."""
-        for file in self._drafts:
-            file.abandon()
+        with ExitStack() as every:  # also when one of them raises
+            for file in self._drafts:
+                every.callback(file.abandon)
 
     def _present(self, pattern: str) -> list[str]:
         return [name for name in self._files.listing(self._folder) if re.fullmatch(pattern, name)]

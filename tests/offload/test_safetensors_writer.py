@@ -188,6 +188,7 @@ def test_at_whatever_moment_the_power_fails_there_is_one_model_or_a_refusal(
     save(counting.root / "out", after, counting)
     collide = bool(before.keys() & after.keys()) and len(after) > 1
     allowed = [model(before), model(after)] if before and not collide else [{}, model(before), model(after)]
+    descriptors = len(os.listdir("/proc/self/fd"))
     for point in every_point(len(counting.operations), 14):
         files = ForgetfulFiles(prepared(f"{point}"), crash_at=point)
         with suppress(Crash):
@@ -196,6 +197,7 @@ def test_at_whatever_moment_the_power_fails_there_is_one_model_or_a_refusal(
             image = files.image(tmp_path / f"{point}-{seed}", seed)
             for found in states_found(image / "out"):
                 assert is_one_of(found, *allowed), (point, seed, sorted(tree(image)))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)

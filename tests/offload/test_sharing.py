@@ -327,12 +327,14 @@ def test_another_user_is_not_let_in() -> None:
     assert second[1] == (0,)
 
 
-def fill_descriptors() -> None:
-    """Leave room for ten more."""
+def leave_room_for_ten_descriptors() -> None:
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, highest + 20))
+    opened = []
     with contextlib.suppress(OSError):
         while True:
-            last = os.dup(0)
-    for descriptor in range(last - 9, last + 1):
+            opened.append(os.dup(0))
+    for descriptor in opened[-10:]:
         os.close(descriptor)
 
 
@@ -340,8 +342,7 @@ def test_a_process_that_can_open_no_more_files_says_so() -> None:
     def job(index: int, share: Share, parent: Parent) -> Any:
         own = [memory_with(b"x") for _ in range(20)]
         if index == 1:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-            fill_descriptors()
+            leave_room_for_ten_descriptors()
         return raises(lambda: exchange_descriptors(index, 2, share, own, seconds=5))
 
     first, second = all_run(2, job)
