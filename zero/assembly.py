@@ -32,6 +32,7 @@ from zero.machine import read_machine
 from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
 from zero.optim.inside import UpdatesInBackward
+from zero.optim.loss_scale import LossScaler
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.reducing import ReducedGradients
 from zero.optim.step import Stepper
@@ -63,6 +64,8 @@ class Owner(Protocol):
     """Of CPU kernels."""
     exchange: Exchange
     """With the other ranks."""
+    scaler: LossScaler
+    """Of the loss."""
 
     def ready(self, what: str) -> None:
         """Raise if the engine is closed; bind what is always bound."""
@@ -87,6 +90,9 @@ class Owner(Protocol):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when the next step updates the parameters."""
+
+    def check_scaled(self) -> None:
+        """Raise if the loss of the backward that begins should have been scaled."""
 
     def reduces(self) -> bool:
         """True when gradients of the backward under way are to be reduced as soon as they can be."""
@@ -159,13 +165,16 @@ class Assembly:
             boundary = owner.is_gradient_accumulation_boundary
             self.ahead = UpdatesInBackward(storage, pipeline, updates, self.gradients, owner.arguments_now, boundary)
         owner.exchange.attach(layout, storage, updates)
-        self.stepper = Stepper(layout, storage, self.gradients, pipeline, updates, self.ahead, owner.exchange)
+        self.stepper = Stepper(
+            *(layout, storage, self.gradients, pipeline, updates, self.ahead, owner.exchange, owner.scaler)
+        )
         self.stepper.needs_all = not self._config.zero_optimization.ignore_unused_parameters
         self.gradients.update = self.stepper.apply
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed, owner.exchange)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
         self.watch = BackwardWatch(
-            self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready, owner.reduces
+            *(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready, owner.reduces),
+            owner.check_scaled,
         )
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed, owner.exchange)
@@ -269,7 +278,7 @@ class Assembly:
     def install(self) -> None:
         """Put hooks on the model; from here on the parts run it."""
         self.hooks.install()
-        move_buffers(self.model, self._owner.device, torch.bfloat16 if self._config.bf16.enabled else None)
+        move_buffers(self.model, self._owner.device, self._config.compute_dtype)
         self.buffers = CommonBuffers(self._owner.exchange, self.model)
         self.buffers.share()
         self.coordinator.bind_persistent()

@@ -119,7 +119,7 @@ class Plan:
 
     def record_format(self, space: Space) -> RecordFormat:
         """How the state records of a space are laid out."""
-        return RecordFormat(space.split, self.state_dtype)
+        return RecordFormat(space.remainder, self.state_dtype)
 
     def in_swap(self, layout: Layout) -> list[SubGroup]:
         """Sub-groups whose record and weights are on NVMe."""

@@ -94,6 +94,7 @@ class Gradients:
         deferred: gradients of an earlier backward of this step wait to be reduced.
         update: called with a unit whose sealed gradient is in the way; must not return before it was used.
         reclaim: called with a unit whose gradient needs its memory now; must not return before it is free.
+        order: (unit, position of the slot), as their first gradients since the last step have arrived.
     """
 
     deferred = False
@@ -103,6 +104,7 @@ class Gradients:
         self._streams, self._store = storage.streams, ContributionStore(storage, threads)
         self.update: Callable[[int], None] = _nothing_to_do
         self.reclaim: Callable[[Unit], None] = lambda unit: None
+        self.order: dict[tuple[int, int], None] = {}
         self._units: dict[int, UnitGradient] = {}
         self._wide: dict[int, Plane] = {}
         for unit in layout.units:
@@ -138,6 +140,7 @@ class Gradients:
             place.zero_()
             place.view(slot.shape)[rows] = gradient.to(place.dtype)
         state.arrived.append(position)
+        self.order[index, position] = None
         return len(state.arrived) == len(state.unit.slots)
 
     def flush(self, index: int) -> None:
@@ -224,12 +227,14 @@ class Gradients:
             state.storing = state.buffer = state.block = state.stream = None
             state.arrived = []
             self._begin_anew(state)
+        self.order.clear()
 
     def seal(self) -> None:
         """A step takes the gradients as they are; nothing waits in a buffer or is on its way."""
         for state in self._units.values():
             state.sealed = None if state.empty else Sealed(state.plane, state.dtype)
             self._begin_anew(state)
+        self.order.clear()
 
     def _begin_anew(self, state: UnitGradient) -> None:
         state.summed, state.contributions = False, [0] * len(state.unit.slots)
