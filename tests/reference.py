@@ -6,8 +6,9 @@ engine's verbs, so one training loop drives both:
     loss = trainer(batch); trainer.backward(loss); trainer.step()
 
 bf16 mode: parameters are bf16 leaves, the master is fp32 and the weight is the master rounded half away from zero.
-fp16 mode: the same with fp16, rounded to nearest even. fp32 mode: the weight is the master. In all, a gradient of one contribution is kept as autograd made it; from the
-second on it is summed in fp32, in order. A parameter without a gradient is left alone: no decay, no step count.
+fp16 mode: the same with fp16, rounded to nearest even. fp32 mode: the weight is the master. In
+all, a gradient of one contribution is kept as autograd made it; from the second on it is summed in fp32, in order. A
+parameter without a gradient is left alone: no decay, no step count.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ from zero.params.buffers import move_buffers
 from zero.params.layout import Slot, Unit
 from zero.params.provisional import forget, provisional_source
 from zero.params.tiles import Tile, TiledKeeper
-from zero.params.units import CoveredUnit, collect_leaves
+from zero.params.units import CoveredUnit, Leaf, collect_leaves
 from zero.planning import lay_out, make_plan
+from zero.precision import dtype_table
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
@@ -131,7 +132,11 @@ class Assembly:
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
         machine = agree_on_machine(owner.exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
         self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place, placement)
-        logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
+        level = logging.INFO if previous is None else logging.DEBUG
+        logger.log(level, "%s", self.plan.table())
+        dtypes = dtype_table(self.layout, self.plan, config, placement, owner.device, owner.scaler)
+        logger.log(level, "%s", dtypes)
+        _warn_of_range(self.leaves, trainable, config)
         leave_note("plan", self.plan.facts(owner.device))
         self.snapshots = open_snapshots(config, self.layout, self.plan, owner.exchange)
         named = self.snapshots.open_swap if self.snapshots else None
@@ -297,6 +302,21 @@ class Assembly:
                     self.keeper.return_values()
         finally:
             self.storage.close()
+
+
+def _warn_of_range(leaves: Iterable[Leaf], trainable: set[int], config: Config) -> None:
+    """Weights that were made for bf16 often exceed what fp16 can hold."""
+    if config.compute_dtype != torch.float16:
+        return
+    came = [
+        leaf.names[0] for leaf in leaves if id(leaf.parameter) in trainable and leaf.parameter.dtype == torch.bfloat16
+    ]
+    if came:
+        logger.warning(
+            'fp16.enabled: %d parameters (%s, ...) come in bf16, whose range fp16 has not; "bf16": {"enabled": true} '
+            "keeps it",
+            *(len(came), came[0]),
+        )
 
 
 def _read_model(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:

@@ -148,7 +148,7 @@ class Gradients:
         state = self._units.get(index)
         if state is None or state.buffer is None:
             return
-        if not state.empty and state.dtype != torch.float32 and any(state.contributions[p] for p in state.arrived):
+        if not state.empty and self._widens(state) and any(state.contributions[p] for p in state.arrived):
             self._widen(state)
         self._streams.follow(state.stream)
         item = self._take(state, state.buffer)
@@ -163,6 +163,10 @@ class Gradients:
                 self._store.sum_on_device(item, _sums_in(item.block, item.unit))
             item.fence, state.storing = self._streams.fence(), item
             self._start(state, item)
+
+    def _widens(self, state: UnitGradient) -> bool:
+        """True when what is held has to become fp32 before something is added."""
+        return state.dtype != torch.float32 and self._storage.plan.accumulation == torch.float32
 
     def _take(self, state: UnitGradient, buffer: torch.Tensor) -> Contribution:
         """What has arrived, as one contribution; the unit can be opened again."""

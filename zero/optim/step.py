@@ -128,8 +128,8 @@ class Stepper:
         if scaler.at_minimum:
             self._gradients.clear()
             raise LossScaleError(
-                f"step {number}: {found} are inf or NaN with a loss scale of {scaler.cur_scale:.10g}. Current loss scale "
-                "already at minimum - cannot decrease scale anymore (fp16.min_loss_scale). The step is not taken: "
+                f"step {number}: {found} are inf or NaN with a loss scale of {scaler.cur_scale:.10g}. Current loss "
+                "scale already at minimum - cannot decrease scale anymore (fp16.min_loss_scale). No step is taken: "
                 "weights, states and counters are as before it, and engine.save_checkpoint() saves them. Weights that "
                 'were trained in bf16 often exceed what fp16 can hold: use "bf16": {"enabled": true} then'
             )
