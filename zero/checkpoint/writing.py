@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from offload import kernels
+from offload import kernels, masters
 from offload.arena import Arena, Block
 from offload.containers import Run
 from offload.copies import copy_alone, read_plane
@@ -178,12 +178,12 @@ class ExtentWriter:
 
 def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: int, target: torch.Tensor) -> None:
     """The fp32 values of which `weight` and the remainder from element `first` on are the parts."""
-    if remainder is None:
-        copy_alone(target, weight)
+    part = None if remainder is None else remainder[first : first + weight.numel()]
+    if part is None or part.dtype == torch.float32:
+        copy_alone(target, weight if part is None else part)
         return
-    part = remainder[first : first + weight.numel()]
     joined = target if weight.device.type == "cpu" else torch.empty_like(target, device=weight.device)
-    kernels.join(joined, weight, part)
+    masters.whole(joined, weight, part)
     if joined is not target:
         target.copy_(joined)
 
