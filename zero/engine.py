@@ -27,6 +27,7 @@ from zero.exchange import Alone, Exchange
 from zero.generation import Generates
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
+from zero.optim.scheduling import scheduler_for, step_scheduler
 from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
 from zero.replanning import Census
@@ -46,6 +47,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         config: validated configuration.
         device: where units are computed on.
         exchange: with the other ranks.
+        lr_scheduler: stepped after each optimizer step, or what makes one of the optimizer; None: as configured.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         config: Config,
         device: torch.device,
         exchange: Exchange | None = None,
+        lr_scheduler: Any = None,
     ) -> None:
         super().__init__()
         self._closed = False
@@ -64,7 +67,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         self.optimizer = ZeroOptimizer(groups, self._optimizer_step, self.zero_grad) if groups else None
         if self.optimizer is not None and groups is not None:
             self.optimizer.param_groups = groups
-        self.lr_scheduler: Any = None
+        self.lr_scheduler = scheduler_for(lr_scheduler, self.optimizer, config)
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._buffers_differ = False
@@ -253,8 +256,8 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         self._watch.generation += 1
         self.global_steps = number
         optimizer.mark_stepped()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        if self.lr_scheduler is not None and not optimizer.overflow:
+            step_scheduler(self.lr_scheduler)
         self._step_was_fixed()
 
     def ready(self, what: str) -> None:

@@ -10,7 +10,7 @@ The role of a key is written where the key is declared, as a marker in its annot
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -33,6 +33,16 @@ class Block(BaseModel):
 
     shorthands: ClassVar[Mapping[bool, Mapping[str, object]]] = {}
     """What true and false stand for where the block should be; empty: nothing."""
+
+    @classmethod
+    def also_known(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
+        """Keys that the block below `key` takes beside those it declares, because of what else stands here.
+
+        Args:
+            key: canonical name of a key of this block.
+            raw: this block as the user wrote it.
+        """
+        return ()
 
 
 def problem(

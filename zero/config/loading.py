@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,14 @@ class _Reader:
     written: dict[str, str] = field(default_factory=dict)
     """Canonical path to the path the user wrote."""
 
-    def read(self, block: type[Block], raw: Mapping[Any, Any], prefix: str = "", wrote: str = "") -> dict[str, Any]:
+    def read(
+        self,
+        block: type[Block],
+        raw: Mapping[Any, Any],
+        prefix: str = "",
+        wrote: str = "",
+        also_known: Collection[str] = (),
+    ) -> dict[str, Any]:
         """Return the known and present keys of a block under their canonical names.
 
         Args:
@@ -135,6 +142,7 @@ class _Reader:
             raw: the user's object.
             prefix: canonical path of the block, ending in a dot; empty at the top level.
             wrote: the same as the user spelt it.
+            also_known: keys besides those that the block declares; they are kept as they are.
         """
         kept: dict[str, Any] = {}
         for key, value in raw.items():
@@ -145,13 +153,31 @@ class _Reader:
             elif not prefix and "." in key:
                 # trl and transformers put such keys beside the block they mean; DeepSpeed never reads them.
                 self.inactive.append(key)
+            elif key in also_known:
+                if value is not None and value != AUTO:
+                    kept[key], self.origins[prefix + key] = value, "user"
             elif (name := block.aliases.get(key, key)) not in block.model_fields:
-                self.problems.append(f"{wrote}{key}: {unknown_key(key, block=block, root=Config)}")
+                self.problems.append(
+                    f"{wrote}{key}: {unknown_key(key, block=block, root=Config, also_known=also_known)}"
+                )
             else:
-                self._keep(kept, block.model_fields[name], (prefix + name, wrote + key), value)
+                self._keep(
+                    kept,
+                    block.model_fields[name],
+                    (prefix + name, wrote + key),
+                    value,
+                    block.also_known(name, raw),
+                )
         return kept
 
-    def _keep(self, kept: dict[str, Any], known: FieldInfo, paths: tuple[str, str], value: Any) -> None:
+    def _keep(
+        self,
+        kept: dict[str, Any],
+        known: FieldInfo,
+        paths: tuple[str, str],
+        value: Any,
+        also_known: Collection[str],
+    ) -> None:
         path, wrote = paths
         if value is None:
             return
@@ -167,7 +193,7 @@ class _Reader:
             self.deprecated.append(f"{wrote}: deprecated, use {shown(meant)} for {shown(value)}")
             value = meant
         if inner is not None and isinstance(value, Mapping):
-            value = self.read(inner, value, f"{path}.", f"{wrote}.")
+            value = self.read(inner, value, f"{path}.", f"{wrote}.", also_known)
         name = path.rpartition(".")[2]
         if name in kept and kept[name] != value:
             self.problems.append(
