@@ -182,6 +182,8 @@ def test_auto_as_largest_rate_is_that_of_the_optimizer(open_engine: Open, nvme_p
         ),
         (None, {"type": "WarmupLR", "params": {"warmup_min_lr": [1, 2, 3]}}, "warmup_min_lr: expected 1 values"),
         (None, {"type": "MultiStepLR", "params": {"milestones": 3}}, "MultiStepLR cannot be made"),
+        (None, {"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: WarmupDecayLR needs a value"),
+        (None, {"type": "OneCycle", "params": {"cycle_min_lr": 0}}, "scheduler.params.cycle_max_lr: OneCycle needs"),
         (None, {"type": "LambdaLR", "params": {"lr_lambda": 3}}, "LambdaLR cannot be made"),
     ],
 )
@@ -239,8 +241,6 @@ def problems(scheduler: Any) -> list[str]:
     [
         ({"type": "WarmupLR", "params": {"total_num_steps": 1}}, '"total_num_steps" (of WarmupDecayLR, Warmup'),
         ({"type": "WarmupCosineLR", "params": {"total_num_steps": 1, "warmup_max_lr": 1}}, '"warmup_max_lr" (of '),
-        ({"type": "WarmupDecayLR"}, "expected WarmupDecayLR with total_num_steps"),
-        ({"type": "OneCycle", "params": {"cycle_min_lr": 0}}, "give cycle_max_lr"),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "scheduler.params.warmup_num_steps: "),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 2.5}}, "a whole number"),
         ({"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, '"log" or "linear"'),

@@ -130,8 +130,6 @@ class SchedulerConfig(Block):
         takes, given = parameters(self.kind), self.params.given
         if foreign := [_with_owners(key) for key in given if key not in takes]:
             raise problem(f"keys of {name} ({', '.join(takes)})", at="params", got=", ".join(foreign))
-        if lacking := " and ".join(key for key, needed in takes.items() if needed and key not in given):
-            raise problem(f"{name} with {lacking}", at="params", got=shown(given), fix=f"give {lacking}")
         return self
 
 

@@ -9,6 +9,7 @@ import torch
 
 from offload.errors import ConfigError
 from zero.config import Config
+from zero.config.scheduler_block import parameters
 
 logger = logging.getLogger("zero")
 
@@ -72,7 +73,10 @@ def _from_config(optimizer: torch.optim.Optimizer, config: Config) -> Any:
         raise ConfigError(f"scheduler: no class of the name {block and block.type!r}")
     arguments = block.params.given
     if config.origin("scheduler.params.warmup_max_lr") == "auto":
-        arguments["warmup_max_lr"] = None
+        arguments.setdefault("warmup_max_lr", None)
+    if lacking := [key for key, needed in parameters(block.kind).items() if needed and key not in arguments]:
+        keys = " and ".join(f"scheduler.params.{key}" for key in lacking)
+        raise ConfigError(f"{keys}: {block.kind.__name__} needs a value, got {arguments}")
     try:
         return block.kind(optimizer, **arguments)
     except (KeyError, TypeError, ValueError) as error:
