@@ -167,7 +167,7 @@ class Amp(Block):
 
     why: ClassVar[str] = "it belongs to Apex AMP, which is off"
 
-    enabled: Annotated[Flag, Only((False,), "Apex AMP is not available; use bf16.enabled or torch.autocast")] = False
+    enabled: Annotated[Flag, Only((False,), "Apex AMP is not available; use bf16, fp16 or torch_autocast")] = False
     opt_level: InertText = None
     cast_model_type: InertText = None
     patch_torch_functions: InertFlag = None
@@ -179,14 +179,6 @@ class Amp(Block):
     verbosity: InertWhole = None
     min_loss_scale: InertNumber = None
     max_loss_scale: InertNumber = None
-
-
-class TorchAutocast(Block):
-    """`torch_autocast`."""
-
-    enabled: Annotated[Flag, Only((False,), "use torch.autocast in the model, or bf16.enabled")] = False
-    dtype: InertText = None
-    lower_precision_safe_modules: InertItems = None
 
 
 class TensorParallelGroup(Block):

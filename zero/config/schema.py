@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from typing_extensions import Self
 
@@ -24,7 +25,6 @@ from zero.config.fields import (
     Flag,
     Inert,
     InertFlag,
-    InertNumber,
     InertObject,
     Number,
     Only,
@@ -38,6 +38,7 @@ from zero.config.fields import (
 )
 from zero.config.hints import unknown_key
 from zero.config.optimizer_block import OptimizerConfig, SchedulerConfig
+from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
 from zero.config.sizes import parse_bytes, parse_whole
 from zero.config.zero_block import ZeroConfig
 
@@ -73,32 +74,6 @@ class Report:
     """Lines about unknown top-level keys that were tolerated."""
     chosen: Mapping[str, Choice] = field(default_factory=dict)
     """Canonical path to what was chosen for it where it was "auto"."""
-
-
-class Bf16Config(Block):
-    """`bf16`: 16-bit weights with fp32 master; off means fp32 throughout."""
-
-    enabled: Flag = False
-    immediate_grad_update: InertFlag = None
-    check_grad_overflow: InertFlag = None
-    check_overflow: InertFlag = None
-    bf16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
-    bf16_optimizer_states: Annotated[Flag, Only((False,), "moments are fp32; set it to false")] = False
-
-
-class Fp16Config(Block):
-    """`fp16`: not available; the block is accepted while it is off."""
-
-    enabled: Annotated[Flag, Only((False,), 'fp16 is not available yet; use "bf16": {"enabled": true}')] = False
-    auto_cast: InertFlag = None
-    loss_scale: InertNumber = None
-    initial_scale_power: InertNumber = None
-    loss_scale_window: InertNumber = None
-    hysteresis: InertNumber = None
-    consecutive_hysteresis: InertFlag = None
-    min_loss_scale: InertNumber = None
-    fused_mode: InertFlag = None
-    fp16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
 
 
 def _parse_block_size(value: object) -> int:
@@ -147,19 +122,6 @@ class MemoryBudget(Block):
 
     device: Budget = None
     host: Budget = None
-
-
-class DataTypes(Block):
-    """`data_types`."""
-
-    grad_accum_dtype: Annotated[
-        Literal["fp32", "fp16", "bf16"] | None,
-        Only(("fp32", None), "gradients are accumulated in fp32"),
-        choice("fp32", "fp16", "bf16"),
-    ] = None
-    param_dtype: Annotated[Any, Only((), "use bf16.enabled")] = None
-    buffer_dtype: Annotated[Any, Only((), "buffers keep the dtype they have in the model")] = None
-    keep_in_fp32_modules: Annotated[Any, Only((), "buffers keep the dtype they have in the model")] = None
 
 
 def _parse_print_interval(value: object) -> int | None:
@@ -251,7 +213,7 @@ class Config(Block):
         ),
     ] = 1
     amp: refused.Amp | None = None
-    torch_autocast: refused.TorchAutocast | None = None
+    torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
     elasticity: refused.Elasticity | None = None
     curriculum_learning: refused_data.CurriculumLearning | None = None
@@ -308,9 +270,19 @@ class Config(Block):
         return self._report.world_size
 
     @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What weights are kept and computed in; None: as the model has them."""
+        return torch.bfloat16 if self.bf16.enabled else torch.float16 if self.fp16.enabled else None
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """What several contributions to a gradient are added up in."""
+        return DTYPES[self.data_types.grad_accum_dtype or "fp32"]
+
+    @property
     def sums_16_bit_in_fp32(self) -> bool:
         """Whether 16-bit gradients are to be summed in fp32 on every backend."""
-        asked = self.communication_data_type == "fp32" and self.bf16.enabled
+        asked = self.communication_data_type == "fp32" and self.compute_dtype is not None
         return asked or self.reduce_scatter_with_fp32_accumulation
 
     @property
@@ -396,6 +368,22 @@ class Config(Block):
                 at="communication_data_type",
                 got=f'"fp16" with {world_size} ranks and bf16.enabled',
                 keys=("communication_data_type",),
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_precision(self) -> Self:
+        if self.bf16.enabled and self.fp16.enabled:
+            raise problem(
+                "one of bf16 and fp16", fix="disable one", at="fp16.enabled", got="both enabled", keys=("bf16", "fp16")
+            )
+        if self.accumulation_dtype not in (torch.float32, self.compute_dtype):
+            raise problem(
+                '"fp32", or the dtype of the weights',
+                fix="set it to fp32, or enable bf16 or fp16, whichever it names",
+                at="data_types.grad_accum_dtype",
+                got=f'"{self.data_types.grad_accum_dtype}" without {self.data_types.grad_accum_dtype}.enabled',
+                keys=("data_types",),
             )
         return self
 
