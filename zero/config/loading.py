@@ -129,7 +129,7 @@ class _Reader:
         source = copied(content)
         noted = source.get(ORIGINS_KEY)
         if isinstance(noted, Mapping):
-            self.defaults = frozenset(path for path, origin in noted.items() if origin == "default")
+            self.defaults = frozenset(path for path, origin in noted.items() if origin in ("default", AUTO))
         data = self.read(Config, source)
         open_autos = frozenset(path for path, origin in self.origins.items() if origin == AUTO) - set(self.chosen)
         context = {

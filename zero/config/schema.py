@@ -24,7 +24,6 @@ from zero.config.fields import (
     Block,
     Flag,
     Inert,
-    InertFlag,
     InertObject,
     Number,
     Only,
@@ -238,9 +237,9 @@ class Config(Block):
     sparse_gradients: Annotated[Flag | None, Inert("gradients of embeddings are reduced dense")] = None
     disable_allgather: Annotated[Flag | None, Inert("weights are gathered in one collective a unit")] = None
     graph_harvesting: Annotated[Flag | None, Inert("no graphs are captured")] = None
-    wall_clock_breakdown: InertFlag = None
-    memory_breakdown: InertFlag = None
-    dump_state: InertFlag = None
+    wall_clock_breakdown: Annotated[Flag | None, Inert("zero trace shows where time goes")] = None
+    memory_breakdown: Annotated[Flag | None, Inert("engine.statistics() and the plan show memory")] = None
+    dump_state: Annotated[Flag | None, Inert("zero config show prints the effective configuration")] = None
     disable_python_gc: Annotated[Flag | None, Inert("Python's collector is left alone")] = None
     log_level: Annotated[Any, Inert('set the level of the logger "zero" instead')] = None
     vocabulary_size: Annotated[Whole | None, Inert("it only makes DeepSpeed warn of sizes that are slow")] = None
