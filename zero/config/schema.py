@@ -36,8 +36,9 @@ from zero.config.fields import (
     world_size_of,
 )
 from zero.config.hints import unknown_key
-from zero.config.optimizer_block import OptimizerConfig, SchedulerConfig
+from zero.config.optimizer_block import OptimizerConfig
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
+from zero.config.scheduler_block import SchedulerConfig
 from zero.config.sizes import parse_bytes, parse_whole
 from zero.config.zero_block import ZeroConfig
 
@@ -324,7 +325,8 @@ class Config(Block):
         Raises:
             ConfigError: there is no such key.
         """
-        canonical = self._canonical(path)
+        # What a class of torch takes is known only where it was given.
+        canonical = path if path in self._report.origins else self._canonical(path)
         if canonical in self._report.origins:
             return self._report.origins[canonical]
         while "." in canonical:
