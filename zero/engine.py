@@ -32,12 +32,15 @@ from zero.params.layout import Unit
 from zero.replanning import Census
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
+from zero.surface import Surface
 from zero.tracing import Traced, Tracer, traced
 
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkpoints, Generates, Traced, nn.Module):
+class ZeroEngine(
+    Surface, ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkpoints, Generates, Traced, nn.Module
+):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -86,6 +89,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
             parts.undo()
             raise
         self.module = model
+        self._show_face()
         self._census = Census(model, self.optimizer)
         self._census.decline()
         self.train(model.training)
@@ -252,6 +256,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         self._step_counted = True
         self._watch.generation += 1
         self.global_steps = number
+        self.global_samples += self._config.train_batch_size
         optimizer.mark_stepped()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -369,7 +374,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        """Unknown names are the model's: `engine.generate`, `engine.config`."""
+        """Unknown names are the model's: `engine.generate`."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -43,6 +43,7 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     """Mixed into the engine."""
 
     global_steps: int
+    global_samples: int
     micro_steps: int
     device: torch.device
     lr_scheduler: Any

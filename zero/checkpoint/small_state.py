@@ -27,6 +27,7 @@ class Counted(Protocol):
     """What of an engine is captured here."""
 
     global_steps: int
+    global_samples: int
     micro_steps: int
     device: torch.device
     optimizer: Any
@@ -48,6 +49,7 @@ def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes
     return {
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
+        "global_samples": engine.global_samples,
         "skipped_steps": 0,
         "groups": _groups(engine.optimizer, leaves),
         "config": _plain(config.as_dict()),
@@ -80,6 +82,7 @@ def client_part(engine: Counted, client_state: Mapping[str, Any]) -> dict[str, A
 def restore_counters(engine: Counted, state: Mapping[str, Any]) -> None:
     """Go on counting where the saved engine stopped."""
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
+    engine.global_samples = int(state.get("global_samples", 0))
 
 
 def restore_rank(engine: Counted, state: Mapping[str, Any], *, own: bool) -> None:

@@ -23,6 +23,7 @@ class Run(Protocol):
     training_dataloader: Any
     device: torch.device
     global_steps: int
+    global_samples: int
     micro_steps: int
     data_position: Any
 
@@ -36,7 +37,11 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
         norm: of the last step's gradients.
     """
     state: dict[str, Any] = {
-        "counters": {"global_steps": run.global_steps, "micro_steps": run.micro_steps},
+        "counters": {
+            "global_steps": run.global_steps,
+            "micro_steps": run.micro_steps,
+            "global_samples": run.global_samples,
+        },
         "norm": norm,
         "groups": [],
         "step_counts": {},

@@ -256,6 +256,11 @@ class Config(Block):
         return self._report.world_size
 
     @property
+    def source(self) -> Mapping[str, Any]:
+        """A copy of the configuration as it was given."""
+        return self._report.source
+
+    @property
     def sums_16_bit_in_fp32(self) -> bool:
         """Whether 16-bit gradients are to be summed in fp32 on every backend."""
         asked = self.communication_data_type == "fp32" and self.bf16.enabled
@@ -307,6 +312,12 @@ class Config(Block):
         """The effective configuration with every default, as plain dicts and lists; a new one each time."""
         plain = _plain(self.model_dump())
         return dict(plain) if isinstance(plain, dict) else {}
+
+    def with_batch(self, sizes: Mapping[str, int]) -> Self:
+        """This configuration with other batch sizes, which agree with each other."""
+        changed = self.model_copy(update=dict(sizes))
+        changed._report = self._report
+        return changed
 
     @classmethod
     def _canonical(cls, path: str) -> str:
