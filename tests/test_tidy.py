@@ -287,6 +287,7 @@ WIDE_FUNCTIONS = {
     ("zero/distributed/joining.py", "init_distributed"),
     ("zero/initialize.py", "initialize"),
     ("zero/lr_schedules/cycle.py", "__init__"),
+    ("zero/ops/adam.py", "__init__"),
     ("zero/params/initialisation.py", "__init__"),
     ("zero/params/tiled_linear.py", "__init__"),
 }

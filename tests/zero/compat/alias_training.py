@@ -204,6 +204,37 @@ def cloned() -> dict[str, Any]:
     }
 
 
+def saved() -> dict[str, Any]:
+    """A checkpoint as clients look at it, and weights out of it by the script that lies beside it."""
+    import os
+    import subprocess
+    import tempfile
+
+    import safetensors.torch
+
+    engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, **ADAMW})
+    train(engine)
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_checkpoint(folder)
+        engine.save_checkpoint(folder, "again")
+        script = os.path.join(folder, "zero_to_fp32.py")
+        done = subprocess.run([script, folder, f"{folder}/out"], capture_output=True, text=True)
+        with deepspeed.zero.GatheredParameters(list(engine.parameters())):
+            trained = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+        values = safetensors.torch.load_file(f"{folder}/out/model.safetensors") if not done.returncode else {}
+        again = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, "global_step3")
+        other = deepspeed.initialize(model=model(), config={**CONFIG, **ADAMW})[0]
+        path, client = other.load_checkpoint(folder, "again")
+        return {
+            "there": sorted(name for name in os.listdir(folder) if not name.startswith(".")),
+            "executable": os.access(script, os.X_OK),
+            "said": done.stderr,
+            "equal": all(torch.equal(values[name], trained[name]) for name in trained) and len(values) == len(trained),
+            "function": all(torch.equal(again[name], trained[name]) for name in trained),
+            "loaded": [path is not None, client, train(other) == train(engine)],
+        }
+
+
 if __name__ == "__main__":
     logging.getLogger("zero").setLevel(logging.WARNING)
     print("\n" + json.dumps({name: globals()[name]() for name in sys.argv[1:]}))

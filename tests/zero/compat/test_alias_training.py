@@ -16,7 +16,7 @@ CHILD = Path(__file__).parent / "alias_training.py"
 @cache
 def found() -> dict[str, Any]:
     """One child makes all calls: they have a process in common in clients too."""
-    functions = ("accelerator", "protocol", "unharmed", "forms", "cloned")
+    functions = ("accelerator", "protocol", "unharmed", "forms", "cloned", "saved")
     answer: dict[str, Any] = json.loads(said(str(CHILD), *functions, env=OPTED_IN).splitlines()[-1])
     return answer
 
@@ -92,3 +92,11 @@ def test_cloned_trees_own_their_memory() -> None:
         "tied": True,
         "leaf": True,
     }
+
+
+def test_a_folder_of_checkpoints_has_what_clients_look_for() -> None:
+    told = found()["saved"]
+    assert told["there"] == ["again", "global_step3", "latest", "out", "zero_to_fp32.py"]
+    assert told["said"] == "" and told["executable"]
+    assert told["equal"] and told["function"]
+    assert told["loaded"] == [True, {}, True]
