@@ -464,7 +464,7 @@ REFUSED = {
     "gradient_allreduce_op": ("sum", "averaged"),
     "managed_gradient_accumulation": (False, "gradient_accumulation_steps"),
     "sequence_parallel_size": (2, "set it to 1"),
-    "tensor_parallel.autotp_size": (2, "set it to 0"),
+    "tensor_parallel.autotp_size": (2, "set it to 1"),
     "inference.tensor_parallel.tp_size": (2, "set it to 1"),
     "aio.use_gds": (True, "set it to false"),
     "zero_optimization.zero_quantized_weights": (True, "set it to false"),

@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from offload.errors import ConfigError
 from zero.config import inert_features as inert
+from zero.config import refused_data
 from zero.config import refused_features as refused
 from zero.config.activation_block import ActivationCheckpointing
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
@@ -22,13 +23,12 @@ from zero.config.fields import (
     MEANS_AUTO,
     Block,
     Flag,
-    InertAny,
+    Inert,
     InertFlag,
     InertObject,
-    InertText,
-    InertWhole,
     Number,
     Only,
+    Text,
     Whole,
     block_of,
     choice,
@@ -59,7 +59,7 @@ class Report:
     """Canonical path to "user" or "auto"; a path that is missing was not given."""
     inactive: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why a path of `inactive` does nothing, where users may wonder."""
+    """Why a path of `inactive` does nothing; a path that is missing is overruled by other keys."""
     deprecated: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     """Lines about unknown top-level keys that were tolerated."""
@@ -89,7 +89,9 @@ class AioConfig(Block):
     tune: Annotated[Literal["cached", "probe", "off"], choice("cached", "probe", "off")] = "cached"
     """Ours. Keys above that the user has not set come from measuring the device of nvme_path. "cached": if `zero tune`
     or another run has done it; "probe": it is done now (up to half a minute) if nobody has; "off": never."""
-    use_gds: Annotated[Flag, Only((False,), "GPUDirect Storage is not available; set it to false")] = False
+    use_gds: Annotated[
+        Flag, Only((False,), "GPUDirect Storage is not available; set it to false: io_uring with O_DIRECT is used")
+    ] = False
 
 
 def _parse_budget(value: object) -> int | str:
@@ -120,6 +122,21 @@ def _parse_print_interval(value: object) -> int | None:
     return interval
 
 
+VERSION = 1
+"""Of the defaults. A changed default is a new version, and `Was(version, default)` at the key keeps the old one."""
+
+
+def _parse_version(value: object) -> int:
+    known = " or ".join(str(version) for version in range(1, VERSION + 1))
+    try:
+        version = parse_whole(value)
+    except ValueError:
+        version = 0
+    if not 1 <= version <= VERSION:
+        raise problem(f"{known}, the versions this release knows", fix="remove it for the newest defaults, or update")
+    return version
+
+
 _COMM_DTYPE = choice("fp32", "fp16", "bf16")
 
 
@@ -133,6 +150,8 @@ class Config(Block):
         "seq_parallel_comm_data_type": "seq_parallel_communication_data_type",
     }
 
+    config_version: Annotated[int, reads(_parse_version)] = VERSION
+    """Ours: the defaults are those of this version, also after a release that changes them."""
     train_batch_size: Annotated[Whole, Field(ge=1)] = 1
     train_micro_batch_size_per_gpu: Annotated[Whole, Field(ge=1)] = 1
     gradient_accumulation_steps: Annotated[Whole, Field(ge=1)] = 1
@@ -162,18 +181,27 @@ class Config(Block):
     gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
     """Gradients are divided by it before they travel, and by the rest of the number of ranks after their sum."""
     gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"], Only(("mean",), "gradients are averaged; scale the loss instead"), choice("mean", "sum")
+        Literal["mean", "sum"],
+        Only(("mean",), "gradients are averaged; scale the loss by the number of ranks instead"),
+        choice("mean", "sum"),
     ] = "mean"
     managed_gradient_accumulation: Annotated[
         Flag, Only((True,), "the engine counts micro-batches; set gradient_accumulation_steps to 1 instead")
     ] = True
-    sequence_parallel_size: Annotated[Whole, Only((1, 0), "sequence parallelism is not available; set it to 1")] = 1
+    sequence_parallel_size: Annotated[
+        Whole,
+        Only(
+            (1, 0),
+            "sequence parallelism is not available; set it to 1, and for long sequences give activation_checkpointing: "
+            'activation_device "cpu" or "nvme", or zero.TiledLinear',
+        ),
+    ] = 1
     amp: refused.Amp | None = None
     torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
     elasticity: refused.Elasticity | None = None
-    curriculum_learning: refused.CurriculumLearning | None = None
-    data_efficiency: refused.DataEfficiency | None = None
+    curriculum_learning: refused_data.CurriculumLearning | None = None
+    data_efficiency: refused_data.DataEfficiency | None = None
     compression_training: refused.CompressionTraining | None = None
     weight_quantization: refused.WeightQuantization | None = None
     sparse_attention: refused.SparseAttention | None = None
@@ -182,20 +210,26 @@ class Config(Block):
     expert_parallel: refused.ExpertParallel | None = None
     inference: refused.Inference | None = None
 
-    zero_allow_untested_optimizer: InertFlag = None
-    zero_force_ds_cpu_optimizer: InertFlag = None
-    seq_parallel_communication_data_type: Annotated[InertText, _COMM_DTYPE] = None
-    sparse_gradients: InertFlag = None
-    disable_allgather: InertFlag = None
-    graph_harvesting: InertFlag = None
+    zero_allow_untested_optimizer: Annotated[
+        Flag | None, Inert("an optimizer that cannot be used is refused by name, whatever this says")
+    ] = None
+    zero_force_ds_cpu_optimizer: Annotated[
+        Flag | None, Inert("an optimizer of torch is taken as it is and runs with our kernels")
+    ] = None
+    seq_parallel_communication_data_type: Annotated[
+        Text | None, Inert("there is no sequence parallelism"), _COMM_DTYPE
+    ] = None
+    sparse_gradients: Annotated[Flag | None, Inert("gradients of embeddings are reduced dense")] = None
+    disable_allgather: Annotated[Flag | None, Inert("weights are gathered in one collective a unit")] = None
+    graph_harvesting: Annotated[Flag | None, Inert("no graphs are captured")] = None
     wall_clock_breakdown: InertFlag = None
     memory_breakdown: InertFlag = None
     dump_state: InertFlag = None
-    disable_python_gc: InertFlag = None
-    log_level: InertAny = None
-    vocabulary_size: InertWhole = None
-    use_data_before_expert_parallelism: InertFlag = None
-    datastates_ckpt: InertObject = None
+    disable_python_gc: Annotated[Flag | None, Inert("Python's collector is left alone")] = None
+    log_level: Annotated[Any, Inert('set the level of the logger "zero" instead')] = None
+    vocabulary_size: Annotated[Whole | None, Inert("it only makes DeepSpeed warn of sizes that are slow")] = None
+    use_data_before_expert_parallelism: Annotated[Flag | None, Inert("there are no expert-parallel groups")] = None
+    datastates_ckpt: Annotated[InertObject, Inert("checkpoints are written by this engine")] = None
     comms_logger: inert.CommsLogger | None = None
     comms_config: inert.CommsConfig | None = None
     monitor_config: inert.MonitorConfig | None = None
@@ -242,9 +276,11 @@ class Config(Block):
 
     @property
     def inactive_with_reasons(self) -> tuple[str, ...]:
-        """As `inactive`, with "path (why)" where users may wonder why."""
-        reasons = self._report.reasons
-        return tuple(f"{path} ({reasons[path]})" if path in reasons else path for path in self.inactive)
+        """As `inactive`, "path, path (why)": those with one reason together."""
+        together: dict[str, list[str]] = {}
+        for path in self.inactive:
+            together.setdefault(self._report.reasons.get(path, "other keys leave it without effect"), []).append(path)
+        return tuple(f"{', '.join(paths)} ({reason})" for reason, paths in together.items())
 
     @property
     def deprecated(self) -> tuple[str, ...]:
