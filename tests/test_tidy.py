@@ -286,6 +286,7 @@ WIDE_FUNCTIONS = {
     ("zero/compat/optimizers.py", "__init__"),
     ("zero/distributed/joining.py", "init_distributed"),
     ("zero/initialize.py", "initialize"),
+    ("zero/lr_schedules/cycle.py", "__init__"),
     ("zero/params/initialisation.py", "__init__"),
     ("zero/params/tiled_linear.py", "__init__"),
 }
