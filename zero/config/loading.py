@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -18,6 +18,7 @@ from zero import ranks
 from zero.config.fields import AUTO, Block, Deprecated, block_of, means_auto, reason_of, role_of, shown
 from zero.config.hints import unknown_key
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
+from zero.config.reading import copied, read_source
 from zero.config.schema import Config, Origin, Report
 
 FETCHING_KEYS = (
@@ -27,19 +28,41 @@ FETCHING_KEYS = (
 """Without effect below stage 3, where weights never leave the device."""
 COMMENT_PREFIXES = ("_comment", "comment", "//")
 
+Unknown = Literal["error", "warn"]
+_unknown_top_level: ContextVar[Unknown] = ContextVar("unknown_top_level", default="error")
+
+
+@contextmanager
+def tolerating_unknown_keys() -> Iterator[None]:
+    """Inside, an unknown top-level key is a warning and not an error: clients of DeepSpeed add keys of their own.
+
+    For who calls the engine in DeepSpeed's name: a `with` block, or a decorator, around whatever reads a configuration
+    (`initialize`, `Init`, `checkpointing.configure`). It holds for this thread (or task) and this block only; the
+    argument `unknown_top_level` of `load_config` goes before it. A `Config` remembers how it was read.
+    """
+    token = _unknown_top_level.set("warn")
+    try:
+        yield
+    finally:
+        _unknown_top_level.reset(token)
+
 
 def load_config(
     config: str | os.PathLike[str] | Mapping[str, Any] | Config,
     *,
     world_size: int | None = None,
     ranks_per_node: int | None = None,
+    unknown_top_level: Unknown | None = None,
 ) -> Config:
     """Read, check and complete a configuration.
 
     Args:
-        config: path of a JSON file, or its content as a dict (left untouched), or a `Config`.
+        config: path of a JSON (or Hjson) file, the same in base64, its content as a dict (left untouched), or a
+            `Config`.
         world_size: number of ranks; the batch sizes are completed for it. None: as torch.distributed says.
         ranks_per_node: None: as torch.distributed's launcher says, if `world_size` is None too; else not known.
+        unknown_top_level: "warn": an unknown key at the top level is listed in `Config.ignored`; "error": it is a
+            problem, as an unknown key inside a block always is. None: as `tolerating_unknown_keys` says, else "error".
 
     Returns:
         The frozen configuration.
@@ -55,16 +78,11 @@ def load_config(
         known = config._report
         if (known.world_size, known.ranks_per_node) == (world_size, ranks_per_node):
             return config
-        return load_config(known.source, world_size=world_size, ranks_per_node=ranks_per_node)
-    reader = _Reader()
-    if isinstance(config, Mapping):
-        where, content = "config", config
-    elif isinstance(config, (str, os.PathLike)):
-        where = os.fspath(config)
-        content = _read_file(where, reader.problems)
-    else:
-        raise ConfigError(f"config: expected a path of a JSON file or a dict, got {type(config).__name__}")
-    source = _copied(content)
+        mode: Unknown = "warn" if known.ignored else "error"
+        return load_config(known.source, world_size=world_size, ranks_per_node=ranks_per_node, unknown_top_level=mode)
+    reader = _Reader(tolerant=(unknown_top_level or _unknown_top_level.get()) == "warn")
+    where, content = read_source(config, reader.problems)
+    source = copied(content)
     data = reader.read(Config, source)
     checked = _validated(data, reader, {"world_size": world_size, "ranks_per_node": ranks_per_node})
     if checked is None or reader.problems:
@@ -72,58 +90,30 @@ def load_config(
         raise ConfigError("\n  ".join([f"{where}: {many}", *reader.problems]))
     inactive = (*reader.inactive, *_overruled(checked, reader.origins))
     report = Report(
-        world_size, ranks_per_node, source, reader.origins, inactive, reader.reasons, tuple(reader.deprecated)
+        world_size,
+        ranks_per_node,
+        source,
+        reader.origins,
+        inactive,
+        reader.reasons,
+        tuple(reader.deprecated),
+        tuple(reader.ignored),
     )
     return checked._settled(report)
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError if it cannot be read or says something twice."""
-    problems: list[str] = []
-    content = _read_file(path, problems)
-    if problems:
-        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problems", *problems]))
-    return content
-
-
-def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
-    def closed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        keys = [key for key, _ in pairs]
-        problems.extend(
-            f"{key}: expected once in its block, got {keys.count(key)} times" for key in content if keys.count(key) > 1
-        )
-        return content
-
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=closed)
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a readable JSON file, got: {error.strerror or error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected an object {{...}} at the top level, got {shown(content)}")
-    return content
-
-
-def _copied(value: Any) -> Any:
-    # Not deepcopy: a live config may hold process groups, which are handed on as they are.
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass
 class _Reader:
     """Sorts the user's keys: known, absent, commented, unknown; and notes where each value came from."""
 
+    tolerant: bool = False
+    """Unknown keys at the top level are ignored, and listed."""
     problems: list[str] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
     inactive: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     deprecated: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
     """Canonical path to the path the user wrote."""
 
@@ -142,11 +132,9 @@ class _Reader:
                 self.problems.append(f"{wrote}{key}: expected a string as key, got {shown(key)}")
             elif key.startswith(COMMENT_PREFIXES):
                 continue
-            elif not prefix and "." in key:
-                # trl and transformers put such keys beside the block they mean; DeepSpeed never reads them.
-                self.inactive.append(key)
             elif (name := block.aliases.get(key, key)) not in block.model_fields:
-                self.problems.append(f"{wrote}{key}: {unknown_key(key, block=block, root=Config)}")
+                line = f"{wrote}{key}: {unknown_key(key, block=block, root=Config)}"
+                (self.problems if prefix or not self.tolerant else self.ignored).append(line)
             else:
                 self._keep(kept, block.model_fields[name], (prefix + name, wrote + key), value)
         return kept

@@ -60,6 +60,8 @@ class Report:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why a path of `inactive` does nothing, where users may wonder."""
     deprecated: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    """Lines about unknown top-level keys that were tolerated."""
 
 
 class Bf16Config(Block):
@@ -276,6 +278,11 @@ class Config(Block):
     def deprecated(self) -> tuple[str, ...]:
         """One line "path: what to use instead" for every deprecated key in use."""
         return self._report.deprecated
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """One line "key: nearest known key" for every unknown top-level key that was tolerated."""
+        return self._report.ignored
 
     def origin(self, path: str) -> Origin:
         """Where the value of a key comes from.

@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.dataloader`."""
+
+from zero.resumable import RepeatingLoader
+
+__all__ = ["RepeatingLoader"]

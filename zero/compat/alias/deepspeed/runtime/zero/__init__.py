@@ -1,0 +1,22 @@
+"""`deepspeed.runtime.zero`."""
+
+from zero.compat.partition_parameters import (
+    GatheredParameters,
+    Init,
+    ZeroParamStatus,
+    ZeroParamType,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
