@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 import zero
 from zero import ranks
-from zero.arguments import config_argument
 from zero.compat.logs import logger
-from zero.compat.tolerance import tolerant
 from zero.compat.version import VERSION
+from zero.config import tolerating_unknown_keys
 from zero.distributed.joining import init_distributed
 
 SIGNATURE = inspect.signature(zero.initialize)
@@ -33,9 +32,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if given["dist_init_required"] is not False and not dist.is_initialized():
         init_distributed(distributed_port=given["distributed_port"])
     say_who_answers()
-    named = (given["config"], given["config_params"], config_argument(given["args"]))
-    source = next((source for source in named if source is not None), None)
-    return zero.initialize(**{**given, "config": tolerant(source), "config_params": None})
+    with tolerating_unknown_keys():
+        return zero.initialize(**given)
 
 
 def say_who_answers() -> None:

@@ -16,3 +16,8 @@ DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE") or FILE_NAME
 def main(args: Sequence[str] | None = None) -> int:
     """`zero run` with these arguments; None: the command line's. The exit status."""
     return cli.main(["run", *(sys.argv[1:] if args is None else args)])
+
+
+def report() -> int:
+    """`zero doctor`, DeepSpeed's `ds_report`. The exit status."""
+    return cli.main(["doctor"])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero.compat.accelerator import get_accelerator
-from zero.compat.tolerance import tolerant
+from zero.config import tolerating_unknown_keys
 from zero.distributed.joining import init_distributed
 from zero.params.face import ZeroParamStatus
 from zero.params.gathering import GatheredParameters
@@ -95,14 +95,12 @@ class Init(OurInit):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for name in ("config_dict_or_path", "config"):
-            if name in kwargs:
-                kwargs[name] = tolerant(kwargs[name])
         if kwargs.get("enabled", True) and not dist.is_initialized():
             init_distributed()
         self._wraps = bool(kwargs.get("enabled", True))
         self._before: dict[str, Any] = {}
-        super().__init__(*args, **kwargs)
+        with tolerating_unknown_keys():
+            super().__init__(*args, **kwargs)
 
     def __enter__(self) -> OurInit:
         """Start watching constructors."""

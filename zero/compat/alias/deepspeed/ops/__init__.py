@@ -2,4 +2,9 @@
 
 from .._names import attributes
 
-__getattr__ = attributes(__name__)
+NAMES = {
+    "DeepSpeedTransformerConfig": "zero.compat.unavailable:DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer": "zero.compat.unavailable:DeepSpeedTransformerLayer",
+    "__compatible_ops__": "zero.compat.operators:compatible_ops",
+}
+__getattr__ = attributes(__name__, NAMES)

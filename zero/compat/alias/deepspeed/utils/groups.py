@@ -1,19 +1,6 @@
-"""`deepspeed.utils.groups`."""
+"""`deepspeed.utils.groups`: the very module `zero.compat.groups`."""
 
-from zero.compat.groups import (
-    _get_data_parallel_group,
-    _get_data_parallel_rank,
-    _get_data_parallel_world_size,
-    _get_sequence_parallel_group,
-    _get_sequence_parallel_rank,
-    _get_sequence_parallel_world_size,
-)
+import sys
+from importlib import import_module
 
-__all__ = [
-    "_get_data_parallel_group",
-    "_get_data_parallel_rank",
-    "_get_data_parallel_world_size",
-    "_get_sequence_parallel_group",
-    "_get_sequence_parallel_rank",
-    "_get_sequence_parallel_world_size",
-]
+sys.modules[__name__] = import_module("zero.compat.groups")

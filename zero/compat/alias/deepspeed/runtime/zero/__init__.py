@@ -1,5 +1,6 @@
 """`deepspeed.runtime.zero`."""
 
+from zero.compat.helpers import unwrap_model_for_generation
 from zero.compat.partition_parameters import (
     GatheredParameters,
     Init,
@@ -19,4 +20,5 @@ __all__ = [
     "ZeroParamType",
     "register_external_parameter",
     "unregister_external_parameter",
+    "unwrap_model_for_generation",
 ]

@@ -1,0 +1,5 @@
+"""`deepspeed.autotuning`."""
+
+from zero.compat.unavailable import Autotuner
+
+__all__ = ["Autotuner"]
