@@ -34,12 +34,14 @@ from zero.replanning import Census
 from zero.scaling import ScalesLoss
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
+from zero.surface import Surface
 from zero.tracing import Traced, Tracer, traced
 
 logger = logging.getLogger("zero")
 
 
 class ZeroEngine(
+    Surface,
     ConfigAccessors,
     ValueAccessors,
     LoadsData,
@@ -99,6 +101,7 @@ class ZeroEngine(
             parts.undo()
             raise
         self.module = model
+        self._show_face()
         self._census = Census(model, self.optimizer)
         self._census.decline()
         self.train(model.training)
@@ -276,6 +279,7 @@ class ZeroEngine(
             optimizer.mark_stepped()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
+        self.global_samples += self._config.train_batch_size
         self._step_was_fixed()
 
     def ready(self, what: str) -> None:
@@ -390,7 +394,7 @@ class ZeroEngine(
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        """Unknown names are the model's: `engine.generate`, `engine.config`."""
+        """Unknown names are the model's: `engine.generate`."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -28,6 +28,7 @@ class Counted(Protocol):
     """What of an engine is captured here."""
 
     global_steps: int
+    global_samples: int
     micro_steps: int
     skipped_steps: int
     scaler: LossScaler
@@ -53,6 +54,7 @@ def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes
         "micro_steps": engine.micro_steps,
         "skipped_steps": engine.skipped_steps,
         "loss_scaler": engine.scaler.state_dict(),
+        "global_samples": engine.global_samples,
         "groups": _groups(engine.optimizer, leaves),
         "config": _plain(config.as_dict()),
         "origins": dict(config.origins),
@@ -85,6 +87,7 @@ def restore_counters(engine: Counted, state: Mapping[str, Any]) -> None:
     """Go on counting where the saved engine stopped."""
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
     engine.skipped_steps = int(state.get("skipped_steps", 0))
+    engine.global_samples = int(state.get("global_samples", 0))
 
 
 def restore_rank(engine: Counted, state: Mapping[str, Any], *, own: bool) -> None:

@@ -24,6 +24,7 @@ class Run(Protocol):
     training_dataloader: Any
     device: torch.device
     global_steps: int
+    global_samples: int
     micro_steps: int
     skipped_steps: int
     scaler: LossScaler
@@ -39,7 +40,9 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
         norm: of the last step's gradients.
     """
     state: dict[str, Any] = {
-        "counters": {name: getattr(run, name) for name in ("global_steps", "micro_steps", "skipped_steps")},
+        "counters": {
+            name: getattr(run, name) for name in ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+        },
         "loss_scaler": run.scaler.state_dict(),
         "norm": norm,
         "groups": [],

@@ -264,6 +264,11 @@ class Config(Block):
         return DTYPES[self.data_types.grad_accum_dtype or "fp32"]
 
     @property
+    def source(self) -> Mapping[str, Any]:
+        """A copy of the configuration as it was given."""
+        return self._report.source
+
+    @property
     def sums_16_bit_in_fp32(self) -> bool:
         """Whether 16-bit gradients are to be summed in fp32 on every backend."""
         asked = self.communication_data_type == "fp32" and self.compute_dtype is not None
@@ -322,6 +327,12 @@ class Config(Block):
         """The effective configuration with every default, as plain dicts and lists; a new one each time."""
         plain = _plain(self.model_dump())
         return dict(plain) if isinstance(plain, dict) else {}
+
+    def with_batch(self, sizes: Mapping[str, int]) -> Self:
+        """This configuration with other batch sizes, which agree with each other."""
+        changed = self.model_copy(update=dict(sizes))
+        changed._report = self._report
+        return changed
 
     @classmethod
     def _canonical(cls, path: str) -> str:
