@@ -48,6 +48,15 @@ PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A value for a key that was "auto"."""
+
+    value: Any
+    source: str
+    """What it follows from."""
+
+
+@dataclass(frozen=True)
 class Report:
     """What was learnt while a configuration was read; paths are dotted."""
 
@@ -63,6 +72,8 @@ class Report:
     deprecated: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     """Lines about unknown top-level keys that were tolerated."""
+    chosen: Mapping[str, Choice] = field(default_factory=dict)
+    """Canonical path to what was chosen for it where it was "auto"."""
 
 
 def _parse_block_size(value: object) -> int:
@@ -153,13 +164,18 @@ class Config(Block):
     config_version: Annotated[int, reads(_parse_version)] = VERSION
     """Ours: the defaults are those of this version, also after a release that changes them."""
     train_batch_size: Annotated[Whole, Field(ge=1)] = 1
+    """Samples of one step: train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks. Any two give the
+    third; one gives the others with one accumulation step."""
     train_micro_batch_size_per_gpu: Annotated[Whole, Field(ge=1)] = 1
+    """Samples of one forward on one rank."""
     gradient_accumulation_steps: Annotated[Whole, Field(ge=1)] = 1
+    """Micro-batches of one step."""
     gradient_clipping: Annotated[Number, Field(ge=0)] = 0.0
     """Largest global gradient norm; 0.0 is off."""
     steps_per_print: Annotated[int | None, reads(_parse_print_interval)] = None
     """None (and Infinity in the JSON): never."""
     dataloader_drop_last: Flag = False
+    """The loader of training_data drops what does not fill a batch on every rank."""
     bf16: Bf16Config = Bf16Config()
     fp16: Fp16Config = Fp16Config()
     optimizer: OptimizerConfig | None = None
@@ -297,6 +313,11 @@ class Config(Block):
         """One line "key: nearest known key" for every unknown top-level key that was tolerated."""
         return self._report.ignored
 
+    @property
+    def chosen(self) -> Mapping[str, Choice]:
+        """Canonical path to what was chosen for a key that was "auto", from the model or the data."""
+        return self._report.chosen
+
     def origin(self, path: str) -> Origin:
         """Where the value of a key comes from.
 
@@ -325,8 +346,8 @@ class Config(Block):
 
     def as_dict(self) -> dict[str, Any]:
         """The effective configuration with every default, as plain dicts and lists; a new one each time."""
-        plain = _plain(self.model_dump())
-        return dict(plain) if isinstance(plain, dict) else {}
+        effective = plain(self.model_dump())
+        return dict(effective) if isinstance(effective, dict) else {}
 
     def with_batch(self, sizes: Mapping[str, int]) -> Self:
         """This configuration with other batch sizes, which agree with each other."""
@@ -387,7 +408,8 @@ class Config(Block):
         return settled
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """The same of dicts, lists and single values only."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
