@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def lora(
         more |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": recompute}}
     args = TrainingArguments(**common(deepspeed, **more))
     set_seed(0)
-    model = get_peft_model(loaded(), adapters(**{"r": 4, **(peft or {})}))
+    model = moved(get_peft_model(loaded(), adapters(**{"r": 4, **(peft or {})})), ulps)
     if recompute is not None:
         model.enable_input_require_grads()
     return fit(Trainer(model=model, args=args, train_dataset=Rows()), model)
@@ -172,8 +173,14 @@ class Stepper:
 
     def allocate(self, number: int) -> None:
         """Let PEFT look at the gradients; what is left is counted before the step."""
-        self.model.base_model.update_and_allocate(number)
-        self.ranks = ranks_left(self.model)
+        context: Any = nullcontext()
+        if self.engine is not None:
+            import deepspeed
+
+            context = deepspeed.zero.GatheredParameters(self.model.parameters(), modifier_rank=0)
+        with context:
+            self.model.base_model.update_and_allocate(number)
+            self.ranks = ranks_left(self.model)
 
     def values(self) -> dict[str, Tensor]:
         """All of them, as of the last step."""
