@@ -56,7 +56,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The whole gradient collected since the last step, the mean over ranks, fp32, a copy on the engine's device.
 
-    None without one: before a backward, after `step()` or `zero_grad()`, and where backward has not reached it.
+    None without one: before a backward, after `step()` or `zero_grad()`, and where backward has not reached it. With
+    fp16 it is scaled as the loss was, by `engine.optimizer.cur_scale`, as DeepSpeed keeps it.
     """
     own = _own_grad(param)
     return own if own is not None else _read(param, ParameterValues.gradient)

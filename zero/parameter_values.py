@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offload import kernels
+from offload import kernels, masters
 from offload.errors import StateError
 from offload.messages import bytes_of, tensor_of
 from offload.moments import MOMENTS_BLOCK_NUMEL
@@ -95,12 +95,11 @@ class ParameterValues:
                 for piece in stored.pieces_of_slot(run.unit, run.slot, first + run.begin, first + run.end, True):
                     if number and piece.moments is not None:
                         parts.append(piece.moments[number - 1].float().cpu().clone())
-                    elif piece.remainder is not None:
-                        value = torch.empty(piece.weight.numel())
-                        kernels.join(value, piece.weight.cpu().contiguous(), piece.remainder.cpu().contiguous())
-                        parts.append(value)
                     else:
-                        parts.append(piece.weight.float().cpu().clone())
+                        value = torch.empty(piece.weight.numel())
+                        beside = None if piece.remainder is None else piece.remainder.cpu()
+                        masters.whole(value, piece.weight.cpu(), beside)
+                        parts.append(value)
         finally:
             stored.close()
         return torch.cat(parts) if parts else torch.empty(0)
@@ -152,11 +151,10 @@ class ParameterValues:
 
     def set_master(self, value: torch.Tensor) -> None:
         """Replace the value: the weights that forward uses, and the exact fp32 beside them. All ranks come here."""
-        flat = self._given(value).reshape(-1)
-        weights, remainders = flat, None
-        if self._places[0][0].dtype == torch.bfloat16:
-            weights, remainders = torch.empty(flat.numel(), dtype=torch.bfloat16), torch.empty(flat.numel()).short()
-            kernels.split(weights, remainders, flat)
+        flat, dtype = self._given(value).reshape(-1), self._places[0][0].dtype
+        weights, kind = torch.empty(flat.numel(), dtype=dtype), masters.remainder_dtype(dtype)
+        remainders = None if kind is None else torch.empty(flat.numel(), dtype=kind)
+        masters.part(weights, remainders, flat)
         with GatheredParameters([self._parameter], modifier_rank=0), torch.no_grad():
             self._parameter.copy_(weights.view(self._parameter.shape))
         if remainders is not None:

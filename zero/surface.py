@@ -11,6 +11,7 @@ from offload.errors import ConfigError
 from zero.assembly import Assembly
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
+from zero.optim.step import Stepper
 from zero.parameter_offload import ParameterOffload, no_external_parameters
 from zero.schedule.coordinator import Coordinator
 
@@ -24,10 +25,10 @@ class Surface:
     _config: Config
     _parts: Assembly
     _coordinator: Coordinator
+    _stepper: Stepper
+    _persistent_bound: bool
     global_samples = 0
     """Samples that steps have used, over all ranks."""
-    skipped_steps = 0
-    """Steps that an overflow has cancelled."""
 
     def ready(self, what: str) -> None:
         """Raise if the engine is closed; the engine's."""
@@ -91,6 +92,10 @@ class Surface:
         config = self._config
         return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
 
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the gradients of the last step, before clipping; None before the first."""
+        return self._stepper.norm
+
     # ---- param groups ---------------------------------------------------------------------------
 
     def set_lr(self, lr: float) -> None:
@@ -133,6 +138,14 @@ class Surface:
     def is_compiled(self) -> bool:
         """True once `compile` was called."""
         return self.module._compiled_call_impl is not None
+
+    def close(self) -> None:
+        """Give everything back; the engine's."""
+        raise NotImplementedError
+
+    def destroy(self) -> None:
+        """DeepSpeed's name for `close`."""
+        self.close()
 
 
 def _check_positive(what: str, value: int) -> None:

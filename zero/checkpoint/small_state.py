@@ -52,9 +52,9 @@ def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes
     return {
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
+        "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
         "loss_scaler": engine.scaler.state_dict(),
-        "global_samples": engine.global_samples,
         "groups": _groups(engine.optimizer, leaves),
         "config": _plain(config.as_dict()),
         "origins": dict(config.origins),
@@ -86,8 +86,8 @@ def client_part(engine: Counted, client_state: Mapping[str, Any]) -> dict[str, A
 def restore_counters(engine: Counted, state: Mapping[str, Any]) -> None:
     """Go on counting where the saved engine stopped."""
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
-    engine.skipped_steps = int(state.get("skipped_steps", 0))
     engine.global_samples = int(state.get("global_samples", 0))
+    engine.skipped_steps = int(state.get("skipped_steps", 0))
 
 
 def restore_rank(engine: Counted, state: Mapping[str, Any], *, own: bool) -> None:

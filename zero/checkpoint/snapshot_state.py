@@ -14,6 +14,8 @@ from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.rng_tracker import get_cuda_rng_tracker
 
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
 
 class Run(Protocol):
     """What is captured, of an engine."""
@@ -40,9 +42,7 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
         norm: of the last step's gradients.
     """
     state: dict[str, Any] = {
-        "counters": {
-            name: getattr(run, name) for name in ("global_steps", "micro_steps", "skipped_steps", "global_samples")
-        },
+        "counters": {name: getattr(run, name) for name in COUNTERS},
         "loss_scaler": run.scaler.state_dict(),
         "norm": norm,
         "groups": [],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -129,7 +129,7 @@ class _Reader:
         source = copied(content)
         noted = source.get(ORIGINS_KEY)
         if isinstance(noted, Mapping):
-            self.defaults = frozenset(path for path, origin in noted.items() if origin == "default")
+            self.defaults = frozenset(path for path, origin in noted.items() if origin in ("default", AUTO))
         data = self.read(Config, source)
         open_autos = frozenset(path for path, origin in self.origins.items() if origin == AUTO) - set(self.chosen)
         context = {
@@ -155,7 +155,14 @@ class _Reader:
         )
         return checked._settled(report)
 
-    def read(self, block: type[Block], raw: Mapping[Any, Any], prefix: str = "", wrote: str = "") -> dict[str, Any]:
+    def read(
+        self,
+        block: type[Block],
+        raw: Mapping[Any, Any],
+        prefix: str = "",
+        wrote: str = "",
+        also_known: Collection[str] = (),
+    ) -> dict[str, Any]:
         """Return the known and present keys of a block under their canonical names.
 
         Args:
@@ -163,6 +170,7 @@ class _Reader:
             raw: the user's object.
             prefix: canonical path of the block, ending in a dot; empty at the top level.
             wrote: the same as the user spelt it.
+            also_known: keys besides those that the block declares; they are kept as they are.
         """
         kept: dict[str, Any] = {}
         for key, value in raw.items():
@@ -170,14 +178,24 @@ class _Reader:
                 self.problems.append(f"{wrote}{key}: expected a string as key, got {shown(key)}")
             elif key.startswith(COMMENT_PREFIXES):
                 continue
+            elif key in also_known:
+                if value is not None and value != AUTO:
+                    kept[key], self.origins[prefix + key] = value, "user"
             elif (name := block.aliases.get(key, key)) not in block.model_fields:
-                line = f"{wrote}{key}: {unknown_key(key, block=block, root=Config)}"
+                line = f"{wrote}{key}: {unknown_key(key, block=block, root=Config, also_known=also_known)}"
                 (self.problems if prefix or not self.tolerant else self.ignored).append(line)
             else:
-                self._keep(kept, block, (prefix + name, wrote + key), value)
+                self._keep(kept, block, (prefix + name, wrote + key), value, block.also_known(name, raw))
         return kept
 
-    def _keep(self, kept: dict[str, Any], block: type[Block], paths: tuple[str, str], value: Any) -> None:
+    def _keep(
+        self,
+        kept: dict[str, Any],
+        block: type[Block],
+        paths: tuple[str, str],
+        value: Any,
+        also_known: Collection[str],
+    ) -> None:
         path, wrote = paths
         name = path.rpartition(".")[2]
         known = block.model_fields[name]
@@ -196,7 +214,7 @@ class _Reader:
             self.deprecated.append(f"{wrote}: deprecated, use {shown(meant)} for {shown(value)}")
             value = meant
         if inner is not None and isinstance(value, Mapping):
-            value = self.read(inner, value, f"{path}.", f"{wrote}.")
+            value = self.read(inner, value, f"{path}.", f"{wrote}.", also_known)
         if name in kept and kept[name] != value:
             self.problems.append(
                 f"{wrote}: expected the same value as {self.written[path]}, of which it is another spelling, "

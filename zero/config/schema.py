@@ -24,7 +24,6 @@ from zero.config.fields import (
     Block,
     Flag,
     Inert,
-    InertFlag,
     InertObject,
     Number,
     Only,
@@ -37,8 +36,9 @@ from zero.config.fields import (
     world_size_of,
 )
 from zero.config.hints import unknown_key
-from zero.config.optimizer_block import OptimizerConfig, SchedulerConfig
+from zero.config.optimizer_block import OptimizerConfig
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
+from zero.config.scheduler_block import SchedulerConfig
 from zero.config.sizes import parse_bytes, parse_whole
 from zero.config.zero_block import ZeroConfig
 
@@ -238,9 +238,9 @@ class Config(Block):
     sparse_gradients: Annotated[Flag | None, Inert("gradients of embeddings are reduced dense")] = None
     disable_allgather: Annotated[Flag | None, Inert("weights are gathered in one collective a unit")] = None
     graph_harvesting: Annotated[Flag | None, Inert("no graphs are captured")] = None
-    wall_clock_breakdown: InertFlag = None
-    memory_breakdown: InertFlag = None
-    dump_state: InertFlag = None
+    wall_clock_breakdown: Annotated[Flag | None, Inert("zero trace shows where time goes")] = None
+    memory_breakdown: Annotated[Flag | None, Inert("engine.statistics() and the plan show memory")] = None
+    dump_state: Annotated[Flag | None, Inert("zero config show prints the effective configuration")] = None
     disable_python_gc: Annotated[Flag | None, Inert("Python's collector is left alone")] = None
     log_level: Annotated[Any, Inert('set the level of the logger "zero" instead')] = None
     vocabulary_size: Annotated[Whole | None, Inert("it only makes DeepSpeed warn of sizes that are slow")] = None
@@ -270,6 +270,11 @@ class Config(Block):
         return self._report.world_size
 
     @property
+    def source(self) -> Mapping[str, Any]:
+        """A copy of the configuration as it was given."""
+        return self._report.source
+
+    @property
     def compute_dtype(self) -> torch.dtype | None:
         """What weights are kept and computed in; None: as the model has them."""
         return torch.bfloat16 if self.bf16.enabled else torch.float16 if self.fp16.enabled else None
@@ -278,11 +283,6 @@ class Config(Block):
     def accumulation_dtype(self) -> torch.dtype:
         """What several contributions to a gradient are added up in."""
         return DTYPES[self.data_types.grad_accum_dtype or "fp32"]
-
-    @property
-    def source(self) -> Mapping[str, Any]:
-        """A copy of the configuration as it was given."""
-        return self._report.source
 
     @property
     def sums_16_bit_in_fp32(self) -> bool:
@@ -330,7 +330,8 @@ class Config(Block):
         Raises:
             ConfigError: there is no such key.
         """
-        canonical = self._canonical(path)
+        # What a class of torch takes is known only where it was given.
+        canonical = path if path in self._report.origins else self._canonical(path)
         if canonical in self._report.origins:
             return self._report.origins[canonical]
         while "." in canonical:
