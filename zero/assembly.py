@@ -34,6 +34,7 @@ from zero.optim.gradients import Gradients
 from zero.optim.inside import UpdatesInBackward
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.reducing import ReducedGradients
+from zero.optim.rules import Rule
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
@@ -63,6 +64,8 @@ class Owner(Protocol):
     """Of CPU kernels."""
     exchange: Exchange
     """With the other ranks."""
+    rule: Rule
+    """How parameters are updated."""
 
     def ready(self, what: str) -> None:
         """Raise if the engine is closed; bind what is always bound."""
@@ -124,7 +127,9 @@ class Assembly:
         self._covered, self.layout = lay_out(model, self.leaves, trainable, config, placement)
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
         machine = agree_on_machine(owner.exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
-        self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place, placement)
+        self.plan = make_plan(
+            (self._covered, self.layout), config, machine, owner.device, owner.in_place, placement, owner.rule.states
+        )
         logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
         leave_note("plan", self.plan.facts(owner.device))
         self.snapshots = open_snapshots(config, self.layout, self.plan, owner.exchange)
@@ -152,7 +157,7 @@ class Assembly:
             if owner.exchange.placement.alone
             else ReducedGradients(layout, storage, device, owner.threads, owner.exchange)
         )
-        pipeline = SubGroupPipeline(layout, storage, self.gradients)
+        pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rule)
         updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, owner.threads))
         self.ahead = None
         if self.plan.two_slots:

@@ -27,6 +27,7 @@ from zero.exchange import Alone, Exchange
 from zero.generation import Generates
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
+from zero.optim.rules import AdamRule, Rule, Trained
 from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
 from zero.replanning import Census
@@ -42,7 +43,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
 
     Args:
         model: the module to train; it becomes `engine.module`.
-        groups: torch-style param groups; None trains nothing (evaluation only).
+        trained: param groups and how they are updated; None trains nothing (evaluation only).
         config: validated configuration.
         device: where units are computed on.
         exchange: with the other ranks.
@@ -51,7 +52,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
     def __init__(
         self,
         model: nn.Module,
-        groups: list[dict[str, Any]] | None,
+        trained: Trained | None,
         config: Config,
         device: torch.device,
         exchange: Exchange | None = None,
@@ -61,9 +62,9 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         self._config, self.device, self.exchange = config, device, exchange or Alone()
         self.in_place = os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
         self.threads = max(torch.get_num_threads(), 1)
-        self.optimizer = ZeroOptimizer(groups, self._optimizer_step, self.zero_grad) if groups else None
-        if self.optimizer is not None and groups is not None:
-            self.optimizer.param_groups = groups
+        groups = trained.groups if trained is not None else []
+        self.optimizer = ZeroOptimizer(trained, self._optimizer_step, self.zero_grad) if trained and groups else None
+        self.rule: Rule = trained.rule if trained is not None else AdamRule()
         self.lr_scheduler: Any = None
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
@@ -71,7 +72,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
         self._persistent_bound = True
-        parts = Assembly(self, model, {id(p) for group in groups or () for p in group["params"]}, config)
+        parts = Assembly(self, model, {id(p) for group in groups for p in group["params"]}, config)
         # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
         self._finalizer = weakref.finalize(self, Storage.abandon, parts.storage)
         try:

@@ -44,7 +44,7 @@ class GatheredValues:
     def _piece(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Piece:
         dtypes = [unit.dtype]
         if state:
-            dtypes += [torch.int16] * (unit.dtype == torch.bfloat16) + [torch.float32] * 2
+            dtypes += [torch.int16] * (unit.dtype == torch.bfloat16) + [torch.float32] * self._own.states_count
         values = [torch.empty(end - begin, dtype=dtype) for dtype in dtypes]
         placement = self._exchange.placement
         runs = runs_of(placement, unit, slot, begin, end)
@@ -52,7 +52,7 @@ class GatheredValues:
         if own.start < own.stop:
             for piece in self._own.pieces_of_slot(unit, slot, begin + own.start, begin + own.stop, state):
                 at = slice(piece.first - begin, piece.first - begin + piece.weight.numel())
-                held = [piece.weight, piece.remainder, *(piece.moments or ())]
+                held = [piece.weight, piece.remainder, *(piece.states or ())]
                 for whole, part in zip(values, [part for part in held if part is not None], strict=True):
                     whole[at].copy_(part)
         message = b"".join(bytes_of(whole[own].view(torch.uint8)) for whole in values)
@@ -64,7 +64,8 @@ class GatheredValues:
         weight, *states = values
         if not state:
             return Piece(begin, weight)
-        return Piece(begin, weight, states[0] if len(states) == 3 else None, (states[-2], states[-1]))
+        split = unit.dtype == torch.bfloat16
+        return Piece(begin, weight, states[0] if split else None, tuple(states[1:] if split else states))
 
 
 def runs_of(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) -> list[slice]:

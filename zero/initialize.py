@@ -19,7 +19,8 @@ from zero.config import Config, load_config
 from zero.device import compute_device
 from zero.distributed.joining import join_if_started
 from zero.engine import ZeroEngine
-from zero.optim.optimizer import ZeroOptimizer, groups_from
+from zero.optim.named import trained_from
+from zero.optim.optimizer import ZeroOptimizer
 from zero.partners import open_exchange
 
 logger = logging.getLogger("zero")
@@ -49,7 +50,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         args: `args.zero_config` or `args.deepspeed_config` names the config file when `config` is None; see
             `zero.add_config_arguments`.
         model: the module to train, built anywhere: under `zero.Init` or in memory.
-        optimizer: a fresh torch.optim.Adam or AdamW; None takes `optimizer` from the config.
+        optimizer: a fresh one of torch.optim, or any that is element-wise; None takes `optimizer` from the config.
         model_parameters: parameters or param groups to train; None: all that require gradients.
         training_data: a dataset; a loader of this rank's micro-batches is made from it.
         lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one.
@@ -82,11 +83,11 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if dist_init_required is not False:
         join_if_started(distributed_port)
     loaded = _read_config(args, config if config is not None else config_params)
-    groups = groups_from(optimizer, model_parameters, model, loaded)
+    trained = trained_from(optimizer, model_parameters, model, loaded)
     device = compute_device()
     exchange = open_exchange(loaded, device)
     try:
-        engine = ZeroEngine(model, groups, loaded, device, exchange)
+        engine = ZeroEngine(model, trained, loaded, device, exchange)
     except BaseException as error:  # the other ranks wait for this one
         exchange.close(error)
         raise

@@ -13,11 +13,8 @@ from offload.arena import Arena, Block
 from offload.containers import Place, Run
 from offload.copies import copy_alone, read_plane
 from offload.errors import StateError
-from offload.moments import MOMENTS_BLOCK_NUMEL
 from offload.planes import Plane, settle_all
-from offload.sizes import align_up
-from zero.checkpoint.extents import RUN_BYTES, Extent, Part, block_bounds
-from zero.checkpoint.source import MOMENTS
+from zero.checkpoint.extents import RUN_BYTES, STATE, Extent, Part, block_bounds
 from zero.params.layout import Layout, Unit
 from zero.record import Record
 from zero.storage import Storage
@@ -147,8 +144,8 @@ class ExtentWriter:
             await self._fill_stored(plane, part.unit, lo, hi, target)
             return
         begin = staged.group.begin
-        if part.kind in MOMENTS:
-            _fill_moment(staged.record, MOMENTS.index(part.kind), lo - begin, hi - begin, target.view(part.dtype))
+        if part.kind == STATE:
+            _fill_state(staged.record, part.state, lo - begin, hi - begin, target.view(part.dtype))
             return
         weight = staged.weights[part.unit.index]
         stored = weight.bytes.view(part.unit.dtype)[lo - weight.begin : hi - weight.begin]
@@ -178,11 +175,10 @@ def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: in
         target.copy_(joined)
 
 
-def _fill_moment(record: Record, which: int, begin: int, end: int, target: torch.Tensor) -> None:
-    """Elements [begin, end) of one of the record's moments, in fp32."""
-    stored = (record.moments.exp_avg, record.moments.exp_avg_sq)[which]
-    if stored.dtype == torch.float32:
-        copy_alone(target, stored[begin:end])
-        return
-    first, last = begin // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(end, MOMENTS_BLOCK_NUMEL)
-    target.copy_(kernels.moments_load(record.moments.part(first, last))[which][begin - first : end - first])
+def _fill_state(record: Record, which: int, begin: int, end: int, target: torch.Tensor) -> None:
+    """Elements [begin, end) of one of the record's state planes, in fp32."""
+    planes = record.states.planes
+    if planes:
+        copy_alone(target, planes[which][begin:end])
+    else:
+        target.copy_(record.states.load(begin, end)[which])
