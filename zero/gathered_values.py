@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload.errors import StateError
+from offload.masters import remainder_dtype
 from offload.messages import bytes_of, tensor_of
 from zero.adoption import Piece
 from zero.exchange import Exchange
@@ -44,7 +45,8 @@ class GatheredValues:
     def _piece(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Piece:
         dtypes = [unit.dtype]
         if state:
-            dtypes += [torch.int16] * (unit.dtype == torch.bfloat16) + [torch.float32] * self._own.states_count
+            remainder = remainder_dtype(unit.dtype)
+            dtypes += ([] if remainder is None else [remainder]) + [torch.float32] * self._own.states_count
         values = [torch.empty(end - begin, dtype=dtype) for dtype in dtypes]
         placement = self._exchange.placement
         runs = runs_of(placement, unit, slot, begin, end)
@@ -64,8 +66,9 @@ class GatheredValues:
         weight, *states = values
         if not state:
             return Piece(begin, weight)
-        split = unit.dtype == torch.bfloat16
-        return Piece(begin, weight, states[0] if split else None, tuple(states[1:] if split else states))
+        if remainder_dtype(unit.dtype) is None:
+            return Piece(begin, weight, None, tuple(states))
+        return Piece(begin, weight, states[0], tuple(states[1:]))
 
 
 def runs_of(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) -> list[slice]:

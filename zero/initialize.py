@@ -109,6 +109,8 @@ def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Co
     loaded = load_config(source)
     if loaded.inactive:
         logger.info("keys that are accepted and have no effect here: %s", ", ".join(loaded.inactive_with_reasons))
+    if loaded.ignored:
+        logger.warning("keys that are not known here and were ignored: %s", "; ".join(loaded.ignored))
     for line in loaded.deprecated:
         logger.info("deprecated: %s", line)
     return loaded

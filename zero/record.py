@@ -56,16 +56,16 @@ class Record:
     """Views into one sub-group's state record."""
 
     remainder: Tensor | None
-    """int16, split spaces only."""
+    """What the weights lack of their fp32 masters, see `offload.masters`; None: nothing."""
     states: States
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """How a record is laid out: remainder (split spaces), the state planes, and scales if there are any, adjacent."""
+    """How a record is laid out: remainder (if there is one), the state planes, scales if there are any, adjacent."""
 
-    split: bool
-    """The fp32 master is the bf16 weight plus a 16-bit remainder."""
+    remainder: torch.dtype | None
+    """Of what the weights lack of their fp32 masters; None: they are the masters."""
     state_dtype: torch.dtype
     """Of the states: fp32, or of Adam's bf16, or uint8 for 8-bit codes with scales."""
     names: tuple[str, ...] = ADAM_STATES
@@ -74,13 +74,13 @@ class RecordFormat:
     def nbytes(self, numel: int) -> int:
         """Bytes of a record of `numel` elements, whole pages."""
         states = Moments.nbytes(self.state_dtype, numel) if self._of_adam else 4 * numel * len(self.names)
-        return align_up((2 * numel if self.split else 0) + states, PAGE_BYTES)
+        return align_up(self._remainder_bytes(numel) + states, PAGE_BYTES)
 
     def over(self, data: Tensor, begin: int, end: int, step: int = 0) -> Record:
         """The record of coordinates [begin, end) in `data` (uint8); `step` matters to who updates it."""
         numel = end - begin
-        first = 2 * numel if self.split else 0
-        remainder = data[:first].view(torch.int16) if self.split else None
+        first = self._remainder_bytes(numel)
+        remainder = None if self.remainder is None else data[:first].view(self.remainder)
         if self._of_adam:
             moments = Moments.over(data[first:], self.state_dtype, numel, begin, step)
             exact = self.state_dtype == torch.float32
@@ -91,3 +91,6 @@ class RecordFormat:
     @property
     def _of_adam(self) -> bool:
         return self.names == ADAM_STATES
+
+    def _remainder_bytes(self, numel: int) -> int:
+        return 0 if self.remainder is None else self.remainder.itemsize * numel

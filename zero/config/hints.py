@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 
-from zero.config.fields import Block, known_keys
+from zero.config.fields import Block, block_of, known_keys
 
 HOMES_SHOWN = 3
 KEYS_SHOWN = 8
@@ -24,6 +24,8 @@ def unknown_key(key: str, *, block: type[Block], root: type[Block]) -> str:
         "unknown key", the nearest known keys of that block, and the block the key belongs in, if any.
     """
     parts = ["unknown key"]
+    if nested := _known_below(key, block):
+        return f'unknown key; keys are nested: put "{nested[-1]}" into "{".".join(nested[:-1])}"'
     names = [*block.model_fields, *block.aliases]
     nearest = _nearest(key, names)
     homes = _homes(root).get(key, ())
@@ -36,6 +38,18 @@ def unknown_key(key: str, *, block: type[Block], root: type[Block]) -> str:
         others = "" if len(names) <= KEYS_SHOWN else ", ..."
         parts.append("known keys here: " + ", ".join(names[:KEYS_SHOWN]) + others)
     return "; ".join(parts)
+
+
+def _known_below(key: str, block: type[Block]) -> list[str]:
+    """The parts of a dotted key, if they lead to a known one; empty if not."""
+    parts = key.split(".")
+    at: type[Block] | None = block
+    for part in parts:
+        name = part if at is None else at.aliases.get(part, part)
+        if at is None or name not in at.model_fields:
+            return []
+        at = block_of(at.model_fields[name])
+    return parts if len(parts) > 1 else []
 
 
 def _nearest(key: str, names: list[str]) -> list[str]:

@@ -12,7 +12,8 @@ import torch
 
 from offload.errors import ConfigError
 from zero.config.fields import shown
-from zero.config.loading import load_config, read_json
+from zero.config.loading import load_config
+from zero.config.reading import read_json
 from zero.config.schema import Config
 
 DTYPES = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -15,10 +15,12 @@ from pydantic_core import ErrorDetails
 
 from offload.errors import ConfigError
 from zero import ranks
-from zero.config.fields import AUTO, Block, Deprecated, block_of, means_auto, reason_of, role_of, shown
+from zero.config.fields import AUTO, VERSION_KEY, Block, Deprecated, block_of, means_auto, reason_of, role_of, shown
 from zero.config.hints import unknown_key
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
+from zero.config.reading import copied, read_source
 from zero.config.schema import Config, Origin, Report
+from zero.config.sizes import parse_whole
 
 FETCHING_KEYS = (
     "zero_optimization.stage3_prefetch_bucket_size",
@@ -27,19 +29,41 @@ FETCHING_KEYS = (
 """Without effect below stage 3, where weights never leave the device."""
 COMMENT_PREFIXES = ("_comment", "comment", "//")
 
+Unknown = Literal["error", "warn"]
+_unknown_top_level: ContextVar[Unknown] = ContextVar("unknown_top_level", default="error")
+
+
+@contextmanager
+def tolerating_unknown_keys() -> Iterator[None]:
+    """Inside, an unknown top-level key is a warning and not an error: clients of DeepSpeed add keys of their own.
+
+    For who calls the engine in DeepSpeed's name: a `with` block, or a decorator, around whatever reads a configuration
+    (`initialize`, `Init`, `checkpointing.configure`). It holds for this thread (or task) and this block only; the
+    argument `unknown_top_level` of `load_config` goes before it. A `Config` remembers how it was read.
+    """
+    token = _unknown_top_level.set("warn")
+    try:
+        yield
+    finally:
+        _unknown_top_level.reset(token)
+
 
 def load_config(
     config: str | os.PathLike[str] | Mapping[str, Any] | Config,
     *,
     world_size: int | None = None,
     ranks_per_node: int | None = None,
+    unknown_top_level: Unknown | None = None,
 ) -> Config:
     """Read, check and complete a configuration.
 
     Args:
-        config: path of a JSON file, or its content as a dict (left untouched), or a `Config`.
+        config: path of a JSON (or Hjson) file, the same in base64, its content as a dict (left untouched), or a
+            `Config`.
         world_size: number of ranks; the batch sizes are completed for it. None: as torch.distributed says.
         ranks_per_node: None: as torch.distributed's launcher says, if `world_size` is None too; else not known.
+        unknown_top_level: "warn": an unknown key at the top level is listed in `Config.ignored`; "error": it is a
+            problem, as an unknown key inside a block always is. None: as `tolerating_unknown_keys` says, else "error".
 
     Returns:
         The frozen configuration.
@@ -55,75 +79,43 @@ def load_config(
         known = config._report
         if (known.world_size, known.ranks_per_node) == (world_size, ranks_per_node):
             return config
-        return load_config(known.source, world_size=world_size, ranks_per_node=ranks_per_node)
-    reader = _Reader()
-    if isinstance(config, Mapping):
-        where, content = "config", config
-    elif isinstance(config, (str, os.PathLike)):
-        where = os.fspath(config)
-        content = _read_file(where, reader.problems)
-    else:
-        raise ConfigError(f"config: expected a path of a JSON file or a dict, got {type(config).__name__}")
-    source = _copied(content)
+        mode: Unknown = "warn" if known.ignored else "error"
+        return load_config(known.source, world_size=world_size, ranks_per_node=ranks_per_node, unknown_top_level=mode)
+    reader = _Reader(tolerant=(unknown_top_level or _unknown_top_level.get()) == "warn")
+    where, content = read_source(config, reader.problems)
+    source = copied(content)
     data = reader.read(Config, source)
-    checked = _validated(data, reader, {"world_size": world_size, "ranks_per_node": ranks_per_node})
+    context = {"world_size": world_size, "ranks_per_node": ranks_per_node, VERSION_KEY: _version_of(data)}
+    checked = _validated(data, reader, context)
     if checked is None or reader.problems:
         many = "1 problem" if len(reader.problems) == 1 else f"{len(reader.problems)} problems"
         raise ConfigError("\n  ".join([f"{where}: {many}", *reader.problems]))
     inactive = (*reader.inactive, *_overruled(checked, reader.origins))
     report = Report(
-        world_size, ranks_per_node, source, reader.origins, inactive, reader.reasons, tuple(reader.deprecated)
+        world_size,
+        ranks_per_node,
+        source,
+        reader.origins,
+        inactive,
+        reader.reasons,
+        tuple(reader.deprecated),
+        tuple(reader.ignored),
     )
     return checked._settled(report)
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError if it cannot be read or says something twice."""
-    problems: list[str] = []
-    content = _read_file(path, problems)
-    if problems:
-        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problems", *problems]))
-    return content
-
-
-def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
-    def closed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        keys = [key for key, _ in pairs]
-        problems.extend(
-            f"{key}: expected once in its block, got {keys.count(key)} times" for key in content if keys.count(key) > 1
-        )
-        return content
-
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=closed)
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a readable JSON file, got: {error.strerror or error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected an object {{...}} at the top level, got {shown(content)}")
-    return content
-
-
-def _copied(value: Any) -> Any:
-    # Not deepcopy: a live config may hold process groups, which are handed on as they are.
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass
 class _Reader:
     """Sorts the user's keys: known, absent, commented, unknown; and notes where each value came from."""
 
+    tolerant: bool = False
+    """Unknown keys at the top level are ignored, and listed."""
     problems: list[str] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
     inactive: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     deprecated: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
     """Canonical path to the path the user wrote."""
 
@@ -142,17 +134,17 @@ class _Reader:
                 self.problems.append(f"{wrote}{key}: expected a string as key, got {shown(key)}")
             elif key.startswith(COMMENT_PREFIXES):
                 continue
-            elif not prefix and "." in key:
-                # trl and transformers put such keys beside the block they mean; DeepSpeed never reads them.
-                self.inactive.append(key)
             elif (name := block.aliases.get(key, key)) not in block.model_fields:
-                self.problems.append(f"{wrote}{key}: {unknown_key(key, block=block, root=Config)}")
+                line = f"{wrote}{key}: {unknown_key(key, block=block, root=Config)}"
+                (self.problems if prefix or not self.tolerant else self.ignored).append(line)
             else:
-                self._keep(kept, block.model_fields[name], (prefix + name, wrote + key), value)
+                self._keep(kept, block, (prefix + name, wrote + key), value)
         return kept
 
-    def _keep(self, kept: dict[str, Any], known: FieldInfo, paths: tuple[str, str], value: Any) -> None:
+    def _keep(self, kept: dict[str, Any], block: type[Block], paths: tuple[str, str], value: Any) -> None:
         path, wrote = paths
+        name = path.rpartition(".")[2]
+        known = block.model_fields[name]
         if value is None:
             return
         origin: Origin = "user"
@@ -168,7 +160,6 @@ class _Reader:
             value = meant
         if inner is not None and isinstance(value, Mapping):
             value = self.read(inner, value, f"{path}.", f"{wrote}.")
-        name = path.rpartition(".")[2]
         if name in kept and kept[name] != value:
             self.problems.append(
                 f"{wrote}: expected the same value as {self.written[path]}, of which it is another spelling, "
@@ -176,8 +167,7 @@ class _Reader:
             )
         if inner is None and role_of(known) == "inert":
             self.inactive.append(wrote)
-            if reason_of(known):
-                self.reasons[wrote] = reason_of(known)
+            self.reasons[wrote] = reason_of(known, block)
         notes = [mark.note for mark in known.metadata if isinstance(mark, Deprecated)]
         self.deprecated.extend(f"{wrote}: deprecated, {note}" for note in notes)
         kept.setdefault(name, value)
@@ -193,7 +183,15 @@ def _meaning_of_auto(known: FieldInfo) -> Any:
     return {key: AUTO for key, below in inner.model_fields.items() if means_auto(below)} or None
 
 
-def _validated(data: dict[str, Any], reader: _Reader, ranks_known: Mapping[str, int | None]) -> Config | None:
+def _version_of(data: Mapping[str, Any]) -> int | None:
+    """The version whose defaults hold; None: the newest. (A wrong one is reported where it is checked.)"""
+    try:
+        return parse_whole(data[VERSION_KEY])
+    except (KeyError, ValueError):
+        return None
+
+
+def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int | None]) -> Config | None:
     """Check all values; faulty ones are reported, taken out, and the rest is checked again.
 
     Checks across keys run only in blocks whose keys are right, so one pass would not find every problem.
@@ -201,7 +199,7 @@ def _validated(data: dict[str, Any], reader: _Reader, ranks_known: Mapping[str, 
     removed: set[str] = set()
     while True:
         try:
-            return Config.model_validate(data, context=dict(ranks_known))
+            return Config.model_validate(data, context=dict(context))
         except ValidationError as error:
             before = len(removed)
             for detail in error.errors(include_url=False):

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from offload.errors import StateError
+from zero.optim.loss_scale import HasLossScale
 from zero.optim.rules import Progress, Scalar, Trained
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(HasLossScale, torch.optim.Optimizer):
     """An update rule over states that live wherever the plan put them.
 
     Args:
@@ -33,8 +34,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """id(parameter) -> updates so far; torch counts per parameter too."""
         self.progress: dict[int, Progress] = {}
         """id(parameter) -> what else its state has besides planes, of rules that keep more."""
-        self.overflow = False
-        """True when the last step was skipped; bf16 and fp32 steps never are."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take the step that `engine.step()` takes on an accumulation boundary.

@@ -74,7 +74,7 @@ class Run(NamedTuple):
     weight: Tensor
     """fp32, bf16 or fp16."""
     master: Tensor | None
-    """What the weight lacks: an int16 remainder of bf16, or fp32; None: the weight is the master."""
+    """What the weights lack of their fp32 masters, see `offload.masters`; None: they are the masters."""
     states: States
     gradient: Tensor
     """As it was collected."""

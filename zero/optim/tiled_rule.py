@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload import kernels
+from offload import masters
 from offload.errors import ConfigError
 from zero.optim.rules import Progress, Run, Scalar
 
@@ -134,21 +134,17 @@ class TiledRule:
     def _update_tile(self, run: Run, at: slice, values: TileValues, grad_scale: float) -> None:
         weight, planes = run.weight[at], {n: p[at] for n, p in zip(self.states, run.states.planes, strict=True)}
         stored = None if run.master is None else run.master[at]
-        tile = weight if stored is None else stored
-        if stored is not None and stored.dtype == torch.int16:
+        tile = weight
+        if stored is not None:
             tile = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-            kernels.join(tile, weight, stored)
+            masters.whole(tile, weight, stored)
         # A copy: what an optimizer does to `grad` must not be done twice if the update is made again.
         gradient = run.gradient[at].to(torch.float32, copy=True)
         if grad_scale != 1.0:
             gradient.mul_(grad_scale)
         self.step(tile, gradient, planes, values)
-        if stored is None:
-            return
-        if stored.dtype == torch.int16:
-            kernels.split(weight, stored, tile)
-        else:
-            weight.copy_(tile)
+        if stored is not None:
+            masters.part(weight, stored, tile)
 
     def step(
         self, tile: Tensor, gradient: Tensor, planes: Mapping[str, Tensor], values: TileValues

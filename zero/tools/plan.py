@@ -26,7 +26,7 @@ from offload.moments import Moments
 from offload.sizes import format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config, load_config
-from zero.config.loading import read_json
+from zero.config.reading import read_json
 from zero.config.sizes import parse_bytes
 from zero.device import compute_device
 from zero.machine import Machine, read_machine

@@ -1,0 +1,5 @@
+"""`deepspeed.comm.reduce_op`."""
+
+from zero.compat.comm import ReduceOp
+
+__all__ = ["ReduceOp"]

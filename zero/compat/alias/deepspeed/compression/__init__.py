@@ -1,0 +1,5 @@
+"""`deepspeed.compression`."""
+
+from .._names import attributes
+
+__getattr__ = attributes(__name__)

@@ -1,0 +1,5 @@
+"""`deepspeed.inference`."""
+
+from .._names import attributes
+
+__getattr__ = attributes(__name__)

@@ -1,0 +1,5 @@
+"""`deepspeed.inference.engine`."""
+
+from zero.inference import InferenceEngine
+
+__all__ = ["InferenceEngine"]

@@ -1,0 +1,5 @@
+"""`deepspeed.moe`."""
+
+from .._names import attributes
+
+__getattr__ = attributes(__name__)

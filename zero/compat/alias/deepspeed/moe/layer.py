@@ -1,0 +1,5 @@
+"""`deepspeed.moe.layer`."""
+
+from zero.compat.unavailable import MoE
+
+__all__ = ["MoE"]

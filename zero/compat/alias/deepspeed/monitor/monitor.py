@@ -1,0 +1,5 @@
+"""`deepspeed.monitor.monitor`."""
+
+from zero.compat.unavailable import MonitorMaster
+
+__all__ = ["MonitorMaster"]

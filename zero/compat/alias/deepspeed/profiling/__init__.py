@@ -1,0 +1,5 @@
+"""`deepspeed.profiling`."""
+
+from .._names import attributes
+
+__getattr__ = attributes(__name__)

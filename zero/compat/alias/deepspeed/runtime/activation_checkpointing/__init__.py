@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.activation_checkpointing`."""
+
+from ..._names import attributes
+
+__getattr__ = attributes(__name__)

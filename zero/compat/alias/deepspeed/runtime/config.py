@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.config`."""
+
+from zero.compat.configs import DeepSpeedConfig, DeepSpeedConfigError
+
+__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]

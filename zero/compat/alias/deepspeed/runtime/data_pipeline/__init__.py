@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.data_pipeline`."""
+
+from ..._names import attributes
+
+__getattr__ = attributes(__name__)

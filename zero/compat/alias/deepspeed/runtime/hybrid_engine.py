@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.hybrid_engine`."""
+
+from zero.compat.unavailable import DeepSpeedHybridEngine
+
+__all__ = ["DeepSpeedHybridEngine"]

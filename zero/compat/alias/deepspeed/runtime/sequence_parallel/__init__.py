@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.sequence_parallel`."""
+
+from ..._names import attributes
+
+__getattr__ = attributes(__name__)

@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.swap_tensor`."""
+
+from ..._names import attributes
+
+__getattr__ = attributes(__name__)

@@ -1,0 +1,5 @@
+"""`deepspeed.sequence.layer`."""
+
+from zero.compat.unavailable import DistributedAttention
+
+__all__ = ["DistributedAttention"]

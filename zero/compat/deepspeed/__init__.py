@@ -1,0 +1,40 @@
+"""`import deepspeed` answered by this library: opt in by a path, a command or an import.
+
+`path` prints the folder that goes first in PYTHONPATH; `run` starts a script so; `launch` is `zero run` with it;
+`import zero.compat.deepspeed.auto` does it for the running process and its children.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+ALIAS = str(Path(__file__).resolve().parent.parent / "alias")
+"""Folder with the package `deepspeed` and its dist-info; `bin` in it has the commands."""
+
+
+def export(environment: MutableMapping[str, str]) -> None:
+    """Put the alias first for processes that are started with this environment, and its commands on PATH."""
+    for name, folder in (("PYTHONPATH", ALIAS), ("PATH", os.path.join(ALIAS, "bin"))):
+        others = [part for part in environment.get(name, "").split(os.pathsep) if part and part != folder]
+        environment[name] = os.pathsep.join([folder, *others])
+
+
+def activate() -> None:
+    """Let `import deepspeed` in this process and its children find the alias.
+
+    Raises:
+        ImportError: another `deepspeed` has been imported already.
+    """
+    known = sys.modules.get("deepspeed")
+    where = str(getattr(known, "__file__", None) or "")
+    if known is not None and not where.startswith(ALIAS):
+        raise ImportError(
+            f"deepspeed has been imported already, from {where}; import zero.compat.deepspeed.auto before it, and "
+            "before transformers and accelerate, which look for it"
+        )
+    if sys.path[:1] != [ALIAS]:
+        sys.path[:] = [ALIAS, *(part for part in sys.path if part != ALIAS)]
+    export(os.environ)

@@ -1,0 +1,95 @@
+"""`deepspeed.utils.groups`: there is one group, of all ranks; none for sequences, tensors or experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from zero import ranks
+from zero.compat.missing import missing_function
+from zero.compat.unavailable import EXPERTS, SEQUENCES, TENSORS
+
+__all__ = [
+    "_clone_world_group",
+    "_get_data_parallel_group",
+    "_get_data_parallel_group_ranks",
+    "_get_data_parallel_rank",
+    "_get_data_parallel_world_size",
+    "_get_expert_data_parallel_group",
+    "_get_expert_model_parallel_world_size",
+    "_get_expert_parallel_group",
+    "_get_expert_parallel_world_size",
+    "_get_local_all_to_all_group",
+    "_get_model_parallel_world_size",
+    "_get_sequence_data_parallel_group",
+    "_get_sequence_data_parallel_rank",
+    "_get_sequence_data_parallel_world_size",
+    "_get_sequence_parallel_group",
+    "_get_sequence_parallel_rank",
+    "_get_sequence_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+    "initialize",
+]
+
+_get_sequence_parallel_group = missing_function("utils.groups._get_sequence_parallel_group", SEQUENCES)
+_get_sequence_parallel_rank = missing_function("utils.groups._get_sequence_parallel_rank", SEQUENCES)
+_get_expert_parallel_group = missing_function("utils.groups._get_expert_parallel_group", EXPERTS)
+_get_expert_data_parallel_group = missing_function("utils.groups._get_expert_data_parallel_group", EXPERTS)
+_get_local_all_to_all_group = missing_function("utils.groups._get_local_all_to_all_group", EXPERTS)
+get_tensor_model_parallel_group = missing_function("utils.groups.get_tensor_model_parallel_group", TENSORS)
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+    """Nothing to do for groups of one. Raises NotImplementedError for groups of experts."""
+    if ep_size != 1 or mpu is not None:
+        missing_function("utils.groups.initialize", EXPERTS)()
+
+
+def get_data_parallel_group() -> Any:
+    """The default group."""
+    return dist.group.WORLD
+
+
+def get_data_parallel_rank() -> int:
+    """This rank."""
+    return ranks.rank()
+
+
+def get_data_parallel_world_size() -> int:
+    """Number of ranks."""
+    return ranks.world_size()
+
+
+def get_model_parallel_world_size() -> int:
+    """1: no sample is shared."""
+    return 1
+
+
+def get_model_parallel_rank() -> int:
+    """0."""
+    return 0
+
+
+def _get_data_parallel_group_ranks() -> list[int]:
+    return list(range(ranks.world_size()))
+
+
+def _get_expert_parallel_world_size(group_name: str | None = None) -> int:
+    return 1
+
+
+_clone_world_group = get_data_parallel_group
+_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
+_get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
+_get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size
+_get_model_parallel_world_size = _get_sequence_parallel_world_size = get_model_parallel_world_size
+_get_expert_model_parallel_world_size = get_tensor_model_parallel_world_size = get_model_parallel_world_size
+get_tensor_model_parallel_rank = get_model_parallel_rank

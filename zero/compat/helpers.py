@@ -1,0 +1,154 @@
+"""`deepspeed.runtime.utils` and its neighbours: the small functions that scripts borrow."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import psutil
+import torch
+from torch import Tensor, nn
+
+from zero.compat.accelerator import get_accelerator
+from zero.compat.logs import logger
+from zero.params.gathering import GatheredParameters
+from zero.params.released import is_kept
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log what the device and the host hold; only when it is forced, as with DeepSpeed."""
+    if not force:
+        return
+    there, gib = get_accelerator(), 2.0**30
+    used = psutil.virtual_memory()
+    logger.log(
+        logging.INFO,
+        "%s: device %.2f GB now, %.2f GB at most; host %.2f GB used, %.1f%%",
+        message,
+        there.memory_allocated() / gib,
+        there.max_memory_allocated() / gib,
+        used.used / gib,
+        used.percent,
+    )
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """A tree of lists, tuples and dicts with its tensors on a device; with a criterion, only those it picks."""
+    return _mapped(item, lambda tensor: tensor.to(device), criterion_func)
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """As `move_to_device`, with copies."""
+    return _mapped(item, lambda tensor: tensor.detach().clone().to(device), criterion_func)
+
+
+def _mapped(item: Any, change: Callable[[Any], Any], picks: Callable[[Any], bool] | None) -> Any:
+    if (picks or torch.is_tensor)(item):
+        return change(item)
+    if isinstance(item, (list, tuple)):
+        return type(item)([_mapped(value, change, picks) for value in item])
+    if isinstance(item, dict):
+        return {key: _mapped(value, change, picks) for key, value in item.items()}
+    return item
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    numpy.random.seed(seed)
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder a file will be in."""
+    os.makedirs(os.path.dirname(filename), exist_ok=True)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
+    """torch's, for parameters that no engine keeps."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """The norm of all, from the norms of parts."""
+    return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """The one value they all have. Raises RuntimeError: there are several."""
+    unique = set(items)
+    if len(unique) != 1:
+        raise RuntimeError(f"expected there to be only one unique element in {items}")
+    return unique.pop()
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as one would write it."""
+    words = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{base}({', '.join(words)})"
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Whether torch's version lies between these, such as 2.6; None: no bound."""
+    here = torch.torch_version.TorchVersion(".".join(torch.__version__.split("+")[0].split(".")[:2]))
+    return (min_version is None or here >= str(min_version)) and (max_version is None or here <= str(max_version))
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself: `engine.trace` has the timeline."""
+    return func
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """DeepSpeed's MoE layers of a model: none."""
+    return False, 0
+
+
+def is_moe_param(param: Tensor) -> bool:
+    """Whether a parameter is one of DeepSpeed's experts'."""
+    return hasattr(param, "allreduce") and not param.allreduce
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
+    """The param groups as a list; there are no experts of DeepSpeed's to split off.
+
+    Raises:
+        ValueError: they are neither a group nor several.
+    """
+    if isinstance(param_groups, dict):
+        return [param_groups]
+    if not isinstance(param_groups, (list, tuple)):
+        raise ValueError(f"Unknown param group type of {type(param_groups)}")
+    return list(param_groups)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """An engine whose weights are all there, for `generate`; `engine.generation()` needs less memory."""
+    with GatheredParameters([p for p in model.parameters() if is_kept(p)]):
+        yield model
+
+
+def is_zero_supported_optimizer(optimizer: Any) -> bool:
+    """Whether ZeRO takes this optimizer: any of torch's."""
+    return isinstance(optimizer, torch.optim.Optimizer)
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """`model.a.b` by its dotted name."""
+    for name in module_name.split("."):
+        model = getattr(model, name)
+    return model
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set `model.a.b` by its dotted name."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)

@@ -1,0 +1,43 @@
+"""`deepspeed.initialize`: ours, with the habits that DeepSpeed's clients count on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+
+import zero
+from zero import ranks
+from zero.compat.logs import logger
+from zero.compat.version import VERSION
+from zero.config import tolerating_unknown_keys
+from zero.distributed.joining import init_distributed
+
+SIGNATURE = inspect.signature(zero.initialize)
+
+
+@functools.wraps(zero.initialize)
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """`zero.initialize`, after the ranks have met, one or many; top-level keys that nobody knows are a warning.
+
+    Raises:
+        ConfigError: every problem of the configuration at once.
+        BudgetError: the plan does not fit; nothing was allocated.
+    """
+    bound = SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given["dist_init_required"] is not False and not dist.is_initialized():
+        init_distributed(distributed_port=given["distributed_port"])
+    say_who_answers()
+    with tolerating_unknown_keys():
+        return zero.initialize(**given)
+
+
+def say_who_answers() -> None:
+    """The line that DeepSpeed logs, on the first rank, and who it is really."""
+    if ranks.rank() == 0:
+        told = f"DeepSpeed info: version={VERSION}, git-hash=none, git-branch=none"
+        logger.info("%s (this is zero-infinity %s under the name of DeepSpeed)", told, zero.__version__)

@@ -1,0 +1,93 @@
+"""`deepspeed.utils.logging`: the logger that clients turn up and down, and listen to."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from zero import ranks
+
+log_levels = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+logger = logging.getLogger("DeepSpeed")
+
+
+def _open() -> None:
+    """Give the logger a handler of its own, as DeepSpeed does: clients expect its lines without any set-up."""
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+        logger.setLevel(log_levels.get(os.environ.get("DS_LOG_LEVEL", "").lower(), logging.WARNING))
+
+
+@functools.cache
+def warning_once(message: str) -> None:
+    """Warn of the same thing once in a process."""
+    logger.warning(message)
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on the ranks named; None or [-1]: on all. Before there are ranks, always."""
+    if _speaks(ranks):
+        logger.log(level, "[Rank %d] %s", _rank(), message)
+
+
+@functools.cache
+def _once(message: str, ranks: tuple[int, ...], level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """`log_dist`, the first time only."""
+    _once(message, tuple(ranks or ()), level)
+
+
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Print on the ranks named."""
+    if _speaks(ranks):
+        print(f"[Rank {_rank()}] {message}")
+
+
+def set_log_level_from_string(log_level_str: str) -> None:
+    """Set the logger's level by name, such as "info". Raises ValueError."""
+    logger.setLevel(get_log_level_from_string(log_level_str))
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """The level of that name. Raises ValueError."""
+    level = log_levels.get(log_level_str.lower())
+    if level is None:
+        raise ValueError(f"{log_level_str} is not one of the log levels: {', '.join(log_levels)}")
+    return level
+
+
+def get_current_level() -> int:
+    """Of the logger."""
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """True when the logger's level is at or below that name's. Raises ValueError."""
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)
+
+
+def _rank() -> int:
+    return ranks.rank()
+
+
+def _speaks(wanted: Sequence[int] | None) -> bool:
+    return not ranks.is_distributed() or not wanted or wanted[0] == -1 or _rank() in wanted
+
+
+logger.warning_once = warning_once  # type: ignore[attr-defined]
+_open()

@@ -1,0 +1,146 @@
+"""`deepspeed.runtime.zero.partition_parameters`: clients replace names in this very module, and `Init` looks here."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero.compat.accelerator import get_accelerator
+from zero.config import tolerating_unknown_keys
+from zero.distributed.joining import init_distributed
+from zero.params.face import ZeroParamStatus
+from zero.params.gathering import GatheredParameters
+from zero.params.initialisation import Init as OurInit
+from zero.params.released import is_kept
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "get_accelerator",
+    "is_zero_param",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
+]
+
+_orig_torch_tensor = torch.tensor
+_orig_torch_empty = torch.empty
+_orig_torch_zeros = torch.zeros
+_orig_torch_ones = torch.ones
+_orig_torch_full = torch.full
+_orig_torch_arange = torch.arange
+_orig_torch_eye = torch.eye
+_orig_torch_randn = torch.randn
+
+CONSTRUCTORS: dict[str, Callable[..., Tensor]] = {
+    "tensor": _orig_torch_tensor,
+    "empty": _orig_torch_empty,
+    "zeros": _orig_torch_zeros,
+    "ones": _orig_torch_ones,
+    "full": _orig_torch_full,
+    "arange": _orig_torch_arange,
+    "eye": _orig_torch_eye,
+    "randn": _orig_torch_randn,
+}
+"""Functions of torch that go through `zero_wrapper_for_fp_tensor_constructor` inside `Init`."""
+
+
+class ZeroParamType(enum.Enum):
+    """Of a parameter."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor],
+    target_fp_dtype: torch.dtype | None = None,
+    target_device: torch.device | None = None,
+) -> Callable[..., Tensor]:
+    """A constructor whose floating results have a dtype, and a device where the caller names none.
+
+    Clients put a function of their own in the place of this one before they enter `Init`.
+
+    Args:
+        fn: torch's constructor.
+        target_fp_dtype: None: as torch makes it.
+        target_device: None: as torch does.
+    """
+
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        if target_device is not None and kwargs.get("device") is None:
+            kwargs["device"] = target_device
+        made = fn(*args, **kwargs)
+        if target_fp_dtype is not None and made.is_floating_point():
+            made.data = made.data.to(target_fp_dtype)
+        return made
+
+    return wrapped
+
+
+class Init(OurInit):
+    """`zero.Init` for DeepSpeed's clients: it may be the first to need the other ranks, and wraps torch's constructors.
+
+    Values are constructed as torch makes them, and keep their bits until the engine has its masters: the wrapper gets
+    no dtype to cast to and no device to go to.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("enabled", True) and not dist.is_initialized():
+            init_distributed()
+        self._wraps = bool(kwargs.get("enabled", True))
+        self._before: dict[str, Any] = {}
+        with tolerating_unknown_keys():
+            super().__init__(*args, **kwargs)
+
+    def __enter__(self) -> OurInit:
+        """Start watching constructors."""
+        entered = super().__enter__()
+        if self._wraps:
+            self._before = {name: getattr(torch, name) for name in CONSTRUCTORS}
+            for name, fn in CONSTRUCTORS.items():
+                wrap = globals()["zero_wrapper_for_fp_tensor_constructor"]
+                setattr(torch, name, wrap(fn, target_fp_dtype=None, target_device=None))
+        return entered
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop watching; cut and cast what is left."""
+        for name, fn in self._before.items():
+            setattr(torch, name, fn)
+        self._before.clear()
+        super().__exit__(kind, error, trace)
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """True when an engine or `Init` keeps the parameter's values."""
+    return isinstance(parameter, Tensor) and is_kept(parameter)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Accepted: a parameter that is used outside of its own module is fetched when it is touched.
+
+    Raises:
+        RuntimeError: it is no parameter.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError("Parameter is not a torch.nn.Parameter")
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """The counterpart of `register_external_parameter`; accepted.
+
+    Raises:
+        RuntimeError: it is no parameter.
+    """
+    register_external_parameter(module, parameter)

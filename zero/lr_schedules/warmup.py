@@ -1,0 +1,171 @@
+"""Schedules that begin with a rising learning rate."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from offload.errors import ConfigError
+from zero.lr_schedules.base import PerGroup, Schedule, positive
+
+logger = logging.getLogger("zero")
+
+LOG, LINEAR = "log", "linear"
+
+
+class _Warmup(Schedule):
+    """The rising part of the schedules that warm up. Less than two iterations of it count as two, as in DeepSpeed."""
+
+    def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        if warmup_type not in (LOG, LINEAR):
+            raise ConfigError(f'{type(self).__name__}: warmup_type: expected "log" or "linear", got {warmup_type!r}')
+        self.warmup_type = warmup_type
+        self.warmup_num_steps = max(2, positive(self, "warmup_num_steps", warmup_num_steps))
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
+
+    def _rise(self) -> float | None:
+        """Share of the way up; None when warming up is over."""
+        if self.last_batch_iteration >= self.warmup_num_steps:
+            return None
+        if self.warmup_type == LINEAR:
+            return self.last_batch_iteration / self.warmup_num_steps
+        return self.inverse_log_warm_up * math.log(self.last_batch_iteration + 1)
+
+    def _note_total(self, total_num_steps: int) -> None:
+        if total_num_steps < self.warmup_num_steps:
+            logger.warning(
+                "%s: total_num_steps %s is less than warmup_num_steps %s: training ends before the largest learning "
+                "rate is reached",
+                *(type(self).__name__, total_num_steps, self.warmup_num_steps),
+            )
+
+
+class WarmupLR(_Warmup):
+    """From the least learning rate to the largest, which then stays.
+
+    Args:
+        optimizer: a torch optimizer.
+        warmup_min_lr: one number, or one a param group.
+        warmup_max_lr: likewise; None: what the param groups have now.
+        warmup_num_steps: iterations it takes, at least 1.
+        warmup_type: "log" (i-th iteration: log(i + 1) / log(warmup_num_steps) of the way) or "linear".
+        last_batch_iteration: the iteration to go on after; -1 begins.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = LOG,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        self.min_lrs = self.per_group("warmup_min_lr", warmup_min_lr)
+        self.max_lrs = self.current() if warmup_max_lr is None else self.per_group("warmup_max_lr", warmup_max_lr)
+        self.delta_lrs = [most - least for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
+        self.begin(self.min_lrs)
+
+    def get_lr(self) -> list[float]:
+        """Between least and largest; before the first iteration the least."""
+        if self.last_batch_iteration < 0:
+            return list(self.min_lrs)
+        rise = self._rise()
+        share = self._after_warmup() if rise is None else rise
+        return [least + delta * share for least, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
+
+    def _after_warmup(self) -> float:
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """As `WarmupLR`, then down to the least learning rate in a straight line, reached at `total_num_steps`.
+
+    Args:
+        optimizer: a torch optimizer.
+        total_num_steps: iterations of the whole training.
+        warmup_min_lr: one number, or one a param group.
+        warmup_max_lr: likewise.
+        warmup_num_steps: iterations of warming up, at least 1.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: the iteration to go on after; -1 begins.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = LOG,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = total_num_steps
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        self._note_total(total_num_steps)
+
+    def _after_warmup(self) -> float:
+        left = float(self.total_num_steps - self.last_batch_iteration)
+        return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
+
+
+class WarmupCosineLR(_Warmup):
+    """Shares of the learning rates that the param groups have: warming up to all of it, then down along a cosine.
+
+    Args:
+        optimizer: a torch optimizer.
+        total_num_steps: iterations of the whole training.
+        warmup_min_ratio: share the warming up begins with (the very first step, as in DeepSpeed, has 0).
+        warmup_num_steps: iterations of warming up, at least 1.
+        cos_min_ratio: share the cosine ends with, and stays at.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: the iteration to go on after; -1 begins.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = LOG,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        self.total_num_steps = total_num_steps
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.org_lrs = self.current()
+        self._note_total(total_num_steps)
+        self.begin(self.get_lr())
+
+    def get_lr_ratio(self) -> float:
+        """Share of the groups' learning rates for `last_batch_iteration`."""
+        if self.last_batch_iteration < 0:
+            return 0.0
+        rise = self._rise()
+        if rise is not None:
+            return self.warmup_min_ratio + rise * (1.0 - self.warmup_min_ratio)
+        done = (self.last_batch_iteration - self.warmup_num_steps + 1) / max(
+            1, self.total_num_steps - self.warmup_num_steps
+        )
+        cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
+
+    def get_lr(self) -> list[float]:
+        """The share of each group's learning rate."""
+        ratio = self.get_lr_ratio()
+        return [lr * ratio for lr in self.org_lrs]
