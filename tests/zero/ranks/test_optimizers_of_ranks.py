@@ -14,6 +14,7 @@ from ranks import RankPool
 from ranks_runs import quiet
 from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patchy, train
 
+from offload.errors import ConfigError
 from zero.ops.lion import Lion
 
 Pool = Callable[[int], RankPool]
@@ -77,7 +78,7 @@ def refused(nvme_path: str) -> str:
     quiet()
     model = patchy()
     config = make_config(("cpu", "cpu"), nvme_path, optimizer={"type": "Adafactor"})
-    with pytest.raises(zero.ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         zero.initialize(model=model, config=config)
     return str(caught.value)
 
