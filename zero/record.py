@@ -41,6 +41,17 @@ class States:
         loaded = kernels.moments_load(self.moments.part(first, last))
         return tuple(values[begin - first : end - first] for values in loaded)
 
+    def put(self, which: int, begin: int, values: Tensor) -> None:
+        """Write fp32 values of one plane from element `begin` on, rounded to nearest."""
+        end = begin + values.numel()
+        if self.planes or self.moments is None:
+            self.planes[which][begin:end].copy_(values)
+            return
+        first, last = begin // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(end, MOMENTS_BLOCK_NUMEL)
+        both = self.load(first, last)
+        both[which][begin - first : end - first].copy_(values)
+        self.part(first, last).store(both)
+
     def store(self, values: Sequence[Tensor]) -> None:
         """Write (N,) fp32 values of each plane, rounded to nearest."""
         if self.planes or self.moments is None:

@@ -16,7 +16,8 @@ from pairwise import in_pairs
 from reference import layout_of
 from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patchy, train
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError
+from zero.fragments import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from zero.ops.lion import Lion
 
 STEPS = 20
@@ -173,3 +174,24 @@ def test_momentum_that_begins_later_needs_room_from_the_start(open_engine: Open,
     engine.optimizer.param_groups[0]["momentum"] = 0.0
     engine.step()
     assert differences(held_by(engine, model), before) != []
+
+
+@pytest.mark.parametrize("pair", [("cpu", "cpu"), ("nvme", "nvme")])
+def test_states_are_read_and_replaced_by_torchs_names(
+    open_engine: Open, nvme_path: Path, pair: tuple[str, str]
+) -> None:
+    name = "SGD with momentum"
+    engine, model = opened(open_engine, nvme_path, name, pair, "in the config", bf16=False)
+    plain = Plain(counterpart(name), NAMED[name][1], bf16=False, clipping=0.0, layout=layout_of(engine))
+    train(engine, 0, 3, bf16=False)
+    train(plain, 0, 3, bf16=False)
+    weight, master = model.inside.weight, plain.masters["inside.weight"]
+    found = safe_get_full_optimizer_state(weight, "momentum_buffer")
+    assert found is not None and torch.equal(found, plain.optimizer.state[master]["momentum_buffer"])
+    with pytest.raises(StateError, match="there are momentum_buffer"):
+        safe_get_full_optimizer_state(weight, "exp_avg")
+    safe_set_full_optimizer_state(weight, 2 * found, "momentum_buffer")
+    plain.optimizer.state[master]["momentum_buffer"].mul_(2)
+    train(engine, 3, 5, bf16=False)
+    train(plain, 3, 5, bf16=False)
+    assert differences(held_by(engine, model), plain.held()) == []

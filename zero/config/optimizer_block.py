@@ -1,4 +1,4 @@
-"""The `optimizer` and `scheduler` blocks."""
+"""The `optimizer` block."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from typing_extensions import Self
 from zero.config.fields import (
     Block,
     Flag,
-    InertAny,
     InertFlag,
-    InertNumber,
-    InertText,
     Number,
     Only,
     problem,
@@ -92,6 +89,8 @@ class OptimizerParams(Block):
     A key that is not given is as torch has it for that optimizer.
     """
 
+    why: ClassVar[str] = "it chooses among implementations, and there is one here, bit-equal on every tier"
+
     aliases: ClassVar[Mapping[str, str]] = {"adamw_mode": "adam_w_mode"}
 
     lr: Annotated[Number, Field(ge=0)] = 1e-3
@@ -101,22 +100,39 @@ class OptimizerParams(Block):
     adam_w_mode: Flag = True
     """Decay the weights, not the gradients; "AdamW" does so whatever this says."""
     bias_correction: Flag = True
+    """Adam, AdamW: False leaves the moments as they are."""
     amsgrad: Flag = False
+    """Adam, AdamW: divide by the largest average so far."""
     maximize: Flag = False
+    """All but Lion: go up the gradient."""
     momentum: Annotated[Number, Field(ge=0)] | None = None
+    """SGD, RMSprop: of the moving average of steps."""
     dampening: Number | None = None
+    """SGD: of a gradient's part in the moving average."""
     nesterov: Flag | None = None
+    """SGD: look ahead along the moving average."""
     lr_decay: Annotated[Number, Field(ge=0)] | None = None
+    """Adagrad: how fast the rate falls."""
     initial_accumulator_value: Annotated[Number, Field(ge=0)] | None = None
+    """Adagrad: what sums of squares begin with."""
     alpha: Annotated[Number, Field(ge=0)] | None = None
+    """RMSprop: of the average of squares; ASGD: power of the rate's decay."""
     centered: Flag | None = None
+    """RMSprop: divide by the variance."""
     momentum_decay: Annotated[Number, Field(ge=0)] | None = None
+    """NAdam: of the momentum's schedule."""
     decoupled_weight_decay: Flag | None = None
+    """NAdam, RAdam: decay the weights, not the gradients."""
     rho: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Adadelta: of both averages."""
     etas: Annotated[tuple[float, float], reads(_parse_pair)] | None = None
+    """Rprop: factors of a step's size that falls, and that grows."""
     step_sizes: Annotated[tuple[float, float], reads(_parse_pair)] | None = None
+    """Rprop: the least and the largest."""
     lambd: Annotated[Number, Field(ge=0)] | None = None
+    """ASGD: how fast weights and rate decay."""
     t0: Annotated[Number, Field(ge=0)] | None = None
+    """ASGD: the step at which averaging begins."""
     fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are fp32; set it to true")] = True
     torch_adam: InertFlag = None
     fused: InertFlag = None
@@ -156,6 +172,8 @@ def _parse_optimizer_type(value: object) -> str:
 
 class OptimizerConfig(Block):
     """`optimizer`: made by the engine; absent if the caller hands over a torch optimizer."""
+
+    why: ClassVar[str] = "it chooses among implementations, and there is one here, bit-equal on every tier"
 
     type: Annotated[str, reads(_parse_optimizer_type)] = "AdamW"
     params: OptimizerParams = OptimizerParams()
@@ -201,48 +219,3 @@ class OptimizerConfig(Block):
     def decoupled_weight_decay(self) -> bool:
         """True for AdamW's rule; as in DeepSpeed, "Adam" follows it too unless adam_w_mode is false."""
         return self.type == "AdamW" or self.params.adam_w_mode
-
-
-class SchedulerParams(Block):
-    """`scheduler.params` of DeepSpeed's five schedules."""
-
-    warmup_min_lr: InertAny = None
-    warmup_max_lr: InertAny = None
-    warmup_num_steps: InertNumber = None
-    warmup_type: InertText = None
-    warmup_min_ratio: InertNumber = None
-    cos_min_ratio: InertNumber = None
-    total_num_steps: InertNumber = None
-    last_batch_iteration: InertAny = None
-    lr_range_test_min_lr: InertAny = None
-    lr_range_test_step_rate: InertNumber = None
-    lr_range_test_step_size: InertNumber = None
-    lr_range_test_staircase: InertFlag = None
-    cycle_first_step_size: InertNumber = None
-    cycle_first_stair_count: InertNumber = None
-    cycle_second_step_size: InertNumber = None
-    cycle_second_stair_count: InertNumber = None
-    decay_step_size: InertNumber = None
-    cycle_min_lr: InertAny = None
-    cycle_max_lr: InertAny = None
-    decay_lr_rate: InertNumber = None
-    cycle_momentum: InertFlag = None
-    cycle_min_mom: InertNumber = None
-    cycle_max_mom: InertNumber = None
-    decay_mom_rate: InertNumber = None
-
-
-class SchedulerConfig(Block):
-    """`scheduler`: not available yet; without a type it asks for nothing, as in DeepSpeed."""
-
-    type: InertText = None
-    params: SchedulerParams | None = None
-
-    @model_validator(mode="after")
-    def _refused(self) -> Self:
-        if self.type is not None:
-            raise problem(
-                "no scheduler block",
-                fix="schedulers from the config are not available yet; pass lr_scheduler to zero.initialize",
-            )
-        return self
