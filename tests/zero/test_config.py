@@ -448,7 +448,7 @@ REFUSED = {
     "fp16.fp16_master_weights_and_grads": (True, "set it to false"),
     "amp.enabled": (True, "bf16"),
     "optimizer.type": ("OneBitAdam", "AdamW"),
-    "optimizer.params.bias_correction": (False, "bias correction"),
+    "optimizer.params.bias_correction": (False, "set it to true"),
     "optimizer.params.amsgrad": (True, "set it to false"),
     "optimizer.params.freeze_step": (100, "remove it"),
     "optimizer.params.max_grad_norm": (1.0, "gradient_clipping"),
@@ -474,7 +474,7 @@ REFUSED = {
     "zero_optimization.mics_shard_size": (4, "set it to -1"),
     "zero_optimization.offload_optimizer.super_offload": (True, "set it to false"),
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "remove it"),
-    "scheduler": ({"type": "WarmupLR"}, "lr_scheduler"),
+    "scheduler.type": ("ReduceLROnPlateau", "yourself"),
     "sparse_attention": ({"mode": "fixed"}, "remove it"),
     "weight_quantization": ({"post_init_quant": {}}, "remove it"),
 }
