@@ -312,7 +312,8 @@ class LoadsCheckpoints(SavesCheckpoints):
         if then != now:
             raise ConfigError(
                 f"load_checkpoint: it was saved amid a gradient accumulation with a loss scale of {then:.10g}, "
-                f"expected {now:.10g}; load it with the same fp16 block and load_optimizer_states=True, or save after step()"
+                f"expected {now:.10g}; load it with the same fp16 block and load_optimizer_states=True, or save after "
+                "step()"
             )
 
     def _restore_small(self, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:
