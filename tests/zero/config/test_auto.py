@@ -135,6 +135,7 @@ def test_initialize_says_every_value_once_and_changes_no_dict(caplog: pytest.Log
     assert "= true (from the model, which is bfloat16)" in lines["bf16.enabled"]
     assert "= 80 (from 10 x h, hidden size 8)" in lines["zero_optimization.stage3_param_persistence_threshold"]
     assert "= 0.001 (the default)" in lines["optimizer.params.lr"]
+    assert "= 1.0 (from DeepSpeed's default)" in lines["gradient_clipping"]
     assert "= 2 (from 2 samples = 2 x 1 x 1 rank)" in lines["train_batch_size"]
 
 
