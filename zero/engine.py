@@ -35,12 +35,14 @@ from zero.replanning import Census
 from zero.scaling import ScalesLoss
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
+from zero.surface import Surface
 from zero.tracing import Traced, Tracer, traced
 
 logger = logging.getLogger("zero")
 
 
 class ZeroEngine(
+    Surface,
     ConfigAccessors,
     ValueAccessors,
     LoadsData,
@@ -102,6 +104,7 @@ class ZeroEngine(
             parts.undo()
             raise
         self.module = model
+        self._show_face()
         self._census = Census(model, self.optimizer)
         self._census.decline()
         self.train(model.training)
@@ -200,10 +203,6 @@ class ZeroEngine(
             self._gradients.clear()
             self._watch.torn = False
 
-    def get_global_grad_norm(self) -> float | None:
-        """2-norm of the gradients of the last step, before clipping; inf if it was skipped, None before the first."""
-        return self._stepper.norm
-
     @traced("step")
     def _optimizer_step(self) -> None:
         """`optimizer.step()`: a step now, whatever the micro-step counter says."""
@@ -274,6 +273,7 @@ class ZeroEngine(
         self._step_counted = True
         self._watch.generation += 1
         self.global_steps = number
+        self.global_samples += self._config.train_batch_size
         self._note_applied(self._stepper.applied)
         self._step_was_fixed()
 
@@ -374,10 +374,6 @@ class ZeroEngine(
             raise unsaved
         logger.debug("engine closed after %d steps", self.global_steps)
 
-    def destroy(self) -> None:
-        """DeepSpeed's name for `close`."""
-        self.close()
-
     def __enter__(self) -> ZeroEngine:
         """The engine itself."""
         return self
@@ -389,7 +385,7 @@ class ZeroEngine(
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        """Unknown names are the model's: `engine.generate`, `engine.config`."""
+        """Unknown names are the model's: `engine.generate`."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -17,7 +17,7 @@ from zero import checkpointing
 from zero.arguments import config_argument
 from zero.config import Config, load_config
 from zero.device import compute_device
-from zero.distributed.joining import join_if_started
+from zero.distributed.joining import join_or_stay_alone
 from zero.engine import ZeroEngine
 from zero.optim.optimizer import ZeroOptimizer, groups_from
 from zero.optim.scheduling import check_scheduler
@@ -57,7 +57,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             `scheduler` of the config.
         distributed_port: of rank 0, where MASTER_PORT does not say.
         mpu: not available: must be None.
-        dist_init_required: False: torch.distributed is left alone; else ranks that a launcher has started are joined.
+        dist_init_required: False: torch.distributed is left alone; else ranks that a launcher has started are joined,
+            and a process without a launcher gets a group of one.
         collate_fn: for the loader.
         config: path or dict.
         mesh_param: not available: must be None.
@@ -78,7 +79,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     check_scheduler(lr_scheduler)
     show_log()
     if dist_init_required is not False:
-        join_if_started(distributed_port)
+        join_or_stay_alone(distributed_port)
     loaded = _read_config(args, config if config is not None else config_params)
     groups = groups_from(optimizer, model_parameters, model, loaded)
     device = compute_device()

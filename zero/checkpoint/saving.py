@@ -44,6 +44,7 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     """Mixed into the engine."""
 
     global_steps: int
+    global_samples: int
     micro_steps: int
     skipped_steps: int
     scaler: LossScaler

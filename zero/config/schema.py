@@ -255,6 +255,11 @@ class Config(Block):
         return self._report.world_size
 
     @property
+    def source(self) -> Mapping[str, Any]:
+        """A copy of the configuration as it was given."""
+        return self._report.source
+
+    @property
     def compute_dtype(self) -> torch.dtype | None:
         """What weights are kept and computed in; None: as the model has them."""
         return torch.bfloat16 if self.bf16.enabled else torch.float16 if self.fp16.enabled else None
@@ -324,6 +329,12 @@ class Config(Block):
         """The effective configuration with every default, as plain dicts and lists; a new one each time."""
         plain = _plain(self.model_dump())
         return dict(plain) if isinstance(plain, dict) else {}
+
+    def with_batch(self, sizes: Mapping[str, int]) -> Self:
+        """This configuration with other batch sizes, which agree with each other."""
+        changed = self.model_copy(update=dict(sizes))
+        changed._report = self._report
+        return changed
 
     @classmethod
     def _canonical(cls, path: str) -> str:
