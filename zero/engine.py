@@ -42,9 +42,9 @@ logger = logging.getLogger("zero")
 
 
 class ZeroEngine(
-    Surface,
     ConfigAccessors,
     ValueAccessors,
+    Surface,
     LoadsData,
     Accumulates,
     ScalesLoss,

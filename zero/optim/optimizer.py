@@ -17,11 +17,12 @@ from offload.errors import ConfigError, StateError
 from zero.config import Config
 from zero.optim.loss_scale import HasLossScale
 from zero.optim.pipeline import AdamValues
+from zero.optim.states import HasStates
 
 _PLAIN = {"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
 
 
-class ZeroOptimizer(HasLossScale, torch.optim.Optimizer):
+class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
     """Adam or AdamW over states that live wherever the plan put them.
 
     Args:
