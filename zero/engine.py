@@ -43,9 +43,9 @@ logger = logging.getLogger("zero")
 
 
 class ZeroEngine(
-    Surface,
     ConfigAccessors,
     ValueAccessors,
+    Surface,
     LoadsData,
     Accumulates,
     ScalesLoss,

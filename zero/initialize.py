@@ -23,6 +23,7 @@ from zero.engine import ZeroEngine
 from zero.optim.named import trained_from
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.scheduling import check_scheduler
+from zero.params.initialisation import suspended
 from zero.partners import open_exchange
 
 logger = logging.getLogger("zero")
@@ -88,7 +89,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     device = compute_device()
     exchange = open_exchange(loaded, device)
     try:
-        engine = ZeroEngine(model, trained, loaded, device, exchange, lr_scheduler)
+        with suspended():
+            engine = ZeroEngine(model, trained, loaded, device, exchange, lr_scheduler)
     except BaseException as error:  # the other ranks wait for this one
         exchange.close(error)
         raise

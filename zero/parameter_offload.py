@@ -62,20 +62,3 @@ class ParameterOffload:
 def no_external_parameters() -> tuple[tuple[str, nn.Parameter], ...]:
     """`module.ds_external_parameters()`: a parameter that is used outside its module is fetched when it is touched."""
     return ()
-
-
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Accepted: a parameter that is used outside its module is fetched when it is touched, and needs no registration.
-
-    Raises:
-        TypeError: `module` is no module, or `parameter` is no parameter.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"register_external_parameter: expected a module, got {type(module).__name__}")
-    if not isinstance(parameter, nn.Parameter):
-        raise TypeError(f"register_external_parameter: expected a parameter, got {type(parameter).__name__}")
-
-
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """As `register_external_parameter`."""
-    register_external_parameter(module, parameter)

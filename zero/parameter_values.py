@@ -62,9 +62,13 @@ class ParameterValues:
         """The whole fp32 value, on the host."""
         return self._parts.keeper.master(self._name)
 
+    def states(self) -> dict[str, torch.Tensor]:
+        """All whole optimizer states, fp32 on the host."""
+        return self._parts.keeper.moments(self._name)
+
     def state(self, key: str) -> torch.Tensor:
         """A whole optimizer state, fp32 on the host. Raises StateError: there is none of this name."""
-        states = self._parts.keeper.moments(self._name)
+        states = self.states()
         if key not in states:
             raise StateError(f"parameter {self._name}: no optimizer state {key!r}; there are {', '.join(states)}")
         return states[key]

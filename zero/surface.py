@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.errors import ConfigError
 from zero.assembly import Assembly
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
+from zero.kept_states import MASTERS, EngineStates
+from zero.optim.states import Groups
 from zero.optim.step import Stepper
 from zero.parameter_offload import ParameterOffload, no_external_parameters
+from zero.parameter_values import ParameterValues
 from zero.schedule.coordinator import Coordinator
 
 
@@ -20,6 +24,7 @@ class Surface:
     """Mixed into the engine."""
 
     module: nn.Module
+    device: torch.device
     optimizer: Any
     global_steps: int
     _config: Config
@@ -29,6 +34,10 @@ class Surface:
     _persistent_bound: bool
     global_samples = 0
     """Samples that steps have used, over all ranks."""
+
+    def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
+        """Of one parameter; the engine's."""
+        raise NotImplementedError
 
     def ready(self, what: str) -> None:
         """Raise if the engine is closed; the engine's."""
@@ -42,7 +51,14 @@ class Surface:
     def _show_face(self) -> None:
         """Give clients what they look for on the model and the optimizer. Called once the parts are there."""
         self._given_config = _plain(self._config.source)
-        if self._config.zero_optimization.stage < 3:
+        stage = self._config.zero_optimization.stage
+        if self.optimizer is not None:
+            states = EngineStates(self.values_of, self.device)
+            self.optimizer.keep_states_in(states)
+            if stage in MASTERS:
+                groups = Groups(self.optimizer.param_groups, states.masters_of)
+                self.optimizer.__dict__[MASTERS[stage]] = groups
+        if stage < 3:
             return
         self.parameter_offload = ParameterOffload(self.module, lambda: self._parts.hooks)
         if self.optimizer is not None:

@@ -15,10 +15,9 @@ from zero.compat.accelerator import get_accelerator
 from zero.compat.missing import missing_class
 from zero.config import tolerating_unknown_keys
 from zero.distributed.joining import init_distributed
-from zero.params.face import ZeroParamStatus
+from zero.params.face import ZeroParamStatus, has_face
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init as OurInit
-from zero.params.released import is_kept
 
 __all__ = [
     "GatheredParameters",
@@ -133,8 +132,8 @@ class Init(OurInit):
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """True when an engine or `Init` keeps the parameter's values."""
-    return isinstance(parameter, Tensor) and is_kept(parameter)
+    """True when the parameter has to be gathered to be seen: of an engine at stage 3, or made under `Init`."""
+    return isinstance(parameter, nn.Parameter) and has_face(parameter)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -14,9 +14,10 @@ import torch
 from offload.errors import StateError
 from zero.optim.loss_scale import HasLossScale
 from zero.optim.rules import Progress, Scalar, Trained
+from zero.optim.states import HasStates
 
 
-class ZeroOptimizer(HasLossScale, torch.optim.Optimizer):
+class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
     """An update rule over states that live wherever the plan put them.
 
     Args:

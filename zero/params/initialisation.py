@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,9 @@ from torch import nn
 
 from offload.errors import ConfigError
 from zero.config import Config, load_config
+from zero.config.batch import MICRO, STEPS, TRAIN
+from zero.config.reading import read_source
+from zero.distributed.joining import join_if_started
 from zero.params.opaque import is_wrapper
 from zero.params.provisional import ProvisionalKeeper, provisional_source
 from zero.params.released import is_kept
@@ -90,6 +94,13 @@ class Init:
             return self
         if self._paths is not None:
             self._keeper = ProvisionalKeeper(self._paths)
+            self._keeper.grows = True
+        self._watch()
+        _open.append(self)
+        return self
+
+    def _watch(self) -> None:
+        if self._keeper is not None:
             self._keeper.fetches = True
         for kind in _module_classes():
             self._patch(kind)
@@ -101,12 +112,9 @@ class Init:
             watcher._patch(cls)
 
         self._replace(nn.Module, "__init_subclass__", classmethod(on_subclass))
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop watching; cut and cast what is left."""
+    def _look_away(self) -> None:
+        """Constructors and `apply` are torch's again; what they have fetched is spilled."""
         while self._replaced:
             owner, name, original = self._replaced.pop()
             if original is None:
@@ -116,8 +124,18 @@ class Init:
         if self._keeper is not None:
             self._keeper.fetches = False
             self._keeper.spill_fetched()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop watching; cut and cast what is left."""
+        self._look_away()
+        if self in _open:
+            _open.remove(self)
         if kind is None:
             self._cut_made()
+        if self._keeper is not None:
+            self._keeper.grows = False
         self._made.clear()
 
     def _cut_made(self) -> None:
@@ -163,6 +181,23 @@ class Init:
             self._keeper.cut(parameter)
 
 
+_open: list[Init] = []
+"""Contexts that are open in this process, whose torch they change; the innermost last."""
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Inside, no open `Init` watches constructors: an engine makes modules that are no part of any model."""
+    contexts = list(_open)
+    for context in reversed(contexts):
+        context._look_away()
+    try:
+        yield
+    finally:
+        for context in contexts:
+            context._watch()
+
+
 def _check_keywords(remote_device: str | None, dtype: torch.dtype | None, unused: dict[str, Any]) -> None:
     unknown = sorted(set(unused) - DEEPSPEED_ONLY)
     if unknown:
@@ -179,13 +214,22 @@ def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...]
         if remote_device == "nvme":
             raise ConfigError('zero.Init: remote_device "nvme" needs config_dict_or_path: its offload_param.nvme_path')
         return None
-    offload = load_config(source).zero_optimization.offload_param
+    offload = _without_batch(source).zero_optimization.offload_param
     device = remote_device or str(getattr(offload.device, "value", offload.device))
     if device != "nvme":
         return None
     if not offload.nvme_path:
         raise ConfigError('zero.Init: remote_device "nvme": zero_optimization.offload_param.nvme_path is not set')
     return tuple(str(path) for path in offload.nvme_path)
+
+
+def _without_batch(source: str | os.PathLike[str] | dict[str, Any] | Config) -> Config:
+    """The configuration; its batch sizes may be placeholders while a model is built."""
+    join_if_started()  # a client may come here before anything else of it has asked for the other ranks
+    problems: list[str] = []
+    if isinstance(source, Config) or not (content := read_source(source, problems)[1]):
+        return load_config(source)
+    return load_config({key: value for key, value in content.items() if key not in (TRAIN, MICRO, STEPS)})
 
 
 def _module_classes() -> list[type]:

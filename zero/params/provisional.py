@@ -58,6 +58,7 @@ class ProvisionalKeeper:
     Attributes:
         fetches: True while an `Init` context is open. Constructors and `Module.apply` then find the
             values of every parameter as if they had never been spilled.
+        grows: more parameters may be cut: the context is open, also where an engine is made inside it.
     """
 
     partitions = True
@@ -70,7 +71,7 @@ class ProvisionalKeeper:
         self._fetched: list[nn.Parameter] = []
         self._fetched_bytes = 0
         self._poison, self._poison_bytes = Poison(1, torch.device("cpu")), 1
-        self.fetches = False
+        self.fetches = self.grows = False
         weakref.finalize(self, self._file.close)
 
     def cut(self, parameter: nn.Parameter) -> None:
@@ -164,9 +165,9 @@ class ProvisionalKeeper:
         return self._places[parameter].file is not self._file
 
     def adopted(self, parameter: nn.Parameter) -> None:
-        """An engine has stored the values; the last one frees the file."""
+        """An engine has stored the values; the last one frees the file, if no more can come."""
         self._places.pop(parameter, None)
-        if not self._places:
+        if not self._places and not self.grows:
             self._file.close()
 
     def _store(self, parameter: nn.Parameter) -> None:

@@ -1,0 +1,138 @@
+"""The optimizer that `initialize` returns, as an object: live groups, states that are read when they are asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build, make_config, tokens
+from torch import nn
+
+from offload.errors import BudgetError, ConfigError
+from zero import kept_states
+from zero.machine import Machine, read_machine
+
+Open = Callable[..., Any]
+TIERS = {"device": ("none", "none"), "cpu": ("cpu", "cpu"), "nvme": ("nvme", "nvme")}
+on_every_tier = pytest.mark.parametrize("tier", TIERS)
+
+
+def train(engine: Any, *indices: int) -> Any:
+    for index in indices:
+        engine.backward(engine(tokens(index)))
+        engine.step()
+    return engine
+
+
+def masters(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: engine.full_master(name) for name, _ in engine.module.named_parameters()}
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@on_every_tier
+def test_states_are_the_engines_and_appear_with_the_first_step(open_engine: Open, nvme_path: Path, tier: str) -> None:
+    engine = open_engine(build("gpt"), make_config(TIERS[tier], nvme_path))
+    optimizer, weight = engine.optimizer, engine.module.head.weight
+    assert optimizer.overflow is False and len(optimizer.state) == 0 and weight not in optimizer.state
+    assert optimizer.state_dict()["state"] == {}
+    train(engine, 0, 1)
+    assert set(map(id, optimizer.state)) == set(map(id, engine.module.parameters()))
+    state, kept = optimizer.state[weight], engine.full_state("head.weight")
+    assert state.keys() == {"step", "exp_avg", "exp_avg_sq"} and float(state["step"]) == 2.0
+    assert torch.equal(state["exp_avg"], kept["exp_avg"]) and torch.equal(state["exp_avg_sq"], kept["exp_avg_sq"])
+    assert optimizer.optimizer.state is optimizer.state  # what DeepSpeed wraps
+
+
+@on_every_tier
+def test_a_state_dict_goes_on_where_it_was_taken(open_engine: Open, nvme_path: Path, tier: str) -> None:
+    """Into another engine with the same weights: the next steps are the same, bit for bit; groups stay live."""
+    config = make_config(TIERS[tier], nvme_path, bf16=False)
+    engine = train(open_engine(build("gpt"), config), 0, 1)
+    engine.optimizer.param_groups[0]["lr"] = 0.002
+    saved = copy.deepcopy(engine.optimizer.state_dict())
+    model = build("gpt")
+    model.load_state_dict({name: value for name, value in engine.named_full_parameters()})
+    other = open_engine(model, config)
+    group = other.optimizer.param_groups[0]
+    other.optimizer.load_state_dict(saved)
+    assert other.optimizer.param_groups[0] is group and group["lr"] == 0.002
+    assert equal(masters(train(engine, 2, 3)), masters(train(other, 2, 3)))
+
+
+def test_it_is_what_torch_reads(open_engine: Open, nvme_path: Path) -> None:
+    """torch's AdamW takes the state dict and makes the same step, to a rounding."""
+    engine = train(open_engine(build("gpt"), make_config(TIERS["cpu"], nvme_path, bf16=False)), 0, 1)
+    plain = build("gpt")
+    plain.load_state_dict(dict(engine.named_full_parameters()))
+    optimizer = torch.optim.AdamW(plain.parameters())
+    optimizer.load_state_dict(engine.optimizer.state_dict())
+    plain(tokens(2)).backward()
+    optimizer.step()
+    train(engine, 2)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(engine.full_master(name), parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = train(open_engine(build("gpt"), make_config(TIERS["cpu"], nvme_path)), 0)
+    saved, before = engine.optimizer.state_dict(), engine.full_state("head.weight")
+    saved["param_groups"][0]["params"].pop()
+    with pytest.raises(ConfigError, match="expected groups of"):
+        engine.optimizer.load_state_dict(saved)
+    assert torch.equal(engine.full_state("head.weight")["exp_avg"], before["exp_avg"])
+
+    def small(device: torch.device) -> Machine:
+        machine = read_machine(device)
+        return type(machine)(**{**vars_of(machine), "available_bytes": 100})
+
+    monkeypatch.setattr(kept_states, "read_machine", small)
+    with pytest.raises(BudgetError, match="save_checkpoint"):
+        engine.optimizer.state_dict()
+
+
+def vars_of(machine: Machine) -> dict[str, Any]:
+    return {name: getattr(machine, name) for name in machine.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parts_of_fp32_values_are_shown_under_the_stages_name(open_engine: Open, nvme_path: Path, stage: int) -> None:
+    model = build("gpt")
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
+    config = make_config(TIERS["device"], nvme_path, optimizer={}, zero={"stage": stage})
+    engine = train(open_engine(model, config, optimizer=optimizer), 0)
+    names = {
+        1: "single_partition_of_fp32_groups",
+        2: "single_partition_of_fp32_groups",
+        3: "fp32_partitioned_groups_flat",
+    }
+    for name in set(names.values()):
+        assert hasattr(engine.optimizer, name) == (names.get(stage) == name)
+    if stage:
+        shown = getattr(engine.optimizer, names[stage])
+        assert [part.dtype for part in shown] == [torch.float32] * 2
+        name_of = {id(p): name for name, p in engine.module.named_parameters()}
+        for part, group in zip(shown, (decayed, others), strict=True):
+            assert torch.equal(part, torch.cat([engine.full_master(name_of[id(p)]).flatten() for p in group]))
+
+
+def test_it_is_an_optimizer_of_torch_with_live_groups(open_engine: Open, nvme_path: Path) -> None:
+    engine = open_engine(build("gpt"), make_config(TIERS["cpu"], nvme_path))
+    assert isinstance(engine.optimizer, torch.optim.Optimizer) and "lr" in engine.optimizer.defaults
+    assert all(isinstance(p, nn.Parameter) for group in engine.optimizer.param_groups for p in group["params"])
+    before = masters(engine)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+        group["weight_decay"] = 0.0
+    train(engine, 0)
+    assert equal(masters(engine), before)
