@@ -16,6 +16,7 @@ from offload.errors import ConfigError
 from zero import checkpointing
 from zero.arguments import config_argument
 from zero.config import Config, load_config
+from zero.config.auto import Facts, auto_lines, facts_of, resolve_auto
 from zero.device import compute_device
 from zero.distributed.joining import join_or_stay_alone
 from zero.engine import ZeroEngine
@@ -81,6 +82,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if dist_init_required is not False:
         join_or_stay_alone(distributed_port)
     loaded = _read_config(args, config if config is not None else config_params)
+    loaded = _without_autos(loaded, facts_of(model, optimizer, training_data))
     groups = groups_from(optimizer, model_parameters, model, loaded)
     device = compute_device()
     exchange = open_exchange(loaded, device)
@@ -109,6 +111,14 @@ def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Co
     for line in loaded.deprecated:
         logger.info("deprecated: %s", line)
     return loaded
+
+
+def _without_autos(loaded: Config, facts: Facts) -> Config:
+    """The configuration with values for what is "auto", each said once."""
+    resolved = resolve_auto(loaded, facts)
+    for line in auto_lines(resolved):
+        logger.info("%s", line)
+    return resolved
 
 
 def _refuse_pipelines(model: nn.Module) -> None:

@@ -43,6 +43,8 @@ _SGD = Annotated[Any, _other_optimizer("SGD and Muon")]
 class OptimizerParams(Block):
     """`optimizer.params` of Adam and AdamW; defaults as in DeepSpeed (weight_decay 0)."""
 
+    why: ClassVar[str] = "it chooses among implementations, and there is one here, bit-equal on every tier"
+
     aliases: ClassVar[Mapping[str, str]] = {"adamw_mode": "adam_w_mode"}
 
     lr: Annotated[Number, Field(ge=0)] = 1e-3
@@ -51,7 +53,7 @@ class OptimizerParams(Block):
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     adam_w_mode: Flag = True
     """Decay the weights, not the gradients; "AdamW" does so whatever this says."""
-    bias_correction: Annotated[Flag, Only((True,), "Adam without bias correction is not available")] = True
+    bias_correction: Annotated[Flag, Only((True,), "Adam always corrects its bias; set it to true")] = True
     amsgrad: Annotated[Flag, Only((False,), "AMSGrad is not available; set it to false")] = False
     maximize: Annotated[Flag, Only((False,), "negate the loss instead")] = False
     fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are fp32; set it to true")] = True
@@ -92,6 +94,8 @@ def _parse_optimizer_type(value: object) -> str:
 
 class OptimizerConfig(Block):
     """`optimizer`: made by the engine; absent if the caller hands over a torch optimizer."""
+
+    why: ClassVar[str] = "it chooses among implementations, and there is one here, bit-equal on every tier"
 
     type: Annotated[Literal["Adam", "AdamW"], reads(_parse_optimizer_type)] = "AdamW"
     params: OptimizerParams = OptimizerParams()
