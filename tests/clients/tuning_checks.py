@@ -62,7 +62,9 @@ class Tuned:
         expected = self.plain(case, **more, **(plainly or {}))
         moved = self.plain(case, ulps=1, **more, **(plainly or {}))
         assert told["engine"] == "zero" and expected["engine"] != "zero"
-        assert told["learning_rate"] == pytest.approx(expected["learning_rate"], rel=ULP, abs=0)
+        # An engine that steps a scheduler has done so when the trainer logs its value.
+        rates = told["learning_rate"][:-1] if plainly else told["learning_rate"]
+        assert rates == pytest.approx(expected["learning_rate"][1 if plainly else 0 :], rel=ULP, abs=0)
         for name in ("loss", "grad_norm"):
             assert len(told[name]) == STEPS
             same(name, *(torch.tensor(run[name], dtype=torch.float64) for run in (told, expected, moved)))
@@ -111,4 +113,4 @@ def same(what: str, ours: torch.Tensor, theirs: torch.Tensor, moved: torch.Tenso
 
 def shipped(name: str) -> Path:
     """One of LLaMA-Factory's configs."""
-    return CONFIGS / f"llamafactory_ds_{name}.json"
+    return CONFIGS / f"llamafactory_{name}.json"
