@@ -12,11 +12,9 @@ from client_process import ROOT, Clients
 
 ALIAS = ROOT / "zero" / "compat" / "alias"
 CONFIGS = ROOT / "tests" / "data" / "configs"
-NEEDED = ("transformers", "accelerate", "peft", "trl", "datasets")
-PRELOADED = (
-    *("torch", "peft", "datasets", "transformers.models.llama.modeling_llama"),
-    *("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"),
-)
+NEEDED = ("transformers", "accelerate", "peft")
+WANTED = ("torch", "peft", "datasets", "transformers.models.llama.modeling_llama", "trl.trainer.sft_trainer")
+WANTED_OF_TRL = ("trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer")
 STEPS = 4
 PLACES = 2
 """Where a step rounds in an order of its own: the norm with its clip coefficient, and the update."""
@@ -30,12 +28,17 @@ def need(*packages: str) -> None:
         pytest.skip(f"{', '.join(missing)} is not installed")
 
 
+def preloaded() -> tuple[str, ...]:
+    """What the processes import once; TRL is not there for every Python."""
+    return tuple(name for name in (*WANTED, *WANTED_OF_TRL) if importlib.util.find_spec(name.partition(".")[0]))
+
+
 class Tuned:
     """Runs of the cases, the plain ones once for each way to call them."""
 
     def __init__(self) -> None:
         need()
-        self._plain, self._ours = Clients(None, preloaded=PRELOADED), Clients(ALIAS, preloaded=PRELOADED)
+        self._plain, self._ours = Clients(None, preloaded=preloaded()), Clients(ALIAS, preloaded=preloaded())
         self._known: dict[str, Any] = {}
 
     def plain(self, case: str, **more: Any) -> Any:
