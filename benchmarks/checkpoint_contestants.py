@@ -29,7 +29,8 @@ from offload.sizes import PAGE_BYTES, align_up
 
 LANES, LANE_BYTES = 4, 16 << 20
 """What our I/O engine moves at once where it stands for fio."""
-TAG = "step"
+ROOM_BYTES = 16 << 30
+"""What is to be free before a file is written."""
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
@@ -47,6 +48,18 @@ class Folder:
     def __exit__(self, *exception: object) -> None:
         """Remove it."""
         shutil.rmtree(self._path, ignore_errors=True)
+
+
+def keep_or_clear(folder: Path) -> None:
+    """Leave what is there as it is, unless the disk gets full.
+
+    A file system that is mounted with `discard` tells the disk of a removed file later, beside whatever is measured
+    then; and what is written where something was discarded is slower for whoever comes first.
+    """
+    if folder.exists() and shutil.disk_usage(folder).free < ROOM_BYTES:
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        os.sync()
 
 
 def drop_page_cache() -> bool:
@@ -70,7 +83,7 @@ class OurEngine:
             model = GPT(SHAPES[shape])
         self._engine: Any = zero.initialize(model=model, config=config)[0]
         self._samples = Samples(SHAPES[shape], self._engine.device)
-        self._folder = folder / "saved"
+        self._folder, self._saves = folder / "saved", 0
         self.steps(2)
 
     def steps(self, count: int) -> None:
@@ -80,10 +93,10 @@ class OurEngine:
         self._engine.synchronize()
 
     def save(self) -> dict[str, Any]:
-        """To a folder of its own; what was saved before is removed, and that is not timed."""
-        self._clean()
+        """To a folder of its own."""
+        tag = self._next_tag()
         begin = time.perf_counter()
-        self._engine.save_checkpoint(self._folder, tag=TAG)
+        self._engine.save_checkpoint(self._folder, tag=tag)
         return {"seconds": time.perf_counter() - begin}
 
     def load(self) -> dict[str, Any]:
@@ -98,9 +111,9 @@ class OurEngine:
 
     def save_behind(self) -> dict[str, Any]:
         """A save and steps until it is on the disk."""
-        self._clean()
+        tag = self._next_tag()
         begin = time.perf_counter()
-        self._engine.save_checkpoint(self._folder, tag=TAG)
+        self._engine.save_checkpoint(self._folder, tag=tag)
         blocked, steps = time.perf_counter() - begin, 0
         while steps == 0 or self._engine.checkpoint_pending():
             self._step()
@@ -112,11 +125,11 @@ class OurEngine:
 
     def data_file(self) -> Path:
         """The largest file of what was saved last: nearly all of it."""
-        return max((self._folder / TAG).iterdir(), key=lambda file: file.stat().st_size)
+        return max((self._folder / self._tag()).iterdir(), key=lambda file: file.stat().st_size)
 
     def checkpoint_bytes(self) -> int:
         """Of all files."""
-        return sum(file.stat().st_size for file in (self._folder / TAG).iterdir())
+        return sum(file.stat().st_size for file in (self._folder / self._tag()).iterdir())
 
     def __enter__(self) -> OurEngine:
         """The engine itself."""
@@ -132,9 +145,14 @@ class OurEngine:
         self._engine.backward(self._engine(self._samples.next()))
         self._engine.step()
 
-    def _clean(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-        os.sync()
+    def _tag(self) -> str:
+        """Of what was saved last."""
+        return f"step-{self._saves}"
+
+    def _next_tag(self) -> str:
+        keep_or_clear(self._folder)
+        self._saves += 1
+        return self._tag()
 
 
 class YardStick:
@@ -150,16 +168,17 @@ class YardStick:
         self.what = "fio" if fio.version() is not None else "our own I/O engine, as fio is not installed"
 
     def write(self) -> dict[str, Any]:
-        """To a new file whose room is reserved, as a checkpoint is. It is removed, which is not timed."""
-        path = self._folder / "new"
+        """To a new file whose room is reserved, as a checkpoint is."""
+        folder = self._folder / "new"
+        folder.mkdir(exist_ok=True)
+        keep_or_clear(folder)
+        path = folder / str(len(os.listdir(folder)))
         fd = self._open(path, os.O_CREAT)
         try:
             os.posix_fallocate(fd, 0, self._nbytes)
             return self._run("write", path)
         finally:
             os.close(fd)
-            path.unlink()
-            os.sync()
 
     def over(self, kind: str) -> dict[str, Any]:
         """As "write", "read" or "mixed", of a file that has been written before."""
@@ -206,9 +225,8 @@ class YardStick:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Remove its files."""
+        """Its files go with the folder."""
         self._aio.close()
-        (self._folder / "old").unlink(missing_ok=True)
 
 
 def engine_config(tier: str, folder: Path | str, shape: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A thread for calls that block, beside an event loop."""
+"""Threads for calls that block, beside an event loop."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Runs calls one after the other. Python does not exit before it is closed, and it takes calls until then.
+    """Runs calls in order. Python does not exit before it is closed, and it takes calls until then.
 
     A `ThreadPoolExecutor` refuses them as soon as the main thread has ended.
 
     Args:
-        name: of the thread.
+        name: of its threads.
+        threads: calls that run at once.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, threads: int = 1) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=False).start()
+        self._threads = threads
+        for _ in range(threads):
+            threading.Thread(target=self._serve, name=name, daemon=False).start()
 
     async def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns on the worker's thread, or raises."""
+        """What `job` returns on one of the worker's threads, or raises."""
         future: Future[T] = Future()
         self._jobs.put((job, future))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """The thread ends after the calls that it has. Never blocks."""
-        self._jobs.put(None)
+        """The threads end after the calls that they have. Never blocks. Idempotent."""
+        for _ in range(self._threads):
+            self._jobs.put(None)
+        self._threads = 0
 
     def _serve(self) -> None:
         while (given := self._jobs.get()) is not None:

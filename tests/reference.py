@@ -6,8 +6,9 @@ engine's verbs, so one training loop drives both:
     loss = trainer(batch); trainer.backward(loss); trainer.step()
 
 bf16 mode: parameters are bf16 leaves, the master is fp32 and the weight is the master rounded half away from zero.
-fp32 mode: the weight is the master. In both, a gradient of one contribution is kept as autograd made it; from the
-second on it is summed in fp32, in order. A parameter without a gradient is left alone: no decay, no step count.
+fp16 mode: the same with fp16, rounded to nearest even. fp32 mode: the weight is the master. In
+all, a gradient of one contribution is kept as autograd made it; from the second on it is summed in fp32, in order. A
+parameter without a gradient is left alone: no decay, no step count.
 """
 
 from __future__ import annotations
@@ -119,6 +120,35 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 @dataclass
+class LossScaleRule:
+    """The dynamic loss scale as DeepSpeed documents it: `loss_scale` 0 and the other keys of its `fp16` block."""
+
+    scale: float = 65536.0
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive: bool = False
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.left, self.step, self.overflowed_at = self.hysteresis, 0, -1
+
+    def update(self, overflow: bool) -> None:
+        if overflow and self.left == 1:
+            if self.scale == self.minimum:
+                raise ArithmeticError("the scale cannot be less")
+            self.scale = max(self.scale / 2, self.minimum)
+        elif overflow:
+            self.left -= 1
+        elif self.consecutive:
+            self.left = self.hysteresis
+        if overflow:
+            self.overflowed_at = self.step
+        elif (good := self.step - self.overflowed_at - 1) > 0 and good % self.window == 0:
+            self.left, self.scale = self.hysteresis, self.scale * 2
+        self.step += 1
+
+
+@dataclass
 class Reference:
     """Trains `model` the slow way.
 
@@ -127,11 +157,15 @@ class Reference:
         layout: blocks of the norm; None takes the exact norm instead.
         on_step: called after each optimizer step, as a learning-rate scheduler is.
         opaque: parameter names that are quantised storage: left alone.
+        fp16: fp16 weights instead of bf16 ones.
+        rule: scales the loss; a step whose gradients are not finite is skipped.
     """
 
     model: nn.Module
     hyper_of: Callable[[str], Hyper]
     bf16: bool = True
+    fp16: bool = False
+    rule: LossScaleRule | None = None
     clipping: float = 0.0
     accumulation: int = 1
     layout: Layout | None = None
@@ -148,11 +182,15 @@ class Reference:
             if self.opaque(name) or not parameter.is_floating_point():
                 continue  # codes of a quantised base are bytes, not numbers
             master = parameter.detach().clone().float()
-            if self.bf16:
-                parameter.data = round_half_away(master)
+            parameter.data = self._weight(master)
             if parameter.requires_grad:
                 self.states[name] = State(master, torch.zeros_like(master), torch.zeros_like(master))
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._contribute(name, p))
+
+    def _weight(self, master: Tensor) -> Tensor:
+        if self.fp16:
+            return master.half()
+        return round_half_away(master) if self.bf16 else master.clone()
 
     def _contribute(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is None:
@@ -171,21 +209,30 @@ class Reference:
         self.model.eval()
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        (loss / self.accumulation).backward(retain_graph=retain_graph)
+        scaled = loss / self.accumulation * (1.0 if self.rule is None else self.rule.scale)
+        scaled.backward(retain_graph=retain_graph)
 
     def step(self) -> None:
         self.micro_steps += 1
         if self.micro_steps % self.accumulation:
             return
         norm = norm_exact(self.grads) if self.layout is None else norm_in_blocks(self.grads, self.layout)
-        coefficient = clip_coefficient(norm, self.clipping)
+        scale = 1.0 if self.rule is None else self.rule.scale
+        if self.rule is not None:
+            self.rule.update(overflow=not math.isfinite(norm))
+            if not math.isfinite(norm):
+                self.norms.append(math.inf)
+                self.grads.clear()
+                return
+        norm = norm / scale
+        coefficient = clip_coefficient(norm, self.clipping) / scale
         self.norms.append(norm)
         self.coefficients.append(coefficient)
         parameters = dict(self.model.named_parameters())
         for name, grad in self.grads.items():
             state = self.states[name]
             adam(state, grad, coefficient, self.hyper_of(name))
-            parameters[name].data = round_half_away(state.master) if self.bf16 else state.master.clone()
+            parameters[name].data = self._weight(state.master)
         self.grads.clear()
         if self.on_step is not None:
             self.on_step()

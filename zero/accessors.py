@@ -10,10 +10,9 @@ import torch
 from zero import ranks
 from zero.config import Config
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
+from zero.config.precision_block import DTYPES
 from zero.config.zero_block import ZeroConfig
 from zero.keeping import EngineKeeper
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ZeroAccessors:
@@ -190,12 +189,42 @@ class ConfigAccessors(ZeroAccessors):
         return bool(self._config.bf16.enabled)
 
     def fp16_enabled(self) -> bool:
-        """False: fp16 is not available."""
+        """True when weights are fp16 with an fp32 master."""
+        return self._config.fp16.enabled
+
+    def fp16_auto_cast(self) -> bool:
+        """True: floating positional arguments of forward are cast to fp16."""
+        return self._config.fp16.auto_cast
+
+    def fp16_master_weights_and_gradients(self) -> bool:
+        """False: masters are fp32."""
         return False
+
+    def bf16_master_weights_and_gradients(self) -> bool:
+        """False: masters are fp32."""
+        return False
+
+    def bf16_optimizer_states(self) -> bool:
+        """True: moments are kept in bf16."""
+        return self._config.zero_optimization.offload_optimizer.state_dtype == "bf16"
+
+    def torch_autocast_enabled(self) -> bool:
+        """True: the engine's forward runs under torch.autocast."""
+        return self._config.torch_autocast.enabled
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """What torch.autocast is told to cast to; None: its own choice."""
+        dtype = self._config.torch_autocast.dtype
+        return None if dtype is None else DTYPES[dtype]
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str] | None:
+        """As configured; has no effect here."""
+        modules = self._config.torch_autocast.lower_precision_safe_modules
+        return None if modules is None else list(modules)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """What weights are computed in where the configuration casts them, and what gradients are added up in."""
-        return torch.bfloat16 if self.bfloat16_enabled() else torch.float32, torch.float32
+        return self._config.compute_dtype or torch.float32, self._config.accumulation_dtype
 
     @property
     def communication_data_type(self) -> torch.dtype:
@@ -212,8 +241,27 @@ class ConfigAccessors(ZeroAccessors):
         return self._config.gradient_predivide_factor
 
     def dynamic_loss_scale(self) -> bool:
-        """False: there is no loss scale without fp16."""
-        return False
+        """True: weights are fp16 and a loss scale follows the overflows."""
+        return self._config.fp16.enabled and self._config.fp16.dynamic
+
+    def loss_scale(self) -> float:
+        """The configured static scale, 0 for a dynamic one; what counts now is `optimizer.cur_scale`."""
+        return self._config.fp16.loss_scale
+
+    def initial_dynamic_scale(self) -> float:
+        """What a dynamic loss scale begins at."""
+        return float(2**self._config.fp16.initial_scale_power)
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """How a dynamic loss scale moves, by DeepSpeed's names."""
+        fp16 = self._config.fp16
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": fp16.loss_scale_window,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+            "min_scale": fp16.min_loss_scale,
+        }
 
     def dataloader_drop_last(self) -> bool:
         """True: loaders drop what does not fill a batch on every rank."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offload import kernels
+from offload import kernels, masters
 from offload.copies import CHUNK_BYTES, clear_alone, copy_alone
 from offload.pinned import return_freed_memory
 from offload.planes import settle_all
@@ -36,9 +36,9 @@ class Piece(NamedTuple):
     first: int
     """Element of the parameter."""
     weight: torch.Tensor
-    """Of any floating dtype; fp32 values of a bf16 parameter keep their bits in its master."""
+    """Of any floating dtype; fp32 values of a 16-bit parameter keep their bits in its master."""
     remainder: torch.Tensor | None = None
-    """int16, what the bf16 weight lacks of its fp32 master; None: it is derived from `weight`."""
+    """What the 16-bit weight lacks of its fp32 master, see `offload.masters`; None: it is derived from `weight`."""
     moments: tuple[torch.Tensor, torch.Tensor] | None = None
     """exp_avg and exp_avg_sq, fp32; None: zero."""
 
@@ -179,12 +179,7 @@ class Adoption:
             at, numel = slot.offset_numel + piece.first - slot.first_numel - lo, piece.weight.numel()
             target = stored[at : at + numel]
             remainder = None if state.remainder is None else state.remainder[shift + at : shift + at + numel]
-            if remainder is not None and piece.remainder is None and piece.weight.dtype != torch.bfloat16:
-                kernels.split(target, remainder, piece.weight.to(target.device, torch.float32))
-            else:
-                target.copy_(piece.weight)
-                if remainder is not None:
-                    remainder.zero_() if piece.remainder is None else remainder.copy_(piece.remainder)
+            _store_weight(target, remainder, piece)
             if piece.moments is not None and exact is not None:
                 for all_of_them, given in zip(exact, piece.moments, strict=True):
                     copy_alone(all_of_them[shift + at : shift + at + numel], given)
@@ -255,6 +250,18 @@ class Adoption:
                 last = min(max(unit.origin + max(slot.end_numel, slot.offset_numel + 1), unit.begin + 1), unit.end)
                 if begin < last <= end:
                     self._done(unit, slot)
+
+
+def _store_weight(target: torch.Tensor, remainder: torch.Tensor | None, piece: Piece) -> None:
+    """Weights, and what they lack of their masters."""
+    if remainder is not None and piece.remainder is None and piece.weight.dtype != target.dtype:
+        masters.part(target, remainder, piece.weight.to(target.device, torch.float32))
+        return
+    target.copy_(piece.weight)
+    if remainder is not None and piece.remainder is not None:
+        remainder.copy_(piece.remainder)
+    elif remainder is not None:
+        masters.forget(target, remainder)
 
 
 def _clear_gaps(unit: Unit, lo: int, moments: tuple[torch.Tensor, torch.Tensor]) -> None:

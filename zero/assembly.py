@@ -32,6 +32,7 @@ from zero.machine import read_machine
 from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
 from zero.optim.inside import UpdatesInBackward
+from zero.optim.loss_scale import LossScaler
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.reducing import ReducedGradients
 from zero.optim.step import Stepper
@@ -40,8 +41,9 @@ from zero.params.buffers import move_buffers
 from zero.params.layout import Slot, Unit
 from zero.params.provisional import forget, provisional_source
 from zero.params.tiles import Tile, TiledKeeper
-from zero.params.units import CoveredUnit, collect_leaves
+from zero.params.units import CoveredUnit, Leaf, collect_leaves
 from zero.planning import lay_out, make_plan
+from zero.precision import dtype_table
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
@@ -63,6 +65,8 @@ class Owner(Protocol):
     """Of CPU kernels."""
     exchange: Exchange
     """With the other ranks."""
+    scaler: LossScaler
+    """Of the loss."""
 
     def ready(self, what: str) -> None:
         """Raise if the engine is closed; bind what is always bound."""
@@ -87,6 +91,9 @@ class Owner(Protocol):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when the next step updates the parameters."""
+
+    def check_scaled(self) -> None:
+        """Raise if the loss of the backward that begins should have been scaled."""
 
     def reduces(self) -> bool:
         """True when gradients of the backward under way are to be reduced as soon as they can be."""
@@ -125,7 +132,11 @@ class Assembly:
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
         machine = agree_on_machine(owner.exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
         self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place, placement)
-        logger.log(logging.INFO if previous is None else logging.DEBUG, "%s", self.plan.table())
+        level = logging.INFO if previous is None else logging.DEBUG
+        logger.log(level, "%s", self.plan.table())
+        dtypes = dtype_table(self.layout, self.plan, config, placement, owner.device, owner.scaler)
+        logger.log(level, "%s", dtypes)
+        _warn_of_range(self.leaves, trainable, config)
         leave_note("plan", self.plan.facts(owner.device))
         self.snapshots = open_snapshots(config, self.layout, self.plan, owner.exchange)
         named = self.snapshots.open_swap if self.snapshots else None
@@ -159,13 +170,16 @@ class Assembly:
             boundary = owner.is_gradient_accumulation_boundary
             self.ahead = UpdatesInBackward(storage, pipeline, updates, self.gradients, owner.arguments_now, boundary)
         owner.exchange.attach(layout, storage, updates)
-        self.stepper = Stepper(layout, storage, self.gradients, pipeline, updates, self.ahead, owner.exchange)
+        self.stepper = Stepper(
+            *(layout, storage, self.gradients, pipeline, updates, self.ahead, owner.exchange, owner.scaler)
+        )
         self.stepper.needs_all = not self._config.zero_optimization.ignore_unused_parameters
         self.gradients.update = self.stepper.apply
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed, owner.exchange)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
         self.watch = BackwardWatch(
-            self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready, owner.reduces
+            *(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready, owner.reduces),
+            owner.check_scaled,
         )
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed, owner.exchange)
@@ -269,7 +283,7 @@ class Assembly:
     def install(self) -> None:
         """Put hooks on the model; from here on the parts run it."""
         self.hooks.install()
-        move_buffers(self.model, self._owner.device, torch.bfloat16 if self._config.bf16.enabled else None)
+        move_buffers(self.model, self._owner.device, self._config.compute_dtype)
         self.buffers = CommonBuffers(self._owner.exchange, self.model)
         self.buffers.share()
         self.coordinator.bind_persistent()
@@ -288,6 +302,21 @@ class Assembly:
                     self.keeper.return_values()
         finally:
             self.storage.close()
+
+
+def _warn_of_range(leaves: Iterable[Leaf], trainable: set[int], config: Config) -> None:
+    """Weights that were made for bf16 often exceed what fp16 can hold."""
+    if config.compute_dtype != torch.float16:
+        return
+    came = [
+        leaf.names[0] for leaf in leaves if id(leaf.parameter) in trainable and leaf.parameter.dtype == torch.bfloat16
+    ]
+    if came:
+        logger.warning(
+            'fp16.enabled: %d parameters (%s, ...) come in bf16, whose range fp16 has not; "bf16": {"enabled": true} '
+            "keeps it",
+            *(len(came), came[0]),
+        )
 
 
 def _read_model(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:

@@ -24,6 +24,8 @@ class BackwardWatch:
     Args:
         ahead: updates units inside backward, or None.
         check_open: raises if the engine is closed; given what was attempted.
+        check_scaled: called when a backward begins that the engine has not started; raises if its loss should have been
+            scaled.
         ready: the same, and binds what is always bound; for models that are called past their engine.
         boundary: will the next step update the parameters?
 
@@ -40,9 +42,10 @@ class BackwardWatch:
         check_open: Callable[[str], None],
         ready: Callable[[str], None],
         boundary: Callable[[], bool],
+        check_scaled: Callable[[], None],
     ) -> None:
         self._coordinator, self._gradients, self._ahead, self._boundary = coordinator, gradients, ahead, boundary
-        self._check_open, self._ready = check_open, ready
+        self._check_open, self._ready, self._check_scaled = check_open, ready, check_scaled
         self._running = False
         self._handles: list[RemovableHandle] = []
         self.at_end: Callable[[], None] | None = None
@@ -122,6 +125,7 @@ class BackwardWatch:
         """A backward that the engine did not start (`loss.backward()`): be told when it ends."""
         if self._running:
             return
+        self._check_scaled()
         self._begin()
 
         def finished() -> None:

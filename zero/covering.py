@@ -35,7 +35,7 @@ def cover_model(model: nn.Module, leaves: list[Leaf], trainable: set[int], confi
     rules = CoverRules(
         numel_max=None if explicit is None else explicit // LIVE_UNITS,
         persistence_numel=zero.stage3_param_persistence_threshold,
-        compute_dtype=torch.bfloat16 if config.bf16.enabled else None,
+        compute_dtype=config.compute_dtype,
         live_numel_max=explicit,
     )
     for name, parameter in model.named_parameters():
@@ -50,6 +50,6 @@ def cover_model(model: nn.Module, leaves: list[Leaf], trainable: set[int], confi
         if id(p) in trainable and not castable and p.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
                 f"parameter {leaf.names[0]}: training {p.dtype} weights is not available; use float32 or bfloat16, "
-                'or set "bf16": {"enabled": true}'
+                'or set "bf16" or "fp16": {"enabled": true}'
             )
     return cover(model, leaves, trainable, rules)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import torch
 
-from offload import kernels
+from offload import kernels, masters
 from offload.copies import read_plane, write_plane
 from offload.errors import BudgetError, StateError
 from offload.sizes import format_bytes
@@ -195,7 +195,7 @@ class UnitEditor:
             raise StateError("; ".join(refused))
 
     def read_records(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """Copies of the unit's state, unit.numel long each: remainder (split spaces), exp_avg, exp_avg_sq (fp32)."""
+        """Copies of the unit's state, unit.numel long each: remainder (if any), exp_avg, exp_avg_sq (fp32)."""
         parts: dict[str, list[torch.Tensor]] = {}
 
         async def visit(record: Record, lo: int, hi: int) -> bool:
@@ -220,28 +220,28 @@ class UnitEditor:
         return whole
 
     async def _store(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
-        """New weights; where one changed, its remainder no longer means anything and becomes 0."""
+        """New weights; where one changed, its master is no longer what it was, and becomes the weight."""
         space = self._layout.space_of(unit)
         plane, streams = self._storage.weights[space], self._storage.streams
         await streams.reached(streams.behind_copies_in())  # a forward that ran before may still be reading this
         own = unit.own(after)
         await write_plane(plane, unit.begin, unit.end, own, self._storage.arena)
-        await self._clear_remainders(unit, unit.own(before), own)
+        await self._forget_masters(unit, unit.own(before), own)
 
-    async def _clear_remainders(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
+    async def _forget_masters(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
         space = self._layout.space_of(unit)
-        if not (unit.trainable and self._layout.spaces[space].split):
+        if self._layout.spaces[space].remainder is None:
             return
-        edited = before.view(torch.int16) != after.view(torch.int16)
+        edited, own = before.view(torch.int16) != after.view(torch.int16), after.view(unit.dtype)
         position = 0
 
         async def visit(record: Record, lo: int, hi: int) -> bool:
             nonlocal position
-            mask = edited[position : position + hi - lo]
+            mask, weights = edited[position : position + hi - lo], own[position : position + hi - lo]
             position += hi - lo
             if record.remainder is None or not bool(mask.any()):
                 return False
-            record.remainder[lo:hi].masked_fill_(mask.to(record.remainder.device), 0)
+            masters.forget_where(mask, weights, record.remainder[lo:hi])
             return True
 
         await self._visit_records(unit, visit)

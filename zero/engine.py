@@ -25,11 +25,13 @@ from zero.config import Config
 from zero.data import LoadsData
 from zero.exchange import Alone, Exchange
 from zero.generation import Generates
+from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
 from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
 from zero.replanning import Census
+from zero.scaling import ScalesLoss
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
 from zero.tracing import Traced, Tracer, traced
@@ -37,7 +39,17 @@ from zero.tracing import Traced, Tracer, traced
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkpoints, Generates, Traced, nn.Module):
+class ZeroEngine(
+    ConfigAccessors,
+    ValueAccessors,
+    LoadsData,
+    Accumulates,
+    ScalesLoss,
+    Checkpoints,
+    Generates,
+    Traced,
+    nn.Module,
+):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -64,6 +76,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         self.optimizer = ZeroOptimizer(groups, self._optimizer_step, self.zero_grad) if groups else None
         if self.optimizer is not None and groups is not None:
             self.optimizer.param_groups = groups
+        self._make_scaler()
         self.lr_scheduler: Any = None
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
@@ -103,13 +116,13 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
 
     @traced("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; arguments are passed on untouched."""
+        """The model's forward; arguments are passed on untouched, unless `fp16.auto_cast` is set."""
         self.ready("forward")
         self._follow()
         self._share_buffers()
         try:
-            with self._forward.running(), self.activations.forward():
-                return self.module(*args, **kwargs)
+            with self._forward.running(), self.activations.forward(), self._precisely():
+                return self.module(*self._cast_inputs(args), **kwargs)
         except BaseException:
             # torch calls no hooks for an interrupt: uses would stay open for ever.
             self._hooks.reset()
@@ -118,6 +131,9 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
     @traced("backward")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward of one micro-batch; divides the loss by the accumulation steps unless told not to.
+
+        Returns:
+            The loss so divided; the loss scale is not in it.
 
         Raises:
             StateError: the graph was made before the last step, or the engine is closed.
@@ -130,7 +146,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         with self._backward.running():
             self._coordinator.accumulating = not self.is_gradient_accumulation_boundary()
             with self._watch.outermost():
-                loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                self._scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss
 
     @traced("step")
@@ -143,8 +159,10 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         Raises:
             StorageError: a transfer failed. The step is kept and taken by the next call of the engine; calling
                 `step()` again is such a call, and no second step.
+            LossScaleError: the gradients are not finite at the smallest loss scale; nothing has changed.
         """
         self.check_open("step")
+        self._step_applied = False
         if not (self._step_asked or self.is_gradient_accumulation_boundary()):
             self._take_step()  # what an earlier call has left; if it raises, this call has not happened
             self.micro_steps += 1
@@ -180,7 +198,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
             self._watch.torn = False
 
     def get_global_grad_norm(self) -> float | None:
-        """2-norm of the gradients of the last step, before clipping; None before the first."""
+        """2-norm of the gradients of the last step, before clipping; inf if it was skipped, None before the first."""
         return self._stepper.norm
 
     @traced("step")
@@ -217,7 +235,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
             if self._step_asked and self.optimizer is not None:
                 try:
                     self._fix_step(self.optimizer)
-                except UnusedParameters:
+                except (UnusedParameters, LossScaleError):
                     self._step_asked = False
                     raise
                 self._stepper.start()
@@ -229,7 +247,7 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         """What a step would use now that does not clip, for every parameter."""
         everything = set(self._index_of.values())
         values = {} if self.optimizer is None else self.optimizer.values(self._index_of, everything)
-        return StepArguments(values, 1.0, self.global_steps + 1)
+        return StepArguments(values, 1.0 / self.scaler.cur_scale, self.global_steps + 1)
 
     def changed(self, index: int | None = None) -> None:
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
@@ -247,14 +265,17 @@ class ZeroEngine(ConfigAccessors, ValueAccessors, LoadsData, Accumulates, Checkp
         self._coordinator.release_all()
         self._before_a_step()
         number = self.global_steps + 1
+        self._stepper.loss_is_finite = self._loss_was_finite()
         self._stepper.fix(number, optimizer, self._index_of, self._config.gradient_clipping)
         self._coordinator.step_taken()
         self._step_counted = True
         self._watch.generation += 1
         self.global_steps = number
-        optimizer.mark_stepped()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        self._note_applied(self._stepper.applied)
+        if self._stepper.applied:
+            optimizer.mark_stepped()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
         self._step_was_fixed()
 
     def ready(self, what: str) -> None:

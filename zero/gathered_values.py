@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload.errors import StateError
+from offload.masters import remainder_dtype
 from offload.messages import bytes_of, tensor_of
 from zero.adoption import Piece
 from zero.exchange import Exchange
@@ -44,7 +45,8 @@ class GatheredValues:
     def _piece(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Piece:
         dtypes = [unit.dtype]
         if state:
-            dtypes += [torch.int16] * (unit.dtype == torch.bfloat16) + [torch.float32] * 2
+            remainder = remainder_dtype(unit.dtype)
+            dtypes += ([] if remainder is None else [remainder]) + [torch.float32] * 2
         values = [torch.empty(end - begin, dtype=dtype) for dtype in dtypes]
         placement = self._exchange.placement
         runs = runs_of(placement, unit, slot, begin, end)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from offload import kernels
+from offload import masters
 from offload.errors import StateError
 from zero.editing import UnitEditor
 from zero.params.binding import BoundUnit
@@ -177,10 +177,9 @@ class EngineKeeper:
         def part(bound: BoundUnit, slot: Slot) -> torch.Tensor:
             weight = self._cut(self._editor.read(bound.unit).view(bound.unit.dtype), slot)
             remainder = self._editor.read_records(bound.unit).get("remainder") if bound.unit.trainable else None
-            if remainder is None:
-                return weight.float()
+            own = None if remainder is None else remainder[slot.offset_numel : slot.end_numel].clone()
             out = torch.empty(slot.numel)
-            kernels.join(out, weight.reshape(-1), remainder[slot.offset_numel : slot.end_numel].clone())
+            masters.whole(out, weight.reshape(-1), own)
             return out.view(slot.shape)
 
         return self._whole(name, part)

@@ -12,13 +12,12 @@ from offload.errors import ConfigError
 from offload.streams import open_streams
 from zero.comm import Comm
 from zero.config import Config
+from zero.config.precision_block import DTYPES
 from zero.exchange import Alone, Collectives, Exchange, Wire
 from zero.placement import place, why_not_near
 from zero.sharing import SharedMemory
 
 logger = logging.getLogger("zero")
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def open_exchange(config: Config, device: torch.device) -> Exchange:

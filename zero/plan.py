@@ -83,6 +83,8 @@ class Plan:
     """Trainable unit index -> tier of its gradient."""
     gradient_wide: bool = False
     """Gradients are accumulated in fp32 from the start: more than one micro-batch is announced."""
+    accumulation: torch.dtype = torch.float32
+    """What several contributions to a gradient are added up in; 16-bit: where they are kept so."""
     sub_groups: tuple[SubGroup, ...] = ()
     record_tiers: tuple[str, ...] = ()
     """Tier of each sub-group's state record."""
@@ -119,7 +121,7 @@ class Plan:
 
     def record_format(self, space: Space) -> RecordFormat:
         """How the state records of a space are laid out."""
-        return RecordFormat(space.split, self.state_dtype)
+        return RecordFormat(space.remainder, self.state_dtype)
 
     def in_swap(self, layout: Layout) -> list[SubGroup]:
         """Sub-groups whose record and weights are on NVMe."""

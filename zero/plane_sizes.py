@@ -38,7 +38,7 @@ class PlaneSizes:
 
     def format(self, space: Space) -> RecordFormat:
         """How the state records of a space are laid out."""
-        return RecordFormat(space.split, self._state_dtype)
+        return RecordFormat(space.remainder, self._state_dtype)
 
     def records_bytes(self, numel: int) -> int:
         """Of all records, when sub-groups have `numel` elements."""

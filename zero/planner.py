@@ -56,7 +56,9 @@ class Planner:
         self.param_tier = tier_of(zero.offload_param.device)
         self.state_tier = tier_of(zero.offload_optimizer.device)
         self.state_dtype = STATE_DTYPES[zero.offload_optimizer.state_dtype]
-        self.wide = (config.gradient_accumulation_steps or 1) > 1
+        # Ranks that reduce once a step add up whole gradients until then, and that is done in fp32.
+        in_fp32 = config.accumulation_dtype == torch.float32 or (placement.gradients_deferred and not placement.alone)
+        self.wide = in_fp32 and (config.gradient_accumulation_steps or 1) > 1
         self.on_cpu = shares_host_memory(device)
         self.nested_numel, self.placement = nested_numel, placement
         self.host_budget = self._budget(config.memory_budget.host, machine.available_bytes)
@@ -76,6 +78,7 @@ class Planner:
         plan = Plan(
             self._limits(),
             gradient_wide=self.wide,
+            accumulation=self.config.accumulation_dtype,
             state_dtype=self.state_dtype,
             baseline_bytes=self.machine.rss_bytes,
             activations=plan_activations(self.config),

@@ -134,7 +134,7 @@ def test_all_problems_come_at_once_with_path_expectation_and_value() -> None:
             "gradient_accumulation_steps": 2,
             "gradient_clippng": 1.0,
             "gradient_clipping": -1,
-            "fp16": {"enabled": True},
+            "fp16": {"fp16_master_weights_and_grads": True},
             "aio": 3,
             "optimizer": {"type": "Lamb", "params": {"lr": True, "betas": [0.9]}},
             "zero_optimization": {
@@ -150,7 +150,7 @@ def test_all_problems_come_at_once_with_path_expectation_and_value() -> None:
         "train_batch_size",
         "gradient_clippng",
         "gradient_clipping",
-        "fp16.enabled",
+        "fp16.fp16_master_weights_and_grads",
         "aio",
         "optimizer.type",
         "optimizer.params.lr",
@@ -445,9 +445,8 @@ def test_knobs_that_the_device_leaves_without_effect_are_listed() -> None:
 
 
 REFUSED = {
-    "fp16.enabled": (True, "bf16"),
+    "fp16.fp16_master_weights_and_grads": (True, "set it to false"),
     "amp.enabled": (True, "bf16"),
-    "torch_autocast.enabled": (True, "torch.autocast"),
     "optimizer.type": ("OneBitAdam", "AdamW"),
     "optimizer.params.bias_correction": (False, "bias correction"),
     "optimizer.params.amsgrad": (True, "set it to false"),
@@ -460,12 +459,12 @@ REFUSED = {
     "elasticity.enabled": (True, "set it to false"),
     "progressive_layer_drop.enabled": (True, "set it to false"),
     "expert_parallel.enabled": (True, "set it to false"),
-    "data_types.grad_accum_dtype": ("bf16", "fp32"),
+    "data_types.param_dtype": ("bf16", "bf16.enabled"),
     "bf16.bf16_optimizer_states": (True, "set it to false"),
     "gradient_allreduce_op": ("sum", "averaged"),
     "managed_gradient_accumulation": (False, "gradient_accumulation_steps"),
     "sequence_parallel_size": (2, "set it to 1"),
-    "tensor_parallel.autotp_size": (2, "set it to 0"),
+    "tensor_parallel.autotp_size": (2, "set it to 1"),
     "inference.tensor_parallel.tp_size": (2, "set it to 1"),
     "aio.use_gds": (True, "set it to false"),
     "zero_optimization.zero_quantized_weights": (True, "set it to false"),

@@ -131,15 +131,15 @@ def test_bytes_per_parameter_and_step_follow_the_formula(nvme_path: Path, state_
 
 
 def test_a_record_is_whole_pages_of_what_it_holds() -> None:
-    for split, numel in itertools.product((False, True), (4096, 3 * 4096, 1000 * 4096)):
+    for remainder, numel in itertools.product((None, torch.int16, torch.float32), (4096, 3 * 4096, 1000 * 4096)):
         exact = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 2 * 4 / 256}
         for name, dtype in DTYPES.items():
-            nbytes = RecordFormat(split, dtype).nbytes(numel)
-            least = numel * (exact[name] + 2 * split)
+            nbytes = RecordFormat(remainder, dtype).nbytes(numel)
+            least = numel * (exact[name] + (remainder.itemsize if remainder else 0))
             assert nbytes % 4096 == 0 and least <= nbytes < least + 4096
             data = torch.zeros(nbytes, dtype=torch.uint8)
-            record = RecordFormat(split, dtype).over(data, 8192, 8192 + numel, step=3)
-            assert (record.remainder is not None) == split and record.moments.origin == 8192
+            record = RecordFormat(remainder, dtype).over(data, 8192, 8192 + numel, step=3)
+            assert (record.remainder is None) == (remainder is None) and record.moments.origin == 8192
             assert [x.numel() for x in (record.moments.exp_avg, record.moments.exp_avg_sq)] == [numel, numel]
 
 

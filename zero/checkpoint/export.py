@@ -17,14 +17,14 @@ from zero.checkpoint.source import MODEL, Saved, Source
 from zero.checkpoint.weights_files import write_files
 from zero.params.opaque import opaque_names
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SavedWeights:
     """A model's parameters and buffers in a checkpoint, in one dtype.
 
-    What is trained comes from its fp32 master; as bf16 it is rounded as the engine rounds, so it equals the weights
-    that the engine computes with, bit for bit. Quantised storage and integers stay what they are.
+    What is trained comes from its fp32 master; as bf16 or fp16 it is rounded as the engine rounds, so it equals the
+    weights that the engine computes with, bit for bit. Quantised storage and integers stay what they are.
 
     Args:
         source: the checkpoint.
@@ -101,7 +101,7 @@ def export(
         source: the checkpoint; it stays open.
         state: its `state`.
         out_dir: made if it is not there. An earlier model in it is replaced once the new one is complete.
-        dtype: of floating values: float32 (the exact masters) or bfloat16 (the engine's weights).
+        dtype: of floating values: float32 (the exact masters), or bfloat16 or float16 (the engine's weights).
         filename: of the file, or of the index.
         max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
         exclude_frozen: leave out what is not trained.

@@ -168,8 +168,7 @@ def opened(checkpoint_dir: Folder, tag: str | None = None) -> Iterator[tuple[Sou
 
 def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """The dtype of that name. Raises ConfigError: weights cannot be written in it."""
-    named = {**DTYPES, "fp16": torch.float16}
-    names = named | {str(known).removeprefix("torch."): known for known in named.values()}
+    names = DTYPES | {str(known).removeprefix("torch."): known for known in DTYPES.values()}
     found = names.get(str(dtype).removeprefix("torch."))
     if found is None:
         raise ConfigError(f"dtype: expected one of {', '.join(names)}, got {dtype}")

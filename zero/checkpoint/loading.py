@@ -196,7 +196,7 @@ class LoadsCheckpoints(SavesCheckpoints):
             tag: which; None: the one that `latest` names, or the newest that is whole; one that proves to be damaged
                 while it is read is followed by the next, and the log says so.
             load_module_strict: False loads what fits by name.
-            load_optimizer_states: masters' moments, step counts and the options of param groups.
+            load_optimizer_states: masters' moments, step counts, the options of param groups and the loss scale.
             load_lr_scheduler_states: of `engine.lr_scheduler`.
             load_module_only: weights and buffers, and nothing else.
             custom_load_fn: not available: must be None.
@@ -298,6 +298,7 @@ class LoadsCheckpoints(SavesCheckpoints):
         if states:
             self.optimizer.step_counts.update(counts)
             restore_groups(self.optimizer, state["groups"])
+            self.scaler.load_state_dict(state.get("loss_scaler"))
         if not only_module:
             go_on = partial(self._restore_small, state, told, own=mine is not None)
             together.do("going on from a checkpoint", go_on)

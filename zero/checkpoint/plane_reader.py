@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from offload import kernels
+from offload import masters
 from offload.errors import StateError, StorageError, ZeroInfinityError
 from offload.messages import bytes_of, tensor_of
 from zero.adoption import Piece
@@ -126,10 +126,7 @@ class PlaneReader:
 
 def _exact(out: torch.Tensor, piece: Piece) -> None:
     """The fp32 master where the piece has what it takes; else its weight."""
-    if piece.remainder is None:
-        out.copy_(piece.weight)
-    else:
-        kernels.join(out, piece.weight.cpu(), piece.remainder.cpu())
+    masters.whole(out, piece.weight.cpu(), None if piece.remainder is None else piece.remainder.cpu())
 
 
 def _told(failure: Exception) -> bytes:

@@ -33,6 +33,7 @@ from zero.checkpoint.reading import CLIENT, RANK, STATE
 from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.small_state import client_part, common_state, rank_state
 from zero.checkpoint.together import Together
+from zero.optim.loss_scale import LossScaler
 from zero.params.buffers import persistent_buffers
 from zero.replanning import FollowsModel
 
@@ -44,6 +45,8 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
 
     global_steps: int
     micro_steps: int
+    skipped_steps: int
+    scaler: LossScaler
     device: torch.device
     lr_scheduler: Any
     training_dataloader: Any

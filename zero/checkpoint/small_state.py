@@ -17,6 +17,7 @@ import torch
 from offload.archives import pack_any, unpack_any
 from offload.errors import ConfigError
 from zero.config import Config
+from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.units import Leaf
 
@@ -28,6 +29,8 @@ class Counted(Protocol):
 
     global_steps: int
     micro_steps: int
+    skipped_steps: int
+    scaler: LossScaler
     device: torch.device
     optimizer: Any
     lr_scheduler: Any
@@ -48,7 +51,8 @@ def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes
     return {
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
-        "skipped_steps": 0,
+        "skipped_steps": engine.skipped_steps,
+        "loss_scaler": engine.scaler.state_dict(),
         "groups": _groups(engine.optimizer, leaves),
         "config": _plain(config.as_dict()),
         "origins": dict(config.origins),
@@ -80,6 +84,7 @@ def client_part(engine: Counted, client_state: Mapping[str, Any]) -> dict[str, A
 def restore_counters(engine: Counted, state: Mapping[str, Any]) -> None:
     """Go on counting where the saved engine stopped."""
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
+    engine.skipped_steps = int(state.get("skipped_steps", 0))
 
 
 def restore_rank(engine: Counted, state: Mapping[str, Any], *, own: bool) -> None:

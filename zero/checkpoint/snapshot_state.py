@@ -10,6 +10,7 @@ from torch import nn
 from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
 from offload.errors import StateError
 from zero.checkpoint.small_state import rank_state, restore_counters, restore_groups, restore_rank
+from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.rng_tracker import get_cuda_rng_tracker
 
@@ -24,6 +25,8 @@ class Run(Protocol):
     device: torch.device
     global_steps: int
     micro_steps: int
+    skipped_steps: int
+    scaler: LossScaler
     data_position: Any
 
 
@@ -36,7 +39,8 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
         norm: of the last step's gradients.
     """
     state: dict[str, Any] = {
-        "counters": {"global_steps": run.global_steps, "micro_steps": run.micro_steps},
+        "counters": {name: getattr(run, name) for name in ("global_steps", "micro_steps", "skipped_steps")},
+        "loss_scaler": run.scaler.state_dict(),
         "norm": norm,
         "groups": [],
         "step_counts": {},
@@ -64,6 +68,7 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
     state = read_archive(bytes_tensor(data), "the state of a snapshot")
     _check_groups(run, names, state["groups"])
     restore_counters(run, state["counters"])
+    run.scaler.load_state_dict(state.get("loss_scaler"))
     if run.optimizer is not None:
         restore_groups(run.optimizer, state["groups"])
         keys = {name: key for key, name in names.items()}

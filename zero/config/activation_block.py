@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import Block, Flag, InertFlag, Whole, choice, problem, reads
+from zero.config.fields import Block, Flag, Inert, Whole, choice, problem, reads
 from zero.config.offload_block import Paths
 from zero.config.sizes import parse_bytes
 
@@ -17,8 +17,9 @@ ActivationDevice = Literal["none", "cpu", "nvme"]
 class ActivationCheckpointing(Block):
     """`activation_checkpointing`: settings of `zero.checkpointing`, and of what the engine's forward saves."""
 
-    partition_activations: InertFlag = None
-    """There is one model-parallel rank: nobody to share a saved input with."""
+    partition_activations: Annotated[
+        Flag | None, Inert("there is one model-parallel rank: nobody to share a saved input with")
+    ] = None
     number_checkpoints: Annotated[Whole, Field(ge=1)] | None = None
     """With contiguous_memory_optimization: memory is taken for so many saved inputs at once."""
     contiguous_memory_optimization: Flag = False

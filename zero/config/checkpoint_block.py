@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,11 +15,15 @@ Frozen = Literal["always", "once", "reference"]
 class ParallelWrite(Block):
     """`checkpoint.parallel_write`."""
 
+    why: ClassVar[str] = "there are no pipeline stages to share the writing"
+
     pipeline_stage: InertFlag = None
 
 
 class CheckpointWriter(Block):
     """`checkpoint.writer`."""
+
+    why: ClassVar[str] = "checkpoints are written by this engine, whose buffers follow from the plan"
 
     type: InertText = None
     io_buffer_size: InertAny = None
@@ -48,5 +52,5 @@ class CheckpointConfig(Block):
         Flag, Only((False,), "a checkpoint is one folder that all nodes see; set it to false")
     ] = False
     parallel_write: ParallelWrite | None = None
-    checkpoint_serialization: InertFlag = None
+    checkpoint_serialization: Annotated[Flag | None, Inert("there is one format, whatever this says")] = None
     writer: CheckpointWriter | None = None

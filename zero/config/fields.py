@@ -3,20 +3,33 @@
 The role of a key is written where the key is declared, as a marker in its annotation:
 
 - no marker: the key acts.
-- `INERT`, or `Inert(reason)`: known and harmless, but it changes nothing; a user who sets it is told once, and why.
+- `Inert(reason)`: known and harmless, but it changes nothing; a user who sets it is told once, and why. `INERT` takes
+  its reason from `Block.why`, which the inert keys of a block share.
 - `Only(...)`: any other value would change the numbers or break a promise, so it is refused.
+
+So is a default that has changed: `Was(version, default)` keeps the old one for configurations of that version.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ModelWrapValidatorHandler,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from typing_extensions import Self
 
 from zero.config.sizes import parse_count, parse_number, parse_whole
 
@@ -33,6 +46,20 @@ class Block(BaseModel):
 
     shorthands: ClassVar[Mapping[bool, Mapping[str, object]]] = {}
     """What true and false stand for where the block should be; empty: nothing."""
+
+    why: ClassVar[str] = ""
+    """Why the block's inert keys change nothing, for those that have no reason of their own."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _as_of_its_version(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        """Give absent keys the defaults they had in the configuration's version; they still count as not given."""
+        version = (info.context or {}).get(VERSION_KEY)
+        earlier = earlier_defaults(cls, version) if version is not None and isinstance(data, Mapping) else {}
+        absent = {key: value for key, value in earlier.items() if key not in data}
+        block = handler({**data, **absent} if absent else data)
+        block.model_fields_set.difference_update(absent)
+        return block
 
 
 def problem(
@@ -72,7 +99,7 @@ class Inert:
     """Known and harmless, but it changes nothing."""
 
     reason: str = ""
-    """Why, if users may wonder; the start's list shows it."""
+    """Why; the start's list and the docs show it. Empty: as `Block.why` says."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +125,11 @@ class Only:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
 
+def off(feature: str, instead: str) -> Only:
+    """Refuse to switch a feature on, and say what to do instead."""
+    return Only((False,), f"{feature} is not available; set it to false, and {instead}")
+
+
 @dataclass(frozen=True)
 class Deprecated:
     """Still acts, but another key should be used."""
@@ -106,11 +138,20 @@ class Deprecated:
 
 
 @dataclass(frozen=True)
+class Was:
+    """The default up to a config_version; from the next version on it is the key's own."""
+
+    version: int
+    default: object
+
+
+@dataclass(frozen=True)
 class MeansAuto:
     """A key to which "auto" says something; to every other key it says nothing, as if the key were absent."""
 
 
 AUTO = "auto"
+VERSION_KEY = "config_version"
 INERT = Inert()
 MEANS_AUTO = MeansAuto()
 
@@ -199,9 +240,25 @@ def role_of(field: FieldInfo) -> Role:
     return "refused" if any(isinstance(mark, Only) for mark in field.metadata) else "acts"
 
 
-def reason_of(field: FieldInfo) -> str:
-    """Why an inert key changes nothing; empty if nobody would wonder."""
-    return next((mark.reason for mark in field.metadata if isinstance(mark, Inert)), "")
+def reason_of(field: FieldInfo, block: type[Block]) -> str:
+    """Why an inert key of a block changes nothing; empty for other keys."""
+    marks = [mark.reason for mark in field.metadata if isinstance(mark, Inert)]
+    return next((reason for reason in marks if reason), block.why) if marks else ""
+
+
+@functools.cache
+def earlier_defaults(block: type[Block], version: int) -> Mapping[str, object]:
+    """Key to default for what an earlier version has otherwise; blocks below that have such keys are `{}`."""
+    found: dict[str, object] = {}
+    for name, field in block.model_fields.items():
+        marks = sorted((mark for mark in field.metadata if isinstance(mark, Was)), key=lambda mark: mark.version)
+        held = next((mark for mark in marks if mark.version >= version), None)
+        inner = block_of(field)
+        if held is not None:
+            found[name] = held.default
+        elif inner is not None and field.default is not None and earlier_defaults(inner, version):
+            found[name] = {}
+    return found
 
 
 def means_auto(field: FieldInfo) -> bool:
@@ -216,12 +273,19 @@ class Key:
     path: str
     field: FieldInfo
     role: Role
+    block: type[Block]
+    """The block it is a key of."""
+
+    @property
+    def reason(self) -> str:
+        """Why an inert key changes nothing."""
+        return reason_of(self.field, self.block)
 
 
 def known_keys(model: type[Block], prefix: str = "") -> Iterator[Key]:
     """Every key of a block and of the blocks inside it, outer ones first, in the order of declaration."""
     for name, field in model.model_fields.items():
-        yield Key(prefix + name, field, role_of(field))
+        yield Key(prefix + name, field, role_of(field), model)
     for name, field in model.model_fields.items():
         inner = block_of(field)
         if inner is not None:

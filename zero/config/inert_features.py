@@ -5,6 +5,8 @@ Profilers, loggers, monitors, services: they are checked, listed once as inactiv
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from zero.config.fields import (
     Block,
     InertAny,
@@ -97,6 +99,8 @@ class FlopsProfiler(Block):
 class ModelInfo(Block):
     """`autotuning.model_info`."""
 
+    why: ClassVar[str] = "the autotuner reads it, and there is none: the plan chooses sizes from the budgets"
+
     profile: InertFlag = None
     num_params: InertCount = None
     hidden_size: InertWhole = None
@@ -105,6 +109,8 @@ class ModelInfo(Block):
 
 class Autotuning(Block):
     """`autotuning`: read by DeepSpeed's launcher, not by an engine."""
+
+    why: ClassVar[str] = "the autotuner reads it, and there is none: the plan chooses sizes from the budgets"
 
     enabled: InertFlag = None
     fast: InertFlag = None
@@ -132,6 +138,8 @@ class Autotuning(Block):
 class Nebula(Block):
     """`nebula`: Azure's checkpoint service."""
 
+    why: ClassVar[str] = "checkpoints are written by this engine; checkpoint.async_save does so behind training"
+
     enabled: InertFlag = None
     persistent_storage_path: InertText = None
     persistent_time_interval: InertNumber = None
@@ -142,6 +150,8 @@ class Nebula(Block):
 
 class Pipeline(Block):
     """`pipeline`: read by a PipelineModule only."""
+
+    why: ClassVar[str] = "a PipelineModule reads it, and pipelines are not available"
 
     stages: InertAny = None
     partition: InertText = None
@@ -154,6 +164,8 @@ class Pipeline(Block):
 class HybridEngine(Block):
     """`hybrid_engine`: faster generation during training."""
 
+    why: ClassVar[str] = "generation uses the same weights as training, and nothing is injected"
+
     enabled: InertFlag = None
     max_out_tokens: InertWhole = None
     inference_tp_size: InertWhole = None
@@ -165,6 +177,8 @@ class HybridEngine(Block):
 
 class Eigenvalue(Block):
     """`eigenvalue`: steers quantization, which is not here."""
+
+    why: ClassVar[str] = "it steers quantization, which is not available"
 
     enabled: InertFlag = None
     verbose: InertFlag = None
@@ -179,6 +193,8 @@ class Eigenvalue(Block):
 class ThroughputTimer(Block):
     """`timers.throughput`."""
 
+    why: ClassVar[str] = "throughput is not timed"
+
     enabled: InertFlag = None
     synchronized: InertFlag = None
 
@@ -191,6 +207,8 @@ class Timers(Block):
 
 class Compile(Block):
     """`compile`: DeepCompile passes."""
+
+    why: ClassVar[str] = "it steers passes of DeepCompile; compile blocks of the model with torch.compile instead"
 
     enabled: InertFlag = None
     backend: InertText = None

@@ -15,11 +15,12 @@ from pydantic_core import ErrorDetails
 
 from offload.errors import ConfigError
 from zero import ranks
-from zero.config.fields import AUTO, Block, Deprecated, block_of, means_auto, reason_of, role_of, shown
+from zero.config.fields import AUTO, VERSION_KEY, Block, Deprecated, block_of, means_auto, reason_of, role_of, shown
 from zero.config.hints import unknown_key
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.reading import copied, read_source
 from zero.config.schema import Config, Origin, Report
+from zero.config.sizes import parse_whole
 
 FETCHING_KEYS = (
     "zero_optimization.stage3_prefetch_bucket_size",
@@ -84,7 +85,8 @@ def load_config(
     where, content = read_source(config, reader.problems)
     source = copied(content)
     data = reader.read(Config, source)
-    checked = _validated(data, reader, {"world_size": world_size, "ranks_per_node": ranks_per_node})
+    context = {"world_size": world_size, "ranks_per_node": ranks_per_node, VERSION_KEY: _version_of(data)}
+    checked = _validated(data, reader, context)
     if checked is None or reader.problems:
         many = "1 problem" if len(reader.problems) == 1 else f"{len(reader.problems)} problems"
         raise ConfigError("\n  ".join([f"{where}: {many}", *reader.problems]))
@@ -136,11 +138,13 @@ class _Reader:
                 line = f"{wrote}{key}: {unknown_key(key, block=block, root=Config)}"
                 (self.problems if prefix or not self.tolerant else self.ignored).append(line)
             else:
-                self._keep(kept, block.model_fields[name], (prefix + name, wrote + key), value)
+                self._keep(kept, block, (prefix + name, wrote + key), value)
         return kept
 
-    def _keep(self, kept: dict[str, Any], known: FieldInfo, paths: tuple[str, str], value: Any) -> None:
+    def _keep(self, kept: dict[str, Any], block: type[Block], paths: tuple[str, str], value: Any) -> None:
         path, wrote = paths
+        name = path.rpartition(".")[2]
+        known = block.model_fields[name]
         if value is None:
             return
         origin: Origin = "user"
@@ -156,7 +160,6 @@ class _Reader:
             value = meant
         if inner is not None and isinstance(value, Mapping):
             value = self.read(inner, value, f"{path}.", f"{wrote}.")
-        name = path.rpartition(".")[2]
         if name in kept and kept[name] != value:
             self.problems.append(
                 f"{wrote}: expected the same value as {self.written[path]}, of which it is another spelling, "
@@ -164,8 +167,7 @@ class _Reader:
             )
         if inner is None and role_of(known) == "inert":
             self.inactive.append(wrote)
-            if reason_of(known):
-                self.reasons[wrote] = reason_of(known)
+            self.reasons[wrote] = reason_of(known, block)
         notes = [mark.note for mark in known.metadata if isinstance(mark, Deprecated)]
         self.deprecated.extend(f"{wrote}: deprecated, {note}" for note in notes)
         kept.setdefault(name, value)
@@ -181,7 +183,15 @@ def _meaning_of_auto(known: FieldInfo) -> Any:
     return {key: AUTO for key, below in inner.model_fields.items() if means_auto(below)} or None
 
 
-def _validated(data: dict[str, Any], reader: _Reader, ranks_known: Mapping[str, int | None]) -> Config | None:
+def _version_of(data: Mapping[str, Any]) -> int | None:
+    """The version whose defaults hold; None: the newest. (A wrong one is reported where it is checked.)"""
+    try:
+        return parse_whole(data[VERSION_KEY])
+    except (KeyError, ValueError):
+        return None
+
+
+def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int | None]) -> Config | None:
     """Check all values; faulty ones are reported, taken out, and the rest is checked again.
 
     Checks across keys run only in blocks whose keys are right, so one pass would not find every problem.
@@ -189,7 +199,7 @@ def _validated(data: dict[str, Any], reader: _Reader, ranks_known: Mapping[str, 
     removed: set[str] = set()
     while True:
         try:
-            return Config.model_validate(data, context=dict(ranks_known))
+            return Config.model_validate(data, context=dict(context))
         except ValidationError as error:
             before = len(removed)
             for detail in error.errors(include_url=False):

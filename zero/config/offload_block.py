@@ -11,8 +11,7 @@ from zero.config.fields import (
     Block,
     Count,
     Flag,
-    InertFlag,
-    InertNumber,
+    Inert,
     Number,
     Only,
     Whole,
@@ -84,11 +83,13 @@ class OffloadOptimizerConfig(_Offload):
     """Records in flight: one is loaded while another is stored."""
     pipeline_read: Flag = False
     pipeline_write: Flag = False
-    fast_init: InertFlag = None
+    fast_init: Annotated[Flag | None, Inert("states are made on their tier in the first place")] = None
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """Share of the states that is offloaded; the rest stays on the device and is updated there."""
-    super_offload: Annotated[Flag, Only((False,), "SuperOffload is not available; set it to false")] = False
-    cpuadam_cores_perc: InertNumber = None
+    super_offload: Annotated[
+        Flag, Only((False,), "SuperOffload is not available; set it to false: updates already run behind the step")
+    ] = False
+    cpuadam_cores_perc: Annotated[Number | None, Inert("it belongs to SuperOffload, which is off")] = None
     state_dtype: Annotated[StateDtype, choice("fp32", "bf16", "8bit")] = "fp32"
     """Ours: what the two moments are stored as. bf16 and 8bit move fewer bytes, and change the numbers."""
     update_in_backward: Flag = False

@@ -12,7 +12,6 @@ from zero.config.fields import (
     Block,
     Flag,
     InertAny,
-    InertCount,
     InertFlag,
     InertItems,
     InertNumber,
@@ -21,18 +20,22 @@ from zero.config.fields import (
     InertWhole,
     Number,
     Only,
+    off,
     problem,
 )
 
-
-def _off(feature: str) -> Only:
-    return Only((False,), f"{feature} is not available; set it to false")
+TENSOR_PARALLEL = "tensor parallelism is not available; set it to 1, and shard weights with zero_optimization.stage 3"
+_COMPRESSION = off("compression", "quantise or prune the model before, e.g. with torchao: a quantised base trains")
 
 
 class Elasticity(Block):
     """`elasticity`: would choose the batch size itself."""
 
-    enabled: Annotated[Flag, _off("elastic batch size")] = False
+    why: ClassVar[str] = "it belongs to elastic batch sizes, which are off"
+
+    enabled: Annotated[
+        Flag, off("elastic batch size", "give train_batch_size: it holds at any number of ranks that divides it")
+    ] = False
     max_train_batch_size: InertWhole = None
     micro_batch_sizes: InertItems = None
     min_gpus: InertWhole = None
@@ -45,118 +48,10 @@ class Elasticity(Block):
     num_gpus_per_node: InertWhole = None
 
 
-class ScheduleConfig(Block):
-    """How a curriculum's difficulty grows."""
-
-    total_curriculum_step: InertWhole = None
-    difficulty_step: InertWhole = None
-    root_degree: InertNumber = None
-    difficulty: InertItems = None
-    max_step: InertItems = None
-
-
-class CurriculumLearning(Block):
-    """`curriculum_learning`: would cut the sequences."""
-
-    enabled: Annotated[Flag, _off("curriculum learning")] = False
-    curriculum_type: InertText = None
-    min_difficulty: InertWhole = None
-    max_difficulty: InertWhole = None
-    schedule_type: InertText = None
-    schedule_config: ScheduleConfig | None = None
-
-
-class CurriculumSampling(Block):
-    """`data_efficiency.data_sampling.curriculum_learning`."""
-
-    enabled: InertFlag = None
-    data_cluster_path: InertText = None
-    curriculum_metrics: InertObject = None
-
-
-class DynamicBatching(Block):
-    """`data_efficiency.data_sampling.dynamic_batching`."""
-
-    enabled: InertFlag = None
-    metrics_path: InertText = None
-    lr_scaling_method: InertText = None
-    min_batch_size: InertWhole = None
-    max_batch_size: InertWhole = None
-    sequence_picking_order: InertText = None
-    max_tokens: InertWhole = None
-    verbose: InertFlag = None
-
-
-class DataSampling(Block):
-    """`data_efficiency.data_sampling`."""
-
-    enabled: InertFlag = None
-    num_epochs: InertWhole = None
-    num_workers: InertWhole = None
-    pin_memory: InertFlag = None
-    curriculum_learning: CurriculumSampling | None = None
-    dynamic_batching: DynamicBatching | None = None
-
-
-class LayerTokenLrSchedule(Block):
-    """`random_ltd.layer_token_lr_schedule`."""
-
-    enabled: InertFlag = None
-    total_layer_tokens: InertCount = None
-    warmup_type: InertText = None
-    warmup_layer_tokens: InertCount = None
-
-
-class RandomLtdScheduleConfig(Block):
-    """`random_ltd.random_ltd_schedule.schedule_config`."""
-
-    seq_per_step: InertWhole = None
-    require_steps: InertWhole = None
-
-
-class RandomLtdSchedule(Block):
-    """`random_ltd.random_ltd_schedule`."""
-
-    min_value: InertWhole = None
-    max_value: InertWhole = None
-    schedule_type: InertText = None
-    schedule_config: RandomLtdScheduleConfig | None = None
-
-
-class RandomLtd(Block):
-    """`data_efficiency.data_routing.random_ltd`."""
-
-    enabled: InertFlag = None
-    total_layer_num: InertWhole = None
-    random_ltd_layer_num: InertWhole = None
-    random_ltd_layer_id: InertItems = None
-    model_mask_name: InertText = None
-    model_type: InertText = None
-    hidden_state_order: InertText = None
-    micro_batch_size: InertWhole = None
-    global_batch_size: InertWhole = None
-    random_ltd_schedule: RandomLtdSchedule | None = None
-    layer_token_lr_schedule: LayerTokenLrSchedule | None = None
-
-
-class DataRouting(Block):
-    """`data_efficiency.data_routing`."""
-
-    enabled: InertFlag = None
-    random_ltd: RandomLtd | None = None
-
-
-class DataEfficiency(Block):
-    """`data_efficiency`: would choose and cut the samples. Its parts act only if it is enabled itself."""
-
-    enabled: Annotated[Flag, _off("data efficiency")] = False
-    seed: InertWhole = None
-    data_sampling: DataSampling | None = None
-    data_routing: DataRouting | None = None
-
-
 class MixedQuantize(Block):
     """`fp16_mixed_quantize`."""
+
+    why: ClassVar[str] = "it belongs to compression training, which is off"
 
     enabled: InertFlag = None
     quantize_change_ratio: InertNumber = None
@@ -165,7 +60,9 @@ class MixedQuantize(Block):
 class TechniqueShared(Block):
     """`shared_parameters` of a compression technique."""
 
-    enabled: Annotated[Flag, _off("compression")] = False
+    why: ClassVar[str] = "it belongs to compression training, which is off"
+
+    enabled: Annotated[Flag, _COMPRESSION] = False
     quantizer_kernel: InertFlag = None
     schedule_offset: InertWhole = None
     schedule_offset_end: InertWhole = None
@@ -187,6 +84,8 @@ class TechniqueShared(Block):
 class Technique(Block):
     """One compression technique; the groups carry the user's own names."""
 
+    why: ClassVar[str] = "it belongs to compression training, which is off"
+
     shared_parameters: TechniqueShared | None = None
     different_groups: InertObject = None
 
@@ -194,7 +93,9 @@ class Technique(Block):
 class LayerReduction(Block):
     """`compression_training.layer_reduction`."""
 
-    enabled: Annotated[Flag, _off("compression")] = False
+    why: ClassVar[str] = "it belongs to compression training, which is off"
+
+    enabled: Annotated[Flag, _COMPRESSION] = False
     keep_number_layer: InertWhole = None
     module_name_prefix: InertText = None
     teacher_layer: InertItems = None
@@ -216,6 +117,8 @@ class CompressionTraining(Block):
 class WeightQuantization(Block):
     """`weight_quantization`: on in DeepSpeed as soon as the block exists."""
 
+    why: ClassVar[str] = "it belongs to weight quantization, which is off"
+
     enabled: InertFlag = None
     quantized_initialization: InertObject = None
     post_init_quant: InertObject = None
@@ -223,12 +126,17 @@ class WeightQuantization(Block):
     @model_validator(mode="after")
     def _refused(self) -> Self:
         if self.model_fields_set and self.enabled is not False:
-            raise problem("no such block, or enabled: false", fix="quantized weights are not available; remove it")
+            raise problem(
+                "no such block, or enabled: false",
+                fix="quantized weights are not available; remove it, and give a base that is quantised already",
+            )
         return self
 
 
 class SparseAttention(Block):
     """`sparse_attention`: there is no such kernel here."""
+
+    why: ClassVar[str] = "it belongs to sparse attention, which is off"
 
     mode: InertText = None
     block: InertWhole = None
@@ -247,14 +155,19 @@ class SparseAttention(Block):
     @model_validator(mode="after")
     def _refused(self) -> Self:
         if self.model_fields_set and self.mode != "dense":
-            raise problem('no such block, or mode: "dense"', fix="sparse attention is not available; remove it")
+            raise problem(
+                'no such block, or mode: "dense"',
+                fix="sparse attention is not available; remove it, and use flex_attention of torch in the model",
+            )
         return self
 
 
 class Amp(Block):
     """`amp`: NVIDIA Apex."""
 
-    enabled: Annotated[Flag, Only((False,), "Apex AMP is not available; use bf16.enabled")] = False
+    why: ClassVar[str] = "it belongs to Apex AMP, which is off"
+
+    enabled: Annotated[Flag, Only((False,), "Apex AMP is not available; use bf16, fp16 or torch_autocast")] = False
     opt_level: InertText = None
     cast_model_type: InertText = None
     patch_torch_functions: InertFlag = None
@@ -268,18 +181,12 @@ class Amp(Block):
     max_loss_scale: InertNumber = None
 
 
-class TorchAutocast(Block):
-    """`torch_autocast`."""
-
-    enabled: Annotated[Flag, Only((False,), "use torch.autocast in the model, or bf16.enabled")] = False
-    dtype: InertText = None
-    lower_precision_safe_modules: InertItems = None
-
-
 class TensorParallelGroup(Block):
     """`tensor_parallel.tp`."""
 
-    tp_size: Annotated[Number, Only((1, 0), "tensor parallelism is not available; set it to 1")] = 1
+    why: ClassVar[str] = "it belongs to tensor parallelism, which is off"
+
+    tp_size: Annotated[Number, Only((1, 0), TENSOR_PARALLEL)] = 1
     tp_grain_size: InertWhole = None
     mpu: InertAny = None
     tp_group: InertAny = None
@@ -288,10 +195,12 @@ class TensorParallelGroup(Block):
 class TensorParallel(Block):
     """`tensor_parallel`."""
 
+    why: ClassVar[str] = "it belongs to tensor parallelism, which is off"
+
     aliases: ClassVar[Mapping[str, str]] = {"tensor_parallel": "tp", "kernel_inject": "replace_with_kernel_inject"}
 
-    autotp_size: Annotated[Number, Only((0, 1), "tensor parallelism is not available; set it to 0")] = 0
-    tp_size: Annotated[Number, Only((1, 0), "tensor parallelism is not available; set it to 1")] = 1
+    autotp_size: Annotated[Number, Only((1, 0), TENSOR_PARALLEL)] = 0
+    tp_size: Annotated[Number, Only((1, 0), TENSOR_PARALLEL)] = 1
     tp: TensorParallelGroup | None = None
     dtype: InertText = None
     tp_overlap_comm: InertFlag = None
@@ -307,6 +216,8 @@ class TensorParallel(Block):
 class Inference(Block):
     """`inference`: clients read its tensor_parallel.tp_size."""
 
+    why: ClassVar[str] = "training does not read it; zero.init_inference has keys of its own"
+
     dtype: InertText = None
     tensor_parallel: TensorParallelGroup | None = None
 
@@ -314,7 +225,9 @@ class Inference(Block):
 class ProgressiveLayerDrop(Block):
     """`progressive_layer_drop`: would skip layers."""
 
-    enabled: Annotated[Flag, _off("progressive layer drop")] = False
+    why: ClassVar[str] = "it belongs to progressive layer drop, which is off"
+
+    enabled: Annotated[Flag, off("progressive layer drop", "drop layers in the model's forward")] = False
     theta: InertNumber = None
     gamma: InertNumber = None
 
@@ -322,7 +235,11 @@ class ProgressiveLayerDrop(Block):
 class ExpertParallel(Block):
     """`expert_parallel`: automatic expert parallelism."""
 
-    enabled: Annotated[Flag, _off("expert parallelism")] = False
+    why: ClassVar[str] = "it belongs to expert parallelism, which is off"
+
+    enabled: Annotated[
+        Flag, off("expert parallelism", "keep experts as modules: each is a unit of its own, fetched when it is used")
+    ] = False
     autoep_size: InertWhole = None
     expert_tensor_parallel_size: InertWhole = None
     validate_folding_routing: InertFlag = None

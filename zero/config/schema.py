@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from typing_extensions import Self
 
 from offload.errors import ConfigError
 from zero.config import inert_features as inert
+from zero.config import refused_data
 from zero.config import refused_features as refused
 from zero.config.activation_block import ActivationCheckpointing
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
@@ -21,14 +23,12 @@ from zero.config.fields import (
     MEANS_AUTO,
     Block,
     Flag,
-    InertAny,
+    Inert,
     InertFlag,
-    InertNumber,
     InertObject,
-    InertText,
-    InertWhole,
     Number,
     Only,
+    Text,
     Whole,
     block_of,
     choice,
@@ -38,6 +38,7 @@ from zero.config.fields import (
 )
 from zero.config.hints import unknown_key
 from zero.config.optimizer_block import OptimizerConfig, SchedulerConfig
+from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
 from zero.config.sizes import parse_bytes, parse_whole
 from zero.config.zero_block import ZeroConfig
 
@@ -58,36 +59,10 @@ class Report:
     """Canonical path to "user" or "auto"; a path that is missing was not given."""
     inactive: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why a path of `inactive` does nothing, where users may wonder."""
+    """Why a path of `inactive` does nothing; a path that is missing is overruled by other keys."""
     deprecated: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     """Lines about unknown top-level keys that were tolerated."""
-
-
-class Bf16Config(Block):
-    """`bf16`: 16-bit weights with fp32 master; off means fp32 throughout."""
-
-    enabled: Flag = False
-    immediate_grad_update: InertFlag = None
-    check_grad_overflow: InertFlag = None
-    check_overflow: InertFlag = None
-    bf16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
-    bf16_optimizer_states: Annotated[Flag, Only((False,), "moments are fp32; set it to false")] = False
-
-
-class Fp16Config(Block):
-    """`fp16`: not available; the block is accepted while it is off."""
-
-    enabled: Annotated[Flag, Only((False,), 'fp16 is not available yet; use "bf16": {"enabled": true}')] = False
-    auto_cast: InertFlag = None
-    loss_scale: InertNumber = None
-    initial_scale_power: InertNumber = None
-    loss_scale_window: InertNumber = None
-    hysteresis: InertNumber = None
-    consecutive_hysteresis: InertFlag = None
-    min_loss_scale: InertNumber = None
-    fused_mode: InertFlag = None
-    fp16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
 
 
 def _parse_block_size(value: object) -> int:
@@ -114,7 +89,9 @@ class AioConfig(Block):
     tune: Annotated[Literal["cached", "probe", "off"], choice("cached", "probe", "off")] = "cached"
     """Ours. Keys above that the user has not set come from measuring the device of nvme_path. "cached": if `zero tune`
     or another run has done it; "probe": it is done now (up to half a minute) if nobody has; "off": never."""
-    use_gds: Annotated[Flag, Only((False,), "GPUDirect Storage is not available; set it to false")] = False
+    use_gds: Annotated[
+        Flag, Only((False,), "GPUDirect Storage is not available; set it to false: io_uring with O_DIRECT is used")
+    ] = False
 
 
 def _parse_budget(value: object) -> int | str:
@@ -136,19 +113,6 @@ class MemoryBudget(Block):
     host: Budget = None
 
 
-class DataTypes(Block):
-    """`data_types`."""
-
-    grad_accum_dtype: Annotated[
-        Literal["fp32", "fp16", "bf16"] | None,
-        Only(("fp32", None), "gradients are accumulated in fp32"),
-        choice("fp32", "fp16", "bf16"),
-    ] = None
-    param_dtype: Annotated[Any, Only((), "use bf16.enabled")] = None
-    buffer_dtype: Annotated[Any, Only((), "buffers keep the dtype they have in the model")] = None
-    keep_in_fp32_modules: Annotated[Any, Only((), "buffers keep the dtype they have in the model")] = None
-
-
 def _parse_print_interval(value: object) -> int | None:
     if value == math.inf or (isinstance(value, str) and value.lower() in ("inf", "infinity")):
         return None
@@ -156,6 +120,21 @@ def _parse_print_interval(value: object) -> int | None:
     if interval < 1:
         raise ValueError("at least 1, or Infinity for never")
     return interval
+
+
+VERSION = 1
+"""Of the defaults. A changed default is a new version, and `Was(version, default)` at the key keeps the old one."""
+
+
+def _parse_version(value: object) -> int:
+    known = " or ".join(str(version) for version in range(1, VERSION + 1))
+    try:
+        version = parse_whole(value)
+    except ValueError:
+        version = 0
+    if not 1 <= version <= VERSION:
+        raise problem(f"{known}, the versions this release knows", fix="remove it for the newest defaults, or update")
+    return version
 
 
 _COMM_DTYPE = choice("fp32", "fp16", "bf16")
@@ -171,6 +150,8 @@ class Config(Block):
         "seq_parallel_comm_data_type": "seq_parallel_communication_data_type",
     }
 
+    config_version: Annotated[int, reads(_parse_version)] = VERSION
+    """Ours: the defaults are those of this version, also after a release that changes them."""
     train_batch_size: Annotated[Whole, Field(ge=1)] = 1
     train_micro_batch_size_per_gpu: Annotated[Whole, Field(ge=1)] = 1
     gradient_accumulation_steps: Annotated[Whole, Field(ge=1)] = 1
@@ -200,18 +181,27 @@ class Config(Block):
     gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
     """Gradients are divided by it before they travel, and by the rest of the number of ranks after their sum."""
     gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"], Only(("mean",), "gradients are averaged; scale the loss instead"), choice("mean", "sum")
+        Literal["mean", "sum"],
+        Only(("mean",), "gradients are averaged; scale the loss by the number of ranks instead"),
+        choice("mean", "sum"),
     ] = "mean"
     managed_gradient_accumulation: Annotated[
         Flag, Only((True,), "the engine counts micro-batches; set gradient_accumulation_steps to 1 instead")
     ] = True
-    sequence_parallel_size: Annotated[Whole, Only((1, 0), "sequence parallelism is not available; set it to 1")] = 1
+    sequence_parallel_size: Annotated[
+        Whole,
+        Only(
+            (1, 0),
+            "sequence parallelism is not available; set it to 1, and for long sequences give activation_checkpointing: "
+            'activation_device "cpu" or "nvme", or zero.TiledLinear',
+        ),
+    ] = 1
     amp: refused.Amp | None = None
-    torch_autocast: refused.TorchAutocast | None = None
+    torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
     elasticity: refused.Elasticity | None = None
-    curriculum_learning: refused.CurriculumLearning | None = None
-    data_efficiency: refused.DataEfficiency | None = None
+    curriculum_learning: refused_data.CurriculumLearning | None = None
+    data_efficiency: refused_data.DataEfficiency | None = None
     compression_training: refused.CompressionTraining | None = None
     weight_quantization: refused.WeightQuantization | None = None
     sparse_attention: refused.SparseAttention | None = None
@@ -220,20 +210,26 @@ class Config(Block):
     expert_parallel: refused.ExpertParallel | None = None
     inference: refused.Inference | None = None
 
-    zero_allow_untested_optimizer: InertFlag = None
-    zero_force_ds_cpu_optimizer: InertFlag = None
-    seq_parallel_communication_data_type: Annotated[InertText, _COMM_DTYPE] = None
-    sparse_gradients: InertFlag = None
-    disable_allgather: InertFlag = None
-    graph_harvesting: InertFlag = None
+    zero_allow_untested_optimizer: Annotated[
+        Flag | None, Inert("an optimizer that cannot be used is refused by name, whatever this says")
+    ] = None
+    zero_force_ds_cpu_optimizer: Annotated[
+        Flag | None, Inert("an optimizer of torch is taken as it is and runs with our kernels")
+    ] = None
+    seq_parallel_communication_data_type: Annotated[
+        Text | None, Inert("there is no sequence parallelism"), _COMM_DTYPE
+    ] = None
+    sparse_gradients: Annotated[Flag | None, Inert("gradients of embeddings are reduced dense")] = None
+    disable_allgather: Annotated[Flag | None, Inert("weights are gathered in one collective a unit")] = None
+    graph_harvesting: Annotated[Flag | None, Inert("no graphs are captured")] = None
     wall_clock_breakdown: InertFlag = None
     memory_breakdown: InertFlag = None
     dump_state: InertFlag = None
-    disable_python_gc: InertFlag = None
-    log_level: InertAny = None
-    vocabulary_size: InertWhole = None
-    use_data_before_expert_parallelism: InertFlag = None
-    datastates_ckpt: InertObject = None
+    disable_python_gc: Annotated[Flag | None, Inert("Python's collector is left alone")] = None
+    log_level: Annotated[Any, Inert('set the level of the logger "zero" instead')] = None
+    vocabulary_size: Annotated[Whole | None, Inert("it only makes DeepSpeed warn of sizes that are slow")] = None
+    use_data_before_expert_parallelism: Annotated[Flag | None, Inert("there are no expert-parallel groups")] = None
+    datastates_ckpt: Annotated[InertObject, Inert("checkpoints are written by this engine")] = None
     comms_logger: inert.CommsLogger | None = None
     comms_config: inert.CommsConfig | None = None
     monitor_config: inert.MonitorConfig | None = None
@@ -258,9 +254,19 @@ class Config(Block):
         return self._report.world_size
 
     @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What weights are kept and computed in; None: as the model has them."""
+        return torch.bfloat16 if self.bf16.enabled else torch.float16 if self.fp16.enabled else None
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """What several contributions to a gradient are added up in."""
+        return DTYPES[self.data_types.grad_accum_dtype or "fp32"]
+
+    @property
     def sums_16_bit_in_fp32(self) -> bool:
         """Whether 16-bit gradients are to be summed in fp32 on every backend."""
-        asked = self.communication_data_type == "fp32" and self.bf16.enabled
+        asked = self.communication_data_type == "fp32" and self.compute_dtype is not None
         return asked or self.reduce_scatter_with_fp32_accumulation
 
     @property
@@ -270,9 +276,11 @@ class Config(Block):
 
     @property
     def inactive_with_reasons(self) -> tuple[str, ...]:
-        """As `inactive`, with "path (why)" where users may wonder why."""
-        reasons = self._report.reasons
-        return tuple(f"{path} ({reasons[path]})" if path in reasons else path for path in self.inactive)
+        """As `inactive`, "path, path (why)": those with one reason together."""
+        together: dict[str, list[str]] = {}
+        for path in self.inactive:
+            together.setdefault(self._report.reasons.get(path, "other keys leave it without effect"), []).append(path)
+        return tuple(f"{', '.join(paths)} ({reason})" for reason, paths in together.items())
 
     @property
     def deprecated(self) -> tuple[str, ...]:
@@ -339,6 +347,22 @@ class Config(Block):
                 at="communication_data_type",
                 got=f'"fp16" with {world_size} ranks and bf16.enabled',
                 keys=("communication_data_type",),
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_precision(self) -> Self:
+        if self.bf16.enabled and self.fp16.enabled:
+            raise problem(
+                "one of bf16 and fp16", fix="disable one", at="fp16.enabled", got="both enabled", keys=("bf16", "fp16")
+            )
+        if self.accumulation_dtype not in (torch.float32, self.compute_dtype):
+            raise problem(
+                '"fp32", or the dtype of the weights',
+                fix="set it to fp32, or enable bf16 or fp16, whichever it names",
+                at="data_types.grad_accum_dtype",
+                got=f'"{self.data_types.grad_accum_dtype}" without {self.data_types.grad_accum_dtype}.enabled',
+                keys=("data_types",),
             )
         return self
 

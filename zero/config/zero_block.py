@@ -16,7 +16,6 @@ from zero.config.fields import (
     Flag,
     Inert,
     InertAny,
-    InertCount,
     InertFlag,
     InertNumber,
     InertObject,
@@ -92,6 +91,8 @@ class LeafModuleConfig(Block):
 class ZenFlowConfig(Block):
     """`zenflow`: asynchronous optimizer updates, which change the numbers."""
 
+    why: ClassVar[str] = "it belongs to ZenFlow, which is off"
+
     topk_ratio: InertNumber = None
     select_strategy: InertAny = None
     select_interval: InertAny = None
@@ -106,12 +107,19 @@ class ZenFlowConfig(Block):
     @model_validator(mode="after")
     def _refused(self) -> Self:
         if self.model_fields_set:
-            raise problem("no zenflow block", fix="ZenFlow is not available; remove it")
+            raise problem(
+                "no zenflow block",
+                fix="ZenFlow is not available; remove it: the update runs behind the step, and exactly",
+            )
         return self
 
 
 def _quantized() -> Only:
-    return Only((False,), "quantized communication changes the numbers and is not available; set it to false")
+    return Only(
+        (False,),
+        "quantized collectives change the numbers and are not available; set it to false, and to move fewer bytes give "
+        "zero_hpz_partition_size (fewer gathers between nodes) or communication_data_type",
+    )
 
 
 class ZeroConfig(Block):
@@ -182,22 +190,30 @@ class ZeroConfig(Block):
     allgather_partitions: Annotated[Flag, Inert("a unit is always gathered in one collective")] = True
     round_robin_gradients: Annotated[Flag, Inert("every rank has an equal slice of every unit")] = False
     use_multi_rank_bucket_allreduce: Annotated[Flag, Inert("one reduction serves all ranks")] = True
-    compute_grad_norm: InertFlag = None
-    load_from_fp32_weights: InertFlag = None
-    elastic_checkpoint: InertFlag = None
-    stage3_model_persistence_threshold: InertCount = None
+    compute_grad_norm: Annotated[Flag | None, Inert("the norm is always known")] = None
+    load_from_fp32_weights: Annotated[Flag | None, Inert("a checkpoint holds the exact fp32 weights")] = None
+    elastic_checkpoint: Annotated[Flag | None, Inert("every checkpoint loads at any number of ranks")] = None
+    stage3_model_persistence_threshold: Annotated[Count | None, Inert("each parameter is judged by its own size")] = (
+        None
+    )
     stage3_use_all_reduce_for_fetch_params: Annotated[Flag | None, Inert("gathered slices are the flat unit")] = None
     stage3_allgather_sequential: Annotated[Flag | None, Inert("gathered slices are the flat unit")] = None
-    legacy_stage1: InertFlag = None
-    parameter_alignment: InertFlag = None
-    zeropp_loco_param: InertObject = None
-    mics_hierarchical_params_gather: InertFlag = None
-    memory_efficient_linear: InertFlag = None
-    pipeline_loading_checkpoint: InertFlag = None
-    override_module_apply: InertFlag = None
-    log_trace_cache_warnings: InertFlag = None
-    enable_sanity_checks: InertFlag = None
-    save_muon_momentum_buffer_in_memory: InertFlag = None
+    legacy_stage1: Annotated[Flag | None, Inert("all stages are one implementation")] = None
+    parameter_alignment: Annotated[Flag | None, Inert("every parameter starts at 64 bytes in its unit")] = None
+    zeropp_loco_param: Annotated[
+        InertObject, Inert("it corrects quantized gradients, and gradients are not quantized")
+    ] = None
+    mics_hierarchical_params_gather: Annotated[Flag | None, Inert("a gather stays inside its group anyway")] = None
+    memory_efficient_linear: Annotated[
+        Flag | None, Inert("what backward needs of a weight is fetched again, for every module")
+    ] = None
+    pipeline_loading_checkpoint: Annotated[Flag | None, Inert("a checkpoint is always loaded in a stream")] = None
+    override_module_apply: Annotated[Flag | None, Inert("Module.apply is left as it is")] = None
+    log_trace_cache_warnings: Annotated[
+        Flag | None, Inert("another order of modules costs one miss and flushes nothing")
+    ] = None
+    enable_sanity_checks: Annotated[Flag | None, Inert("checks are always on")] = None
+    save_muon_momentum_buffer_in_memory: Annotated[Flag | None, Inert("Muon is not available")] = None
     leaf_module: LeafModuleConfig | None = None
 
     @model_validator(mode="after")

@@ -21,6 +21,7 @@ from offload.pinned import aligned_copy
 from offload.planes import Plane
 from offload.sizes import BLOCK_NUMEL
 from offload.streams import Fence
+from zero.optim import sums as sums_of
 from zero.params.layout import Slot, Unit
 from zero.pools import WIDE_CHUNK_NUMEL, WIDE_CHUNKS
 from zero.storage import Storage
@@ -211,7 +212,7 @@ class ContributionStore:
         for slot, again in zip(item.arrived, item.again, strict=True):
             begin, end = max(slot.offset_numel, lo) - lo, min(slot.end_numel, hi) - lo
             if begin < end and again:
-                kernels.accumulate(stored[begin:end], source[begin:end], threads=self._threads)
+                sums_of.add(stored[begin:end], source[begin:end], self._threads)
             elif begin < end:
                 kernels.cast(stored[begin:end], source[begin:end], threads=self._threads)
         kernels.block_sumsq(stored, into, threads=self._threads)
@@ -245,7 +246,7 @@ class ContributionStore:
             into = sums if self._streams.shared else BlockSums(torch.empty_like(sums.data, device=memory.device))
             whole = into.part(0, unit.shard_numel)
             stored = memory.view(dtype)
-            kernels.reduce_ranks(stored, sources, scale=scale, add=not first, into=whole, threads=self._threads)
+            sums_of.reduce_into(stored, sources, scale, whole, self._threads, first=first)
             if into is not sums:
                 await self._streams.reached(self._streams.copy_out(sums.data, into.data, self._streams.fence()))
             return
@@ -284,14 +285,8 @@ class ContributionStore:
                 copied = chunk.data[stored_bytes : stored_bytes + passing_bytes].view(sources[0].dtype)
                 await self._streams.reached(self._streams.copy_out(copied, sources[0], self._streams.fence()))
                 sources = [copied]
-            kernels.reduce_ranks(
-                raw.view(dtype),
-                sources,
-                scale=scale,
-                add=not first,
-                into=sums.part(lo, lo + numel),
-                threads=self._threads,
-            )
+            into = sums.part(lo, lo + numel)
+            sums_of.reduce_into(raw.view(dtype), sources, scale, into, self._threads, first=first)
             return await self._write(plane, begin, end, raw) if memory is None else None
         finally:
             chunk.release()

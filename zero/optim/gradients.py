@@ -94,6 +94,7 @@ class Gradients:
         deferred: gradients of an earlier backward of this step wait to be reduced.
         update: called with a unit whose sealed gradient is in the way; must not return before it was used.
         reclaim: called with a unit whose gradient needs its memory now; must not return before it is free.
+        order: (unit, position of the slot), as their first gradients since the last step have arrived.
     """
 
     deferred = False
@@ -103,6 +104,7 @@ class Gradients:
         self._streams, self._store = storage.streams, ContributionStore(storage, threads)
         self.update: Callable[[int], None] = _nothing_to_do
         self.reclaim: Callable[[Unit], None] = lambda unit: None
+        self.order: dict[tuple[int, int], None] = {}
         self._units: dict[int, UnitGradient] = {}
         self._wide: dict[int, Plane] = {}
         for unit in layout.units:
@@ -138,6 +140,7 @@ class Gradients:
             place.zero_()
             place.view(slot.shape)[rows] = gradient.to(place.dtype)
         state.arrived.append(position)
+        self.order[index, position] = None
         return len(state.arrived) == len(state.unit.slots)
 
     def flush(self, index: int) -> None:
@@ -145,7 +148,7 @@ class Gradients:
         state = self._units.get(index)
         if state is None or state.buffer is None:
             return
-        if not state.empty and state.dtype != torch.float32 and any(state.contributions[p] for p in state.arrived):
+        if not state.empty and self._widens(state) and any(state.contributions[p] for p in state.arrived):
             self._widen(state)
         self._streams.follow(state.stream)
         item = self._take(state, state.buffer)
@@ -160,6 +163,10 @@ class Gradients:
                 self._store.sum_on_device(item, _sums_in(item.block, item.unit))
             item.fence, state.storing = self._streams.fence(), item
             self._start(state, item)
+
+    def _widens(self, state: UnitGradient) -> bool:
+        """True when what is held has to become fp32 before something is added."""
+        return state.dtype != torch.float32 and self._storage.plan.accumulation == torch.float32
 
     def _take(self, state: UnitGradient, buffer: torch.Tensor) -> Contribution:
         """What has arrived, as one contribution; the unit can be opened again."""
@@ -224,12 +231,14 @@ class Gradients:
             state.storing = state.buffer = state.block = state.stream = None
             state.arrived = []
             self._begin_anew(state)
+        self.order.clear()
 
     def seal(self) -> None:
         """A step takes the gradients as they are; nothing waits in a buffer or is on its way."""
         for state in self._units.values():
             state.sealed = None if state.empty else Sealed(state.plane, state.dtype)
             self._begin_anew(state)
+        self.order.clear()
 
     def _begin_anew(self, state: UnitGradient) -> None:
         state.summed, state.contributions = False, [0] * len(state.unit.slots)

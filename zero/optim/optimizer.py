@@ -15,12 +15,13 @@ from torch import nn
 
 from offload.errors import ConfigError, StateError
 from zero.config import Config
+from zero.optim.loss_scale import HasLossScale
 from zero.optim.pipeline import AdamValues
 
 _PLAIN = {"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(HasLossScale, torch.optim.Optimizer):
     """Adam or AdamW over states that live wherever the plan put them.
 
     Args:
@@ -35,8 +36,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._take_step, self._clear = take_step, clear
         self.step_counts: dict[int, int] = {}
         """id(parameter) -> updates so far; torch counts per parameter too."""
-        self.overflow = False
-        """True when the last step was skipped; bf16 and fp32 steps never are."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take the step that `engine.step()` takes on an accumulation boundary.

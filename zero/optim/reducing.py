@@ -247,7 +247,7 @@ class ReducedGradients(Gradients):
         self._settle(state)
         dtype = torch.float32 if wide or self.deferred else state.unit.dtype
         waiting = self._in_dtype(state, self._waiting.pop(index, None), dtype)
-        if not state.empty and state.dtype != torch.float32:
+        if not state.empty and (self._widens(state) or dtype != state.dtype != torch.float32):
             self._widen(state)
         elif dtype == torch.float32:
             self.make_wide(state)

@@ -4,10 +4,16 @@
 touched, and the gradients are sealed: later backwards collect new ones. From then on the step is
 taken, whatever fails meanwhile: every sub-group is updated once, with these values, before anybody
 sees its weights.
+
+[Note: a step that is skipped] Where a gradient is not finite on any rank the step is decided to be none: nothing is
+sealed, the gradients are forgotten, and the loss scale follows. The gradients of a scaled loss are divided by the scale
+with the factor that clips; the division is exact, since a scale that moves is a power of two.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
@@ -18,10 +24,14 @@ from zero.optim.behind import DueUpdates
 from zero.optim.clipping import clip_coefficient
 from zero.optim.gradients import Gradients
 from zero.optim.inside import UpdatesInBackward
+from zero.optim.loss_scale import LossScaleError, LossScaler
+from zero.optim.nonfinite import agree_on_nonfinite
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.storage import Storage
+
+logger = logging.getLogger("zero")
 
 NAMES_SHOWN = 8
 
@@ -36,6 +46,7 @@ class Stepper:
     Args:
         ahead: what was updated inside backward, if anything is.
         exchange: with the other ranks.
+        scaler: of the loss.
     """
 
     def __init__(
@@ -47,13 +58,18 @@ class Stepper:
         updates: DueUpdates,
         ahead: UpdatesInBackward | None,
         exchange: Exchange,
+        scaler: LossScaler,
     ) -> None:
         self._layout, self._storage, self._gradients, self._exchange = layout, storage, gradients, exchange
-        self.pipeline, self.updates, self._ahead = pipeline, updates, ahead
+        self.pipeline, self.updates, self._ahead, self._scaler = pipeline, updates, ahead, scaler
         self._persistent = [unit.index for unit in layout.units if unit.persistent]
         self._arguments = StepArguments({}, 1.0, 0)
         self.decided = False
         """`fix` has decided; set to False when the next step is asked for."""
+        self.applied = False
+        """The step that was decided last changes weights; False: it is skipped."""
+        self.loss_is_finite = True
+        """Set by who computes the loss, before a step is fixed."""
         self.needs_all = False
         """A step without a gradient for every trained parameter is a mistake."""
         self.norm: float | None = None
@@ -67,6 +83,7 @@ class Stepper:
 
         Raises:
             UnusedParameters: see `needs_all`; the step is none.
+            LossScaleError: the gradients are not finite, and the loss scale cannot be less; the step is none.
             StorageError: a gradient could not be stored, or the step before cannot be completed; the next attempt
                 goes on where this one stopped.
         """
@@ -81,10 +98,14 @@ class Stepper:
             for slot, has in zip(unit.slots, self._gradients.contributed(unit.index), strict=True)
             if has
         }
-        self.norm, contributed = agree_on_step(self._exchange, number, self._gradients.square_sum(), mine)
+        scaled_norm, contributed = agree_on_step(self._exchange, number, self._gradients.square_sum(), mine)
         if self.needs_all:
             self._refuse_unused(contributed)
-        scale = clip_coefficient(self.norm, norm_max)
+        if self._scaler.refuses(scaled_norm):
+            self._skip(number)
+            return
+        self.norm = scaled_norm / self._scaler.cur_scale
+        scale = clip_coefficient(self.norm, norm_max) / self._scaler.cur_scale
         arguments = StepArguments(optimizer.values(index_of, contributed), scale, number, self._storage.streams.fence())
         due = [group for group in self._storage.plan.sub_groups if self.pipeline.trained_units(group, arguments)]
         # No waiting and no searching from here on: half of this is no step.
@@ -92,7 +113,32 @@ class Stepper:
         optimizer.count_step(index_of, contributed)
         self._gradients.seal()
         self.updates.begin_step(arguments, [group for group in due if group not in done])
-        self._arguments, self.decided = arguments, True
+        self._arguments, self.decided, self.applied = arguments, True, True
+        self._scaler.update(overflow=False)
+
+    def _skip(self, number: int) -> None:
+        """Decide that the step is none, on all ranks."""
+        scaler = self._scaler
+        names, finite = agree_on_nonfinite(
+            self._exchange, self._gradients, self._storage, loss_is_finite=self.loss_is_finite
+        )
+        found = f"{'the loss and ' * (not finite)}the gradients of {', '.join(names)} (first in backward)"
+        if self._ahead is not None:
+            self._ahead.void_all()
+        if scaler.at_minimum:
+            self._gradients.clear()
+            raise LossScaleError(
+                f"step {number}: {found} are inf or NaN with a loss scale of {scaler.cur_scale:.10g}. Current loss "
+                "scale already at minimum - cannot decrease scale anymore (fp16.min_loss_scale). No step is taken: "
+                "weights, states and counters are as before it, and engine.save_checkpoint() saves them. Weights that "
+                'were trained in bf16 often exceed what fp16 can hold: use "bf16": {"enabled": true} then'
+            )
+        before = scaler.cur_scale
+        self.decided, self.applied, self.norm = True, False, math.inf
+        scaler.update(overflow=True)
+        self._gradients.clear()
+        if self._exchange.placement.rank == 0:
+            logger.warning("step %d is skipped: %s are inf or NaN%s", number, found, _told(scaler, before))
 
     def _refuse_unused(self, contributed: set[int]) -> None:
         trained = (slot for unit in self._layout.units if unit.trainable for slot in unit.slots)
@@ -110,6 +156,8 @@ class Stepper:
         Raises:
             StorageError: as `finish`.
         """
+        if not self.applied:
+            return
         due = self.updates.groups_of(None)
         self._finish_groups([group for group in due if self.pipeline.at_once(group, self._arguments)])
         bound = self.updates.groups_of(self._persistent)
@@ -173,3 +221,12 @@ class Stepper:
         except StorageError as error:
             tell(error)
             raise
+
+
+def _told(scaler: LossScaler, before: float) -> str:
+    """What has become of the scale, for the log."""
+    if not scaler.dynamic:
+        return "" if before == 1.0 else f"; the loss scale is {before:.10g} and static"
+    if scaler.cur_scale == before:
+        return f"; the loss scale stays {before:.10g}, overflows until it is halved: {scaler.cur_hysteresis}"
+    return f"; loss scale {before:.10g} -> {scaler.cur_scale:.10g}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.masters import remainder_dtype
 from offload.sizes import ALIGN_BYTES, BLOCK_NUMEL, align_up
 from zero.placement import Placement
 
@@ -112,9 +113,9 @@ class Space:
         return self.units[-1].end if self.units else 0
 
     @property
-    def split(self) -> bool:
-        """True when the fp32 master is the bf16 weight plus a 16-bit remainder."""
-        return self.dtype == torch.bfloat16
+    def remainder(self) -> torch.dtype | None:
+        """Of what is kept beside the weights so that their fp32 masters are exact; None: the weights are."""
+        return remainder_dtype(self.dtype) if self.trainable else None
 
     def overlapping(self, begin: int, end: int) -> Iterator[Unit]:
         """Units with coordinates in [begin, end), in order."""

@@ -2,4 +2,7 @@
 
 from zero.compat.unavailable import FlopsProfiler, get_model_profile
 
+from ..._names import attributes
+
 __all__ = ["FlopsProfiler", "get_model_profile"]
+__getattr__ = attributes(__name__)

@@ -11,6 +11,8 @@ from zero.compat.partition_parameters import (
 )
 from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
 
+from ..._names import attributes
+
 __all__ = [
     "GatheredParameters",
     "Init",
@@ -22,3 +24,4 @@ __all__ = [
     "unregister_external_parameter",
     "unwrap_model_for_generation",
 ]
+__getattr__ = attributes(__name__)

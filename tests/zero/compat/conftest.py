@@ -1,0 +1,8 @@
+"""Tests of the alias find their helpers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode leaves it out

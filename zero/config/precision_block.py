@@ -1,0 +1,119 @@
+"""`bf16`, `fp16`, `torch_autocast` and `data_types`: what is kept and computed in which dtype."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from zero.config.fields import (
+    Block,
+    Flag,
+    Inert,
+    Number,
+    Only,
+    Text,
+    Whole,
+    choice,
+    problem,
+    reads,
+)
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+_AUTOCAST = {
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+    "fp16": ("fp16", "float16", "torch.float16", "half", "torch.half"),
+}
+
+
+class Bf16Config(Block):
+    """`bf16`: 16-bit weights with fp32 master; off means fp32 throughout."""
+
+    enabled: Flag = False
+    check_grad_overflow: Flag = True
+    """A step whose gradients are not finite is skipped. False: it is taken, as torch takes it."""
+    immediate_grad_update: Annotated[
+        Flag | None, Inert("gradients are always added up as soon as they are complete")
+    ] = None
+    bf16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
+    bf16_optimizer_states: Annotated[
+        Flag,
+        Only(
+            (False,),
+            'set it to false; for moments in bf16 set zero_optimization.offload_optimizer.state_dtype to "bf16"',
+        ),
+    ] = False
+
+    aliases: ClassVar = {"check_overflow": "check_grad_overflow"}
+
+
+class Fp16Config(Block):
+    """`fp16`: 16-bit weights with fp32 master, and a loss scale."""
+
+    enabled: Flag = False
+    auto_cast: Flag = False
+    """Floating tensors among the positional arguments of the engine's forward are cast to fp16."""
+    loss_scale: Annotated[Number, Field(ge=0)] = 0.0
+    """0: dynamic; else static."""
+    initial_scale_power: Annotated[Whole, Field(ge=0, le=126)] = 16
+    """The dynamic scale begins at 2 to this."""
+    loss_scale_window: Annotated[Whole, Field(ge=0)] = 1000
+    """The dynamic scale doubles after so many steps without an overflow."""
+    hysteresis: Annotated[Whole, Field(ge=1)] = 2
+    """How many overflows it takes until the dynamic scale is halved."""
+    consecutive_hysteresis: Flag = False
+    """A step without overflow restores the hysteresis; else only a growing scale does."""
+    min_loss_scale: Annotated[Number, Field(ge=0)] = 1.0
+    """An overflow at this dynamic scale ends the run."""
+    fused_mode: Annotated[Flag | None, Inert("there is one kernel")] = None
+    fp16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
+
+    @property
+    def dynamic(self) -> bool:
+        """True: the scale follows the overflows."""
+        return self.loss_scale == 0
+
+    @model_validator(mode="after")
+    def _dynamic_scale_can_move(self) -> Self:
+        for key in ("loss_scale_window", "min_loss_scale"):
+            if self.enabled and self.dynamic and getattr(self, key) <= 0:
+                fix = "the scale is dynamic; a static one is loss_scale above 0"
+                raise problem("more than 0", at=key, got=f"{getattr(self, key)}", fix=fix)
+        return self
+
+
+def _parse_autocast_dtype(value: object) -> str | None:
+    if value is None:
+        return None
+    word = str(value).lower()
+    for name, spellings in _AUTOCAST.items():
+        if word in spellings:
+            return name
+    raise ValueError('"bfloat16" or "float16"')
+
+
+class TorchAutocast(Block):
+    """`torch_autocast`: the engine's forward runs under torch.autocast; weights stay what they are."""
+
+    enabled: Flag = False
+    dtype: Annotated[Literal["bf16", "fp16"] | None, reads(_parse_autocast_dtype)] = None
+    """None: torch's own choice for the device. With fp16 the loss is scaled as torch.amp.GradScaler does."""
+    lower_precision_safe_modules: Annotated[
+        tuple[Text, ...] | None,
+        Inert("weights and gradients travel between ranks as they are kept; torch decides which operations are cast"),
+    ] = None
+
+
+class DataTypes(Block):
+    """`data_types`."""
+
+    grad_accum_dtype: Annotated[Literal["fp32", "fp16", "bf16"] | None, choice("fp32", "fp16", "bf16")] = None
+    """What several contributions to a gradient are added up in; None: fp32."""
+    param_dtype: Annotated[Any, Only((), "use bf16.enabled or fp16.enabled")] = None
+    buffer_dtype: Annotated[
+        Any, Only((), "buffers of the state dict take the dtype of the weights, others keep theirs")
+    ] = None
+    keep_in_fp32_modules: Annotated[Any, Only((), "use a model whose own code casts what needs fp32")] = None

@@ -1,0 +1,1 @@
+"""Optimizers under DeepSpeed's names: they step by themselves, and `zero.initialize` takes them over."""

@@ -1,0 +1,45 @@
+"""Adagrad under DeepSpeed's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from zero.ops.base import PlainOptimizer, refuse
+
+
+class DeepSpeedCPUAdagrad(PlainOptimizer):
+    """DeepSpeed's CPU Adagrad; equals torch.optim.Adagrad bit for bit. Its state is `sum`, as torch's.
+
+    Args:
+        model_params: parameters or param groups.
+        lr: learning rate.
+        eps: added to the denominator.
+        weight_decay: of the gradients.
+        amsgrad: not available: must be False.
+        fp32_optimizer_states: states are fp32; False is not available.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        refuse("DeepSpeedCPUAdagrad", amsgrad=amsgrad)
+        if not fp32_optimizer_states:
+            refuse("DeepSpeedCPUAdagrad", fp32_optimizer_states="false")
+        super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Operation by operation as torch."""
+        decay = float(group["weight_decay"])
+        if decay:
+            grad = grad.add(weight, alpha=decay)
+        total = self.plane(state, "sum", weight)
+        total.addcmul_(grad, grad, value=1)
+        weight.addcdiv_(grad, total.sqrt().add_(float(group["eps"])), value=-float(group["lr"]))

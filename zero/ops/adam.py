@@ -1,0 +1,111 @@
+"""Adam and AdamW under DeepSpeed's names, with our kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload import kernels
+from zero.ops.base import PlainOptimizer, refuse
+
+
+class KernelAdam(PlainOptimizer):
+    """Adam over fp32 moments.
+
+    Attributes:
+        adam_w_mode: decay the weights (AdamW) and not the gradients.
+    """
+
+    adam_w_mode = True
+
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """As the engine updates fp32 weights, bit for bit."""
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        lr, decay, corrected = float(group["lr"]), float(group["weight_decay"]), group.get("bias_correction", True)
+        segment = kernels.Segment(
+            begin=0,
+            end=weight.numel(),
+            step_size=lr / (1 - beta1 ** state["step"]) if corrected else lr,
+            bias2_sqrt=math.sqrt(1 - beta2 ** state["step"]) if corrected else 1.0,
+            decay=1 - lr * decay if self.adam_w_mode else 1.0,
+            l2=0.0 if self.adam_w_mode else decay,
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+        )
+        first, second = (self.plane(state, name, weight).view(-1) for name in ("exp_avg", "exp_avg_sq"))
+        threads = max(torch.get_num_threads(), 1)
+        kernels.adamw(weight.view(-1), None, kernels.Moments(first, second), grad.view(-1), [segment], threads=threads)
+
+
+class DeepSpeedCPUAdam(KernelAdam):
+    """DeepSpeed's CPU Adam.
+
+    Args:
+        model_params: parameters or param groups.
+        lr: learning rate.
+        bias_correction: False leaves both moments as they are.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        weight_decay: of the weights, or of the gradients without `adamw_mode`.
+        amsgrad: not available: must be False.
+        adamw_mode: decay the weights and not the gradients.
+        fp32_optimizer_states: states are fp32; False is not available.
+    """
+
+    def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        refuse("DeepSpeedCPUAdam", amsgrad=amsgrad)
+        if not fp32_optimizer_states:
+            refuse("DeepSpeedCPUAdam", fp32_optimizer_states="false")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(model_params, {**defaults, "bias_correction": bias_correction, "amsgrad": False})
+        self.adam_w_mode = adamw_mode
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+
+class FusedAdam(KernelAdam):
+    """DeepSpeed's GPU Adam; the same numbers on every device.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate.
+        bias_correction: False leaves both moments as they are.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        adam_w_mode: decay the weights and not the gradients.
+        weight_decay: of the weights, or of the gradients without `adam_w_mode`.
+        amsgrad: not available: must be False.
+        set_grad_none: has no effect; torch's `zero_grad` does so.
+    """
+
+    def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        refuse("FusedAdam", amsgrad=amsgrad)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "bias_correction": bias_correction})
+        self.adam_w_mode = adam_w_mode
+        self.set_grad_none = set_grad_none

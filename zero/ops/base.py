@@ -1,0 +1,69 @@
+"""What the optimizers of this package share: the loop over parameters, in fp32 whatever a parameter is stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError
+
+
+class PlainOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose rule is one function of fp32 tensors; states are fp32, and made by the first step.
+
+    A parameter that is stored in 16 bits is widened, updated and rounded to nearest: it has no master of its own here.
+    Under `zero.initialize` it has one.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; a closure is called first, and its result returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, parameter.grad, group)
+        return loss
+
+    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state["step"] = int(state.get("step", 0)) + 1
+        whole = parameter.detach()
+        exact = whole.dtype == torch.float32 and whole.is_contiguous()
+        weight = whole if exact else whole.float().contiguous()
+        grad = gradient.detach().float().contiguous()
+        self.update(weight, grad, state, group)
+        if not exact:
+            whole.copy_(weight)
+
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """One update in place.
+
+        Args:
+            weight: fp32, contiguous.
+            grad: the same; is left as it is.
+            state: of the parameter; `step` counts this update already.
+            group: the param group.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def plane(state: dict[str, Any], name: str, like: Tensor, fill: float = 0.0) -> Tensor:
+        """The state's tensor of that name, of the shape of `like`, fp32; made at its first use."""
+        if name not in state:
+            state[name] = torch.full_like(like, fill)
+        tensor: Tensor = state[name]
+        return tensor
+
+
+def refuse(name: str, **given: object) -> None:
+    """Raise ConfigError for the first argument that asks for something these optimizers do not do."""
+    for key, value in given.items():
+        if value:
+            raise ConfigError(f"{name}: {key}={value!r} is not available; leave it out, or use the torch.optim class")

@@ -1,0 +1,199 @@
+"""The loss scale: fp16 gradients of a scaled loss do not vanish, and the scale follows the steps that overflow.
+
+[Note: rule] DeepSpeed's. An overflow first uses up the hysteresis, one by one; then it halves the scale, down to the
+minimum, where a further one is an error. After a window of steps without one the scale doubles and the hysteresis is
+whole again. DeepSpeed counts the window from the step after the first one that succeeds; torch.amp.GradScaler, whose
+rule is the same without hysteresis and minimum, from the first one itself.
+
+[Note: one scale a step] The scale changes at steps only, so all gradients of a step have the same one, and the step
+divides it out with the factor that clips.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import StateError
+from zero.config import Config
+
+FACTOR = 2.0
+COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What changes; DeepSpeed's names."""
+TORCH_WINDOW, TORCH_POWER = 2000, 16
+"""Of torch.amp.GradScaler."""
+SMALLEST_SCALE = 2.0**-126
+
+
+class LossScaleError(StateError):
+    """An overflow at the smallest loss scale. Weights, states and the scale are as they were before the step."""
+
+
+@dataclass(slots=True)
+class LossScaler:
+    """The scale of one engine's loss.
+
+    Attributes:
+        dynamic: it follows the overflows.
+        window: steps without overflow after which it grows.
+        late: of these steps the first does not count.
+        delayed_shift: overflows until it shrinks.
+        raises_at_min: an overflow at `min_scale` is an error.
+        skips: steps whose gradients are not finite are not taken.
+    """
+
+    cur_scale: float = 1.0
+    dynamic: bool = False
+    window: int = 1000
+    late: bool = True
+    delayed_shift: int = 1
+    consecutive_hysteresis: bool = False
+    min_scale: float = 1.0
+    raises_at_min: bool = True
+    skips: bool = True
+    cur_iter: int = 0
+    last_overflow_iter: int = -1
+    cur_hysteresis: int = 1
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale; DeepSpeed's other name."""
+        return self.cur_scale
+
+    @property
+    def is_needed(self) -> bool:
+        """True: a backward of a loss that is not scaled is a mistake."""
+        return self.dynamic or self.cur_scale != 1.0
+
+    @property
+    def at_minimum(self) -> bool:
+        """True: a further overflow is an error."""
+        return self.dynamic and self.raises_at_min and self._shrinks and self.cur_scale == self.min_scale
+
+    @property
+    def _shrinks(self) -> bool:
+        return self.delayed_shift == 1 or self.cur_hysteresis == 1
+
+    def refuses(self, norm: float) -> bool:
+        """True: a step with gradients of this norm is not taken."""
+        return self.skips and not math.isfinite(norm)
+
+    def update(self, *, overflow: bool) -> None:
+        """A step was taken, or skipped because of an overflow."""
+        if not self.dynamic:
+            return
+        if overflow:
+            if self._shrinks:
+                self.cur_scale = max(self.cur_scale / FACTOR, self.min_scale)
+            else:
+                self.cur_hysteresis -= 1
+            self.last_overflow_iter = self.cur_iter
+        else:
+            if self.consecutive_hysteresis:
+                self.cur_hysteresis = self.delayed_shift
+            stable = self.cur_iter - self.last_overflow_iter - self.late
+            if stable > 0 and stable % self.window == 0:
+                self.cur_hysteresis = self.delayed_shift
+                self.cur_scale *= FACTOR
+        self.cur_iter += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes."""
+        return {"dynamic": self.dynamic, **{name: getattr(self, name) for name in COUNTERS}}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from there, if both scales are dynamic; a static one is what the configuration says.
+
+        Args:
+            state: of `state_dict`, or the attributes of DeepSpeed's scaler; None: there was none.
+        """
+        if not self.dynamic or state is None or not state.get("dynamic", "cur_iter" in state):
+            return
+        for name in COUNTERS:
+            kind = float if name == "cur_scale" else int
+            setattr(self, name, kind(state.get(name, getattr(self, name))))
+
+
+def make_scaler(config: Config, device: torch.device) -> LossScaler:
+    """The scaler of a configuration; where nothing is fp16 its scale is 1 and stays so.
+
+    Args:
+        config: validated configuration.
+        device: where the model is computed on: it decides what torch.autocast takes by itself.
+    """
+    fp16 = config.fp16
+    if fp16.enabled and fp16.dynamic:
+        return LossScaler(
+            2.0**fp16.initial_scale_power,
+            dynamic=True,
+            window=fp16.loss_scale_window,
+            delayed_shift=fp16.hysteresis,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+            min_scale=fp16.min_loss_scale,
+            cur_hysteresis=fp16.hysteresis,
+        )
+    if fp16.enabled:
+        return LossScaler(fp16.loss_scale)
+    if autocast_dtype(config, device) == torch.float16:
+        return LossScaler(
+            2.0**TORCH_POWER,
+            dynamic=True,
+            window=TORCH_WINDOW,
+            late=False,
+            min_scale=SMALLEST_SCALE,
+            raises_at_min=False,
+        )
+    return LossScaler(skips=config.bf16.check_grad_overflow or not config.bf16.enabled)
+
+
+def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
+    """What `torch_autocast` casts to; None if it is off."""
+    block = config.torch_autocast
+    if not block.enabled:
+        return None
+    if block.dtype is None:
+        return torch.get_autocast_dtype(device.type)
+    return torch.float16 if block.dtype == "fp16" else torch.bfloat16
+
+
+class HasLossScale:
+    """Mixed into the optimizer: the loss scale under DeepSpeed's names.
+
+    Attributes:
+        loss_scaler: the engine's; set once it is made.
+        overflow: the last step was skipped.
+    """
+
+    loss_scaler: LossScaler
+    overflow = False
+
+    @property
+    def cur_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return self.loss_scaler.cur_scale
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = float(value)
+
+    @property
+    def loss_scale(self) -> float:
+        """As `cur_scale`."""
+        return self.cur_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.cur_scale = value
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """True: the scale follows the overflows."""
+        return self.loss_scaler.dynamic
+
+    def needs_scaler(self) -> bool:
+        """True: a loss has to be scaled before its backward."""
+        return self.loss_scaler.is_needed

@@ -1,0 +1,125 @@
+"""What an engine does about precision: it scales losses, casts inputs, runs under autocast, counts skipped steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offload.errors import StateError
+from zero.config import Config
+from zero.optim.loss_scale import LossScaler, autocast_dtype, make_scaler
+
+HALF = torch.float16
+
+
+class ScalesLoss:
+    """Mixed into the engine.
+
+    Attributes:
+        scaler: of the loss; its scale is 1 where nothing is fp16.
+        skipped_steps: steps that changed no weight because a gradient was inf or NaN; `global_steps` counts them too.
+    """
+
+    _config: Config
+    device: torch.device
+    optimizer: Any
+    scaler: LossScaler
+    skipped_steps = 0
+    _step_applied = False
+    _scaled_seen = False
+    """Gradients have passed a scaled loss since the last forward and the last step."""
+    _loss_is_finite: torch.Tensor | None = None
+
+    def _make_scaler(self) -> None:
+        self.scaler = make_scaler(self._config, self.device)
+        if self.optimizer is not None:
+            self.optimizer.loss_scaler = self.scaler
+
+    def _note_applied(self, applied: bool) -> None:
+        """A step is decided."""
+        self._step_applied = applied
+        self.skipped_steps += not applied
+        self.optimizer.overflow = not applied
+
+    def was_step_applied(self) -> bool:
+        """Did the last `step()` change weights? Not between accumulation boundaries, nor where it was skipped."""
+        return self._step_applied
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """A loss for `scaled.backward()` instead of `engine.backward(loss)`: times the loss scale.
+
+        Its gradients are also divided by the accumulation steps, as those of `engine.backward` are.
+
+        Raises:
+            StateError: it is no scalar with a graph, or there is no optimizer.
+        """
+        if self.optimizer is None:
+            raise StateError("scale: the engine was made without an optimizer; add one to the config or pass one")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            raise StateError("scale: expected a scalar loss that requires a gradient; of others scale a sum")
+        return self._scaled(loss, self._config.gradient_accumulation_steps)
+
+    def _scaled(self, loss: torch.Tensor, accumulation: int = 1) -> torch.Tensor:
+        """The loss times the scale; backwards of it are known to be scaled."""
+        if self.optimizer is not None and self.scaler.skips:
+            finite = torch.isfinite(loss.detach()).all()
+            self._loss_is_finite = finite if self._loss_is_finite is None else self._loss_is_finite & finite
+        if accumulation == 1 and not self.scaler.is_needed:
+            return loss
+        scaled = loss * self.scaler.cur_scale
+
+        def passed(gradient: torch.Tensor) -> torch.Tensor:
+            self._scaled_seen = True
+            return gradient / accumulation if accumulation > 1 else gradient
+
+        if scaled.requires_grad:
+            scaled.register_hook(passed)  # type: ignore[no-untyped-call]
+        return scaled
+
+    def check_scaled(self) -> None:
+        """Raise StateError if the backward that begins is of a loss that had to be scaled and is not."""
+        if self.optimizer is not None and self.scaler.is_needed and not self._scaled_seen:
+            raise StateError(
+                "backward: the loss is not scaled, and fp16 gradients would vanish; call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+
+    def _loss_was_finite(self) -> bool:
+        """Of all losses since the last step; from here on the next one's count."""
+        finite, self._loss_is_finite, self._scaled_seen = self._loss_is_finite, None, False
+        return finite is None or bool(finite)
+
+    @contextmanager
+    def _precisely(self) -> Iterator[None]:
+        """Around a forward of the engine: `torch_autocast`, or the autocast around the engine.
+
+        Torch would keep the copies it casts until the end of the outermost context: with weights that come and go that
+        is the whole model.
+        """
+        self._scaled_seen = False
+        kind = self.device.type
+        dtype = autocast_dtype(self._config, self.device)
+        if dtype is None and not torch.is_autocast_enabled(kind):
+            yield
+            return
+        with torch.autocast(kind, dtype or torch.get_autocast_dtype(kind), cache_enabled=False):
+            yield
+
+    def _cast_inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """`fp16.auto_cast`: positional arguments, as in DeepSpeed."""
+        if not (self._config.fp16.enabled and self._config.fp16.auto_cast):
+            return args
+        return tuple(_half(value) for value in args)
+
+
+def _half(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(HALF) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _half(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_half(item) for item in value))
+    return type(value)(_half(item) for item in value) if isinstance(value, (list, tuple)) else value
