@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pairwise import cover, in_pairs  # noqa: F401
 
 STAGES, DEVICES = (0, 1, 2, 3), ("none", "cpu", "nvme")
 TRAIN = "trainer_cases:train"
