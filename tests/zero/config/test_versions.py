@@ -48,7 +48,7 @@ def test_what_the_user_gives_goes_before_the_default_of_any_version() -> None:
 
 def leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, item in value.items():
-        if isinstance(item, dict) and item:
+        if isinstance(item, dict):
             yield from leaves(item, f"{prefix}{key}.")
         else:
             yield prefix + key, item
