@@ -23,6 +23,7 @@ from zero.assembly import Assembly
 from zero.checkpoint.engine import Checkpoints
 from zero.config import Config
 from zero.data import LoadsData
+from zero.ending import Ends
 from zero.exchange import Alone, Exchange
 from zero.generation import Generates
 from zero.optim.loss_scale import LossScaleError
@@ -47,6 +48,7 @@ class ZeroEngine(
     ScalesLoss,
     Checkpoints,
     Generates,
+    Ends,
     Traced,
     nn.Module,
 ):
@@ -374,10 +376,6 @@ class ZeroEngine(
         if unsaved is not None:
             raise unsaved
         logger.debug("engine closed after %d steps", self.global_steps)
-
-    def destroy(self) -> None:
-        """DeepSpeed's name for `close`."""
-        self.close()
 
     def __enter__(self) -> ZeroEngine:
         """The engine itself."""

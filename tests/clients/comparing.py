@@ -23,18 +23,27 @@ def gap(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) ->
     return max((ours[name].double() - theirs[name].double()).abs().max().item() for name in ours)
 
 
-def spread(plain: Callable[..., Any], case: str, **more: Any) -> float:
-    """Largest difference of a weight between two plain runs that differ in their order of summation only.
+def spread(plain: Callable[..., Any], case: str, other: Mapping[str, Any], **more: Any) -> float:
+    """Largest difference of a weight between two plain runs that differ in their order of operations only.
+
+    Args:
+        plain: runs a case without DeepSpeed.
+        case: which.
+        other: what the second run has else: it changes the order, not the mathematics.
+        more: arguments of both.
+    """
+    found = gap(plain(case, **more)["weights"], plain(case, **{**more, **other})["weights"])
+    assert found > 0
+    return found
+
+
+def trainer_spread(plain: Callable[..., Any]) -> float:
+    """Of the Trainer's 4 steps: micro-batches of another size, another implementation of AdamW.
 
     Dropout would draw other masks for other micro-batches, so it is off.
     """
-    chosen = {"dropout": 0.0, **more}
-    usual = plain(case, **chosen)
-    other = plain(case, **{**chosen, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
-                  optim="adamw_torch")  # fmt: skip
-    found = gap(usual["weights"], other["weights"])
-    assert found > 0
-    return found
+    other = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "optim": "adamw_torch"}
+    return spread(plain, "trainer_cases:train", other, dropout=0.0)
 
 
 def same_run(ours: Mapping[str, Any], theirs: Mapping[str, Any], weights_gap: float) -> list[str]:

@@ -18,9 +18,9 @@ Plain = Callable[..., Any]
 @pytest.fixture(scope="module")
 def tolerance(plain: Plain) -> float:
     """How far rounding takes the weights of this training."""
-    from comparing import spread
+    from comparing import trainer_spread
 
-    return spread(plain, TRAIN)
+    return trainer_spread(plain)
 
 
 def cells() -> list[Any]:

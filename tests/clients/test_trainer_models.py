@@ -25,9 +25,9 @@ def pretrained(clients: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tolerance(plain: Plain) -> float:
-    from comparing import spread
+    from comparing import trainer_spread
 
-    return spread(plain, TRAIN)
+    return trainer_spread(plain)
 
 
 @pytest.mark.parametrize("grown", (0, 8))
@@ -42,7 +42,7 @@ def test_a_model_that_was_loaded_trains_as_without(
     more = {"folder": str(pretrained / "whole"), "grown": grown}
     config = zero_config(stage, device, nvme_path, threshold=threshold)
     ours, theirs = clients.run(f"{MORE}:from_pretrained", config, **more), plain(f"{MORE}:from_pretrained", **more)
-    assert ours["cut"] == (stage == 3)
+    assert ours["cut"] == (stage == 3 and device != "none")  # else there is nowhere else to put them
     assert ours["rows"] == theirs["rows"]
     assert same_run(ours, theirs, tolerance) == []
 

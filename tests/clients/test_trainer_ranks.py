@@ -17,11 +17,11 @@ def test_two_ranks_train_as_one_plain_trainer_with_their_batches(
     clients: Any, plain: Plain, nvme_path: Path, stage: int, device: str, threshold: int | None
 ) -> None:
     from client_configs import zero_config
-    from comparing import same_run, spread
+    from comparing import same_run, trainer_spread
 
     config = zero_config(stage, device, nvme_path, threshold=threshold)
     ours, beside = clients.run_ranks(2, "trainer_more_cases:ranks", config, gradient_accumulation_steps=1)
     assert ours["ranks"] == beside["ranks"] == 2
     theirs = plain(TRAIN, evaluates=True, dropout=0.0)  # micro-batches of 2 go round: one to each rank
-    assert same_run(ours, theirs, spread(plain, TRAIN)) == []
+    assert same_run(ours, theirs, trainer_spread(plain)) == []
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-6)
