@@ -133,12 +133,12 @@ class Files:
             raise
         return file
 
-    def stage(self, path: Path, data: bytes | str) -> Path:
+    def stage(self, path: Path, data: bytes | str, mode: int = 0o644) -> Path:
         """Write what `path` is to contain beside it, to last; returns where. To `rename` it needs no more room."""
         beside = path.with_name(f"{path.name}{STAGED}{os.getpid()}")
         self.remove(beside)  # of a process that died and had the same id
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = self.perform("create", beside, lambda: os.open(beside, flags, 0o644))
+        fd = self.perform("create", beside, lambda: os.open(beside, flags, mode))
         try:
             content = data.encode() if isinstance(data, str) else data
             self.perform("write", beside, lambda: _write_all(fd, content))
@@ -150,9 +150,9 @@ class Files:
             os.close(fd)
         return beside
 
-    def write_bytes(self, path: Path, data: bytes | str) -> None:
+    def write_bytes(self, path: Path, data: bytes | str, mode: int = 0o644) -> None:
         """Make `path` contain `data`, to last: at any moment all of the old or all of the new contents are there."""
-        beside = self.stage(path, data)
+        beside = self.stage(path, data, mode)
         try:
             self.rename(beside, path)
         except Exception:

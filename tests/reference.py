@@ -164,13 +164,13 @@ class Reference:
     model: nn.Module
     hyper_of: Callable[[str], Hyper]
     bf16: bool = True
-    fp16: bool = False
-    rule: LossScaleRule | None = None
     clipping: float = 0.0
     accumulation: int = 1
     layout: Layout | None = None
     on_step: Callable[[], None] | None = None
     opaque: Callable[[str], bool] = lambda name: False
+    fp16: bool = False
+    rule: LossScaleRule | None = None
     states: dict[str, State] = field(default_factory=dict)
     grads: dict[str, Tensor] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
@@ -182,7 +182,8 @@ class Reference:
             if self.opaque(name) or not parameter.is_floating_point():
                 continue  # codes of a quantised base are bytes, not numbers
             master = parameter.detach().clone().float()
-            parameter.data = self._weight(master)
+            if self.bf16 or self.fp16:
+                parameter.data = self._weight(master)
             if parameter.requires_grad:
                 self.states[name] = State(master, torch.zeros_like(master), torch.zeros_like(master))
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._contribute(name, p))

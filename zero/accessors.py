@@ -6,13 +6,18 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero import ranks
+from zero.assembly import Assembly
 from zero.config import Config
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.precision_block import DTYPES
 from zero.config.zero_block import ZeroConfig
+from zero.exchange import Exchange
 from zero.keeping import EngineKeeper
+from zero.parameter_values import ParameterValues
+from zero.params.released import name_of
 
 
 class ZeroAccessors:
@@ -285,6 +290,8 @@ class ValueAccessors:
     """Mixed into the engine, which sets `_keeper` and `optimizer`."""
 
     _keeper: EngineKeeper
+    _parts: Assembly
+    exchange: Exchange
     optimizer: Any
 
     def current(self, what: str, units: Iterable[int] | None = None) -> None:
@@ -306,6 +313,23 @@ class ValueAccessors:
         self.current(f"reading {name}", self._keeper.units_named(name))
         counts = self.optimizer.step_counts if self.optimizer is not None else {}
         return {**self._keeper.moments(name), "step": counts.get(id(self._keeper.parameter(name)), 0)}
+
+    def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
+        """A parameter's exact values, states and gradient as of the last step, for `zero.utils.safe_get_full_grad` etc.
+
+        Args:
+            parameter: of the model.
+            to_change: they are going to be replaced: what was done ahead with them is void.
+
+        Raises:
+            StateError: the engine is closed, or a forward or backward runs.
+            StorageError: the last step could not be completed.
+        """
+        units = self._keeper.units_named(name_of(parameter))
+        self.current(f"values of {name_of(parameter)}", units)
+        if to_change:
+            self._keeper.before_change(units)
+        return ParameterValues(self._parts, self.exchange, parameter)
 
     def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, copy of the weights) of every parameter; tied ones under each of their names."""

@@ -184,7 +184,10 @@ class Assembly:
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed, owner.exchange)
         editor.before_in_place = owner.wait_for_checkpoint
-        self.keeper = EngineKeeper(owner, self.bound, self.coordinator, self.hooks, editor, self.parameters())
+        sharded = self._config.zero_optimization.stage == 3
+        self.keeper = EngineKeeper(
+            owner, self.bound, self.coordinator, self.hooks, editor, self.parameters(), partitions=sharded
+        )
         self.keeper.rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch)
         self.watch.at_end = self.keeper.rows.end_backward
         self._tiled = self._tiled_keepers()
@@ -282,13 +285,13 @@ class Assembly:
 
     def install(self) -> None:
         """Put hooks on the model; from here on the parts run it."""
+        self.hooks.at_install.append(lambda: fetch_experts_by_rows(self.model))
         self.hooks.install()
         move_buffers(self.model, self._owner.device, self._config.compute_dtype)
         self.buffers = CommonBuffers(self._owner.exchange, self.model)
         self.buffers.share()
         self.coordinator.bind_persistent()
         self.watch.install(self.bound)
-        self.hooks.at_removal.append(fetch_experts_by_rows(self.model))
 
     def undo(self) -> None:
         """Building has failed: the model gets back what the planes have taken, no hook stays, all is freed.

@@ -24,6 +24,9 @@ from zero.storage import Storage
 Visit = Callable[[Record, int, int], Awaitable[bool]]
 """(record of a sub-group, first, last element of it that belong to the unit) -> was it changed?"""
 
+Put = Callable[[Record, int, torch.Tensor], None]
+"""(record, first element in it, values): the record is given the values."""
+
 
 class UnitEditor:
     """Opens units of one engine for reading and editing, in memory of their own.
@@ -246,14 +249,50 @@ class UnitEditor:
 
         await self._visit_records(unit, visit)
 
-    async def _visit_records(self, unit: Unit, visit: Visit) -> None:
-        """Call `visit(record, lo, hi)` for each sub-group's part of the unit; True means it was changed."""
+    def before_change(self, indices: Iterable[int]) -> None:
+        """States or gradients of these units are about to be replaced: nobody may be reading them still."""
+        self.before_in_place()
+        for index in indices:
+            self._changed(index)
+
+    def rewrite(self, unit: Unit, begin: int, values: torch.Tensor, put: Put) -> None:
+        """Let `put` change the records of elements of the flat unit from `begin` on, all in this rank's slice.
+
+        Args:
+            unit: trained.
+            begin: of the flat unit.
+            values: 1-D, host; `put` gets the part that belongs to each record.
+            put: changes a record.
+
+        Raises:
+            StorageError: a record could not be read or written.
+        """
+        first = position = unit.origin + begin
+
+        async def visit(record: Record, lo: int, hi: int) -> bool:
+            nonlocal position
+            put(record, lo, values[position - first : position - first + hi - lo])
+            position += hi - lo
+            return True
+
+        job = self._visit_records(unit, visit, (first, first + values.numel()))
+        self._storage.mover.run(f"changing the state of {unit.name}", job)
+
+    async def _visit_records(self, unit: Unit, visit: Visit, part: tuple[int, int] | None = None) -> None:
+        """Call `visit(record, lo, hi)` for each sub-group's part of the unit; True means it was changed.
+
+        Args:
+            unit: any.
+            visit: called in the order of coordinates.
+            part: coordinates [begin, end) of the unit; None: all of this rank's.
+        """
         index = self._layout.space_of(unit)
         records = self._storage.records[index]
         if records is None:
             return
+        begin, end = part or (unit.begin, unit.end)
         for group in self._storage.plan.sub_groups:
-            if group.space != index or group.end <= unit.begin or unit.end <= group.begin:
+            if group.space != index or group.end <= begin or end <= group.begin:
                 continue
             staged = Staged(records, group.begin, group.end, self._storage.compute(group), self._storage.streams)
             staging = await Staging.lease(self._storage, [staged], "state record")
@@ -261,7 +300,7 @@ class UnitEditor:
                 await staged.read()
                 layout = self._storage.plan.record_format(self._layout.spaces[index])
                 record = layout.over(staged.bytes, group.begin, group.end)
-                lo, hi = max(unit.begin, group.begin) - group.begin, min(unit.end, group.end) - group.begin
+                lo, hi = max(begin, group.begin) - group.begin, min(end, group.end) - group.begin
                 if await visit(record, lo, hi):
                     await staged.write()
             finally:

@@ -29,18 +29,21 @@ from zero.generation import Generates
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
+from zero.optim.scheduling import scheduler_for
 from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
 from zero.replanning import Census
 from zero.scaling import ScalesLoss
 from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
+from zero.surface import Surface
 from zero.tracing import Traced, Tracer, traced
 
 logger = logging.getLogger("zero")
 
 
 class ZeroEngine(
+    Surface,
     ConfigAccessors,
     ValueAccessors,
     LoadsData,
@@ -60,6 +63,7 @@ class ZeroEngine(
         config: validated configuration.
         device: where units are computed on.
         exchange: with the other ranks.
+        lr_scheduler: stepped after each optimizer step, or what makes one of the optimizer; None: as configured.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class ZeroEngine(
         config: Config,
         device: torch.device,
         exchange: Exchange | None = None,
+        lr_scheduler: Any = None,
     ) -> None:
         super().__init__()
         self._closed = False
@@ -79,7 +84,7 @@ class ZeroEngine(
         if self.optimizer is not None and groups is not None:
             self.optimizer.param_groups = groups
         self._make_scaler()
-        self.lr_scheduler: Any = None
+        self.lr_scheduler = scheduler_for(lr_scheduler, self.optimizer, config)
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self.global_steps = self.micro_steps = 0
         self._buffers_differ = False
@@ -101,6 +106,7 @@ class ZeroEngine(
             parts.undo()
             raise
         self.module = model
+        self._show_face()
         self._census = Census(model, self.optimizer)
         self._census.decline()
         self.train(model.training)
@@ -199,10 +205,6 @@ class ZeroEngine(
             self._gradients.clear()
             self._watch.torn = False
 
-    def get_global_grad_norm(self) -> float | None:
-        """2-norm of the gradients of the last step, before clipping; inf if it was skipped, None before the first."""
-        return self._stepper.norm
-
     @traced("step")
     def _optimizer_step(self) -> None:
         """`optimizer.step()`: a step now, whatever the micro-step counter says."""
@@ -273,11 +275,8 @@ class ZeroEngine(
         self._step_counted = True
         self._watch.generation += 1
         self.global_steps = number
+        self.global_samples += self._config.train_batch_size
         self._note_applied(self._stepper.applied)
-        if self._stepper.applied:
-            optimizer.mark_stepped()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
         self._step_was_fixed()
 
     def ready(self, what: str) -> None:
@@ -388,7 +387,7 @@ class ZeroEngine(
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        """Unknown names are the model's: `engine.generate`, `engine.config`."""
+        """Unknown names are the model's: `engine.generate`."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -16,10 +16,12 @@ from offload.errors import ConfigError
 from zero import checkpointing
 from zero.arguments import config_argument
 from zero.config import Config, load_config
+from zero.config.auto import Facts, auto_lines, facts_of, resolve_auto
 from zero.device import compute_device
-from zero.distributed.joining import join_if_started
+from zero.distributed.joining import join_or_stay_alone
 from zero.engine import ZeroEngine
 from zero.optim.optimizer import ZeroOptimizer, groups_from
+from zero.optim.scheduling import check_scheduler
 from zero.partners import open_exchange
 
 logger = logging.getLogger("zero")
@@ -52,10 +54,12 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         optimizer: a fresh torch.optim.Adam or AdamW; None takes `optimizer` from the config.
         model_parameters: parameters or param groups to train; None: all that require gradients.
         training_data: a dataset; a loader of this rank's micro-batches is made from it.
-        lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one.
+        lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one; goes before the
+            `scheduler` of the config.
         distributed_port: of rank 0, where MASTER_PORT does not say.
         mpu: not available: must be None.
-        dist_init_required: False: torch.distributed is left alone; else ranks that a launcher has started are joined.
+        dist_init_required: False: torch.distributed is left alone; else ranks that a launcher has started are joined,
+            and a process without a launcher gets a group of one.
         collate_fn: for the loader.
         config: path or dict.
         mesh_param: not available: must be None.
@@ -73,28 +77,22 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     _refuse_pipelines(model)
     if mpu is not None or mesh_param is not None:
         raise ConfigError("initialize: mpu and mesh_param are not available; leave them out")
-    if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "lr_scheduler: ReduceLROnPlateau needs a metric at each step; call its step(metric) yourself "
-            "on the optimizer that initialize returns"
-        )
+    check_scheduler(lr_scheduler)
     show_log()
     if dist_init_required is not False:
-        join_if_started(distributed_port)
+        join_or_stay_alone(distributed_port)
     loaded = _read_config(args, config if config is not None else config_params)
+    loaded = _without_autos(loaded, facts_of(model, optimizer, training_data, lr_scheduler))
     groups = groups_from(optimizer, model_parameters, model, loaded)
     device = compute_device()
     exchange = open_exchange(loaded, device)
     try:
-        engine = ZeroEngine(model, groups, loaded, device, exchange)
+        engine = ZeroEngine(model, groups, loaded, device, exchange, lr_scheduler)
     except BaseException as error:  # the other ranks wait for this one
         exchange.close(error)
         raise
     given = loaded.origin("activation_checkpointing") == "user"
     checkpointing.follow(engine.activations, configured=given)
-    if lr_scheduler is not None:
-        is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
-        engine.lr_scheduler = lr_scheduler(engine.optimizer) if is_factory else lr_scheduler
     engine.collate_fn = collate_fn
     engine.training_dataloader = None if training_data is None else engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -113,6 +111,14 @@ def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Co
     for line in loaded.deprecated:
         logger.info("deprecated: %s", line)
     return loaded
+
+
+def _without_autos(loaded: Config, facts: Facts) -> Config:
+    """The configuration with values for what is "auto", each said once."""
+    resolved = resolve_auto(loaded, facts)
+    for line in auto_lines(resolved):
+        logger.info("%s", line)
+    return resolved
 
 
 def _refuse_pipelines(model: nn.Module) -> None:

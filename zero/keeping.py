@@ -10,9 +10,9 @@ from torch import nn
 
 from offload import masters
 from offload.errors import StateError
-from zero.editing import UnitEditor
+from zero.editing import Put, UnitEditor
 from zero.params.binding import BoundUnit
-from zero.params.layout import Slot
+from zero.params.layout import Slot, Unit
 from zero.params.released import is_kept, name_of, unmark
 from zero.params.tiles import engine_keeper
 from zero.schedule.coordinator import Coordinator
@@ -41,7 +41,11 @@ class Place(NamedTuple):
 
 
 class EngineKeeper:
-    """Knows every parameter's unit and how to bring its values in."""
+    """Knows every parameter's unit and how to bring its values in.
+
+    Attributes:
+        partitions: weights are sharded: see `Keeper.partitions`.
+    """
 
     def __init__(
         self,
@@ -51,6 +55,8 @@ class EngineKeeper:
         hooks: ModuleHooks,
         editor: UnitEditor,
         wholes: list[nn.Parameter],
+        *,
+        partitions: bool = True,
     ) -> None:
         self._owner, self._bound, self._coordinator, self._hooks, self._editor = (
             owner,
@@ -59,6 +65,7 @@ class EngineKeeper:
             hooks,
             editor,
         )
+        self.partitions = partitions
         self.rows: RowLender | None = None
         """Lends rows of packed experts; None before there are any to lend."""
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
@@ -119,6 +126,14 @@ class EngineKeeper:
     def store_edits(self) -> None:
         """Store edits that could not be stored when their context ended. Raises StorageError."""
         self._editor.store_edits()
+
+    def before_change(self, units: Iterable[int]) -> None:
+        """States or gradients of these units are about to be replaced."""
+        self._editor.before_change(units)
+
+    def rewrite(self, unit: Unit, begin: int, values: torch.Tensor, put: Put) -> None:
+        """As `UnitEditor.rewrite`. Raises StorageError."""
+        self._editor.rewrite(unit, begin, values, put)
 
     @property
     def editing(self) -> bool:

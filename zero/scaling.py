@@ -11,6 +11,7 @@ import torch
 from offload.errors import StateError
 from zero.config import Config
 from zero.optim.loss_scale import LossScaler, autocast_dtype, make_scaler
+from zero.optim.scheduling import step_scheduler
 
 HALF = torch.float16
 
@@ -26,6 +27,7 @@ class ScalesLoss:
     _config: Config
     device: torch.device
     optimizer: Any
+    lr_scheduler: Any
     scaler: LossScaler
     skipped_steps = 0
     _step_applied = False
@@ -39,10 +41,14 @@ class ScalesLoss:
             self.optimizer.loss_scaler = self.scaler
 
     def _note_applied(self, applied: bool) -> None:
-        """A step is decided."""
+        """A step is decided. The schedule follows the steps that change weights."""
         self._step_applied = applied
         self.skipped_steps += not applied
         self.optimizer.overflow = not applied
+        if applied:
+            self.optimizer.mark_stepped()
+            if self.lr_scheduler is not None:
+                step_scheduler(self.lr_scheduler)
 
     def was_step_applied(self) -> bool:
         """Did the last `step()` change weights? Not between accumulation boundaries, nor where it was skipped."""

@@ -173,7 +173,8 @@ def test_a_broadcast_makes_all_ranks_equal_to_its_source(rank_pool: Pool, chunk_
 
 
 def test_one_rank_needs_no_torch_distributed() -> None:
-    assert not dist.is_initialized()
+    if dist.is_initialized():  # the group of one that an engine of another test has made
+        dist.destroy_process_group()
     with opened() as (comm, mover):
         assert (comm.rank, comm.world_size) == (0, 1)
         group, flat = comm.group([0]), torch.arange(4.0)

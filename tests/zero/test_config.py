@@ -474,7 +474,7 @@ REFUSED = {
     "zero_optimization.mics_shard_size": (4, "set it to -1"),
     "zero_optimization.offload_optimizer.super_offload": (True, "set it to false"),
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "remove it"),
-    "scheduler": ({"type": "WarmupLR"}, "lr_scheduler"),
+    "scheduler.type": ("ReduceLROnPlateau", "yourself"),
     "sparse_attention": ({"mode": "fixed"}, "remove it"),
     "weight_quantization": ({"post_init_quant": {}}, "remove it"),
 }

@@ -46,6 +46,8 @@ class CheckpointSave:
         self._parts, self.placement, self.tag = parts, exchange.placement, tag
         self.keep_last: int | None = None
         """How many checkpoints stay; None: all."""
+        self.tools: Mapping[str, str] = {}
+        """Name -> text of scripts to lie beside `latest`."""
         self._files, self._together = files, Together(exchange)
         self._folders = Folders(save_dir, files)
         self._aliases: dict[str, str] = {}
@@ -147,6 +149,15 @@ class CheckpointSave:
             self._remove_old()
         except ZeroInfinityError as error:
             logger.warning("checkpoint %s is saved, but older ones could not be removed: %s", self.tag, error)
+        try:
+            self._add_tools()
+        except ZeroInfinityError as error:
+            logger.warning("checkpoint %s is saved, but not the scripts beside it: %s", self.tag, error)
+
+    def _add_tools(self) -> None:
+        there = set(self._files.listing(self._folders.save_dir)) if self.tools else set()
+        for name in self.tools.keys() - there:
+            self._files.write_bytes(self._folders.save_dir / name, self.tools[name], 0o755)
 
     def _remove_old(self) -> None:
         if self.keep_last is not None and self._folders.keep_last(self.keep_last):

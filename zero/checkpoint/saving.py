@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     """Mixed into the engine."""
 
     global_steps: int
+    global_samples: int
     micro_steps: int
     skipped_steps: int
     scaler: LossScaler
@@ -54,6 +56,8 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     data_position: Any
     files = Files()
     """The disk that checkpoints lie on."""
+    checkpoint_tools: Mapping[str, str] = MappingProxyType({})
+    """Name -> text of scripts that lie beside the checkpoints of a folder, for clients that look for them."""
     _changed: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
     """Units in memory that changed by other means than a step: between the last two steps, and since."""
 
@@ -94,7 +98,11 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
         if not behind:
             self.synchronize()
         save = CheckpointSave(self._parts, self.exchange, Path(save_dir), name, self.files)
-        save.beside, save.keep_last = frozen.beside, self._config.checkpoint.keep_last
+        save.beside, save.keep_last, save.tools = (
+            frozen.beside,
+            self._config.checkpoint.keep_last,
+            self.checkpoint_tools,
+        )
         said = f"checkpoint {Path(save_dir) / name}: {format_bytes(extents.nbytes)} of this rank saved"
         try:
             save.begin(extents, state)

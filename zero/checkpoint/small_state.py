@@ -28,6 +28,7 @@ class Counted(Protocol):
     """What of an engine is captured here."""
 
     global_steps: int
+    global_samples: int
     micro_steps: int
     skipped_steps: int
     scaler: LossScaler
@@ -51,6 +52,7 @@ def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes
     return {
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
+        "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
         "loss_scaler": engine.scaler.state_dict(),
         "groups": _groups(engine.optimizer, leaves),
@@ -84,6 +86,7 @@ def client_part(engine: Counted, client_state: Mapping[str, Any]) -> dict[str, A
 def restore_counters(engine: Counted, state: Mapping[str, Any]) -> None:
     """Go on counting where the saved engine stopped."""
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
+    engine.global_samples = int(state.get("global_samples", 0))
     engine.skipped_steps = int(state.get("skipped_steps", 0))
 
 

@@ -14,6 +14,8 @@ from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.rng_tracker import get_cuda_rng_tracker
 
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
 
 class Run(Protocol):
     """What is captured, of an engine."""
@@ -24,6 +26,7 @@ class Run(Protocol):
     training_dataloader: Any
     device: torch.device
     global_steps: int
+    global_samples: int
     micro_steps: int
     skipped_steps: int
     scaler: LossScaler
@@ -39,7 +42,7 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
         norm: of the last step's gradients.
     """
     state: dict[str, Any] = {
-        "counters": {name: getattr(run, name) for name in ("global_steps", "micro_steps", "skipped_steps")},
+        "counters": {name: getattr(run, name) for name in COUNTERS},
         "loss_scaler": run.scaler.state_dict(),
         "norm": norm,
         "groups": [],

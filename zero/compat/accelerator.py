@@ -15,9 +15,6 @@ from torch import Tensor
 from zero import ranks
 from zero.device import has_gpu
 
-FP16_ON_CPU = "ZERO_CPU_FP16"
-"""Set to 1, `is_fp16_supported()` is True on the CPU too; DeepSpeed's is False there."""
-
 
 class Accelerator:
     """What this process computes on.
@@ -123,13 +120,12 @@ class Accelerator:
         return self._name == "cpu" or bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        """Whether fp16 may be configured; on the CPU when ZERO_CPU_FP16=1."""
-        return self._name != "cpu" or os.environ.get(FP16_ON_CPU, "0") not in ("", "0")
+        """True, on the CPU too."""
+        return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """What models may be in."""
-        halves = [(torch.float16, self.is_fp16_supported()), (torch.bfloat16, self.is_bf16_supported())]
-        return [torch.float32, *(dtype for dtype, there in halves if there)]
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def preferred_dtype(self) -> torch.dtype:
         """The one to take when nothing else is said."""

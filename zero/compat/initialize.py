@@ -11,6 +11,7 @@ import torch.distributed as dist
 import zero
 from zero import ranks
 from zero.compat.logs import logger
+from zero.compat.to_fp32 import TOOLS
 from zero.compat.version import VERSION
 from zero.config import tolerating_unknown_keys
 from zero.distributed.joining import init_distributed
@@ -33,7 +34,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         init_distributed(distributed_port=given["distributed_port"])
     say_who_answers()
     with tolerating_unknown_keys():
-        return zero.initialize(**given)
+        engine, optimizer, loader, scheduler = zero.initialize(**given)
+    engine.checkpoint_tools = TOOLS
+    return engine, optimizer, loader, scheduler
 
 
 def say_who_answers() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -60,6 +60,16 @@ class Block(BaseModel):
         block = handler({**data, **absent} if absent else data)
         block.model_fields_set.difference_update(absent)
         return block
+
+    @classmethod
+    def also_known(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
+        """Keys that the block below `key` takes beside those it declares, because of what else stands here.
+
+        Args:
+            key: canonical name of a key of this block.
+            raw: this block as the user wrote it.
+        """
+        return ()
 
 
 def problem(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Collection
 
 from zero.config.fields import Block, block_of, known_keys
 
@@ -12,13 +13,14 @@ KEYS_SHOWN = 8
 SIMILARITY_LEAST = 0.6
 
 
-def unknown_key(key: str, *, block: type[Block], root: type[Block]) -> str:
+def unknown_key(key: str, *, block: type[Block], root: type[Block], also_known: Collection[str] = ()) -> str:
     """Explain an unknown key.
 
     Args:
         key: the key as written.
         block: the block it was found in.
         root: the whole configuration, searched for blocks that do know the key.
+        also_known: keys that the block takes besides those it declares.
 
     Returns:
         "unknown key", the nearest known keys of that block, and the block the key belongs in, if any.
@@ -26,7 +28,7 @@ def unknown_key(key: str, *, block: type[Block], root: type[Block]) -> str:
     parts = ["unknown key"]
     if nested := _known_below(key, block):
         return f'unknown key; keys are nested: put "{nested[-1]}" into "{".".join(nested[:-1])}"'
-    names = [*block.model_fields, *block.aliases]
+    names = [*also_known, *block.model_fields, *block.aliases]
     nearest = _nearest(key, names)
     homes = _homes(root).get(key, ())
     if nearest:

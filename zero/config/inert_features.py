@@ -23,6 +23,8 @@ from zero.config.fields import (
 class CommsLogger(Block):
     """Log of collectives."""
 
+    why: ClassVar[str] = "collectives are not logged; zero trace shows them"
+
     enabled: InertFlag = None
     prof_all: InertFlag = None
     prof_ops: InertItems = None
@@ -39,6 +41,8 @@ class CommsConfig(Block):
 class TensorBoard(Block):
     """`tensorboard`."""
 
+    why: ClassVar[str] = "nothing is written to monitors yet"
+
     enabled: InertFlag = None
     output_path: InertText = None
     job_name: InertText = None
@@ -46,6 +50,8 @@ class TensorBoard(Block):
 
 class CsvMonitor(Block):
     """`csv_monitor`."""
+
+    why: ClassVar[str] = "nothing is written to monitors yet"
 
     enabled: InertFlag = None
     output_path: InertText = None
@@ -55,6 +61,8 @@ class CsvMonitor(Block):
 class Wandb(Block):
     """`wandb`."""
 
+    why: ClassVar[str] = "nothing is written to monitors yet"
+
     enabled: InertFlag = None
     group: InertText = None
     team: InertText = None
@@ -63,6 +71,8 @@ class Wandb(Block):
 
 class Comet(Block):
     """`comet`."""
+
+    why: ClassVar[str] = "nothing is written to monitors yet"
 
     enabled: InertFlag = None
     samples_log_interval: InertWhole = None
@@ -86,6 +96,8 @@ class MonitorConfig(Block):
 
 class FlopsProfiler(Block):
     """`flops_profiler`."""
+
+    why: ClassVar[str] = "operations are not counted; zero trace shows where time goes"
 
     enabled: InertFlag = None
     recompute_fwd_factor: InertNumber = None

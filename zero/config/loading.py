@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from zero.config.fields import AUTO, VERSION_KEY, Block, Deprecated, block_of, m
 from zero.config.hints import unknown_key
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.reading import copied, read_source
-from zero.config.schema import Config, Origin, Report
+from zero.config.schema import Choice, Config, Origin, Report, plain
 from zero.config.sizes import parse_whole
 
 FETCHING_KEYS = (
@@ -28,6 +28,8 @@ FETCHING_KEYS = (
 )
 """Without effect below stage 3, where weights never leave the device."""
 COMMENT_PREFIXES = ("_comment", "comment", "//")
+ORIGINS_KEY = "_comment_origins"
+"""A comment that `zero config show` writes: where each value came from. A default that is unchanged stays one."""
 
 Unknown = Literal["error", "warn"]
 _unknown_top_level: ContextVar[Unknown] = ContextVar("unknown_top_level", default="error")
@@ -76,32 +78,31 @@ def load_config(
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(f"world_size: expected an integer of at least 1, got {world_size!r}")
     if isinstance(config, Config):
-        known = config._report
-        if (known.world_size, known.ranks_per_node) == (world_size, ranks_per_node):
+        if (config._report.world_size, config._report.ranks_per_node) == (world_size, ranks_per_node):
             return config
-        mode: Unknown = "warn" if known.ignored else "error"
-        return load_config(known.source, world_size=world_size, ranks_per_node=ranks_per_node, unknown_top_level=mode)
+        return _read_again(config, world_size, ranks_per_node, config.chosen)
     reader = _Reader(tolerant=(unknown_top_level or _unknown_top_level.get()) == "warn")
     where, content = read_source(config, reader.problems)
-    source = copied(content)
-    data = reader.read(Config, source)
-    context = {"world_size": world_size, "ranks_per_node": ranks_per_node, VERSION_KEY: _version_of(data)}
-    checked = _validated(data, reader, context)
-    if checked is None or reader.problems:
-        many = "1 problem" if len(reader.problems) == 1 else f"{len(reader.problems)} problems"
-        raise ConfigError("\n  ".join([f"{where}: {many}", *reader.problems]))
-    inactive = (*reader.inactive, *_overruled(checked, reader.origins))
-    report = Report(
-        world_size,
-        ranks_per_node,
-        source,
-        reader.origins,
-        inactive,
-        reader.reasons,
-        tuple(reader.deprecated),
-        tuple(reader.ignored),
-    )
-    return checked._settled(report)
+    return reader.load(where, content, world_size, ranks_per_node)
+
+
+def with_choices(config: Config, chosen: Mapping[str, Choice]) -> Config:
+    """The same configuration with values for keys that were "auto".
+
+    Args:
+        config: as it was loaded.
+        chosen: canonical path of a key that is "auto" in the source, to its value.
+
+    Raises:
+        ConfigError: a value does not suit its key, or the others.
+    """
+    known = config._report
+    return _read_again(config, known.world_size, known.ranks_per_node, {**config.chosen, **chosen})
+
+
+def _read_again(config: Config, world_size: int, ranks_per_node: int | None, chosen: Mapping[str, Choice]) -> Config:
+    reader = _Reader(tolerant=bool(config.ignored), chosen=chosen)
+    return reader.load("config", config._report.source, world_size, ranks_per_node)
 
 
 @dataclass
@@ -110,6 +111,8 @@ class _Reader:
 
     tolerant: bool = False
     """Unknown keys at the top level are ignored, and listed."""
+    chosen: Mapping[str, Choice] = field(default_factory=dict)
+    """Values for keys that are "auto"."""
     problems: list[str] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
     inactive: list[str] = field(default_factory=list)
@@ -118,8 +121,48 @@ class _Reader:
     ignored: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)
     """Canonical path to the path the user wrote."""
+    defaults: frozenset[str] = frozenset()
+    """Paths that the source says it holds with their defaults, as a configuration that was shown does."""
 
-    def read(self, block: type[Block], raw: Mapping[Any, Any], prefix: str = "", wrote: str = "") -> dict[str, Any]:
+    def load(self, where: str, content: Mapping[Any, Any], world_size: int, ranks_per_node: int | None) -> Config:
+        """Read, check and complete what a source holds. Raises ConfigError with all problems."""
+        source = copied(content)
+        noted = source.get(ORIGINS_KEY)
+        if isinstance(noted, Mapping):
+            self.defaults = frozenset(path for path, origin in noted.items() if origin in ("default", AUTO))
+        data = self.read(Config, source)
+        open_autos = frozenset(path for path, origin in self.origins.items() if origin == AUTO) - set(self.chosen)
+        context = {
+            "world_size": world_size,
+            "ranks_per_node": ranks_per_node,
+            VERSION_KEY: _version_of(data),
+            AUTO: open_autos,
+        }
+        checked = _validated(data, self, context)
+        if checked is None or self.problems:
+            many = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+            raise ConfigError("\n  ".join([f"{where}: {many}", *self.problems]))
+        report = Report(
+            world_size,
+            ranks_per_node,
+            source,
+            self.origins,
+            (*self.inactive, *_overruled(checked, self.origins)),
+            self.reasons,
+            tuple(self.deprecated),
+            tuple(self.ignored),
+            self.chosen,
+        )
+        return checked._settled(report)
+
+    def read(
+        self,
+        block: type[Block],
+        raw: Mapping[Any, Any],
+        prefix: str = "",
+        wrote: str = "",
+        also_known: Collection[str] = (),
+    ) -> dict[str, Any]:
         """Return the known and present keys of a block under their canonical names.
 
         Args:
@@ -127,6 +170,7 @@ class _Reader:
             raw: the user's object.
             prefix: canonical path of the block, ending in a dot; empty at the top level.
             wrote: the same as the user spelt it.
+            also_known: keys besides those that the block declares; they are kept as they are.
         """
         kept: dict[str, Any] = {}
         for key, value in raw.items():
@@ -134,22 +178,33 @@ class _Reader:
                 self.problems.append(f"{wrote}{key}: expected a string as key, got {shown(key)}")
             elif key.startswith(COMMENT_PREFIXES):
                 continue
+            elif key in also_known:
+                if value is not None and value != AUTO:
+                    kept[key], self.origins[prefix + key] = value, "user"
             elif (name := block.aliases.get(key, key)) not in block.model_fields:
-                line = f"{wrote}{key}: {unknown_key(key, block=block, root=Config)}"
+                line = f"{wrote}{key}: {unknown_key(key, block=block, root=Config, also_known=also_known)}"
                 (self.problems if prefix or not self.tolerant else self.ignored).append(line)
             else:
-                self._keep(kept, block, (prefix + name, wrote + key), value)
+                self._keep(kept, block, (prefix + name, wrote + key), value, block.also_known(name, raw))
         return kept
 
-    def _keep(self, kept: dict[str, Any], block: type[Block], paths: tuple[str, str], value: Any) -> None:
+    def _keep(
+        self,
+        kept: dict[str, Any],
+        block: type[Block],
+        paths: tuple[str, str],
+        value: Any,
+        also_known: Collection[str],
+    ) -> None:
         path, wrote = paths
         name = path.rpartition(".")[2]
         known = block.model_fields[name]
-        if value is None:
+        if value is None or (path in self.defaults and value == plain(known.default)):
             return
         origin: Origin = "user"
         if isinstance(value, str) and value == AUTO:
-            origin, value = "auto", _meaning_of_auto(known)
+            origin = "auto"
+            value = self.chosen[path].value if path in self.chosen else _meaning_of_auto(known)
             self.origins.setdefault(path, origin)
             if value is None:
                 return
@@ -159,7 +214,7 @@ class _Reader:
             self.deprecated.append(f"{wrote}: deprecated, use {shown(meant)} for {shown(value)}")
             value = meant
         if inner is not None and isinstance(value, Mapping):
-            value = self.read(inner, value, f"{path}.", f"{wrote}.")
+            value = self.read(inner, value, f"{path}.", f"{wrote}.", also_known)
         if name in kept and kept[name] != value:
             self.problems.append(
                 f"{wrote}: expected the same value as {self.written[path]}, of which it is another spelling, "
@@ -191,7 +246,7 @@ def _version_of(data: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int | None]) -> Config | None:
+def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, Any]) -> Config | None:
     """Check all values; faulty ones are reported, taken out, and the rest is checked again.
 
     Checks across keys run only in blocks whose keys are right, so one pass would not find every problem.

@@ -1,20 +1,16 @@
-"""The `optimizer` and `scheduler` blocks."""
+"""The `optimizer` block."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
-from typing_extensions import Self
+from pydantic import Field
 
 from zero.config.fields import (
     Block,
     Flag,
-    InertAny,
     InertFlag,
-    InertNumber,
-    InertText,
     Number,
     Only,
     problem,
@@ -47,6 +43,8 @@ _SGD = Annotated[Any, _other_optimizer("SGD and Muon")]
 class OptimizerParams(Block):
     """`optimizer.params` of Adam and AdamW; defaults as in DeepSpeed (weight_decay 0)."""
 
+    why: ClassVar[str] = "it chooses among implementations, and there is one here, bit-equal on every tier"
+
     aliases: ClassVar[Mapping[str, str]] = {"adamw_mode": "adam_w_mode"}
 
     lr: Annotated[Number, Field(ge=0)] = 1e-3
@@ -55,7 +53,9 @@ class OptimizerParams(Block):
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     adam_w_mode: Flag = True
     """Decay the weights, not the gradients; "AdamW" does so whatever this says."""
-    bias_correction: Annotated[Flag, Only((True,), "Adam without bias correction is not available")] = True
+    bias_correction: Annotated[Flag, Only((True,), "Adam without bias correction is not available; set it to true")] = (
+        True
+    )
     amsgrad: Annotated[Flag, Only((False,), "AMSGrad is not available; set it to false")] = False
     maximize: Annotated[Flag, Only((False,), "negate the loss instead")] = False
     fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are fp32; set it to true")] = True
@@ -97,6 +97,8 @@ def _parse_optimizer_type(value: object) -> str:
 class OptimizerConfig(Block):
     """`optimizer`: made by the engine; absent if the caller hands over a torch optimizer."""
 
+    why: ClassVar[str] = "it chooses among implementations, and there is one here, bit-equal on every tier"
+
     type: Annotated[Literal["Adam", "AdamW"], reads(_parse_optimizer_type)] = "AdamW"
     params: OptimizerParams = OptimizerParams()
     legacy_fusion: InertFlag = None
@@ -105,48 +107,3 @@ class OptimizerConfig(Block):
     def decoupled_weight_decay(self) -> bool:
         """True for AdamW's rule; as in DeepSpeed, "Adam" follows it too unless adam_w_mode is false."""
         return self.type == "AdamW" or self.params.adam_w_mode
-
-
-class SchedulerParams(Block):
-    """`scheduler.params` of DeepSpeed's five schedules."""
-
-    warmup_min_lr: InertAny = None
-    warmup_max_lr: InertAny = None
-    warmup_num_steps: InertNumber = None
-    warmup_type: InertText = None
-    warmup_min_ratio: InertNumber = None
-    cos_min_ratio: InertNumber = None
-    total_num_steps: InertNumber = None
-    last_batch_iteration: InertAny = None
-    lr_range_test_min_lr: InertAny = None
-    lr_range_test_step_rate: InertNumber = None
-    lr_range_test_step_size: InertNumber = None
-    lr_range_test_staircase: InertFlag = None
-    cycle_first_step_size: InertNumber = None
-    cycle_first_stair_count: InertNumber = None
-    cycle_second_step_size: InertNumber = None
-    cycle_second_stair_count: InertNumber = None
-    decay_step_size: InertNumber = None
-    cycle_min_lr: InertAny = None
-    cycle_max_lr: InertAny = None
-    decay_lr_rate: InertNumber = None
-    cycle_momentum: InertFlag = None
-    cycle_min_mom: InertNumber = None
-    cycle_max_mom: InertNumber = None
-    decay_mom_rate: InertNumber = None
-
-
-class SchedulerConfig(Block):
-    """`scheduler`: not available yet; without a type it asks for nothing, as in DeepSpeed."""
-
-    type: InertText = None
-    params: SchedulerParams | None = None
-
-    @model_validator(mode="after")
-    def _refused(self) -> Self:
-        if self.type is not None:
-            raise problem(
-                "no scheduler block",
-                fix="schedulers from the config are not available yet; pass lr_scheduler to zero.initialize",
-            )
-        return self

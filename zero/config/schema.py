@@ -24,7 +24,6 @@ from zero.config.fields import (
     Block,
     Flag,
     Inert,
-    InertFlag,
     InertObject,
     Number,
     Only,
@@ -37,14 +36,24 @@ from zero.config.fields import (
     world_size_of,
 )
 from zero.config.hints import unknown_key
-from zero.config.optimizer_block import OptimizerConfig, SchedulerConfig
+from zero.config.optimizer_block import OptimizerConfig
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
+from zero.config.scheduler_block import SchedulerConfig
 from zero.config.sizes import parse_bytes, parse_whole
 from zero.config.zero_block import ZeroConfig
 
 Origin = Literal["user", "default", "auto"]
 
 PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value for a key that was "auto"."""
+
+    value: Any
+    source: str
+    """What it follows from."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,8 @@ class Report:
     deprecated: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     """Lines about unknown top-level keys that were tolerated."""
+    chosen: Mapping[str, Choice] = field(default_factory=dict)
+    """Canonical path to what was chosen for it where it was "auto"."""
 
 
 def _parse_block_size(value: object) -> int:
@@ -153,13 +164,18 @@ class Config(Block):
     config_version: Annotated[int, reads(_parse_version)] = VERSION
     """Ours: the defaults are those of this version, also after a release that changes them."""
     train_batch_size: Annotated[Whole, Field(ge=1)] = 1
+    """Samples of one step: train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks. Any two give the
+    third; one gives the others with one accumulation step."""
     train_micro_batch_size_per_gpu: Annotated[Whole, Field(ge=1)] = 1
+    """Samples of one forward on one rank."""
     gradient_accumulation_steps: Annotated[Whole, Field(ge=1)] = 1
+    """Micro-batches of one step."""
     gradient_clipping: Annotated[Number, Field(ge=0)] = 0.0
     """Largest global gradient norm; 0.0 is off."""
     steps_per_print: Annotated[int | None, reads(_parse_print_interval)] = None
     """None (and Infinity in the JSON): never."""
     dataloader_drop_last: Flag = False
+    """The loader of training_data drops what does not fill a batch on every rank."""
     bf16: Bf16Config = Bf16Config()
     fp16: Fp16Config = Fp16Config()
     optimizer: OptimizerConfig | None = None
@@ -222,9 +238,9 @@ class Config(Block):
     sparse_gradients: Annotated[Flag | None, Inert("gradients of embeddings are reduced dense")] = None
     disable_allgather: Annotated[Flag | None, Inert("weights are gathered in one collective a unit")] = None
     graph_harvesting: Annotated[Flag | None, Inert("no graphs are captured")] = None
-    wall_clock_breakdown: InertFlag = None
-    memory_breakdown: InertFlag = None
-    dump_state: InertFlag = None
+    wall_clock_breakdown: Annotated[Flag | None, Inert("zero trace shows where time goes")] = None
+    memory_breakdown: Annotated[Flag | None, Inert("engine.statistics() and the plan show memory")] = None
+    dump_state: Annotated[Flag | None, Inert("zero config show prints the effective configuration")] = None
     disable_python_gc: Annotated[Flag | None, Inert("Python's collector is left alone")] = None
     log_level: Annotated[Any, Inert('set the level of the logger "zero" instead')] = None
     vocabulary_size: Annotated[Whole | None, Inert("it only makes DeepSpeed warn of sizes that are slow")] = None
@@ -252,6 +268,11 @@ class Config(Block):
     def world_size(self) -> int:
         """Number of ranks the batch sizes were resolved for."""
         return self._report.world_size
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """A copy of the configuration as it was given."""
+        return self._report.source
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -292,6 +313,11 @@ class Config(Block):
         """One line "key: nearest known key" for every unknown top-level key that was tolerated."""
         return self._report.ignored
 
+    @property
+    def chosen(self) -> Mapping[str, Choice]:
+        """Canonical path to what was chosen for a key that was "auto", from the model or the data."""
+        return self._report.chosen
+
     def origin(self, path: str) -> Origin:
         """Where the value of a key comes from.
 
@@ -304,7 +330,8 @@ class Config(Block):
         Raises:
             ConfigError: there is no such key.
         """
-        canonical = self._canonical(path)
+        # What a class of torch takes is known only where it was given.
+        canonical = path if path in self._report.origins else self._canonical(path)
         if canonical in self._report.origins:
             return self._report.origins[canonical]
         while "." in canonical:
@@ -320,8 +347,14 @@ class Config(Block):
 
     def as_dict(self) -> dict[str, Any]:
         """The effective configuration with every default, as plain dicts and lists; a new one each time."""
-        plain = _plain(self.model_dump())
-        return dict(plain) if isinstance(plain, dict) else {}
+        effective = plain(self.model_dump())
+        return dict(effective) if isinstance(effective, dict) else {}
+
+    def with_batch(self, sizes: Mapping[str, int]) -> Self:
+        """This configuration with other batch sizes, which agree with each other."""
+        changed = self.model_copy(update=dict(sizes))
+        changed._report = self._report
+        return changed
 
     @classmethod
     def _canonical(cls, path: str) -> str:
@@ -376,7 +409,8 @@ class Config(Block):
         return settled
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """The same of dicts, lists and single values only."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -91,6 +91,20 @@ def join_if_started(port: int = PORT) -> None:
         init_distributed(distributed_port=port)
 
 
+def join_or_stay_alone(port: int = PORT) -> None:
+    """`join_if_started`; a process that nobody has started as one of several gets a group of one.
+
+    Clients of an engine call torch.distributed right after they have made it. The group needs no port and no other
+    process, and chooses no GPU; it is torch's, so it stays until `destroy_process_group`.
+
+    Raises:
+        ConfigError, StateError: as `join_if_started`.
+    """
+    join_if_started(port)
+    if dist.is_available() and not dist.is_initialized():
+        _join(Place("", 0, 1), choose_backend(None), None, _default_timeout())
+
+
 def choose_backend(wish: str | None) -> str:
     """The backend of the default group.
 

@@ -154,7 +154,7 @@ class OneCycle(Schedule):
             group["betas"] = (momentum, SECOND_BETA)
 
     def _has_betas(self) -> bool:
-        if "betas" in self.optimizer.defaults:
+        if all("betas" in group for group in self.optimizer.param_groups):
             return True
         name = type(self.optimizer).__name__
         logger.warning("OneCycle: cycle_momentum has no effect: %s has no betas, and keeps its momentum", name)

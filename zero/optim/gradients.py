@@ -24,7 +24,7 @@ from offload.mover import Transfer
 from offload.planes import Plane
 from offload.streams import Fence
 from zero.optim.contributions import BlockSums, Contribution, ContributionStore
-from zero.params.layout import Layout, Unit
+from zero.params.layout import Layout, Slot, Unit
 from zero.pools import gradient_sums_bytes
 from zero.storage import Storage
 
@@ -253,6 +253,9 @@ class Gradients:
     def waiting(self) -> dict[int, torch.Tensor]:
         """Unit's index -> a whole gradient of this rank that is not reduced yet."""
         return {}
+
+    def drop_waiting(self, unit: Unit, slot: Slot) -> None:
+        """Forget what waits to be reduced of one parameter: its gradient is about to be replaced."""
 
     def take_up(self, index: int, flat: torch.Tensor) -> None:
         """Let `flat`, a whole gradient of (unit.numel,), wait as `waiting` has said.

@@ -29,7 +29,7 @@ from zero.exchange import Exchange, Turn
 from zero.optim.contributions import zero_gaps
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.optim.reduction_order import ReductionOrder
-from zero.params.layout import Layout, Unit
+from zero.params.layout import Layout, Slot, Unit
 from zero.storage import Storage
 
 
@@ -135,6 +135,11 @@ class ReducedGradients(Gradients):
     def waiting(self) -> dict[int, torch.Tensor]:
         """See `Gradients`."""
         return {index: waiting.flat.cpu() for index, waiting in self._waiting.items()}
+
+    def drop_waiting(self, unit: Unit, slot: Slot) -> None:
+        """See `Gradients`."""
+        if unit.index in self._waiting:
+            self._waiting[unit.index].flat[slot.offset_numel : slot.end_numel].zero_()
 
     def take_up(self, index: int, flat: torch.Tensor) -> None:
         """See `Gradients`."""

@@ -31,15 +31,25 @@ _FACE = ("ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_status", "ds_active_
 _numbers = itertools.count()
 
 
-def put_on_face(parameter: nn.Parameter, persistent: bool, private: tuple[str, ...]) -> None:
+def has_face(parameter: nn.Parameter) -> bool:
+    """True when it has the attributes: clients ask for `ds_id` to know whether a parameter has to be gathered."""
+    return "ds_id" in parameter.__dict__
+
+
+def put_on_face(parameter: nn.Parameter, persistent: bool, private: tuple[str, ...], *, whole: bool = False) -> None:
     """Give the attributes, or bring them up to date; `ds_id` stays.
 
     Args:
         parameter: some keeper is responsible for it from now on.
         persistent: its values never leave the device.
         private: attributes that are nobody else's business.
+        whole: every rank has all of it (stages 0 to 2): it has none of the attributes.
     """
     face = parameter.__dict__
+    if whole:
+        forget_face(parameter)
+        face[_STATE] = _state_without(parameter, private)
+        return
     face.setdefault("ds_id", next(_numbers))
     face["ds_shape"], face["ds_numel"], face["ds_persist"] = parameter.shape, parameter.numel(), persistent
     face["ds_status"] = AVAILABLE  # the class of a released parameter says otherwise

@@ -60,6 +60,8 @@ class ProvisionalKeeper:
             values of every parameter as if they had never been spilled.
     """
 
+    partitions = True
+
     def __init__(self, paths: tuple[str, ...]) -> None:
         self._file = ProvisionalFile(paths)
         # Weak: a constructor may replace a parameter, to tie it say, and nobody adopts the one that is gone.

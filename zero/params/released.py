@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from offload.errors import StateError
-from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, put_on_face
+from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
 
 KEEPER = "_zero_keeper"
 NAME = "_zero_name"
@@ -47,6 +47,10 @@ _CONVERSIONS: dict[str, torch.dtype | None] = {
 
 class Keeper(Protocol):
     """Knows where a released parameter's values are."""
+
+    @property
+    def partitions(self) -> bool:
+        """True where a parameter has to be gathered to be seen (stage 3, `Init`): it shows DeepSpeed's attributes."""
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Bring the values in for the present forward or backward, or raise StateError."""
@@ -90,11 +94,13 @@ class ReleasedParameter(nn.Parameter):
     @property
     def ds_status(self) -> ZeroParamStatus:
         """NOT_AVAILABLE: while the values are here the class is another, and the attribute says AVAILABLE."""
+        _needs_face(self, "ds_status")
         return NOT_AVAILABLE
 
     @property
     def ds_tensor(self) -> torch.Tensor:
         """This rank's part of the parameter, 1-D: metadata, and values once they are here."""
+        _needs_face(self, SHARD)
         return _shard(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -177,15 +183,16 @@ def name_of(parameter: nn.Parameter) -> str:
 
 
 def mark(parameter: nn.Parameter, keeper: Keeper, name: str, *, persistent: bool = False) -> None:
-    """Make `keeper` responsible for the parameter's values, and give it DeepSpeed's attributes."""
+    """Make `keeper` responsible for the parameter's values, and give it DeepSpeed's attributes if it partitions."""
     parameter.__dict__[KEEPER] = keeper
     parameter.__dict__[NAME] = name
-    put_on_face(parameter, persistent, (KEEPER, NAME))
+    put_on_face(parameter, persistent, (KEEPER, NAME), whole=not keeper.partitions)
 
 
 def show_shard(parameter: nn.Parameter) -> None:
     """Make `ds_tensor` a view of the memory that the parameter looks into now, until `hide_shard`."""
-    parameter.__dict__[SHARD] = _shard(parameter)
+    if has_face(parameter):
+        parameter.__dict__[SHARD] = _shard(parameter)
 
 
 def hide_shard(parameter: nn.Parameter) -> None:
@@ -266,6 +273,11 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     for keeper, parameters in keepers.values():
         keeper.touched(parameters, result)
     return result
+
+
+def _needs_face(parameter: nn.Parameter, name: str) -> None:
+    if not has_face(parameter):
+        raise AttributeError(f"{type(parameter).__name__!r} object has no attribute {name!r}")
 
 
 def _shard(parameter: nn.Parameter) -> torch.Tensor:

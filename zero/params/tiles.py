@@ -97,6 +97,11 @@ class TiledKeeper:
         self._missing = len(self.tiles)
         self._opened: Counter[int] = Counter()
 
+    @property
+    def partitions(self) -> bool:
+        """As its tiles' keeper."""
+        return self.engine.partitions
+
     def adopted(self) -> bool:
         """A tile's values are stored. True if it was the last one: the parameter's own memory can go."""
         self._missing -= 1

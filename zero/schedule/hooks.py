@@ -112,8 +112,10 @@ class ModuleHooks:
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         """Modules whose parameters are watched; some may have left the tree since."""
-        self.at_removal: list[Callable[[], None]] = []
-        """What else is to be undone with the hooks; called once."""
+        self.at_install: list[Callable[[], Callable[[], None]]] = []
+        """What else is done with the hooks; each returns what undoes it."""
+        self._undo: list[Callable[[], None]] = []
+        self._suspended = False
         self._root_depth = 0
         self._backward_follows = True
 
@@ -141,6 +143,20 @@ class ModuleHooks:
             if module._parameters:
                 module._parameters = _WatchedParameters(module._parameters, self._read)
                 self._watched.append(module)
+        self._undo += [install() for install in self.at_install]
+
+    def suspend(self) -> None:
+        """Take every hook off until `resume`. Idempotent."""
+        if self._handles:
+            self.reset()
+            self.remove()
+            self._suspended = True
+
+    def resume(self) -> None:
+        """Put back what `suspend` took off; else nothing."""
+        if self._suspended:
+            self._suspended = False
+            self.install()
 
     def _enclosed(self) -> set[nn.Module]:
         """Modules all of whose units have another scope around them: their calls begin and end no use."""
@@ -155,9 +171,10 @@ class ModuleHooks:
         }
 
     def remove(self) -> None:
-        """Take every hook off."""
-        while self.at_removal:
-            self.at_removal.pop()()
+        """Take every hook off for good."""
+        self._suspended = False
+        while self._undo:
+            self._undo.pop()()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -13,11 +13,12 @@ from types import ModuleType
 
 import zero
 from offload.errors import ZeroInfinityError
-from zero.tools import doctor, export, plan, run, snapshots, trace, tune
+from zero.tools import config, doctor, export, plan, run, snapshots, trace, tune
 
 COMMANDS: Mapping[str, ModuleType] = {
     "run": run,
     "plan": plan,
+    "config": config,
     "trace": trace,
     "tune": tune,
     "snapshots": snapshots,

@@ -46,6 +46,7 @@ PATHS = [
     *("utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint", "utils.torch.required_torch_version"),
     *("utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict", "utils.nvtx.instrument_w_nvtx"),
     *("ops.adam.DeepSpeedCPUAdam", "ops.adam.FusedAdam", "ops.adam.cpu_adam.DeepSpeedCPUAdam"),
+    *("ops.adagrad.DeepSpeedCPUAdagrad", "ops.lion.DeepSpeedCPULion", "ops.lion.fused_lion.FusedLion"),
     *("ops.aio.AsyncIOBuilder", "ops.__compatible_ops__", "ops.op_builder.CPUAdamBuilder", "ops.lamb.FusedLamb"),
     *(
         "ops.op_builder.AsyncIOBuilder.NAME",

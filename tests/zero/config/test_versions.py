@@ -47,10 +47,11 @@ def test_what_the_user_gives_goes_before_the_default_of_any_version() -> None:
 
 
 def leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is not left to the engine (None)."""
     for key, item in value.items():
         if isinstance(item, dict):
             yield from leaves(item, f"{prefix}{key}.")
-        else:
+        elif item is not None:
             yield prefix + key, item
 
 

@@ -1,0 +1,240 @@
+"""Run in a child by test_alias_training.py: each function makes a call form of a client and says what it found."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import logging
+import sys
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
+
+
+def reference(optimizer: type[torch.optim.Optimizer], steps: int = 3, **options: Any) -> list[float]:
+    plain, losses = model(), []
+    own = optimizer(plain.parameters(), **options)
+    for _ in range(steps):
+        loss = plain(batch()).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        own.step()
+        own.zero_grad()
+    return losses
+
+
+def train(engine: Any, steps: int = 3) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = engine(batch()).square().mean()
+        losses.append(loss.item())
+        engine.backward(loss, scale_wrt_gas=False)
+        engine.step()
+        engine.zero_grad()
+    return losses
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def forms() -> dict[str, Any]:
+    """The four call forms of `initialize`, against torch."""
+    found: dict[str, Any] = {"torch AdamW": reference(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)}
+    plain = model()
+    given = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    engine, _, loader, scheduler = deepspeed.initialize(model=plain, optimizer=given, config_params=CONFIG)
+    found["optimizer, config_params"] = train(engine)
+    found["nothing asked for"] = [loader, scheduler]
+
+    plain = model()
+    groups = [{"params": [p for p in plain.parameters() if p.ndim > 1]}, {"params": [plain[0].bias, plain[2].bias]}]
+    own = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=1e-2, weight_decay=0.1, adamw_mode=True)
+    found["is a torch optimizer"] = isinstance(own, torch.optim.Optimizer)
+    found["DeepSpeedCPUAdam of groups"] = train(deepspeed.initialize(model=plain, optimizer=own, config=CONFIG)[0])
+
+    plain = model()
+    engine, *_ = deepspeed.initialize(
+        model=plain, config_params={**CONFIG, **ADAMW}, model_parameters=(p for p in plain.parameters())
+    )
+    found["model_parameters, config optimizer"] = train(engine)
+
+    plain = model()
+    parameters = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(plain.parameters()), "name": "parameters"}
+    )
+    engine, *_ = deepspeed.initialize(model=plain, config={**CONFIG, **ADAMW}, model_parameters=parameters)
+    found["named param groups"] = train(engine)
+
+    plain, made = model(), []
+
+    def schedule(optimizer: Any) -> Any:
+        made.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+        return made[0]
+
+    engine, _, _, scheduler = deepspeed.initialize(model=plain, config={**CONFIG, **ADAMW}, lr_scheduler=schedule)
+    found["lr_scheduler callable"] = train(engine)
+    found["the engine steps it"] = [scheduler is made[0], made[0].last_epoch]
+    return found
+
+
+def unharmed() -> dict[str, Any]:
+    """What initialize does besides: a group of one, the banner, one warning, and an untouched configuration."""
+    heard, ours = Heard(), Heard()
+    deepspeed.utils.logger.addHandler(heard)
+    deepspeed.utils.logger.setLevel(logging.INFO)
+    logging.getLogger("zero").addHandler(ours)
+    config = {**CONFIG, **ADAMW, "comms_config": {}, "gradient_cliping": 1.0, "zero_optimization.reduce_bucket_size": 8}
+    before = copy.deepcopy(config)
+    engine, *_ = deepspeed.initialize(model=model(), config=config)
+    try:
+        inside = {**CONFIG, "zero_optimization": {"stage": 3, "stage3_params": 1}}
+        deepspeed.initialize(model=model(), config=inside)
+        refused = ""
+    except Exception as error:  # its kind is part of what is told
+        refused = f"{type(error).__name__}: {error}"
+    return {
+        "group": [torch.distributed.is_initialized(), deepspeed.comm.get_world_size(), deepspeed.comm.get_rank()],
+        "banner": [line for line in heard.lines if "DeepSpeed info" in line],
+        "warnings": [line for line in heard.lines + ours.lines if "gradient_cliping" in line],
+        "same": config == before,
+        "signature": list(inspect.signature(deepspeed.initialize).parameters),
+        "engine": isinstance(engine, deepspeed.DeepSpeedEngine),
+        "inside": refused,
+    }
+
+
+def protocol() -> dict[str, Any]:
+    """`zero.Init` asks the module for the wrapper as it is entered, and what a client put there is called."""
+    from deepspeed.runtime.zero import partition_parameters as pp
+
+    seen: list[tuple[str, list[str]]] = []
+    original = pp.zero_wrapper_for_fp_tensor_constructor
+
+    def wrapper(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((getattr(fn, "__name__", "?"), sorted(kwargs)))
+        if fn is pp._orig_torch_arange:
+            return lambda *inner, **more: fn(*inner, **{"device": kwargs["target_device"], **more})
+        return original(fn, *args, **kwargs)
+
+    functions = [torch.arange, torch.empty, torch.tensor]
+    pp.zero_wrapper_for_fp_tensor_constructor = wrapper
+    with deepspeed.zero.Init(config_dict_or_path={**CONFIG, "bf16": {"enabled": True}}):
+        pp.zero_wrapper_for_fp_tensor_constructor = original
+        inside = torch.arange is not functions[0]
+        dtype = str(torch.arange(4, dtype=torch.float32).dtype)
+        layer = nn.Linear(4, 4)
+        engine, *_ = deepspeed.initialize(model=layer, config={**CONFIG, **ADAMW})
+        loss = engine(torch.ones(2, 4)).sum()
+        engine.backward(loss)
+        engine.step()
+        still = torch.arange is not functions[0]
+    return {
+        "asked": seen,
+        "inside": inside,
+        "arange": dtype,
+        "initialize inside": [still, loss.dtype == torch.float32],
+        "after": functions == [torch.arange, torch.empty, torch.tensor],
+        "distributed": torch.distributed.is_initialized(),
+    }
+
+
+def accelerator() -> dict[str, Any]:
+    """The object that clients ask about the device."""
+    there = deepspeed.accelerator.get_accelerator()
+    state = there.get_rng_state()
+    first = torch.rand(2)
+    there.set_rng_state(state)
+    there.manual_seed_all(3)
+    there.set_device(1)
+    there.synchronize()
+    return {
+        "same": there is deepspeed.get_accelerator(),
+        "names": [there.device_name(), there.device_name(1), there.current_device_name(), there._name],
+        "usable": torch.ones(1).to(there.current_device()).device.type,
+        "told": [there.is_available(), there.is_synchronized_device(), there.is_bf16_supported()],
+        "count": there.device_count(),
+        "backend": there.communication_backend_name(),
+        "dtypes": [str(dtype) for dtype in there.supported_dtypes()],
+        "pinned": there.is_pinned(there.pin_memory(torch.ones(1))),
+        "tensors": [list(there.FloatTensor([1.0, 2.0]).shape), str(there.ByteTensor([1]).dtype), len(first)],
+        "memory": there.memory_allocated() > 0,
+    }
+
+
+def cloned() -> dict[str, Any]:
+    """Slices of a big buffer own their memory afterwards; dicts keep their type, ties stay tied."""
+    from collections import OrderedDict
+
+    big = torch.arange(1000.0)
+    tied = nn.Parameter(big[4:8])
+    tree = OrderedDict(a=big[:4], b=[tied, (big[0], 3)], c=tied)
+    copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(tree)
+    return {
+        "type": type(copied).__name__,
+        "bytes": copied["a"].untyped_storage().nbytes(),
+        "equal": torch.equal(copied["a"], big[:4]) and torch.equal(copied["b"][0], tied),
+        "kinds": [type(copied["b"]).__name__, type(copied["b"][1]).__name__, copied["b"][1][1]],
+        "tied": copied["c"] is copied["b"][0],
+        "leaf": not copied["c"].requires_grad,
+    }
+
+
+def saved() -> dict[str, Any]:
+    """A checkpoint as clients look at it, and weights out of it by the script that lies beside it."""
+    import os
+    import subprocess
+    import tempfile
+
+    import safetensors.torch
+
+    engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, **ADAMW})
+    train(engine)
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_checkpoint(folder)
+        engine.save_checkpoint(folder, "again")
+        script = os.path.join(folder, "zero_to_fp32.py")
+        done = subprocess.run([script, folder, f"{folder}/out"], capture_output=True, text=True)
+        with deepspeed.zero.GatheredParameters(list(engine.parameters())):
+            trained = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+        values = safetensors.torch.load_file(f"{folder}/out/model.safetensors") if not done.returncode else {}
+        again = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, "global_step3")
+        other = deepspeed.initialize(model=model(), config={**CONFIG, **ADAMW})[0]
+        path, client = other.load_checkpoint(folder, "again")
+        return {
+            "there": sorted(name for name in os.listdir(folder) if not name.startswith(".")),
+            "executable": os.access(script, os.X_OK),
+            "said": done.stderr,
+            "equal": all(torch.equal(values[name], trained[name]) for name in trained) and len(values) == len(trained),
+            "function": all(torch.equal(again[name], trained[name]) for name in trained),
+            "loaded": [path is not None, client, train(other) == train(engine)],
+        }
+
+
+if __name__ == "__main__":
+    logging.getLogger("zero").setLevel(logging.WARNING)
+    print("\n" + json.dumps({name: globals()[name]() for name in sys.argv[1:]}))

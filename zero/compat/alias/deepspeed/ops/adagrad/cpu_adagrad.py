@@ -1,0 +1,5 @@
+"""`deepspeed.ops.adagrad.cpu_adagrad`."""
+
+from zero.ops.adagrad import DeepSpeedCPUAdagrad
+
+__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,0 +1,233 @@
+"""What "auto" becomes: from the model, from the data, from other keys, and else the default; every choice is said.
+
+A client such as transformers fills most of them in before; what it has left is chosen here, once the model is known.
+Whatever nothing says anything about is as if its key were absent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from zero.config.batch import MICRO, STEPS, TRAIN
+from zero.config.fields import AUTO, Key, block_of, known_keys, shown
+from zero.config.loading import with_choices
+from zero.config.schema import Choice, Config, plain
+
+PREFETCH_SHARE = 0.9
+PERSISTENT_ROWS = 10
+"""As transformers derives them: 0.9 h^2 elements of look-ahead, parameters below 10 h elements stay."""
+WARMUP_STEPS = 1000
+WARMUP_SHARE = 0.1
+
+ZERO = "zero_optimization."
+SCHEDULER = "scheduler.params."
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the choices follow from; None: not known."""
+
+    hidden_numel: int | None = None
+    """The hidden size of a transformers config."""
+    dtype: torch.dtype | None = None
+    """Of most elements that are trained."""
+    learning_rate: float | None = None
+    """Of an optimizer that was handed over."""
+    samples: int | None = None
+    """In one pass over the training data."""
+    scheduler_given: bool = False
+    """The `scheduler` block makes none."""
+
+
+def facts_of(
+    model: nn.Module, optimizer: object = None, training_data: object = None, lr_scheduler: object = None
+) -> Facts:
+    """Look at what `initialize` was given."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    return Facts(
+        hidden_size_of(getattr(model, "config", None)),
+        _dtype_of(model.parameters()),
+        float(groups[0]["lr"]) if groups and "lr" in groups[0] else None,
+        _length_of(training_data),
+        lr_scheduler is not None,
+    )
+
+
+def hidden_size_of(config: object) -> int | None:
+    """The (largest) hidden size that a transformers config names, itself or for its text model."""
+    for part in (config, getattr(config, "text_config", None)):
+        for name in ("hidden_size", "hidden_sizes"):
+            found = getattr(part, name, None)
+            sizes = found if isinstance(found, (list, tuple)) else [found]
+            known = [size for size in sizes if isinstance(size, int) and not isinstance(size, bool) and size > 0]
+            if known:
+                return max(known)
+    return None
+
+
+def _dtype_of(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
+    counted: dict[tuple[bool, torch.dtype], int] = {}
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            key = (parameter.requires_grad, parameter.dtype)
+            counted[key] = counted.get(key, 0) + parameter.numel()
+    # Trained ones count before frozen ones, whatever their number: a quantised base says little.
+    return max(counted, key=lambda key: (key[0], counted[key]))[1] if counted else None
+
+
+def _length_of(training_data: object) -> int | None:
+    try:
+        return len(training_data)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def resolve_auto(config: Config, facts: Facts) -> Config:
+    """The configuration with a value wherever it says "auto" and the facts say something.
+
+    Raises:
+        ConfigError: a key that must have a value is "auto", and nothing tells it.
+    """
+    chosen: dict[str, Choice] = {}
+    still_open = {key.path for key in _autos(config)} - set(config.chosen)
+    for path, choose in _CHOICES.items():
+        choice = choose(config, facts, chosen) if path in still_open else None
+        if choice is not None:
+            chosen[path] = choice
+    return with_choices(config, chosen) if chosen else config
+
+
+def auto_lines(config: Config) -> Iterator[str]:
+    """A line "auto: path = value (from ...)" for every acting key that was "auto"."""
+    for key in _autos(config):
+        if key.path in config.chosen:
+            yield f"auto: {key.path} = {shown(config.chosen[key.path].value)} (from {config.chosen[key.path].source})"
+            continue
+        value = _value_at(config, key.path)
+        if key.path in (TRAIN, MICRO, STEPS):
+            product = " x ".join(str(getattr(config, name)) for name in (MICRO, STEPS))
+            yield f"auto: {key.path} = {value} (from {config.train_batch_size} samples = {product} x {_ranks(config)})"
+        elif value is None:
+            yield f"auto: {key.path} is left to the engine (as without the key)"
+        elif value == AUTO:
+            yield f"auto: {key.path} is what is free when the plan is made"
+        else:
+            yield f"auto: {key.path} = {shown(value)} (the default)"
+
+
+def _ranks(config: Config) -> str:
+    return "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
+
+
+def _autos(config: Config) -> Iterator[Key]:
+    """Keys with a value, that act or that something is chosen for, and that are "auto" in the source."""
+    for key in known_keys(Config):
+        given = block_of(key.field) is None and config.origins.get(key.path) == "auto"
+        if given and (key.role != "inert" or key.path in _CHOICES):
+            yield key
+
+
+def _value_at(config: Config, path: str) -> Any:
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return plain(value)
+
+
+# ---- one function a key: (config, facts, what is chosen so far) -> its choice ------------------
+
+Chosen = Mapping[str, Choice]
+Choose = Callable[[Config, Facts, Chosen], Choice | None]
+
+
+def _of_hidden_size(factor: str, of: Callable[[int], int]) -> Choose:
+    def choose(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
+        hidden = facts.hidden_numel
+        return None if hidden is None else Choice(of(hidden), f"{factor}, hidden size {hidden}")
+
+    return choose
+
+
+def _at_stage_3(choose: Choose) -> Choose:
+    def checked(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
+        return choose(config, facts, chosen) if config.zero_optimization.stage == 3 else None
+
+    return checked
+
+
+def _precision(dtype: torch.dtype, other: str) -> Choose:
+    def choose(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
+        if facts.dtype is None:
+            return None
+        taken = getattr(config, other).enabled
+        source = f"{other}.enabled" if taken else f"the model, which is {str(facts.dtype).removeprefix('torch.')}"
+        return Choice(facts.dtype == dtype and not taken, source)
+
+    return choose
+
+
+def _where_taken(choose: Choose, *types: str) -> Choose:
+    """Only for schedules that take the key."""
+
+    def checked(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
+        name = str(getattr(config.scheduler, "type", None)).lower()
+        return choose(config, facts, chosen) if name in types and not facts.scheduler_given else None
+
+    return checked
+
+
+def _least_rate(config: Config, facts: Facts, chosen: Chosen) -> Choice:
+    return Choice(0.0, "DeepSpeed's default")
+
+
+def _largest_rate(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
+    if facts.learning_rate is not None:
+        return Choice(facts.learning_rate, "the learning rate of the optimizer")
+    rate = getattr(getattr(config.optimizer, "params", None), "lr", None)
+    return None if rate is None else Choice(float(rate), "optimizer.params.lr")
+
+
+def _all_steps(config: Config, facts: Facts, chosen: Chosen) -> Choice:
+    if facts.samples is None:
+        raise ConfigError(
+            f"{SCHEDULER}total_num_steps: expected a number of steps, because nothing says how long training is, got "
+            f'"auto"; give the number, or training_data with a length to initialize (one pass over it then counts)'
+        )
+    batches = facts.samples / config.train_batch_size
+    steps = math.floor(batches) if config.dataloader_drop_last else math.ceil(batches)
+    return Choice(max(1, steps), f"one pass over training_data, {facts.samples} samples; for more passes give a number")
+
+
+def _warmup_steps(config: Config, facts: Facts, chosen: Chosen) -> Choice:
+    total = getattr(getattr(config.scheduler, "params", None), "total_num_steps", None)
+    if total is None and f"{SCHEDULER}total_num_steps" in chosen:
+        total = chosen[f"{SCHEDULER}total_num_steps"].value
+    most = WARMUP_STEPS if total is None else max(1, int(WARMUP_SHARE * total))
+    if most >= WARMUP_STEPS:
+        return Choice(WARMUP_STEPS, "DeepSpeed's default")
+    return Choice(most, f"a tenth of {int(total or 0)} steps")
+
+
+_LINEAR = ("warmuplr", "warmupdecaylr")
+_ENDING = ("warmupdecaylr", "warmupcosinelr")
+_CHOICES: dict[str, Choose] = {
+    "bf16.enabled": _precision(torch.bfloat16, "fp16"),
+    "fp16.enabled": _precision(torch.float16, "bf16"),
+    f"{ZERO}reduce_bucket_size": _of_hidden_size("h x h", lambda h: h * h),
+    f"{ZERO}stage3_prefetch_bucket_size": _at_stage_3(
+        _of_hidden_size("0.9 x h x h", lambda h: int(PREFETCH_SHARE * h * h))
+    ),
+    f"{ZERO}stage3_param_persistence_threshold": _at_stage_3(_of_hidden_size("10 x h", lambda h: PERSISTENT_ROWS * h)),
+    f"{SCHEDULER}warmup_min_lr": _where_taken(_least_rate, *_LINEAR),
+    f"{SCHEDULER}warmup_max_lr": _where_taken(_largest_rate, *_LINEAR),
+    f"{SCHEDULER}total_num_steps": _where_taken(_all_steps, *_ENDING),
+    f"{SCHEDULER}warmup_num_steps": _where_taken(_warmup_steps, *_LINEAR, *_ENDING),
+}
+"""In the order in which they are chosen: a later one may follow from an earlier."""

@@ -1,0 +1,148 @@
+"""The `scheduler` block: DeepSpeed's five schedules, and any of torch's by the name of its class."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import ConfigDict, Field, model_validator
+from typing_extensions import Self
+
+from zero.config.fields import Block, Flag, Number, Text, Whole, choice, problem, reads, shown
+from zero.config.sizes import parse_number
+from zero.lr_schedules import SCHEDULES
+
+SIMILARITY_LEAST = 0.6
+
+
+def _torch_schedulers() -> Iterator[type[Any]]:
+    base = torch.optim.lr_scheduler.LRScheduler
+    for name, kind in vars(torch.optim.lr_scheduler).items():
+        if inspect.isclass(kind) and issubclass(kind, base) and kind is not base and name == kind.__name__:
+            yield kind
+
+
+KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (*_torch_schedulers(), *SCHEDULES.values())}
+"""Name in small letters -> class."""
+
+NOT_BY_NAME = {
+    "ReduceLROnPlateau": "it needs a metric at each step; call its step(metric) yourself on the optimizer that "
+    "initialize returns",
+    "SequentialLR": "it is made of other schedulers; pass it to initialize as lr_scheduler",
+    "ChainedScheduler": "it is made of other schedulers; pass it to initialize as lr_scheduler",
+}
+
+
+def _parse_per_group(value: object) -> float | tuple[float, ...]:
+    if not isinstance(value, (list, tuple)):
+        return parse_number(value)
+    return tuple(parse_number(item) for item in value)
+
+
+def _parse_iteration(value: object) -> int:
+    number = parse_number(value)
+    if number != int(number) or number < -1:
+        raise ValueError("a whole number of at least -1")
+    return int(number)
+
+
+PerGroup = Annotated[float | tuple[float, ...] | None, reads(_parse_per_group)]
+"""One number, or one for each param group."""
+Steps = Annotated[Whole, Field(ge=1)]
+
+
+class SchedulerParams(Block):
+    """`scheduler.params`: what the class takes besides the optimizer. What is left out is the default of the class."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+    warmup_min_lr: PerGroup = None
+    warmup_max_lr: PerGroup = None
+    """"auto" (and, in WarmupLR, no value): the learning rate of the optimizer."""
+    warmup_num_steps: Steps | None = None
+    warmup_type: Annotated[Literal["log", "linear"] | None, choice("log", "linear")] = None
+    warmup_min_ratio: Number | None = None
+    cos_min_ratio: Number | None = None
+    total_num_steps: Steps | None = None
+    last_batch_iteration: Annotated[int | None, reads(_parse_iteration)] = None
+    lr_range_test_min_lr: PerGroup = None
+    lr_range_test_step_rate: Number | None = None
+    lr_range_test_step_size: Steps | None = None
+    lr_range_test_staircase: Flag | None = None
+    cycle_first_step_size: Annotated[Number, Field(gt=0)] | None = None
+    cycle_first_stair_count: Whole | None = None
+    cycle_second_step_size: Annotated[Number, Field(ge=0)] | None = None
+    cycle_second_stair_count: Whole | None = None
+    decay_step_size: Annotated[Number, Field(ge=0)] | None = None
+    cycle_min_lr: PerGroup = None
+    cycle_max_lr: PerGroup = None
+    decay_lr_rate: Number | None = None
+    cycle_momentum: Flag | None = None
+    cycle_min_mom: PerGroup = None
+    cycle_max_mom: PerGroup = None
+    decay_mom_rate: Number | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the user gave, by name."""
+        return {name: value for name, value in self.model_dump().items() if value is not None}
+
+
+DECLARED = frozenset(SchedulerParams.model_fields)
+
+
+class SchedulerConfig(Block):
+    """`scheduler`: made over the engine's optimizer, and stepped by the engine. Without a type it asks for nothing."""
+
+    type: Text | None = None
+    params: SchedulerParams = SchedulerParams()
+
+    @property
+    def kind(self) -> Callable[..., Any] | None:
+        """The class of that type."""
+        return None if self.type is None else KINDS.get(self.type.lower())
+
+    @classmethod
+    def also_known(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
+        """In `params`: what the class takes that the type names."""
+        kind = KINDS.get(str(raw.get("type")).lower())
+        return () if key != "params" or kind is None else [name for name in parameters(kind) if name not in DECLARED]
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> Self:
+        if self.type is None:
+            return self
+        if self.kind is None:
+            near = difflib.get_close_matches(self.type.lower(), KINDS, n=1, cutoff=SIMILARITY_LEAST)
+            hint = f"the nearest is {KINDS[near[0]].__name__}; " if near else ""
+            raise problem(
+                f"one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler",
+                at="type",
+                got=shown(self.type),
+                fix=f"{hint}or pass an object or a callable to initialize as lr_scheduler",
+            )
+        name = self.kind.__name__
+        if name in NOT_BY_NAME:
+            expected = "a scheduler that can be made from numbers"
+            raise problem(expected, at="type", got=shown(self.type), fix=NOT_BY_NAME[name])
+        takes, given = parameters(self.kind), self.params.given
+        if foreign := [_with_owners(key) for key in given if key not in takes]:
+            raise problem(f"keys of {name} ({', '.join(takes)})", at="params", got=", ".join(foreign))
+        return self
+
+
+def parameters(kind: Callable[..., Any]) -> dict[str, bool]:
+    """What a class takes besides the optimizer: name -> whether it must be given."""
+    signature = inspect.signature(kind).parameters
+    return {
+        name: parameter.default is inspect.Parameter.empty
+        for name, parameter in signature.items()
+        if name not in ("optimizer", "verbose")
+    }
+
+
+def _with_owners(key: str) -> str:
+    owners = [kind.__name__ for kind in SCHEDULES.values() if key in parameters(kind)]
+    return f'"{key}" (of {", ".join(owners)})'

@@ -1,0 +1,144 @@
+"""DeepSpeed's `safe_get_*` and `safe_set_*`: one parameter's exact values, wherever the engine keeps them.
+
+They wait for the updates of the last step. What is frozen has neither states nor an fp32 value of its own, and what no
+engine keeps has none of them: `safe_get_*` then returns None and `safe_set_*` does nothing, as DeepSpeed's. The full
+forms are the same on every rank, and every rank calls them; so does it call `safe_set_local_fp32_param`, as weights of
+all ranks change. The local forms are of this rank's part, 1-D: what lies in its slices, so its length need not be a
+rank's share of the parameter, and it may be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.keeping import EngineKeeper
+from zero.parameter_values import ParameterValues
+from zero.params.released import is_kept
+from zero.params.tiles import engine_keeper
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole fp32 value, a copy on the engine's device, in the parameter's shape."""
+    return _read(param, ParameterValues.master)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the fp32 value and the weight; `value` has the parameter's shape.
+
+    Raises:
+        StateError: another shape.
+    """
+    _write(param, lambda values: values.set_master(value))
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A whole optimizer state such as "exp_avg", fp32, a copy on the engine's device.
+
+    Raises:
+        StateError: there is no such state.
+    """
+    return _read(param, lambda values: values.state(optim_state_key))
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace an optimizer state, rounded to what states are kept in.
+
+    Raises:
+        StateError: there is no such state, or another shape.
+    """
+    _write(param, lambda values: values.set_state(optim_state_key, value))
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient collected since the last step, the mean over ranks, fp32, a copy on the engine's device.
+
+    None without one: before a backward, after `step()` or `zero_grad()`, and where backward has not reached it. With
+    fp16 it is scaled as the loss was, by `engine.optimizer.cur_scale`, as DeepSpeed keeps it.
+    """
+    own = _own_grad(param)
+    return own if own is not None else _read(param, ParameterValues.gradient)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the gradient that the next step uses, rounded to what gradients are kept in.
+
+    Raises:
+        StateError: another shape.
+    """
+    own = _own_grad(param)
+    if own is not None:
+        own.copy_(value)
+        return
+    _write(param, lambda values: values.set_gradient(value))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace each parameter's gradient by `update_func(gradient, parameter)`; those without one are left out."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the fp32 value, 1-D."""
+    return _read(param, ParameterValues.own_master)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's part of the fp32 value, and the weight on all ranks. Every rank calls it.
+
+    Raises:
+        StateError: another length.
+    """
+    _write(param, lambda values: values.set_master(values.whole_of(value)))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of an optimizer state, 1-D fp32. Raises StateError: there is no such state."""
+    return _read(param, lambda values: values.own_state(optim_state_key))
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace this rank's part of an optimizer state. Raises StateError: no such state, or another length."""
+    _write(param, lambda values: values.set_state(optim_state_key, value))
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the reduced gradient, 1-D fp32; None where nothing is reduced yet."""
+    return _read(param, ParameterValues.own_gradient)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's part of the gradient. Raises StateError: another length."""
+    _write(param, lambda values: values.set_gradient(value))
+
+
+def _engine_of(param: nn.Parameter) -> Any:
+    """The engine that keeps the parameter, or None."""
+    keeper = engine_keeper(param) if is_kept(param) else None
+    return keeper.owner if isinstance(keeper, EngineKeeper) else None
+
+
+def _own_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """`.grad` of a parameter that torch alone takes care of."""
+    return param.grad if _engine_of(param) is None else None
+
+
+def _read(param: nn.Parameter, read: Callable[[ParameterValues], torch.Tensor | None]) -> torch.Tensor | None:
+    engine = _engine_of(param)
+    values = engine.values_of(param) if engine is not None else None
+    found = read(values) if values is not None and values.trained else None
+    return None if found is None else found.to(engine.device)
+
+
+def _write(param: nn.Parameter, write: Callable[[ParameterValues], None]) -> None:
+    engine = _engine_of(param)
+    if engine is not None and engine.values_of(param).trained:
+        write(engine.values_of(param, to_change=True))

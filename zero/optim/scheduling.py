@@ -1,0 +1,92 @@
+"""Which learning-rate scheduler an engine steps: the one handed over, else that of the configuration."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from zero.config import Config
+from zero.config.scheduler_block import parameters
+
+logger = logging.getLogger("zero")
+
+
+def scheduler_for(given: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
+    """The scheduler that the engine steps once after each optimizer step; None: there is none, or no optimizer.
+
+    As in DeepSpeed, one that is handed over goes before that of the configuration.
+
+    Args:
+        given: what `initialize` got: an object with `step()`, a callable that gets the optimizer and returns one, None.
+        optimizer: the engine's. Its param groups are those of an optimizer that was handed over.
+        config: its `scheduler` block is the other source.
+
+    Raises:
+        ConfigError: what was given cannot be stepped, its class does not take the values, or a callable and no
+            optimizer.
+    """
+    block = config.scheduler
+    configured = block is not None and block.type is not None
+    if given is not None and configured:
+        logger.info("scheduler: the lr_scheduler that was passed is used, and not that of the config")
+    if given is not None and not _is_factory(given):
+        return check_scheduler(given)
+    if given is not None and optimizer is None:
+        raise ConfigError("lr_scheduler: there is no optimizer to make it of; add one to the config or pass one")
+    if given is not None:
+        made = check_scheduler(given(optimizer))
+        if not hasattr(made, "step"):
+            raise ConfigError(f"lr_scheduler: expected a callable that returns an object with step(), got {made!r}")
+        return made
+    return None if optimizer is None or not configured else _from_config(optimizer, config)
+
+
+def _is_factory(given: Any) -> bool:
+    return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
+
+
+def check_scheduler(scheduler: Any) -> Any:
+    """The scheduler, if the engine can step it; or a callable that will make one; or None.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "lr_scheduler: ReduceLROnPlateau needs a metric at each step; call its step(metric) yourself "
+            "on the optimizer that initialize returns"
+        )
+    if scheduler is not None and not _is_factory(scheduler) and not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(
+            "lr_scheduler: expected an object with step(), or a callable that gets the optimizer and returns one, got "
+            f"{type(scheduler).__name__}"
+        )
+    return scheduler
+
+
+def _from_config(optimizer: torch.optim.Optimizer, config: Config) -> Any:
+    block = config.scheduler
+    if block is None or block.kind is None:
+        raise ConfigError(f"scheduler: no class of the name {block and block.type!r}")
+    arguments = block.params.given
+    if config.origin("scheduler.params.warmup_max_lr") == "auto":
+        arguments.setdefault("warmup_max_lr", None)
+    if lacking := [key for key, needed in parameters(block.kind).items() if needed and key not in arguments]:
+        keys = " and ".join(f"scheduler.params.{key}" for key in lacking)
+        raise ConfigError(f"{keys}: {block.kind.__name__} needs a value, got {arguments}")
+    try:
+        return block.kind(optimizer, **arguments)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"scheduler: {block.kind.__name__} cannot be made from {arguments}: {error}") from error
+
+
+def step_scheduler(scheduler: Any) -> None:
+    """One step of the scheduler, after an optimizer step."""
+    # A scheduler over the optimizer that was handed over: torch would warn that it was never stepped.
+    behind = getattr(scheduler, "optimizer", None)
+    if isinstance(behind, torch.optim.Optimizer):
+        behind._opt_called = True  # type: ignore[attr-defined]
+    scheduler.step()

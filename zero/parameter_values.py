@@ -1,0 +1,216 @@
+"""One parameter's exact values, optimizer states and gradient: read and replaced, whole or this rank's part.
+
+What is called `full` is the same on all ranks, and all of them come here together. This rank's own part is what lies
+in its slices of the parameter's units, 1-D; it may be empty, since units are cut and not parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from offload import kernels, masters
+from offload.errors import StateError
+from offload.messages import bytes_of, tensor_of
+from offload.moments import MOMENTS_BLOCK_NUMEL
+from offload.sizes import align_up
+from zero.assembly import Assembly
+from zero.editing import Put
+from zero.exchange import Exchange
+from zero.gathered_values import runs_of
+from zero.gradient_values import GradientValues
+from zero.params.gathering import GatheredParameters
+from zero.params.layout import Slot, Unit
+from zero.params.released import name_of
+from zero.record import Record
+
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+class Run(NamedTuple):
+    """A part of a parameter that is in this rank's slice of one unit."""
+
+    unit: Unit
+    slot: Slot
+    begin: int
+    """First element, counted from the slot's first."""
+    end: int
+
+
+class ParameterValues:
+    """Values of one parameter that an engine trains.
+
+    Args:
+        parts: of the engine; every update of the last step is complete.
+        exchange: with the other ranks.
+        parameter: kept by the engine.
+    """
+
+    def __init__(self, parts: Assembly, exchange: Exchange, parameter: nn.Parameter) -> None:
+        self._parts, self._exchange, self._parameter = parts, exchange, parameter
+        self._name = name_of(parameter)
+        self._places = parts.stored().places_of(parameter)
+        self._gradients = GradientValues(parts.gradients, parts.storage, exchange)
+
+    @property
+    def trained(self) -> bool:
+        """True when there are states and gradients."""
+        return self._places[0][0].trainable
+
+    # ---- values and states ----------------------------------------------------------------------
+
+    def master(self) -> torch.Tensor:
+        """The whole fp32 value, on the host."""
+        return self._parts.keeper.master(self._name)
+
+    def state(self, key: str) -> torch.Tensor:
+        """A whole optimizer state, fp32 on the host. Raises StateError: there is none of this name."""
+        states = self._parts.keeper.moments(self._name)
+        if key not in states:
+            raise StateError(f"parameter {self._name}: no optimizer state {key!r}; there are {', '.join(states)}")
+        return states[key]
+
+    def own_master(self) -> torch.Tensor:
+        """This rank's part of the fp32 value, 1-D."""
+        return self._own(0)
+
+    def own_state(self, key: str) -> torch.Tensor:
+        """This rank's part of an optimizer state, 1-D fp32. Raises StateError: there is none of this name."""
+        return self._own(1 + self._number(key))
+
+    def _number(self, key: str) -> int:
+        if key not in STATES:
+            raise StateError(f"parameter {self._name}: no optimizer state {key!r}; there are {', '.join(STATES)}")
+        return STATES.index(key)
+
+    def _own(self, number: int) -> torch.Tensor:
+        """0: the fp32 value; else a moment."""
+        stored, parts = self._parts.stored(), []
+        try:
+            for run in self._runs():
+                first = run.slot.first_numel
+                for piece in stored.pieces_of_slot(run.unit, run.slot, first + run.begin, first + run.end, True):
+                    if number and piece.moments is not None:
+                        parts.append(piece.moments[number - 1].float().cpu().clone())
+                    else:
+                        value = torch.empty(piece.weight.numel())
+                        beside = None if piece.remainder is None else piece.remainder.cpu()
+                        masters.whole(value, piece.weight.cpu(), beside)
+                        parts.append(value)
+        finally:
+            stored.close()
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def _runs(self) -> Iterator[Run]:
+        index = self._exchange.placement.shard_index
+        for unit, slot in self._places:
+            run = runs_of(self._exchange.placement, unit, slot, slot.first_numel, slot.first_numel + slot.numel)[index]
+            if run.start < run.stop:
+                yield Run(unit, slot, run.start, run.stop)
+
+    def whole_of(self, own: torch.Tensor) -> torch.Tensor:
+        """The whole value of which each rank has its part. All ranks come here."""
+        out = torch.empty(self._parameter.shape, dtype=torch.float32)
+        flat, placement = out.view(-1), self._exchange.placement
+        payload = bytes_of(own.detach().float().cpu().contiguous().view(torch.uint8))
+        answers = [tensor_of(part).view(torch.float32) for part in self._exchange.agree("own parts", payload)]
+        taken = dict.fromkeys(placement.shard_ranks, 0)
+        for unit, slot in self._places:
+            runs = runs_of(placement, unit, slot, slot.first_numel, slot.first_numel + slot.numel)
+            for run, rank in zip(runs, placement.shard_ranks, strict=True):
+                numel = run.stop - run.start
+                part = answers[rank][taken[rank] : taken[rank] + numel]
+                flat[slot.first_numel + run.start : slot.first_numel + run.stop].copy_(part)
+                taken[rank] += numel
+        return out
+
+    # ---- gradients ------------------------------------------------------------------------------
+
+    def gradient(self) -> torch.Tensor | None:
+        """The whole gradient collected since the last step, the mean over ranks, fp32; None if there is none."""
+        self._gradients.settle()
+        parts = [self._gradients.read(unit, slot) for unit, slot in self._places]
+        if all(part is None for part in parts):
+            return None
+        sizes = [slot.numel for _, slot in self._places]
+        flat = torch.cat([torch.zeros(n) if part is None else part for part, n in zip(parts, sizes, strict=True)])
+        return flat.view(self._parameter.shape)
+
+    def own_gradient(self) -> torch.Tensor | None:
+        """This rank's part of the gradient, 1-D fp32; None if there is none."""
+        self._gradients.settle()
+        parts = [self._gradients.read_own(r.unit, r.slot, r.begin, r.end) for r in self._runs()]
+        if any(part is None for part in parts):
+            return None
+        return torch.cat([part for part in parts if part is not None]) if parts else torch.empty(0)
+
+    # ---- replacing ------------------------------------------------------------------------------
+
+    def set_master(self, value: torch.Tensor) -> None:
+        """Replace the value: the weights that forward uses, and the exact fp32 beside them. All ranks come here."""
+        flat, dtype = self._given(value).reshape(-1), self._places[0][0].dtype
+        weights, kind = torch.empty(flat.numel(), dtype=dtype), masters.remainder_dtype(dtype)
+        remainders = None if kind is None else torch.empty(flat.numel(), dtype=kind)
+        masters.part(weights, remainders, flat)
+        with GatheredParameters([self._parameter], modifier_rank=0), torch.no_grad():
+            self._parameter.copy_(weights.view(self._parameter.shape))
+        if remainders is not None:
+            self._rewrite(remainders, _put_remainder)
+
+    def set_state(self, key: str, value: torch.Tensor) -> None:
+        """Replace an optimizer state; `value` is whole or this rank's part."""
+        number = self._number(key)
+
+        def put(record: Record, lo: int, values: torch.Tensor) -> None:
+            hi = lo + values.numel()
+            begin, end = lo // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(hi, MOMENTS_BLOCK_NUMEL)
+            moments = record.moments.part(begin, end)
+            both = kernels.moments_load(moments)
+            both[number][lo - begin : hi - begin].copy_(values)
+            kernels.moments_store(moments, *both)
+
+        self._rewrite(value.detach().float().cpu().reshape(-1), put)
+
+    def set_gradient(self, value: torch.Tensor) -> None:
+        """Replace the gradient; `value` is whole or this rank's part, and is rounded to what gradients are kept in.
+
+        All ranks come here.
+        """
+        self._gradients.settle()
+        for run, part in self._parts_of(value):
+            self._gradients.write_own(run.unit, run.slot, run.begin, part)
+
+    def _rewrite(self, value: torch.Tensor, put: Put) -> None:
+        """Let `put` change this rank's records; `value` is whole or this rank's part."""
+        for run, part in self._parts_of(value):
+            self._parts.keeper.rewrite(run.unit, run.slot.offset_numel + run.begin, part, put)
+
+    def _parts_of(self, value: torch.Tensor) -> list[tuple[Run, torch.Tensor]]:
+        """What `value`, whole or this rank's part, has for each run of this rank."""
+        flat, runs = value.detach().cpu().reshape(-1), list(self._runs())
+        own_numel = sum(run.end - run.begin for run in runs)
+        if flat.numel() == self._parameter.numel():
+            return [(r, flat[r.slot.first_numel + r.begin : r.slot.first_numel + r.end]) for r in runs]
+        if flat.numel() != own_numel:
+            raise StateError(
+                f"parameter {self._name}: expected {self._parameter.numel()} elements, or {own_numel} of this rank's "
+                f"part, got {flat.numel()}"
+            )
+        return list(zip(runs, torch.split(flat, [run.end - run.begin for run in runs]), strict=True))
+
+    def _given(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` in fp32 on the host, if its shape is the parameter's."""
+        if value.shape != self._parameter.shape:
+            raise StateError(
+                f"parameter {self._name}: expected a value of shape {tuple(self._parameter.shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+        return value.detach().to("cpu", torch.float32).contiguous()
+
+
+def _put_remainder(record: Record, lo: int, values: torch.Tensor) -> None:
+    if record.remainder is not None:
+        record.remainder[lo : lo + values.numel()].copy_(values)
