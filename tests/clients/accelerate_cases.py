@@ -99,7 +99,9 @@ def train(deepspeed: dict[str, Any] | None, **more: Any) -> Report:
 def _file(folder: str) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return {name: value for path in sorted(Path(folder).glob("*.safetensors")) for name, value in load_file(path).items()}
+    return {
+        name: value for path in sorted(Path(folder).glob("*.safetensors")) for name, value in load_file(path).items()
+    }
 
 
 def save(deepspeed: dict[str, Any] | None, folder: str, **more: Any) -> Report:
@@ -168,9 +170,7 @@ def half_by_hand(deepspeed: None, dtype: str, scale: float) -> Report:
     return {**told, "weights": {name: value.clone() for name, value in model.state_dict().items()}}
 
 
-def two_models(
-    deepspeed: dict[str, Any] | None, other: dict[str, Any] | None = None, fused: bool = False
-) -> Report:
+def two_models(deepspeed: dict[str, Any] | None, other: dict[str, Any] | None = None, fused: bool = False) -> Report:
     """A student that trains and a teacher that only looks: each with a plugin of its own, as the manual says."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import set_seed

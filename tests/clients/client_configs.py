@@ -39,7 +39,9 @@ def zero_config(
         more: top-level keys; None takes one out.
     """
     block: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
-    place = {"device": device} if nvme_path is None or device != "nvme" else {"device": device, "nvme_path": str(nvme_path)}
+    place = (
+        {"device": device} if nvme_path is None or device != "nvme" else {"device": device, "nvme_path": str(nvme_path)}
+    )
     if device != "none":
         block["offload_optimizer"] = {**place, "pin_memory": True}
     if stage == 3:
@@ -64,8 +66,3 @@ def zero_config(
         **more,
     }
     return {key: value for key, value in config.items() if value is not None}
-
-
-def possible(stage: int, device: str) -> bool:
-    """Stage 0 keeps everything where it computes; NVMe holds what stage 3 shards."""
-    return device == "none" if stage == 0 else True

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="session", autouse=True)
-def clients_on_path() -> Iterator[None]:
-    """Tests import `client_configs` and `client_process` by name, as their neighbours do."""
-    import sys
-
-    sys.path.insert(0, str(HERE))
-    yield
-    sys.path.remove(str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))  # tests import `client_configs` and its neighbours by name
 
 
 @pytest.fixture(scope="session")
-def clients(clients_on_path: None) -> Iterator[Any]:
+def clients() -> Iterator[Any]:
     """`clients.run("trainer_cases:train", config)` in a fork of a process with the alias."""
     for name in ("accelerate", "transformers"):
         pytest.importorskip(name)

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from client_configs import zero_config
+from comparing import EPSILON, MARGIN, gap, same_run, spread
 
 CASES = "accelerate_cases"
 RUNS = [(1, "none", None), (1, "cpu", None), (2, "none", None), (2, "nvme", None), (3, "none", None), (3, "cpu", 0),
@@ -18,15 +21,12 @@ Plain = Callable[..., Any]
 @pytest.fixture(scope="module")
 def tolerance(plain: Plain) -> float:
     """How far rounding takes the weights of the loop."""
-    from comparing import spread
-
     return spread(plain, f"{CASES}:train", {"fused": True})
 
 
 @pytest.fixture
 def make(nvme_path: Path) -> Callable[..., dict[str, Any]]:
     """The clients' config of a stage, a device and a threshold."""
-    from client_configs import zero_config
 
     def config(stage: int, device: str, threshold: int | None, **more: Any) -> dict[str, Any]:
         return zero_config(stage, device, nvme_path, threshold=threshold, **more)
@@ -39,8 +39,6 @@ def test_the_loop_trains_and_saves_what_it_does_without(
     clients: Any, plain: Plain, tolerance: float, make: Any, stage: int, device: str, threshold: int | None
 ) -> None:
     """The engine clips inside backward: accelerate takes the value from the config."""
-    from comparing import gap, same_run
-
     config = make(stage, device, threshold, gradient_clipping=0.5)
     ours, theirs = clients.run(f"{CASES}:train", config), plain(f"{CASES}:train")
     assert ours["kind"] == "ZeroEngine" and ours["unwrapped"] == "GPT2LMHeadModel"
@@ -57,8 +55,6 @@ def test_the_loop_trains_and_saves_what_it_does_without(
 def test_a_saved_state_is_where_the_run_goes_on(
     clients: Any, tmp_path: Path, make: Any, stage: int, device: str, threshold: int | None
 ) -> None:
-    from comparing import gap
-
     config = make(stage, device, threshold)
     whole = clients.run(f"{CASES}:save", config, str(tmp_path / "state"))
     resumed = clients.run(f"{CASES}:load", config, str(tmp_path / "state"))
@@ -71,8 +67,6 @@ def test_an_optimizer_that_may_not_be_replaced_trains_on_every_tier(
     clients: Any, plain: Plain, tolerance: float, make: Any
 ) -> None:
     """accelerate puts DeepSpeed's Adam for the CPU in the place of torch's where states are offloaded, or does not."""
-    from comparing import same_run
-
     config = make(3, "nvme", 0, gradient_clipping=0.5, zero_force_ds_cpu_optimizer=False)
     assert same_run(clients.run(f"{CASES}:train", config), plain(f"{CASES}:train"), tolerance) == []
 
@@ -83,9 +77,6 @@ def test_mixed_precision_is_weights_in_16_bits_under_an_fp32_master(
     clients: Any, plain: Plain, make: Any, stage: int, device: str, threshold: int | None, dtype: str
 ) -> None:
     """Beside the same in torch alone, with the same scale of the loss."""
-    from comparing import gap
-
-    import torch
 
     precision = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
     more = {"fp16": {"enabled": True, "initial_scale_power": 8}} if precision == "fp16" else {}
@@ -103,8 +94,6 @@ def test_mixed_precision_is_weights_in_16_bits_under_an_fp32_master(
 
 
 def test_a_second_model_has_a_plugin_and_an_engine_of_its_own(clients: Any, plain: Plain, make: Any) -> None:
-    from comparing import same_run, spread
-
     common = {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
     ours = clients.run(f"{CASES}:two_models", make(3, "nvme", 0, **common), make(3, "cpu", None, **common))
     assert ours["engines"] == ["ZeroEngine", "ZeroEngine"]
@@ -113,8 +102,6 @@ def test_a_second_model_has_a_plugin_and_an_engine_of_its_own(clients: Any, plai
 
 
 def test_two_models_train_side_by_side(clients: Any, plain: Plain, make: Any) -> None:
-    from comparing import same_run, spread
-
     common = {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
     ours = clients.run(f"{CASES}:two_that_train", make(2, "nvme", None, **common), make(3, "cpu", 0, **common))
     tolerance = spread(plain, f"{CASES}:two_that_train", {"fused": True})
@@ -126,8 +113,6 @@ def test_two_ranks_train_as_one_with_their_batches(
     clients: Any, plain: Plain, tolerance: float, make: Any, stage: int, device: str
 ) -> None:
     """Micro-batches go round: two ranks with one each are one rank with two."""
-    from comparing import EPSILON, MARGIN, gap
-
     config = make(stage, device, 0, gradient_clipping=0.5)
     first, second = clients.run_ranks(2, f"{CASES}:train", config)
     theirs = plain(f"{CASES}:train", accumulation=4)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client_configs import ADAMW, zero_config
+from comparing import EPSILON, gap, same_run, trainer_spread
 
 STAGES, DEVICES = (0, 1, 2, 3), ("none", "cpu", "nvme")
 TRAIN = "trainer_cases:train"
@@ -18,13 +20,11 @@ Plain = Callable[..., Any]
 @pytest.fixture(scope="module")
 def tolerance(plain: Plain) -> float:
     """How far rounding takes the weights of this training."""
-    from comparing import trainer_spread
-
     return trainer_spread(plain)
 
 
 def cells() -> list[Any]:
-    """Every stage on every device that it can use; at stage 3 with the clients' own persistence threshold and with 0."""
+    """Every stage on every device that it can use; at stage 3 with the clients' own threshold and with 0."""
     return [
         pytest.param(stage, device, threshold, id=f"{stage}-{device}-{'auto' if threshold is None else threshold}")
         for stage in STAGES
@@ -38,9 +38,6 @@ def cells() -> list[Any]:
 def test_training_evaluation_and_the_saved_model_are_those_of_the_plain_trainer(
     clients: Any, plain: Plain, tolerance: float, nvme_path: Path, stage: int, device: str, threshold: int | None
 ) -> None:
-    from client_configs import zero_config
-    from comparing import EPSILON, same_run
-
     config = zero_config(stage, device, nvme_path, threshold=threshold)
     ours, theirs = clients.run(TRAIN, config, evaluates=True), plain(TRAIN, evaluates=True)
     assert ours["model"] == "ZeroEngine"
@@ -51,9 +48,6 @@ def test_training_evaluation_and_the_saved_model_are_those_of_the_plain_trainer(
 
 
 def test_the_numbers_of_all_tiers_are_the_same_bits(clients: Any, nvme_path: Path) -> None:
-    from client_configs import zero_config
-    from comparing import gap
-
     runs = [clients.run(TRAIN, zero_config(3, device, nvme_path, threshold=0)) for device in DEVICES]
     for run in runs[1:]:
         assert run["loss"] == runs[0]["loss"]
@@ -66,18 +60,12 @@ def test_the_numbers_of_all_tiers_are_the_same_bits(clients: Any, nvme_path: Pat
 def test_accumulation_and_clipping_are_those_of_the_plain_trainer(
     clients: Any, plain: Plain, tolerance: float, nvme_path: Path, accumulation: int, clipping: float
 ) -> None:
-    from client_configs import zero_config
-    from comparing import same_run
-
     more = {"gradient_accumulation_steps": accumulation, "max_grad_norm": clipping}
     ours = clients.run(TRAIN, zero_config(3, "nvme", nvme_path, threshold=0), **more)
     assert same_run(ours, plain(TRAIN, **more), tolerance) == []
 
 
 def test_the_config_may_be_a_file(clients: Any, tmp_path: Path) -> None:
-    from client_configs import zero_config
-    from comparing import gap
-
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(zero_config(2, "cpu")))
     assert gap(clients.run(TRAIN, str(path))["weights"], clients.run(TRAIN, zero_config(2, "cpu"))["weights"]) == 0
@@ -85,9 +73,6 @@ def test_the_config_may_be_a_file(clients: Any, tmp_path: Path) -> None:
 
 def test_an_optimizer_of_the_config_trains_as_the_trainers_own(clients: Any, plain: Plain, tolerance: float) -> None:
     """All values "auto": the Trainer fills them in; its learning-rate schedule is then stepped by the engine."""
-    from client_configs import ADAMW, zero_config
-    from comparing import same_run
-
     # The config has one param group: what the Trainer exempts from decay is decayed too, so there is no decay.
     ours = clients.run(TRAIN, zero_config(2, optimizer=ADAMW), weight_decay=0.0)
     theirs = plain(TRAIN, weight_decay=0.0)
@@ -96,9 +81,6 @@ def test_an_optimizer_of_the_config_trains_as_the_trainers_own(clients: Any, pla
 
 
 def test_evaluation_alone_at_stage_3_is_the_plain_trainers(clients: Any, plain: Plain, nvme_path: Path) -> None:
-    from client_configs import zero_config
-    from comparing import EPSILON
-
     ours = clients.run("trainer_cases:evaluate", zero_config(3, "nvme", nvme_path, threshold=0))
     assert ours == pytest.approx(plain("trainer_cases:evaluate"), rel=16 * EPSILON)
 

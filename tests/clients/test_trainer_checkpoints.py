@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client_configs import ADAMW, zero_config
+from comparing import gap
 
 TRAIN = "trainer_cases:train"
 STEPS, CUT = 6, 2
@@ -20,9 +22,6 @@ Plain = Callable[..., Any]
 def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_uninterrupted_one(
     clients: Any, tmp_path: Path, nvme_path: Path, stage: int, device: str, threshold: int | None
 ) -> None:
-    from client_configs import zero_config
-    from comparing import gap
-
     config = zero_config(stage, device, nvme_path, threshold=threshold)
     more = {"output_dir": str(tmp_path / "out"), "max_steps": STEPS, "save_strategy": "steps", "save_steps": CUT}
     whole = clients.run(TRAIN, config, **more)
@@ -37,9 +36,6 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_uninterrupted_one(
 
 def test_an_optimizer_of_the_config_resumes_too(clients: Any, tmp_path: Path, nvme_path: Path) -> None:
     """The learning-rate schedule is the engine's then, and so is its state."""
-    from client_configs import ADAMW, zero_config
-    from comparing import gap
-
     config = zero_config(3, "nvme", nvme_path, threshold=0, optimizer=ADAMW)
     more = {"output_dir": str(tmp_path / "out"), "max_steps": STEPS, "save_strategy": "steps", "save_steps": CUT}
     whole = clients.run(TRAIN, config, **more)
@@ -52,11 +48,10 @@ def test_an_optimizer_of_the_config_resumes_too(clients: Any, tmp_path: Path, nv
 def test_the_best_checkpoint_is_loaded_at_the_end(
     clients: Any, plain: Plain, tmp_path: Path, nvme_path: Path, stage: int, device: str, threshold: int | None
 ) -> None:
-    from client_configs import zero_config
-    from comparing import gap
-
     place = tmp_path / "ours"
-    ours = clients.run("trainer_more_cases:best", zero_config(stage, device, nvme_path, threshold=threshold), str(place))
+    ours = clients.run(
+        "trainer_more_cases:best", zero_config(stage, device, nvme_path, threshold=threshold), str(place)
+    )
     theirs = plain("trainer_more_cases:best", folder="best")
     assert ours["best"] == theirs["best"] != f"checkpoint-{STEPS}"
     assert ours["eval_loss"] == min(ours["eval_losses"])
@@ -64,9 +59,6 @@ def test_the_best_checkpoint_is_loaded_at_the_end(
 
 
 def test_a_checkpoint_is_exported_by_deepspeeds_recipe(clients: Any, tmp_path: Path, nvme_path: Path) -> None:
-    from client_configs import zero_config
-    from comparing import gap
-
     more = {"output_dir": str(tmp_path / "out"), "save_strategy": "steps", "save_steps": 4}
     run = clients.run(TRAIN, zero_config(3, "nvme", nvme_path, threshold=0), **more)
     exported = clients.run("trainer_more_cases:exported", str(tmp_path / "out" / "checkpoint-4"))

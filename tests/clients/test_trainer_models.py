@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client_configs import zero_config
+from comparing import same_run, trainer_spread
 
 TRAIN = "trainer_cases:train"
 MORE = "trainer_more_cases"
@@ -25,8 +27,6 @@ def pretrained(clients: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tolerance(plain: Plain) -> float:
-    from comparing import trainer_spread
-
     return trainer_spread(plain)
 
 
@@ -36,9 +36,6 @@ def test_a_model_that_was_loaded_trains_as_without(
     clients: Any, plain: Plain, tolerance: float, pretrained: Path, nvme_path: Path, stage: int, device: str,
     threshold: int | None, grown: int,
 ) -> None:  # fmt: skip
-    from client_configs import zero_config
-    from comparing import same_run
-
     more = {"folder": str(pretrained / "whole"), "grown": grown}
     config = zero_config(stage, device, nvme_path, threshold=threshold)
     ours, theirs = clients.run(f"{MORE}:from_pretrained", config, **more), plain(f"{MORE}:from_pretrained", **more)
@@ -51,8 +48,6 @@ def test_what_the_files_have_not_is_initialised_under_zero_init_as_without(
     clients: Any, plain: Plain, pretrained: Path
 ) -> None:
     """Values are drawn in another order there; they have the spread that the model's configuration asks for."""
-    from client_configs import zero_config
-
     folder = str(pretrained / "body")
     ours = clients.run(f"{MORE}:new_head", zero_config(3), folder=folder)["weights"]
     theirs = plain(f"{MORE}:new_head", folder=folder)["weights"]
@@ -66,8 +61,6 @@ def test_what_the_files_have_not_is_initialised_under_zero_init_as_without(
 
 
 def test_a_model_of_a_configuration_is_initialised_under_zero_init_as_without(clients: Any, plain: Plain) -> None:
-    from client_configs import zero_config
-
     ours = clients.run(f"{MORE}:from_config", zero_config(3))["weights"]
     theirs = plain(f"{MORE}:from_config")["weights"]
     assert ours.keys() == theirs.keys()
@@ -84,9 +77,6 @@ def test_a_batch_size_that_fits_is_found(
     clients: Any, plain: Plain, tolerance: float, nvme_path: Path, stage: int, device: str
 ) -> None:
     """The Trainer prepares the same model again for each size, and lets the engine before go without a word."""
-    from client_configs import zero_config
-    from comparing import same_run
-
     ours = clients.run(f"{MORE}:batch_that_fits", zero_config(stage, device, nvme_path))
     theirs = plain(f"{MORE}:batch_that_fits")
     assert ours["tried"] == theirs["tried"]

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client_configs import zero_config
+from comparing import same_run, trainer_spread
 
 TRAIN = "trainer_cases:train"
 Plain = Callable[..., Any]
@@ -16,9 +18,6 @@ Plain = Callable[..., Any]
 def test_two_ranks_train_as_one_plain_trainer_with_their_batches(
     clients: Any, plain: Plain, nvme_path: Path, stage: int, device: str, threshold: int | None
 ) -> None:
-    from client_configs import zero_config
-    from comparing import same_run, trainer_spread
-
     config = zero_config(stage, device, nvme_path, threshold=threshold)
     ours, beside = clients.run_ranks(2, "trainer_more_cases:ranks", config, gradient_accumulation_steps=1)
     assert ours["ranks"] == beside["ranks"] == 2

@@ -1,4 +1,4 @@
-"""More of what users do with the Trainer: resuming, the best checkpoint, batch sizes that fit, models loaded and grown."""
+"""More of what users do with the Trainer: the best checkpoint, batch sizes that fit, models loaded and grown."""
 
 from __future__ import annotations
 
