@@ -82,7 +82,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if dist_init_required is not False:
         join_or_stay_alone(distributed_port)
     loaded = _read_config(args, config if config is not None else config_params)
-    loaded = _without_autos(loaded, facts_of(model, optimizer, training_data, lr_scheduler))
+    loaded = _without_autos(loaded, facts_of(model, optimizer, training_data))
     groups = groups_from(optimizer, model_parameters, model, loaded)
     device = compute_device()
     exchange = open_exchange(loaded, device)

@@ -1,4 +1,4 @@
-"""The process that has imported transformers and accelerate behind the alias; it forks for each case."""
+"""Clients' modules are found by name; the processes that run them are shared by all tests of a session."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests import `client_configs` and its neighbours by name
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:
+    sys.path.append(HERE)
 
 
 @pytest.fixture(scope="session")
 def clients() -> Iterator[Any]:
-    """`clients.run("trainer_cases:train", config)` in a fork of a process with the alias."""
+    """`clients.run("trainer_cases:train", config)` in a fork of a process that has imported them behind the alias."""
     for name in ("accelerate", "transformers"):
         pytest.importorskip(name)
     from client_process import Clients
@@ -37,3 +39,12 @@ def plain(clients: Any) -> Callable[..., Any]:
         return known[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tuned() -> Iterator[Any]:
+    """See `tuning_checks.Tuned`."""
+    from tuning_checks import Tuned
+
+    with Tuned() as runs:
+        yield runs

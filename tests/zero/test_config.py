@@ -448,7 +448,7 @@ REFUSED = {
     "fp16.fp16_master_weights_and_grads": (True, "set it to false"),
     "amp.enabled": (True, "bf16"),
     "optimizer.type": ("OneBitAdam", "AdamW"),
-    "optimizer.params.bias_correction": (False, "bias correction"),
+    "optimizer.params.bias_correction": (False, "set it to true"),
     "optimizer.params.amsgrad": (True, "set it to false"),
     "optimizer.params.freeze_step": (100, "remove it"),
     "optimizer.params.max_grad_norm": (1.0, "gradient_clipping"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, make_config, tokens
+from tiled import LIMIT, wide
 from torch import Tensor, nn
 
 from offload.errors import StateError
@@ -25,15 +26,21 @@ PLACES = {
     "stage 3, nvme": (("nvme", "nvme"), {}),
     "stage 3, nvme, small sub-groups": (("nvme", "nvme"), {"sub_group_size": 4096}),
     "stage 3, cpu, persistent": (("cpu", "cpu"), {"stage3_param_persistence_threshold": 5000}),
-    "stage 3, nvme, tiles": (("nvme", "nvme"), {"stage3_max_live_parameters": 8000}),
+    "stage 3, nvme, tiles": (("nvme", "nvme"), {"stage3_max_live_parameters": LIMIT}),
 }
 everywhere = pytest.mark.parametrize("place", PLACES)
 in_both_dtypes = pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
 
 
-def opened(open_engine: Open, place: str, nvme_path: Path, *, bf16: bool = True, model: str = "gpt", **more: Any) -> Any:
+def fresh(place: str) -> nn.Module:
+    return wide() if "tiles" in place else build("gpt")
+
+
+def opened(
+    open_engine: Open, place: str, nvme_path: Path, *, bf16: bool = True, model: nn.Module | None = None, **more: Any
+) -> Any:
     pair, zero_keys = PLACES[place]
-    return open_engine(build(model), make_config(pair, nvme_path, bf16=bf16, zero=zero_keys, **more))
+    return open_engine(model or fresh(place), make_config(pair, nvme_path, bf16=bf16, zero=zero_keys, **more))
 
 
 def trained(engine: Any) -> list[tuple[str, nn.Parameter]]:
@@ -99,7 +106,7 @@ def test_what_is_set_is_got_again_and_nothing_else_changes(
 @everywhere
 def test_the_gradient_is_autograds_until_the_step_takes_it(open_engine: Open, place: str, nvme_path: Path) -> None:
     engine = opened(open_engine, place, nvme_path, bf16=False)
-    plain = build("gpt")
+    plain = fresh(place)
     parameters = some(engine)
     assert all(utils.safe_get_full_grad(p) is None for _, p in parameters)
     backward(engine, 0)
@@ -177,7 +184,7 @@ def test_what_was_set_is_what_forward_uses(open_engine: Open, nvme_path: Path) -
 
 @pytest.mark.parametrize("model", ["mixed", "tied"])
 def test_frozen_and_tied_parameters(open_engine: Open, nvme_path: Path, model: str) -> None:
-    engine = opened(open_engine, "stage 3, cpu", nvme_path, model=model)
+    engine = opened(open_engine, "stage 3, cpu", nvme_path, model=build(model))
     backward(engine, 0)
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:

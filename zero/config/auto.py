@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.fields import AUTO, Key, block_of, known_keys, shown
 from zero.config.loading import with_choices
-from zero.config.schema import Choice, Config, plain
+from zero.config.report import Choice, plain
+from zero.config.schema import Config
 
 PREFETCH_SHARE = 0.9
 PERSISTENT_ROWS = 10
@@ -42,13 +42,9 @@ class Facts:
     """Of an optimizer that was handed over."""
     samples: int | None = None
     """In one pass over the training data."""
-    scheduler_given: bool = False
-    """The `scheduler` block makes none."""
 
 
-def facts_of(
-    model: nn.Module, optimizer: object = None, training_data: object = None, lr_scheduler: object = None
-) -> Facts:
+def facts_of(model: nn.Module, optimizer: object = None, training_data: object = None) -> Facts:
     """Look at what `initialize` was given."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     return Facts(
@@ -56,7 +52,6 @@ def facts_of(
         _dtype_of(model.parameters()),
         float(groups[0]["lr"]) if groups and "lr" in groups[0] else None,
         _length_of(training_data),
-        lr_scheduler is not None,
     )
 
 
@@ -93,7 +88,7 @@ def resolve_auto(config: Config, facts: Facts) -> Config:
     """The configuration with a value wherever it says "auto" and the facts say something.
 
     Raises:
-        ConfigError: a key that must have a value is "auto", and nothing tells it.
+        ConfigError: a value that follows does not go with a key that the user gave.
     """
     chosen: dict[str, Choice] = {}
     still_open = {key.path for key in _autos(config)} - set(config.chosen)
@@ -178,7 +173,7 @@ def _where_taken(choose: Choose, *types: str) -> Choose:
 
     def checked(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
         name = str(getattr(config.scheduler, "type", None)).lower()
-        return choose(config, facts, chosen) if name in types and not facts.scheduler_given else None
+        return choose(config, facts, chosen) if name in types else None
 
     return checked
 
@@ -194,12 +189,9 @@ def _largest_rate(config: Config, facts: Facts, chosen: Chosen) -> Choice | None
     return None if rate is None else Choice(float(rate), "optimizer.params.lr")
 
 
-def _all_steps(config: Config, facts: Facts, chosen: Chosen) -> Choice:
+def _all_steps(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
     if facts.samples is None:
-        raise ConfigError(
-            f"{SCHEDULER}total_num_steps: expected a number of steps, because nothing says how long training is, got "
-            f'"auto"; give the number, or training_data with a length to initialize (one pass over it then counts)'
-        )
+        return None
     batches = facts.samples / config.train_batch_size
     steps = math.floor(batches) if config.dataloader_drop_last else math.ceil(batches)
     return Choice(max(1, steps), f"one pass over training_data, {facts.samples} samples; for more passes give a number")

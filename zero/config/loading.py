@@ -19,7 +19,8 @@ from zero.config.fields import AUTO, VERSION_KEY, Block, Deprecated, block_of, m
 from zero.config.hints import unknown_key
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.reading import copied, read_source
-from zero.config.schema import Choice, Config, Origin, Report, plain
+from zero.config.report import Choice, Origin, Report, plain
+from zero.config.schema import Config
 from zero.config.sizes import parse_whole
 
 FETCHING_KEYS = (

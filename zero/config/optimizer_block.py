@@ -53,9 +53,7 @@ class OptimizerParams(Block):
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     adam_w_mode: Flag = True
     """Decay the weights, not the gradients; "AdamW" does so whatever this says."""
-    bias_correction: Annotated[Flag, Only((True,), "Adam without bias correction is not available; set it to true")] = (
-        True
-    )
+    bias_correction: Annotated[Flag, Only((True,), "Adam always corrects its bias; set it to true")] = True
     amsgrad: Annotated[Flag, Only((False,), "AMSGrad is not available; set it to false")] = False
     maximize: Annotated[Flag, Only((False,), "negate the loss instead")] = False
     fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are fp32; set it to true")] = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -19,8 +18,6 @@ from zero.config.activation_block import ActivationCheckpointing
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from zero.config.checkpoint_block import CheckpointConfig
 from zero.config.fields import (
-    AUTO,
-    MEANS_AUTO,
     Block,
     Flag,
     Inert,
@@ -36,92 +33,13 @@ from zero.config.fields import (
     world_size_of,
 )
 from zero.config.hints import unknown_key
+from zero.config.machine_block import AioConfig, MemoryBudget
 from zero.config.optimizer_block import OptimizerConfig
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
+from zero.config.report import Choice, Origin, Report, plain
 from zero.config.scheduler_block import SchedulerConfig
-from zero.config.sizes import parse_bytes, parse_whole
+from zero.config.sizes import parse_whole
 from zero.config.zero_block import ZeroConfig
-
-Origin = Literal["user", "default", "auto"]
-
-PAGE_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A value for a key that was "auto"."""
-
-    value: Any
-    source: str
-    """What it follows from."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was learnt while a configuration was read; paths are dotted."""
-
-    world_size: int = 1
-    ranks_per_node: int | None = None
-    source: Mapping[str, Any] = field(default_factory=dict)
-    """A copy of the configuration as the user gave it."""
-    origins: Mapping[str, Origin] = field(default_factory=dict)
-    """Canonical path to "user" or "auto"; a path that is missing was not given."""
-    inactive: tuple[str, ...] = ()
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why a path of `inactive` does nothing; a path that is missing is overruled by other keys."""
-    deprecated: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    """Lines about unknown top-level keys that were tolerated."""
-    chosen: Mapping[str, Choice] = field(default_factory=dict)
-    """Canonical path to what was chosen for it where it was "auto"."""
-
-
-def _parse_block_size(value: object) -> int:
-    nbytes = parse_bytes(value)
-    if nbytes < PAGE_BYTES:
-        raise ValueError(f"at least {PAGE_BYTES} bytes")
-    return nbytes // PAGE_BYTES * PAGE_BYTES
-
-
-class AioConfig(Block):
-    """`aio`: how files are read and written.
-
-    The defaults are what measured fastest; DeepSpeed's (1 MiB, depth 8, one thread) leave part of the disk idle.
-    """
-
-    aliases: ClassVar[Mapping[str, str]] = {"intra_op_parallelism": "thread_count"}
-
-    block_size: Annotated[int, reads(_parse_block_size)] = 2 << 20
-    """[bytes] largest transfer handed to the kernel, rounded down to whole pages."""
-    queue_depth: Annotated[Whole, Field(ge=1, le=4096)] = 32
-    thread_count: Annotated[Whole, Field(ge=1, le=64)] = 4
-    single_submit: Flag = False
-    overlap_events: Flag = True
-    tune: Annotated[Literal["cached", "probe", "off"], choice("cached", "probe", "off")] = "cached"
-    """Ours. Keys above that the user has not set come from measuring the device of nvme_path. "cached": if `zero tune`
-    or another run has done it; "probe": it is done now (up to half a minute) if nobody has; "off": never."""
-    use_gds: Annotated[
-        Flag, Only((False,), "GPUDirect Storage is not available; set it to false: io_uring with O_DIRECT is used")
-    ] = False
-
-
-def _parse_budget(value: object) -> int | str:
-    if value == AUTO:
-        return AUTO
-    try:
-        return parse_bytes(value)
-    except ValueError as error:
-        raise ValueError(f'"auto", or {error}') from None
-
-
-Budget = Annotated[int | Literal["auto"] | None, reads(_parse_budget), MEANS_AUTO]
-
-
-class MemoryBudget(Block):
-    """`memory_budget`, ours: bytes this rank may use. "auto": what is free; None: the working set, no cache."""
-
-    device: Budget = None
-    host: Budget = None
 
 
 def _parse_print_interval(value: object) -> int | None:
@@ -407,10 +325,3 @@ class Config(Block):
         settled = self.model_copy(update=resolve_batch(self._given_batch(), report.world_size))
         settled._report = report
         return settled
-
-
-def plain(value: object) -> object:
-    """The same of dicts, lists and single values only."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -76,7 +76,10 @@ def _from_config(optimizer: torch.optim.Optimizer, config: Config) -> Any:
         arguments.setdefault("warmup_max_lr", None)
     if lacking := [key for key, needed in parameters(block.kind).items() if needed and key not in arguments]:
         keys = " and ".join(f"scheduler.params.{key}" for key in lacking)
-        raise ConfigError(f"{keys}: {block.kind.__name__} needs a value, got {arguments}")
+        raise ConfigError(
+            f'{keys}: {block.kind.__name__} needs a value, got {arguments}; give one (total_num_steps "auto" is one '
+            "pass over the training_data of initialize)"
+        )
     try:
         return block.kind(optimizer, **arguments)
     except (KeyError, TypeError, ValueError) as error:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from zero.config.fields import Block, Deprecated, Key, Only, block_of, known_keys, shown
-from zero.config.schema import plain
+from zero.config.report import plain
 
 HEAD = """# Every key of the configuration
 

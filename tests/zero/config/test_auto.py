@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zero
+from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.auto import Facts, auto_lines, facts_of, hidden_size_of, resolve_auto
 
@@ -142,3 +143,60 @@ def test_an_auto_that_the_engine_derives_later_is_said_to_be_left_to_it() -> Non
     assert len(lines) == 2
     assert any("sub_group_size is left to the engine" in line for line in lines)
     assert any("memory_budget.host is what is free" in line for line in lines)
+
+
+# ---- schedules ---------------------------------------------------------------------------------
+
+WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+
+
+def scheduled(kind: str, *keys: str) -> dict[str, Any]:
+    return {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "scheduler": {"type": kind, "params": dict.fromkeys(keys, "auto")},
+    }
+
+
+def chosen_by(content: dict[str, Any], facts: Facts) -> dict[str, Any]:
+    config = resolve_auto(load_config(content), facts)
+    return {path.rpartition(".")[2]: choice.value for path, choice in config.chosen.items()}
+
+
+@given(st.integers(1, 10**6), st.booleans())
+def test_the_length_of_a_schedule_is_one_pass_over_the_data(samples: int, drop_last: bool) -> None:
+    content = {**scheduled("WarmupDecayLR", *WARMUP, "total_num_steps"), "dataloader_drop_last": drop_last}
+    chosen = chosen_by(content, Facts(samples=samples))
+    steps = max(1, samples // 4 if drop_last else -(-samples // 4))
+    assert chosen["total_num_steps"] == steps
+    assert chosen["warmup_num_steps"] == min(1000, max(1, steps // 10))
+    assert (chosen["warmup_min_lr"], chosen["warmup_max_lr"]) == (0.0, 0.5)
+
+
+def test_the_largest_rate_is_that_of_the_optimizer_that_is_handed_over() -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.25)
+    facts = facts_of(nn.Linear(2, 2), optimizer, [1, 2, 3])
+    assert (facts.learning_rate, facts.samples) == (0.25, 3)
+    assert chosen_by(scheduled("WarmupLR", *WARMUP), facts)["warmup_max_lr"] == 0.25
+
+
+def test_a_schedule_without_end_and_without_data_warms_up_as_deepspeeds_does() -> None:
+    assert chosen_by(scheduled("WarmupLR", *WARMUP), Facts())["warmup_num_steps"] == 1000
+
+
+def test_only_what_a_schedule_takes_is_chosen() -> None:
+    chosen = chosen_by(scheduled("WarmupCosineLR", "warmup_num_steps", "total_num_steps"), Facts(samples=40))
+    assert set(chosen) == {"warmup_num_steps", "total_num_steps"}
+
+
+def test_an_unknown_length_is_an_error_only_when_the_schedule_is_made() -> None:
+    content = scheduled("WarmupDecayLR", *WARMUP, "total_num_steps")
+    assert load_config(content).scheduler is not None
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.total_num_steps.*training_data"):
+        zero.initialize(model=nn.Linear(4, 4), config=content)
+    without: dict[str, Any] = scheduled("WarmupDecayLR", *WARMUP)
+    with pytest.raises(ConfigError, match="total_num_steps"):
+        load_config(without)
+    engine, *_ = zero.initialize(model=nn.Linear(4, 4), config=content, training_data=[torch.ones(4)] * 8)
+    assert engine.lr_scheduler is not None
+    engine.destroy()

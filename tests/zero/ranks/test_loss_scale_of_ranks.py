@@ -25,7 +25,7 @@ KEYS = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
 FACTORS = {"fine": 1.0, "inf": float("inf"), "nan": float("nan")}
 
 
-def sequence(stage: int, pair: tuple[str, str], nvme_path: str, accumulation: int, inside: bool) -> Any:
+def sequence(stage: int, pair: tuple[str, str], nvme_path: str, accumulation: int) -> Any:
     """(scale, norm, skipped) after each step, and a digest of everything at the end."""
     import zero
 
@@ -33,8 +33,6 @@ def sequence(stage: int, pair: tuple[str, str], nvme_path: str, accumulation: in
     model = motley()
     names = trainability(model)
     keys: dict[str, Any] = {"stage": stage, "stage3_max_live_parameters": LIVE_NUMEL}
-    if inside:
-        keys["offload_optimizer"] = {"update_in_backward": True}
     config = make_config(
         *(pair, nvme_path), bf16=False, accumulation=accumulation, zero=keys, train_micro_batch_size_per_gpu=SAMPLES
     )
@@ -55,18 +53,8 @@ def sequence(stage: int, pair: tuple[str, str], nvme_path: str, accumulation: in
 def test_on_two_ranks_the_scale_follows_the_rule_whichever_of_them_overflows(
     rank_pool: Pool, nvme_path: Path, stage: int, states: str, accumulation: int
 ) -> None:
-    pair = (states if stage == 3 else "none", states)
-    check(rank_pool(2).run(sequence, stage, pair, str(nvme_path), accumulation, False))
-
-
-def test_updates_inside_backward_of_two_ranks_are_void_on_both(rank_pool: Pool, nvme_path: Path) -> None:
-    plain = rank_pool(2).run(sequence, 3, ("nvme", "nvme"), str(nvme_path), 1, False)
-    ahead = rank_pool(2).run(sequence, 3, ("nvme", "nvme"), str(nvme_path), 1, True)
-    check(ahead)
-    assert ahead == plain
-
-
-def check(answers: list[Any]) -> None:
+    pair = (states if stage == 3 else "none", states if stage else "none")
+    answers = rank_pool(2).run(sequence, stage, pair, str(nvme_path), accumulation)
     assert answers[0] == answers[1]
     rule, skipped = LossScaleRule(2.0**8, 2, 2), 0
     for (scale, norm, counted), fate in zip(answers[0][0], FATES, strict=True):

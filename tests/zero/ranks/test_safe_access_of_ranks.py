@@ -1,0 +1,157 @@
+"""`safe_get_*` and `safe_set_*` with two ranks: whole values are the same everywhere, parts make up the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from ranks_model import batch, motley
+from ranks_runs import Place, Run, engine_config, quiet
+
+Pool = Callable[[int], RankPool]
+Values = dict[str, torch.Tensor]
+PLACES = (
+    Place(0), Place(1, "none", "nvme"), Place(2, "none", "cpu"), Place(3), Place(3, "cpu", "cpu", shared=False),
+    Place(3, "nvme", "nvme"), Place(3, "cpu", "cpu", more=(("stage3_param_persistence_threshold", 500),)),
+)  # fmt: skip
+everywhere = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+
+
+def opened(place: Place, nvme_path: str, *, bf16: bool = True, accumulation: int = 1) -> Any:
+    import zero
+
+    quiet()
+    config = engine_config(Run(bf16=bf16, accumulation=accumulation), place, nvme_path)
+    return zero.initialize(model=motley(), config=config)[0]
+
+
+def backward(engine: Any, index: int) -> None:
+    engine.backward(engine(batch(index, dist.get_rank(), agreed=True)))
+
+
+def trained(engine: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+
+
+def made_up_of(parts: list[torch.Tensor], stage: int) -> torch.Tensor:
+    """The whole of what each rank has a part of; at stage 0 each has all."""
+    return parts[0] if stage == 0 else torch.cat(parts)
+
+
+# ---- whole values -----------------------------------------------------------------------------
+
+
+def reading(place: Place, nvme_path: str) -> tuple[Values, Values, Values]:
+    """(whole masters and first moments, this rank's parts of them, whole gradients of the next backward)."""
+    from zero import utils
+
+    with opened(place, nvme_path) as engine:
+        backward(engine, 0)
+        engine.step()
+        whole, own, gradients = {}, {}, {}
+        for name, parameter in trained(engine):
+            whole[name] = utils.safe_get_full_fp32_param(parameter)
+            whole[f"{name}/exp_avg"] = utils.safe_get_full_optimizer_state(parameter, "exp_avg")
+            assert torch.equal(whole[name], engine.full_master(name))
+            own[name] = utils.safe_get_local_fp32_param(parameter)
+            own[f"{name}/exp_avg"] = utils.safe_get_local_optimizer_state(parameter, "exp_avg")
+        backward(engine, 1)
+        for name, parameter in trained(engine):
+            found = utils.safe_get_full_grad(parameter)
+            if found is not None:
+                gradients[name] = found
+        return whole, own, gradients
+
+
+@everywhere
+def test_all_ranks_get_the_same_and_their_parts_make_it_up(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    told = rank_pool(2).run(reading, place, str(nvme_path))
+    (whole, _, gradients), others = told[0], told[1:]
+    assert gradients
+    for other, _, theirs in others:
+        assert whole.keys() == other.keys() and all(torch.equal(whole[name], other[name]) for name in whole)
+        assert gradients.keys() == theirs.keys() and all(torch.equal(gradients[n], theirs[n]) for n in gradients)
+    for name, value in whole.items():
+        assert torch.equal(made_up_of([own[name] for _, own, _ in told], place.stage), value.flatten())
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+def gradients_of(place: Place, nvme_path: str, boundary_comes: bool) -> tuple[Values, Values]:
+    """Gradients after one backward (whether or not the step comes next), and what plain torch has on this rank."""
+    from zero import utils
+
+    with opened(place, nvme_path, bf16=False) as engine:
+        engine.set_gradient_accumulation_boundary(boundary_comes)
+        backward(engine, 0)
+        ours = {name: utils.safe_get_full_grad(parameter) for name, parameter in trained(engine)}
+    plain = motley()
+    plain(batch(0, dist.get_rank(), agreed=True)).backward()
+    theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    return {name: value for name, value in ours.items() if value is not None}, theirs
+
+
+@everywhere
+@pytest.mark.parametrize("boundary_comes", [True, False], ids=["reduced", "not reduced yet"])
+def test_the_gradient_is_the_mean_over_ranks(
+    rank_pool: Pool, nvme_path: Any, place: Place, boundary_comes: bool
+) -> None:
+    told = rank_pool(2).run(gradients_of, place, str(nvme_path), boundary_comes)
+    ours, theirs = told[0][0], [plain for _, plain in told]
+    assert ours.keys() == theirs[0].keys() | theirs[1].keys()
+    for name, value in ours.items():
+        mean = sum(plain.get(name, torch.zeros_like(value)) for plain in theirs) / 2
+        torch.testing.assert_close(value, mean, rtol=1e-5, atol=1e-7)
+
+
+# ---- changing -----------------------------------------------------------------------------------
+
+
+def changing(place: Place, nvme_path: str, local: bool) -> dict[str, bool]:
+    """Set everything, step with gradients that were set; which names did not come out right."""
+    from zero import utils
+
+    wrong = {}
+    with opened(place, nvme_path) as engine:
+        backward(engine, 0)
+        engine.step()
+        wanted: Values = {}
+        for seed, (name, parameter) in enumerate(trained(engine)):
+            value = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            if local:
+                part, state = utils.safe_get_local_fp32_param(parameter), (parameter, "exp_avg")
+                utils.safe_set_local_fp32_param(parameter, part * 0.5)
+                utils.safe_set_local_optimizer_state(parameter, part * 3, "exp_avg")
+                assert torch.equal(utils.safe_get_local_optimizer_state(*state), part * 3)
+                assert torch.equal(utils.safe_get_local_fp32_param(parameter), part * 0.5)
+                value = utils.safe_get_full_fp32_param(parameter)
+            else:
+                utils.safe_set_full_fp32_param(parameter, value)
+                utils.safe_set_full_optimizer_state(parameter, value, "exp_avg")
+                wrong[f"{name}/exp_avg"] = not torch.equal(
+                    utils.safe_get_full_optimizer_state(*(parameter, "exp_avg")), value
+                )
+            wanted[name] = value
+            wrong[name] = not torch.equal(utils.safe_get_full_fp32_param(parameter), value)
+        for name, weight in engine.named_full_parameters():
+            if name in wanted:
+                wrong[f"{name}/weight"] = bool((weight.float() - wanted[name]).abs().max() > 4 * 2**-8)
+        backward(engine, 1)
+        for _, parameter in trained(engine):
+            utils.safe_set_full_grad(parameter, torch.ones(parameter.shape))
+            assert torch.equal(utils.safe_get_full_grad(parameter), torch.ones(parameter.shape))
+        numel = sum(p.numel() for _, p in trained(engine))
+        engine.step()
+        wrong["norm"] = abs(engine.get_global_grad_norm() - numel**0.5) > 1e-9 * numel**0.5
+    return {name: bad for name, bad in wrong.items() if bad}
+
+
+@everywhere
+@pytest.mark.parametrize("local", [False, True], ids=["whole", "parts"])
+def test_what_is_set_is_got_again_on_all_ranks(rank_pool: Pool, nvme_path: Any, place: Place, local: bool) -> None:
+    assert rank_pool(2).run(changing, place, str(nvme_path), local) == [{}, {}]

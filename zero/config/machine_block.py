@@ -1,0 +1,61 @@
+"""`aio` and `memory_budget`: how files are read and written, and the bytes a rank may use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from zero.config.fields import AUTO, MEANS_AUTO, Block, Flag, Only, Whole, choice, reads
+from zero.config.sizes import parse_bytes
+
+PAGE_BYTES = 4096
+
+
+def _parse_block_size(value: object) -> int:
+    nbytes = parse_bytes(value)
+    if nbytes < PAGE_BYTES:
+        raise ValueError(f"at least {PAGE_BYTES} bytes")
+    return nbytes // PAGE_BYTES * PAGE_BYTES
+
+
+class AioConfig(Block):
+    """`aio`: how files are read and written.
+
+    The defaults are what measured fastest; DeepSpeed's (1 MiB, depth 8, one thread) leave part of the disk idle.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = {"intra_op_parallelism": "thread_count"}
+
+    block_size: Annotated[int, reads(_parse_block_size)] = 2 << 20
+    """[bytes] largest transfer handed to the kernel, rounded down to whole pages."""
+    queue_depth: Annotated[Whole, Field(ge=1, le=4096)] = 32
+    thread_count: Annotated[Whole, Field(ge=1, le=64)] = 4
+    single_submit: Flag = False
+    overlap_events: Flag = True
+    tune: Annotated[Literal["cached", "probe", "off"], choice("cached", "probe", "off")] = "cached"
+    """Ours. Keys above that the user has not set come from measuring the device of nvme_path. "cached": if `zero tune`
+    or another run has done it; "probe": it is done now (up to half a minute) if nobody has; "off": never."""
+    use_gds: Annotated[
+        Flag, Only((False,), "GPUDirect Storage is not available; set it to false: io_uring with O_DIRECT is used")
+    ] = False
+
+
+def _parse_budget(value: object) -> int | str:
+    if value == AUTO:
+        return AUTO
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f'"auto", or {error}') from None
+
+
+Budget = Annotated[int | Literal["auto"] | None, reads(_parse_budget), MEANS_AUTO]
+
+
+class MemoryBudget(Block):
+    """`memory_budget`, ours: bytes this rank may use. "auto": what is free; None: the working set, no cache."""
+
+    device: Budget = None
+    host: Budget = None
