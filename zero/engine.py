@@ -23,6 +23,7 @@ from zero.assembly import Assembly
 from zero.checkpoint.engine import Checkpoints
 from zero.config import Config
 from zero.data import LoadsData
+from zero.ending import Ends
 from zero.exchange import Alone, Exchange
 from zero.generation import Generates
 from zero.optim.loss_scale import LossScaleError
@@ -50,6 +51,7 @@ class ZeroEngine(
     ScalesLoss,
     Checkpoints,
     Generates,
+    Ends,
     Traced,
     nn.Module,
 ):
