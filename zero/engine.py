@@ -23,6 +23,7 @@ from zero.assembly import Assembly
 from zero.checkpoint.engine import Checkpoints
 from zero.config import Config
 from zero.data import LoadsData
+from zero.ending import Ends
 from zero.exchange import Alone, Exchange
 from zero.generation import Generates
 from zero.optim.loss_scale import LossScaleError
@@ -52,6 +53,7 @@ class ZeroEngine(
     Checkpoints,
     Reports,
     Generates,
+    Ends,
     Traced,
     nn.Module,
 ):

@@ -155,14 +155,6 @@ class Surface:
         """True once `compile` was called."""
         return self.module._compiled_call_impl is not None
 
-    def close(self) -> None:
-        """Give everything back; the engine's."""
-        raise NotImplementedError
-
-    def destroy(self) -> None:
-        """DeepSpeed's name for `close`."""
-        self.close()
-
 
 def _check_positive(what: str, value: int) -> None:
     if value < 1:

@@ -66,8 +66,3 @@ def zero_config(
         **more,
     }
     return {key: value for key, value in config.items() if value is not None}
-
-
-def possible(stage: int, device: str) -> bool:
-    """Stage 0 keeps everything where it computes; NVMe holds what stage 3 shards."""
-    return device == "none" if stage == 0 else True

@@ -10,6 +10,7 @@ Every case begins as a script does, right after its imports: no state of a clien
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -27,7 +28,14 @@ from typing import Any
 
 HERE = Path(__file__).parent
 TESTS, ROOT = HERE.parent, HERE.parent.parent
-PRELOADED = ("torch", "accelerate", "transformers", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
+PRELOADED = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "zero",
+)
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE")
 CASE_SECONDS = 240.0
 TOLD_BYTES = 8000
@@ -143,6 +151,9 @@ def _serve(preloaded: list[str]) -> None:
     os.dup2(2, 1)
     for name in preloaded:
         importlib.import_module(name)
+    # Clients collect garbage at every turn; what was imported is none.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         with socket.socket() as probe:

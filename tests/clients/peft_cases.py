@@ -140,8 +140,8 @@ def adalora(deepspeed: dict[str, Any] | None = None, *, ulps: int = 0, steps: in
     for number, batch in zip(range(steps), batches(), strict=False):
         report["loss"].append(step(batch, number))
         report["ranks"].append(step.ranks)
-    names = {name for name, parameter in model.named_parameters() if "lora_" in name}
-    report["weights"] = {name: value for name, value in step.values().items() if name in names}
+    report["trainable"] = sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    report["weights"] = {name: value for name, value in step.values().items() if name in report["trainable"]}
     return report
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from client_configs import zero_config
-from pairwise import in_pairs
+from pairwise import each_once
 from tuning_checks import check_weights
 
 pytest.importorskip("peft", reason="peft is not installed")
@@ -19,7 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@in_pairs(
+@each_once(
     kind=tuple(KINDS),
     device=("none", "cpu", "nvme"),
     threshold=(None, 0),
@@ -33,12 +33,12 @@ def test_adapters_train_as_without_an_engine(
     assert all("lora_" in name or "modules_to_save" in name for name in told["trainable"])
 
 
-@pytest.mark.parametrize("device", ["none", "nvme"])
+@pytest.mark.parametrize("device", [pytest.param("none", marks=pytest.mark.slow), "nvme"])
 def test_fp32_adapters_on_a_bf16_base_train_as_without_an_engine(tuned: Any, nvme_path: Path, device: str) -> None:
     tuned.check("peft_cases:lora", zero_config(3, device, nvme_path, threshold=0), bf16_base=True)
 
 
-@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("device", ["none", pytest.param("cpu", marks=pytest.mark.slow), "nvme"])
 def test_adapters_on_a_base_of_packed_bytes_train_as_without_an_engine(
     tuned: Any, nvme_path: Path, device: str
 ) -> None:
@@ -46,7 +46,9 @@ def test_adapters_on_a_base_of_packed_bytes_train_as_without_an_engine(
     assert told["codes"] == 14 and told["changed"] == [], "the packed weights keep every bit"
 
 
-@pytest.mark.parametrize(("stage", "device"), [(2, "cpu"), (3, "none"), (3, "nvme")])
+@pytest.mark.parametrize(
+    ("stage", "device"), [(2, "cpu"), pytest.param(3, "none", marks=pytest.mark.slow), (3, "nvme")]
+)
 def test_ranks_are_taken_away_by_the_gradients_as_without_an_engine(
     tuned: Any, nvme_path: Path, stage: int, device: str
 ) -> None:

@@ -29,13 +29,11 @@ def arguments(deepspeed: dict[str, Any] | str | None, **more: Any) -> Any:
         "report_to": [],
         "disable_tqdm": True,
         "save_strategy": "no",
+        "learning_rate": 1e-3,
+        "weight_decay": 0.01,
         "seed": 0,
-        "save_safetensors": True,
     }
-    chosen = {**common, **more}
-    if "save_safetensors" not in TrainingArguments.__dataclass_fields__:
-        chosen.pop("save_safetensors")
-    return TrainingArguments(deepspeed=deepspeed, **chosen)
+    return TrainingArguments(deepspeed=deepspeed, **{**common, **more})
 
 
 def train(
@@ -86,3 +84,12 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
     with torch.random.fork_rng():
         model = AutoModelForCausalLM.from_pretrained(folder)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def evaluate(deepspeed: dict[str, Any] | None = None) -> float:
+    """The loss of a model that is not trained."""
+    from transformers import Trainer, set_seed
+
+    chosen = arguments(deepspeed)
+    set_seed(0)
+    return float(Trainer(model=gpt2(), args=chosen, eval_dataset=Tokens(4, 1000)).evaluate()["eval_loss"])

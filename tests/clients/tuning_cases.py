@@ -119,25 +119,18 @@ def moved(model: nn.Module, ulps: int) -> nn.Module:
 def schedule(deepspeed: dict[str, Any] | None, model: nn.Module, kind: str | None) -> dict[str, Any]:
     """The plain script's own optimizer and scheduler, where the config would have named them.
 
-    WarmupLR rises with the logarithm of the step, which no scheduler of transformers does.
+    WarmupLR rises with the logarithm of the step, which no scheduler of transformers does, and is one step behind:
+    the first two steps have its first value. An optimizer of the config decays every parameter, norms too.
     """
     if deepspeed is not None or kind is None:
         return {}
-    decayed = [p for n, p in model.named_parameters() if p.requires_grad and decays(n)]
-    others = [p for n, p in model.named_parameters() if p.requires_grad and not decays(n)]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}], RATE, weight_decay=0.1
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, RATE, weight_decay=0.1)
 
     def rise(step: int) -> float:
-        return min(math.log(step + 1) / math.log(WARMUP), 1.0)
+        return min(math.log(max(step, 1)) / math.log(WARMUP), 1.0)
 
     return {"optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rise))}
-
-
-def decays(name: str) -> bool:
-    """What transformers' Trainer puts into the group with weight decay: no norms, no biases."""
-    return "norm" not in name and not name.endswith("bias")
 
 
 def fit(trainer: Any, model: nn.Module) -> Report:

@@ -12,11 +12,9 @@ from client_process import ROOT, Clients
 
 ALIAS = ROOT / "zero" / "compat" / "alias"
 CONFIGS = ROOT / "tests" / "data" / "configs"
-NEEDED = ("transformers", "accelerate", "peft", "trl", "datasets")
-PRELOADED = (
-    *("torch", "peft", "datasets", "transformers.models.llama.modeling_llama"),
-    *("trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"),
-)
+NEEDED = ("transformers", "accelerate", "peft")
+WANTED = ("torch", "peft", "datasets", "transformers.models.llama.modeling_llama", "trl.trainer.sft_trainer")
+WANTED_OF_TRL = ("trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer")
 STEPS = 4
 PLACES = 2
 """Where a step rounds in an order of its own: the norm with its clip coefficient, and the update."""
@@ -30,12 +28,17 @@ def need(*packages: str) -> None:
         pytest.skip(f"{', '.join(missing)} is not installed")
 
 
+def preloaded() -> tuple[str, ...]:
+    """What the processes import once; TRL is not there for every Python."""
+    return tuple(name for name in (*WANTED, *WANTED_OF_TRL) if importlib.util.find_spec(name.partition(".")[0]))
+
+
 class Tuned:
     """Runs of the cases, the plain ones once for each way to call them."""
 
     def __init__(self) -> None:
         need()
-        self._plain, self._ours = Clients(None, preloaded=PRELOADED), Clients(ALIAS, preloaded=PRELOADED)
+        self._plain, self._ours = Clients(None, preloaded=preloaded()), Clients(ALIAS, preloaded=preloaded())
         self._known: dict[str, Any] = {}
 
     def plain(self, case: str, **more: Any) -> Any:
@@ -62,7 +65,9 @@ class Tuned:
         expected = self.plain(case, **more, **(plainly or {}))
         moved = self.plain(case, ulps=1, **more, **(plainly or {}))
         assert told["engine"] == "zero" and expected["engine"] != "zero"
-        assert told["learning_rate"] == pytest.approx(expected["learning_rate"], rel=ULP, abs=0)
+        # An engine that steps a scheduler has done so when the trainer logs its value.
+        rates = told["learning_rate"][:-1] if plainly else told["learning_rate"]
+        assert rates == pytest.approx(expected["learning_rate"][1 if plainly else 0 :], rel=ULP, abs=0)
         for name in ("loss", "grad_norm"):
             assert len(told[name]) == STEPS
             same(name, *(torch.tensor(run[name], dtype=torch.float64) for run in (told, expected, moved)))
@@ -111,4 +116,4 @@ def same(what: str, ours: torch.Tensor, theirs: torch.Tensor, moved: torch.Tenso
 
 def shipped(name: str) -> Path:
     """One of LLaMA-Factory's configs."""
-    return CONFIGS / f"llamafactory_ds_{name}.json"
+    return CONFIGS / f"llamafactory_{name}.json"

@@ -43,6 +43,8 @@ _CONVERSIONS: dict[str, torch.dtype | None] = {
     "bfloat16": torch.bfloat16,
 }
 """Name -> the dtype it converts to; None: an argument says, or it stays."""
+_COPIES = frozenset(("cpu", "clone"))
+"""Of an alias: what looks at all values and needs no more than them."""
 
 
 class Keeper(Protocol):
@@ -71,6 +73,9 @@ class Unplaced(Protocol):
 
     def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
         """An independent parameter with the same values."""
+
+    def read(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+        """Values [begin, end), 1-D, on the CPU."""
 
 
 class ReleasedParameter(nn.Parameter):
@@ -140,6 +145,10 @@ class ReleasedAlias(torch.Tensor):
         name, attribute = _names(func)
         if name in _METADATA_METHODS or (name in _ACCESSORS and attribute not in _ALIASING_ATTRIBUTES):
             return _untouched(func, args, kwargs)
+        if name in _COPIES and isinstance(args[0], ReleasedAlias) and isinstance(args[0].source, ReleasedParameter):
+            keeper = keeper_of(args[0].source)
+            if isinstance(keeper, Unplaced):
+                return _copied(args[0], keeper)
         return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in _ALIASING_ATTRIBUTES)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -278,6 +287,13 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def _needs_face(parameter: nn.Parameter, name: str) -> None:
     if not has_face(parameter):
         raise AttributeError(f"{type(parameter).__name__!r} object has no attribute {name!r}")
+
+
+def _copied(alias: ReleasedAlias, keeper: Unplaced) -> torch.Tensor:
+    """What the alias would see, read for it alone: nobody edits a model through copies of its state dict."""
+    whole = keeper.read(alias.source, 0, alias.source.numel())
+    with torch._C.DisableTorchFunctionSubclass():
+        return whole.as_strided(alias.size(), alias.stride(), alias.storage_offset()).contiguous()
 
 
 def _shard(parameter: nn.Parameter) -> torch.Tensor:

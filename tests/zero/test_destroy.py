@@ -1,0 +1,80 @@
+"""`destroy()`: where no weight is cut among ranks, the model goes on without the engine, as with DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build, tokens
+from torch import nn
+
+import zero
+from offload.errors import StateError
+from zero.params.released import is_kept
+
+Open = Callable[..., Any]
+Pool = Callable[[int], Any]
+
+
+def config(stage: int, device: str, nvme_path: Any) -> dict[str, Any]:
+    place = {"device": device, **({"nvme_path": str(nvme_path)} if device == "nvme" else {})}
+    block = {"stage": stage, **({"offload_optimizer": place} if stage else {})}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": block,
+    }
+
+
+def step(engine: Any, rank: int = 0) -> None:
+    engine.backward(engine(tokens(rank)))
+    engine.step()
+
+
+@pytest.mark.parametrize(("stage", "device"), [(0, "none"), (1, "cpu"), (2, "nvme")])
+def test_the_model_keeps_the_weights_of_the_last_step(
+    open_engine: Open, nvme_path: Path, stage: int, device: str
+) -> None:
+    model = build("gpt")
+    engine = open_engine(model, config(stage, device, nvme_path))
+    step(engine)
+    engine.synchronize()
+    expected = {name: engine._keeper.weights(name) for name, _ in model.named_parameters()}
+    engine.destroy()
+    engine.destroy()
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter and not is_kept(parameter)
+        assert torch.equal(parameter, expected[name]), name
+    model(tokens(1)).backward()
+    with pytest.raises(StateError, match="the engine is closed"):
+        engine(tokens(0))
+    step(open_engine(model, config(stage, device, nvme_path)))
+
+
+def test_weights_that_are_cut_among_ranks_end_with_the_engine(open_engine: Open) -> None:
+    """Whole, they may not fit; a checkpoint or `_zero3_consolidated_16bit_state_dict` keeps them."""
+    model = build("gpt")
+    engine = open_engine(model, config(3, "none", None))
+    step(engine)
+    engine.destroy()
+    assert all(is_kept(parameter) for parameter in model.parameters())
+
+
+def destroyed(stage: int) -> list[float]:
+    rank = torch.distributed.get_rank()
+    model = build("gpt")
+    engine = zero.initialize(model=model, config=config(stage, "cpu", None))[0]
+    step(engine, rank)
+    engine.destroy()
+    return [parameter.double().sum().item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", (1, 2))
+def test_on_two_ranks_each_keeps_all_of_them(rank_pool: Pool, stage: int) -> None:
+    ours, theirs = rank_pool(2).run(destroyed, stage)
+    assert ours == theirs
+    initial = [parameter.double().sum().item() for parameter in build("gpt").parameters()]
+    assert all(a != b for a, b in zip(ours, initial, strict=True))
