@@ -12,8 +12,14 @@ from client_configs import WARMUP_DECAY, zero_config
 from comparing import EPSILON, MARGIN, gap, same_run, spread
 
 CASES = "accelerate_cases"
-RUNS = [(1, "none", None), (1, "cpu", None), (2, "none", None), (2, "nvme", None), (3, "none", None), (3, "cpu", 0),
-        (3, "nvme", None), (3, "nvme", 0)]  # fmt: skip
+RUNS = [
+    (1, "cpu", None),
+    (2, "nvme", None),
+    (3, "none", None),
+    (3, "nvme", 0),
+    *(pytest.param(*run, marks=pytest.mark.slow) for run in ((1, "none", None), (2, "none", None))),
+    *(pytest.param(*run, marks=pytest.mark.slow) for run in ((3, "cpu", 0), (3, "nvme", None))),
+]
 
 Plain = Callable[..., Any]
 
