@@ -28,24 +28,18 @@ def accelerator(deepspeed: dict[str, Any] | None, mixed_precision: str = "no", a
     )
 
 
-def scripted(
-    deepspeed: dict[str, Any] | None, *, dummies: bool = False, fused: bool = False, accumulation: int = ACCUMULATION
-) -> Any:
+def scripted(deepspeed: dict[str, Any] | None, *, fused: bool = False, accumulation: int = ACCUMULATION) -> Any:
     """Accelerator, model, optimizer, loader and scheduler before `prepare`."""
-    from accelerate.utils import DummyOptim, DummyScheduler, set_seed
+    from accelerate.utils import set_seed
     from transformers import get_scheduler
 
     chosen = accelerator(deepspeed, accumulation=accumulation)
     set_seed(0)
     model = gpt2(0.0)
     loader = DataLoader(Tokens(), batch_size=2)
-    if dummies:
-        optimizer: Any = DummyOptim(model.parameters(), lr=RATE, weight_decay=0.0)
-        scheduler: Any = DummyScheduler(optimizer, total_num_steps=STEPS, warmup_num_steps=2)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01, fused=fused)
-        turns = chosen.num_processes  # accelerate takes so many steps of a scheduler at once
-        scheduler = get_scheduler("linear", optimizer, num_warmup_steps=turns, num_training_steps=STEPS * turns)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01, fused=fused)
+    turns = chosen.num_processes  # accelerate takes so many steps of a scheduler at once
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=turns, num_training_steps=STEPS * turns)
     return chosen, model, optimizer, loader, scheduler
 
 
@@ -123,6 +117,26 @@ def load(deepspeed: dict[str, Any] | None, folder: str, **more: Any) -> Report:
     after = loop(chosen, prepared, first=STEPS // 2)
     state = chosen.get_state_dict(prepared[0])
     return {"after": after, "weights": {name: value.clone() for name, value in state.items()}}
+
+
+def by_config(deepspeed: dict[str, Any] | None, rates: list[float] | None = None, fused: bool = False) -> Report:
+    """Train with the config's optimizer and schedule; without a config with AdamW at these rates."""
+    from accelerate.utils import DummyOptim, DummyScheduler, set_seed
+
+    chosen = accelerator(deepspeed)
+    set_seed(0)
+    model = gpt2(0.0)
+    if deepspeed is not None:
+        optimizer: Any = DummyOptim(model.parameters(), lr=RATE, weight_decay=0.01)
+        scheduler: Any = DummyScheduler(optimizer, total_num_steps=STEPS, warmup_num_steps=2)
+    else:
+        table = [*(rates or []), 0.0]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.01, fused=fused)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: table[step])
+    prepared = chosen.prepare(model, optimizer, DataLoader(Tokens(), batch_size=2), scheduler)
+    told = loop(chosen, prepared)
+    state = chosen.get_state_dict(prepared[0])
+    return {**told, "weights": {name: value.clone() for name, value in state.items()}}
 
 
 def half(deepspeed: dict[str, Any], mixed_precision: str) -> Report:

@@ -10,6 +10,7 @@ Every case begins as a script does, right after its imports: no state of a clien
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -37,6 +38,7 @@ PRELOADED = (
     "zero",
 )
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE")
+PR_SET_PDEATHSIG = 1
 CASE_SECONDS = 240.0
 TOLD_BYTES = 8000
 
@@ -170,6 +172,7 @@ def _forked(request: dict[str, Any], rank: int, port: int) -> int:
     status = 1
     try:
         os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no case outlives who asked for it
         place = Path(request["place"])
         printed = os.open(place / f"printed-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(printed, 1)

@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from client_configs import zero_config
+from client_configs import WARMUP_DECAY, zero_config
 from comparing import EPSILON, MARGIN, gap, same_run, spread
 
 CASES = "accelerate_cases"
-RUNS = [(1, "none", None), (1, "cpu", None), (2, "none", None), (2, "nvme", None), (3, "none", None), (3, "cpu", 0),
-        (3, "nvme", None), (3, "nvme", 0)]  # fmt: skip
+RUNS = [
+    (1, "cpu", None),
+    (2, "nvme", None),
+    (3, "none", None),
+    (3, "nvme", 0),
+    *(pytest.param(*run, marks=pytest.mark.slow) for run in ((1, "none", None), (2, "none", None))),
+    *(pytest.param(*run, marks=pytest.mark.slow) for run in ((3, "cpu", 0), (3, "nvme", None))),
+]
 
 Plain = Callable[..., Any]
 
@@ -69,6 +75,21 @@ def test_an_optimizer_that_may_not_be_replaced_trains_on_every_tier(
     """accelerate puts DeepSpeed's Adam for the CPU in the place of torch's where states are offloaded, or does not."""
     config = make(3, "nvme", 0, gradient_clipping=0.5, zero_force_ds_cpu_optimizer=False)
     assert same_run(clients.run(f"{CASES}:train", config), plain(f"{CASES}:train"), tolerance) == []
+
+
+@pytest.mark.parametrize(("stage", "device", "threshold"), [(1, "none", None), (2, "cpu", None), (3, "nvme", 0)])
+def test_dummies_stand_for_the_optimizer_and_the_schedule_of_the_config(
+    clients: Any, plain: Plain, make: Any, stage: int, device: str, threshold: int | None
+) -> None:
+    """All "auto" that accelerate lets be: it takes the values from the dummies, and knows of no betas and no eps."""
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    config = make(stage, device, threshold, gradient_clipping=0.5, optimizer=optimizer, scheduler=WARMUP_DECAY)
+    ours = clients.run(f"{CASES}:by_config", config)
+    rates = [0.0, 0.0, 0.5e-3, 1e-3]  # the least before the first iteration, then up in two
+    theirs = plain(f"{CASES}:by_config", rates=rates)
+    tolerance = spread(plain, f"{CASES}:by_config", {"fused": True}, rates=rates)
+    assert same_run(ours, theirs, tolerance) == []
+    assert ours["learning_rate"][:-1] == pytest.approx(theirs["learning_rate"][:-1])
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))

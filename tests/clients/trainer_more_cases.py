@@ -151,3 +151,31 @@ def exported(folder: str) -> dict[str, torch.Tensor]:
 def saved(folder: str) -> dict[str, torch.Tensor]:
     """The model that lies in a checkpoint."""
     return weights(folder)
+
+
+def scheduled(deepspeed: dict[str, Any] | None, rates: list[float] | None = None, **more: Any) -> Report:
+    """Train; without a config, with these learning rates, one a step, as a schedule would set them."""
+    from transformers import Trainer, TrainerCallback, set_seed
+
+    class Rates(TrainerCallback):
+        """Notes the rate of each step, and sets it where it is given."""
+
+        def __init__(self) -> None:
+            self.used: list[float] = []
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+            for group in about["optimizer"].param_groups:
+                group["lr"] = (rates or [])[state.global_step]
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **about: Any) -> None:
+            self.used.append(float(about["optimizer"].param_groups[0]["lr"]))
+
+    chosen = arguments(deepspeed, max_steps=6, weight_decay=0.0, **more)
+    set_seed(0)
+    seen = Rates()
+    if rates is None:
+        del Rates.on_pre_optimizer_step
+    trainer = Trainer(model=gpt2(0.0), args=chosen, train_dataset=Tokens(), callbacks=[seen])
+    report = {**fit(trainer), "rates": seen.used}
+    report["skipped"] = getattr(trainer.model_wrapped, "skipped_steps", 0)
+    return report
