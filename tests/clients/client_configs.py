@@ -39,9 +39,7 @@ def zero_config(
         more: top-level keys; None takes one out.
     """
     block: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
-    place = (
-        {"device": device} if nvme_path is None or device != "nvme" else {"device": device, "nvme_path": str(nvme_path)}
-    )
+    place = {"device": device} if nvme_path is None or device != "nvme" else {"device": device, "nvme_path": str(nvme_path)}
     if device != "none":
         block["offload_optimizer"] = {**place, "pin_memory": True}
     if stage == 3:

@@ -56,9 +56,7 @@ def resize(model: nn.Module, count: int) -> None:
             context = deepspeed.zero.GatheredParameters([layer.weight], modifier_rank=0)
         with context, torch.no_grad():
             weight = layer.weight
-            noise = torch.empty(NEW_TOKENS, weight.shape[1]).normal_(
-                0, 0.02, generator=torch.Generator().manual_seed(1)
-            )
+            noise = torch.empty(NEW_TOKENS, weight.shape[1]).normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
             weight[-NEW_TOKENS:] = weight[:-NEW_TOKENS].mean(0) + noise
 
 

@@ -47,11 +47,7 @@ def test_its_own_optimizer_and_scheduler_train_as_without_an_engine(
 
 @pytest.mark.parametrize(
     "peft",
-    [
-        {"r": 4},
-        {"r": 4, "use_dora": True},
-        pytest.param({"r": 4, "modules_to_save": ["lm_head"]}, marks=pytest.mark.slow),
-    ],
+    [{"r": 4}, {"r": 4, "use_dora": True}, pytest.param({"r": 4, "modules_to_save": ["lm_head"]}, marks=pytest.mark.slow)],
     ids=["LoRA", "DoRA", "LoRA and a whole head"],
 )
 def test_adapters_under_the_trainer_train_as_without_an_engine(tuned: Any, nvme_path: Path, peft: Any) -> None:

@@ -125,9 +125,7 @@ def schedule(deepspeed: dict[str, Any] | None, model: nn.Module, kind: str | Non
         return {}
     decayed = [p for n, p in model.named_parameters() if p.requires_grad and decays(n)]
     others = [p for n, p in model.named_parameters() if p.requires_grad and not decays(n)]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}], RATE, weight_decay=0.1
-    )
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], RATE, weight_decay=0.1)
 
     def rise(step: int) -> float:
         return min(math.log(step + 1) / math.log(WARMUP), 1.0)
