@@ -28,6 +28,7 @@ from zero.generation import Generates
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
+from zero.optim.rules import AdamRule, Trained
 from zero.optim.scheduling import scheduler_for
 from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
@@ -58,7 +59,7 @@ class ZeroEngine(
 
     Args:
         model: the module to train; it becomes `engine.module`.
-        groups: torch-style param groups; None trains nothing (evaluation only).
+        trained: param groups and how they are updated; None trains nothing (evaluation only).
         config: validated configuration.
         device: where units are computed on.
         exchange: with the other ranks.
@@ -68,7 +69,7 @@ class ZeroEngine(
     def __init__(
         self,
         model: nn.Module,
-        groups: list[dict[str, Any]] | None,
+        trained: Trained | None,
         config: Config,
         device: torch.device,
         exchange: Exchange | None = None,
@@ -79,9 +80,9 @@ class ZeroEngine(
         self._config, self.device, self.exchange = config, device, exchange or Alone()
         self.in_place = os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
         self.threads = max(torch.get_num_threads(), 1)
-        self.optimizer = ZeroOptimizer(groups, self._optimizer_step, self.zero_grad) if groups else None
-        if self.optimizer is not None and groups is not None:
-            self.optimizer.param_groups = groups
+        trained = trained or Trained([], AdamRule())
+        self.rule, groups = trained.rule, trained.groups
+        self.optimizer = ZeroOptimizer(trained, self._optimizer_step, self.zero_grad) if groups else None
         self._make_scaler()
         self.lr_scheduler = scheduler_for(lr_scheduler, self.optimizer, config)
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
@@ -91,7 +92,7 @@ class ZeroEngine(
         self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
         self._persistent_bound = True
-        parts = Assembly(self, model, {id(p) for group in groups or () for p in group["params"]}, config)
+        parts = Assembly(self, model, {id(p) for group in groups for p in group["params"]}, config)
         # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
         self._finalizer = weakref.finalize(self, Storage.abandon, parts.storage)
         try:
