@@ -1,6 +1,7 @@
 """`deepspeed.profiling.flops_profiler`."""
 
-from zero.compat.unavailable import FlopsProfiler, get_model_profile
+from zero.compat.unavailable import FlopsProfiler
+from zero.flops_profiler import get_model_profile
 
 from ..._names import attributes
 
