@@ -294,6 +294,7 @@ class LoadsCheckpoints(SavesCheckpoints):
                 check_groups(self.optimizer, state["groups"], name_of)
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
+                self._check_scale(state.get("loss_scaler"), goes_on=states)
             return client, mine, told, wanted, wanted.numbers(self.optimizer.rule.scalars if states else ())
 
         client, mine, told, wanted, numbers = together.do("checking a checkpoint", check)
@@ -323,6 +324,17 @@ class LoadsCheckpoints(SavesCheckpoints):
             go_on = partial(self._restore_small, state, told, own=mine is not None)
             together.do("going on from a checkpoint", go_on)
         return client
+
+    def _check_scale(self, saved: dict[str, Any] | None, *, goes_on: bool) -> None:
+        """Gradients that were collected with one loss scale cannot go on with another. Raises ConfigError."""
+        then = 1.0 if saved is None else float(saved["cur_scale"])
+        now = self.scaler.resumed_scale(saved) if goes_on else self.scaler.cur_scale
+        if then != now:
+            raise ConfigError(
+                f"load_checkpoint: it was saved amid a gradient accumulation with a loss scale of {then:.10g}, "
+                f"expected {now:.10g}; load it with the same fp16 block and load_optimizer_states=True, or save after "
+                "step()"
+            )
 
     def _restore_small(self, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:
         restore_counters(self, state)
