@@ -186,6 +186,7 @@ def test_a_name_is_known_in_any_spelling(word: str, kind: str) -> None:
         ({"type": "SGD", "params": {"momentun": 0.9}}, "optimizer.params.momentun.*'momentum'"),
         ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas.*it is of Adam, AdamW"),
         ({"type": "Lion", "params": {"momentum": 0.9}}, "optimizer.params.momentum: expected a key of Lion"),
+        ({"type": "Adagrad", "params": {"amsgrad": True}}, "optimizer.params.amsgrad.*it is of Adam, AdamW"),
         ({"type": "RMSprop", "params": {"momentum": -1}}, "optimizer.params.momentum"),
     ],
 )

@@ -44,7 +44,7 @@ ADAM_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Adam": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
     "AdamW": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
-    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize", "amsgrad"),
+    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"),
     "Lion": ("lr", "betas", "weight_decay"),
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
     "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
@@ -206,7 +206,7 @@ class OptimizerConfig(Block):
 
     def options(self) -> dict[str, Any]:
         """What a torch optimizer of this type is made with."""
-        keys = self.given - {"adam_w_mode", "bias_correction"} - ({"amsgrad"} if self.type == "Adagrad" else set())
+        keys = self.given - {"adam_w_mode", "bias_correction"}
         options = {key: getattr(self.params, key) for key in keys}
         return {"lr": self.params.lr, "weight_decay": self.params.weight_decay, **options} if self.is_adam else options
 
