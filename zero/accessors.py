@@ -309,10 +309,17 @@ class ValueAccessors:
         return self._keeper.master(name)
 
     def full_state(self, name: str) -> dict[str, Any]:
-        """Copies of one parameter's `exp_avg` and `exp_avg_sq` (fp32, host), and its `step` count."""
+        """Copies of one parameter's states (Adam: `exp_avg`, `exp_avg_sq`; fp32, host), and its `step` count.
+
+        An optimizer that keeps further numbers of a parameter has them here too, under their names.
+        """
         self.current(f"reading {name}", self._keeper.units_named(name))
-        counts = self.optimizer.step_counts if self.optimizer is not None else {}
-        return {**self._keeper.moments(name), "step": counts.get(id(self._keeper.parameter(name)), 0)}
+        states: dict[str, Any] = dict(self._keeper.moments(name))
+        if self.optimizer is None:
+            return {**states, "step": 0}
+        key = id(self._keeper.parameter(name))
+        numbers = {what: scalar.value for what, scalar in self.optimizer.numbers(key).items()}
+        return {**self.optimizer.made(key, states), **numbers, "step": self.optimizer.step_counts.get(key, 0)}
 
     def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
         """A parameter's exact values, states and gradient as of the last step, for `zero.utils.safe_get_full_grad` etc.

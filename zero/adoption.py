@@ -2,7 +2,7 @@
 
 A parameter's own memory is let go as soon as its last element has been stored, so a model that was
 built in memory shrinks while its shards grow, and one built under `Init` never was there. What other
-planes hold comes with its exact master and its moments.
+planes hold comes with its exact master and its states.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offload import kernels, masters
+from offload import masters
 from offload.copies import CHUNK_BYTES, clear_alone, copy_alone
 from offload.pinned import return_freed_memory
 from offload.planes import settle_all
@@ -39,8 +39,8 @@ class Piece(NamedTuple):
     """Of any floating dtype; fp32 values of a 16-bit parameter keep their bits in its master."""
     remainder: torch.Tensor | None = None
     """What the 16-bit weight lacks of its fp32 master, see `offload.masters`; None: it is derived from `weight`."""
-    moments: tuple[torch.Tensor, torch.Tensor] | None = None
-    """exp_avg and exp_avg_sq, fp32; None: zero."""
+    states: tuple[torch.Tensor, ...] | None = None
+    """The optimizer's planes, in the plan's order, fp32; None: zero."""
 
 
 ReadSource = Callable[[nn.Parameter, int, int, bool], Iterable[Piece]]
@@ -54,7 +54,7 @@ class Adoption:
         parameters: the model's, by their index in the layout.
         read: where values come from.
         done: called with (unit, slot) once all of a slot is stored, to let go of what it came from; None: of nothing.
-        only: indices of the parameters that are stored over what the planes hold; everything else stays, moments too.
+        only: indices of the parameters that are stored over what the planes hold; everything else stays, states too.
         slices: where other slices are, counted from this rank's (0, always there): what goes there is read too, in that
             order, and dropped. So ranks that read together read the same.
     """
@@ -125,7 +125,7 @@ class Adoption:
             await settle_all([part.read() for part in parts])
             return
         for part in parts:
-            if not part.in_place:  # a plane in memory is zero already, and moments that nobody writes cost nothing
+            if not part.in_place:  # a plane in memory is zero already, and states that nobody writes cost nothing
                 clear_alone(part.bytes)
 
     async def _adopt_group(self, group: SubGroup) -> None:
@@ -172,25 +172,23 @@ class Adoption:
         """Fill one unit's run of a sub-group: the weight, and its state from element `shift` of the record on."""
         stored = weight.bytes.view(unit.dtype)
         lo, hi = weight.begin - unit.origin, weight.end - unit.origin
-        moments: tuple[torch.Tensor, torch.Tensor] | None = None
-        stored_moments = state.moments.exp_avg, state.moments.exp_avg_sq
-        exact = stored_moments if stored_moments[0].dtype == torch.float32 else None
+        states: tuple[torch.Tensor, ...] | None = None
         for slot, piece in self._pieces(unit, lo, hi, state=True):
             at, numel = slot.offset_numel + piece.first - slot.first_numel - lo, piece.weight.numel()
             target = stored[at : at + numel]
             remainder = None if state.remainder is None else state.remainder[shift + at : shift + at + numel]
             _store_weight(target, remainder, piece)
-            if piece.moments is not None and exact is not None:
-                for all_of_them, given in zip(exact, piece.moments, strict=True):
-                    copy_alone(all_of_them[shift + at : shift + at + numel], given)
-            elif piece.moments is not None:
-                if moments is None:  # they are stored together: those of others too, as they are
-                    moments = kernels.moments_load(state.moments.part(shift, shift + hi - lo))
-                    _clear_gaps(unit, lo, moments)
-                for all_of_them, given in zip(moments, piece.moments, strict=True):
-                    all_of_them[at : at + numel].copy_(given)
-        if moments is not None:
-            kernels.moments_store(state.moments.part(shift, shift + hi - lo), *moments)
+            if piece.states is not None and state.states.planes:
+                for plane, given in zip(state.states.planes, piece.states, strict=True):
+                    copy_alone(plane[shift + at : shift + at + numel], given)
+            elif piece.states is not None:
+                if states is None:  # they are stored together: those of others too, as they are
+                    states = state.states.load(shift, shift + hi - lo)
+                    _clear_gaps(unit, lo, states)
+                for values, given in zip(states, piece.states, strict=True):
+                    values[at : at + numel].copy_(given)
+        if states is not None:
+            state.states.part(shift, shift + hi - lo).store(states)
 
     async def _adopt_frozen(self, index: int, unit: Unit) -> None:
         plane = self._storage.weights[index]
@@ -264,9 +262,9 @@ def _store_weight(target: torch.Tensor, remainder: torch.Tensor | None, piece: P
         masters.forget(target, remainder)
 
 
-def _clear_gaps(unit: Unit, lo: int, moments: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _clear_gaps(unit: Unit, lo: int, states: tuple[torch.Tensor, ...]) -> None:
     """Zero what belongs to no parameter, from element `lo` of the unit on: in a block with scales it would count."""
-    for values in moments:
+    for values in states:
         position = 0
         for slot in unit.slots:
             values[position : max(slot.offset_numel - lo, position)].zero_()

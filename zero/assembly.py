@@ -35,6 +35,7 @@ from zero.optim.inside import UpdatesInBackward
 from zero.optim.loss_scale import LossScaler
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.reducing import ReducedGradients
+from zero.optim.rules import Rule
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
@@ -67,6 +68,8 @@ class Owner(Protocol):
     """With the other ranks."""
     scaler: LossScaler
     """Of the loss."""
+    rule: Rule
+    """How parameters are updated."""
 
     def ready(self, what: str) -> None:
         """Raise if the engine is closed; bind what is always bound."""
@@ -131,7 +134,9 @@ class Assembly:
         self._covered, self.layout = lay_out(model, self.leaves, trainable, config, placement)
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
         machine = agree_on_machine(owner.exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
-        self.plan = make_plan(self._covered, self.layout, config, machine, owner.device, owner.in_place, placement)
+        self.plan = make_plan(
+            (self._covered, self.layout), config, machine, owner.device, owner.in_place, placement, owner.rule.states
+        )
         level = logging.INFO if previous is None else logging.DEBUG
         logger.log(level, "%s", self.plan.table())
         dtypes = dtype_table(self.layout, self.plan, config, placement, owner.device, owner.scaler)
@@ -163,7 +168,7 @@ class Assembly:
             if owner.exchange.placement.alone
             else ReducedGradients(layout, storage, device, owner.threads, owner.exchange)
         )
-        pipeline = SubGroupPipeline(layout, storage, self.gradients)
+        pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rule)
         updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, owner.threads))
         self.ahead = None
         if self.plan.two_slots:

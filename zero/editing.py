@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import torch
 
-from offload import kernels, masters
+from offload import masters
 from offload.copies import read_plane, write_plane
 from offload.errors import BudgetError, StateError
 from offload.sizes import format_bytes
@@ -52,6 +52,11 @@ class UnitEditor:
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._unstored: list[Edit] = []
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the optimizer's state planes."""
+        return self._storage.plan.states
 
     @property
     def busy(self) -> bool:
@@ -198,12 +203,11 @@ class UnitEditor:
             raise StateError("; ".join(refused))
 
     def read_records(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """Copies of the unit's state, unit.numel long each: remainder (if any), exp_avg, exp_avg_sq (fp32)."""
+        """Copies of the unit's state, unit.numel long each: remainder (if any), states by name (fp32)."""
         parts: dict[str, list[torch.Tensor]] = {}
 
         async def visit(record: Record, lo: int, hi: int) -> bool:
-            exp_avg, exp_avg_sq = kernels.moments_load(record.moments.part(lo, hi))
-            named = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            named = dict(zip(self._storage.plan.states, record.states.load(lo, hi), strict=True))
             if record.remainder is not None:
                 named["remainder"] = record.remainder[lo:hi].clone()
             for name, values in named.items():

@@ -28,12 +28,13 @@ from zero.generation import Generates
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
+from zero.optim.rules import AdamRule, Trained
 from zero.optim.scheduling import scheduler_for
 from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
 from zero.replanning import Census
+from zero.reporting import Reports
 from zero.scaling import ScalesLoss
-from zero.statistics import LoopCounters, Statistics, collect
 from zero.storage import Storage
 from zero.surface import Surface
 from zero.tracing import Traced, Tracer, traced
@@ -49,6 +50,7 @@ class ZeroEngine(
     Accumulates,
     ScalesLoss,
     Checkpoints,
+    Reports,
     Generates,
     Traced,
     nn.Module,
@@ -57,7 +59,7 @@ class ZeroEngine(
 
     Args:
         model: the module to train; it becomes `engine.module`.
-        groups: torch-style param groups; None trains nothing (evaluation only).
+        trained: param groups and how they are updated; None trains nothing (evaluation only).
         config: validated configuration.
         device: where units are computed on.
         exchange: with the other ranks.
@@ -67,7 +69,7 @@ class ZeroEngine(
     def __init__(
         self,
         model: nn.Module,
-        groups: list[dict[str, Any]] | None,
+        trained: Trained | None,
         config: Config,
         device: torch.device,
         exchange: Exchange | None = None,
@@ -78,18 +80,19 @@ class ZeroEngine(
         self._config, self.device, self.exchange = config, device, exchange or Alone()
         self.in_place = os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
         self.threads = max(torch.get_num_threads(), 1)
-        self.optimizer = ZeroOptimizer(groups, self._optimizer_step, self.zero_grad) if groups else None
-        if self.optimizer is not None and groups is not None:
-            self.optimizer.param_groups = groups
+        trained = trained or Trained([], AdamRule())
+        self.rule, groups = trained.rule, trained.groups
+        self.optimizer = ZeroOptimizer(trained, self._optimizer_step, self.zero_grad) if groups else None
         self._make_scaler()
         self.lr_scheduler = scheduler_for(lr_scheduler, self.optimizer, config)
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
+        self._start_reports()
         self.global_steps = self.micro_steps = 0
         self._buffers_differ = False
         self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
         self._persistent_bound = True
-        parts = Assembly(self, model, {id(p) for group in groups or () for p in group["params"]}, config)
+        parts = Assembly(self, model, {id(p) for group in groups for p in group["params"]}, config)
         # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
         self._finalizer = weakref.finalize(self, Storage.abandon, parts.storage)
         try:
@@ -102,12 +105,14 @@ class ZeroEngine(
             self._closed = True
             self._finalizer.detach()
             parts.undo()
+            self.monitor.close()
             raise
         self.module = model
         self._show_face()
         self._census = Census(model, self.optimizer)
         self._census.decline()
         self.train(model.training)
+        self._begin_reports()
 
     def _use(self, parts: Assembly) -> None:
         """Run the model with these parts from now on."""
@@ -127,7 +132,7 @@ class ZeroEngine(
         self._follow()
         self._share_buffers()
         try:
-            with self._forward.running(), self.activations.forward(), self._precisely():
+            with self._forward.running(), self.activations.forward(), self._precisely(), self._profiled():
                 return self.module(*self._cast_inputs(args), **kwargs)
         except BaseException:
             # torch calls no hooks for an interrupt: uses would stay open for ever.
@@ -149,6 +154,7 @@ class ZeroEngine(
         accumulation = self._config.gradient_accumulation_steps
         if scale_wrt_gas and accumulation > 1:
             loss = loss / accumulation
+        self._note_loss(loss)
         with self._backward.running():
             self._coordinator.accumulating = not self.is_gradient_accumulation_boundary()
             with self._watch.outermost():
@@ -177,6 +183,7 @@ class ZeroEngine(
             self._ask_for_step()
             self.micro_steps += 1
         self._take_step()
+        self._report_step()
 
     def synchronize(self) -> None:
         """Wait until the last step is complete and the gradients since are stored, on every tier.
@@ -210,6 +217,7 @@ class ZeroEngine(
         if not self._step_asked:
             self._ask_for_step()
         self._take_step()
+        self._report_step()
 
     def _ask_for_step(self) -> None:
         """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
@@ -320,23 +328,6 @@ class ZeroEngine(
         if self._storage.disk is not None:
             self._storage.disk.aio.inject(fault)
 
-    def statistics(self) -> Statistics:
-        """What was done so far."""
-        return collect(
-            self._coordinator.counters,
-            self._storage,
-            [unit.name for unit in self._layout.units],
-            LoopCounters(
-                self.global_steps,
-                self.micro_steps,
-                self._forward.seconds,
-                self._backward.seconds,
-                self._step.seconds,
-                self._ahead.committed_numel if self._ahead is not None else 0,
-                self.exchange.payload_numel(),
-            ),
-        )
-
     # ---- end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -369,6 +360,7 @@ class ZeroEngine(
             self._storage.close()
             self.exchange.close()
             self.activations.close()
+            self.monitor.close()
             return_freed_memory()
         if unsaved is not None:
             raise unsaved

@@ -7,7 +7,7 @@ are taken in the same order on every rank, and exchanged in that order, whatever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from offload import kernels
 from offload.messages import bytes_of, tensor_of
 from offload.streams import Fence
 from zero.comm import Comm
+from zero.distributed.groups import Payload
 from zero.optim.behind import DueUpdates
 from zero.params.layout import Layout, Unit
 from zero.placement import ONE_RANK, Placement
@@ -97,8 +98,8 @@ class Exchange(Protocol):
     def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
         """`broadcast` of many, in few messages."""
 
-    def payload_numel(self) -> dict[str, int]:
-        """Elements that collectives have handled so far, by what they were for."""
+    def payload(self) -> Mapping[str, Payload]:
+        """What collectives have handled so far, by what they were for."""
 
     def renewed(self) -> Exchange:
         """An exchange with the same ranks for another storage; this one serves its own until it is released."""
@@ -163,7 +164,7 @@ class Alone:
     def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
         """See `Exchange`."""
 
-    def payload_numel(self) -> dict[str, int]:
+    def payload(self) -> Mapping[str, Payload]:
         """See `Exchange`."""
         return {}
 
@@ -317,9 +318,9 @@ class Collectives(AmongRanks):
     def rewritten(self) -> None:
         """See `Exchange`."""
 
-    def payload_numel(self) -> dict[str, int]:
+    def payload(self) -> Mapping[str, Payload]:
         """See `Exchange`."""
-        return {kind: counter.numel for kind, counter in self._comm.payload.items()}
+        return self._comm.payload
 
     def renewed(self) -> Collectives:
         """See `Exchange`."""

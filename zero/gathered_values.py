@@ -46,7 +46,7 @@ class GatheredValues:
         dtypes = [unit.dtype]
         if state:
             remainder = remainder_dtype(unit.dtype)
-            dtypes += ([] if remainder is None else [remainder]) + [torch.float32] * 2
+            dtypes += ([] if remainder is None else [remainder]) + [torch.float32] * self._own.states_count
         values = [torch.empty(end - begin, dtype=dtype) for dtype in dtypes]
         placement = self._exchange.placement
         runs = runs_of(placement, unit, slot, begin, end)
@@ -54,7 +54,7 @@ class GatheredValues:
         if own.start < own.stop:
             for piece in self._own.pieces_of_slot(unit, slot, begin + own.start, begin + own.stop, state):
                 at = slice(piece.first - begin, piece.first - begin + piece.weight.numel())
-                held = [piece.weight, piece.remainder, *(piece.moments or ())]
+                held = [piece.weight, piece.remainder, *(piece.states or ())]
                 for whole, part in zip(values, [part for part in held if part is not None], strict=True):
                     whole[at].copy_(part)
         message = b"".join(bytes_of(whole[own].view(torch.uint8)) for whole in values)
@@ -66,7 +66,9 @@ class GatheredValues:
         weight, *states = values
         if not state:
             return Piece(begin, weight)
-        return Piece(begin, weight, states[0] if len(states) == 3 else None, (states[-2], states[-1]))
+        if remainder_dtype(unit.dtype) is None:
+            return Piece(begin, weight, None, tuple(states))
+        return Piece(begin, weight, states[0], tuple(states[1:]))
 
 
 def runs_of(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) -> list[slice]:

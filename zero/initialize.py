@@ -20,7 +20,8 @@ from zero.config.auto import Facts, auto_lines, facts_of, resolve_auto
 from zero.device import compute_device
 from zero.distributed.joining import join_or_stay_alone
 from zero.engine import ZeroEngine
-from zero.optim.optimizer import ZeroOptimizer, groups_from
+from zero.optim.named import trained_from
+from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.scheduling import check_scheduler
 from zero.params.initialisation import suspended
 from zero.partners import open_exchange
@@ -52,7 +53,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         args: `args.zero_config` or `args.deepspeed_config` names the config file when `config` is None; see
             `zero.add_config_arguments`.
         model: the module to train, built anywhere: under `zero.Init` or in memory.
-        optimizer: a fresh torch.optim.Adam or AdamW; None takes `optimizer` from the config.
+        optimizer: a fresh one of torch.optim, or any that is element-wise; None takes `optimizer` from the config.
         model_parameters: parameters or param groups to train; None: all that require gradients.
         training_data: a dataset; a loader of this rank's micro-batches is made from it.
         lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one; goes before the
@@ -84,12 +85,12 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         join_or_stay_alone(distributed_port)
     loaded = _read_config(args, config if config is not None else config_params)
     loaded = _without_autos(loaded, facts_of(model, optimizer, training_data))
-    groups = groups_from(optimizer, model_parameters, model, loaded)
+    trained = trained_from(optimizer, model_parameters, model, loaded)
     device = compute_device()
     exchange = open_exchange(loaded, device)
     try:
         with suspended():
-            engine = ZeroEngine(model, groups, loaded, device, exchange, lr_scheduler)
+            engine = ZeroEngine(model, trained, loaded, device, exchange, lr_scheduler)
     except BaseException as error:  # the other ranks wait for this one
         exchange.close(error)
         raise

@@ -200,15 +200,12 @@ class EngineKeeper:
         return self._whole(name, part)
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
-        """Copies of one parameter's `exp_avg` and `exp_avg_sq`, fp32 on the host."""
+        """Copies of one parameter's states by name (Adam's are `exp_avg` and `exp_avg_sq`), fp32 on the host."""
         pieces = self._pieces(name)
         if not pieces[0].bound.unit.trainable:
-            raise StateError(f"parameter {name} is not trained by this engine: it has no moments")
+            raise StateError(f"parameter {name} is not trained by this engine: it has no states")
         records = [(self._editor.read_records(bound.unit), slot) for bound, slot in pieces]
-        return {
-            key: _joined([self._cut(record[key], slot) for record, slot in records])
-            for key in ("exp_avg", "exp_avg_sq")
-        }
+        return {key: _joined([self._cut(record[key], slot) for record, slot in records]) for key in self._editor.states}
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, copy of the weights), one unit or tiled parameter in memory at a time; tied ones under each name."""

@@ -11,7 +11,7 @@ from torch import nn
 from offload.errors import BudgetError
 from offload.sizes import format_bytes
 from zero.machine import read_machine
-from zero.parameter_values import STATES, ParameterValues
+from zero.parameter_values import ParameterValues
 
 MASTERS = {
     1: "single_partition_of_fp32_groups",
@@ -35,7 +35,7 @@ class EngineStates:
     def read(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies of the states; on all ranks together. Raises StorageError."""
         values = self._values_of(parameter)
-        return {key: values.state(key) for key in STATES}
+        return {key: values.state(key) for key in values.states}
 
     def write(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
         """Replace a state. Raises StorageError, StateError: there is no such state."""

@@ -12,11 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offload import kernels, masters
+from offload import masters
 from offload.errors import StateError
 from offload.messages import bytes_of, tensor_of
-from offload.moments import MOMENTS_BLOCK_NUMEL
-from offload.sizes import align_up
 from zero.assembly import Assembly
 from zero.editing import Put
 from zero.exchange import Exchange
@@ -26,8 +24,6 @@ from zero.params.gathering import GatheredParameters
 from zero.params.layout import Slot, Unit
 from zero.params.released import name_of
 from zero.record import Record
-
-STATES = ("exp_avg", "exp_avg_sq")
 
 
 class Run(NamedTuple):
@@ -60,6 +56,11 @@ class ParameterValues:
         """True when there are states and gradients."""
         return self._places[0][0].trainable
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the optimizer states."""
+        return tuple(self._parts.plan.states)
+
     # ---- values and states ----------------------------------------------------------------------
 
     def master(self) -> torch.Tensor:
@@ -82,19 +83,20 @@ class ParameterValues:
         return self._own(1 + self._number(key))
 
     def _number(self, key: str) -> int:
-        if key not in STATES:
-            raise StateError(f"parameter {self._name}: no optimizer state {key!r}; there are {', '.join(STATES)}")
-        return STATES.index(key)
+        names = self._parts.plan.states
+        if key not in names:
+            raise StateError(f"parameter {self._name}: no optimizer state {key!r}; there are {', '.join(names)}")
+        return names.index(key)
 
     def _own(self, number: int) -> torch.Tensor:
-        """0: the fp32 value; else a moment."""
+        """0: the fp32 value; else a state."""
         stored, parts = self._parts.stored(), []
         try:
             for run in self._runs():
                 first = run.slot.first_numel
                 for piece in stored.pieces_of_slot(run.unit, run.slot, first + run.begin, first + run.end, True):
-                    if number and piece.moments is not None:
-                        parts.append(piece.moments[number - 1].float().cpu().clone())
+                    if number and piece.states is not None:
+                        parts.append(piece.states[number - 1].float().cpu().clone())
                     else:
                         value = torch.empty(piece.weight.numel())
                         beside = None if piece.remainder is None else piece.remainder.cpu()
@@ -165,12 +167,7 @@ class ParameterValues:
         number = self._number(key)
 
         def put(record: Record, lo: int, values: torch.Tensor) -> None:
-            hi = lo + values.numel()
-            begin, end = lo // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(hi, MOMENTS_BLOCK_NUMEL)
-            moments = record.moments.part(begin, end)
-            both = kernels.moments_load(moments)
-            both[number][lo - begin : hi - begin].copy_(values)
-            kernels.moments_store(moments, *both)
+            record.states.put(number, lo, values)
 
         self._rewrite(value.detach().float().cpu().reshape(-1), put)
 

@@ -16,7 +16,7 @@ import torch
 
 from offload.sizes import format_bytes
 from zero.params.layout import Layout, Space, SubGroup
-from zero.record import RecordFormat
+from zero.record import ADAM_STATES, RecordFormat
 from zero.schedule.policy import Limits
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
@@ -93,7 +93,9 @@ class Plan:
     snapshots: bool = False
     """Weights and records have two places on NVMe each, whatever their tier, so that a snapshot is never written."""
     state_dtype: torch.dtype = torch.float32
-    """Of the moments; uint8 for 8-bit codes with scales."""
+    """Of the optimizer's states; uint8 for 8-bit codes with scales."""
+    states: tuple[str, ...] = ADAM_STATES
+    """Names of the optimizer's state planes."""
     records_in_flight: int = 4
     arena_bytes: int = 0
     """Host arena: records in flight and staging chunks."""
@@ -121,7 +123,7 @@ class Plan:
 
     def record_format(self, space: Space) -> RecordFormat:
         """How the state records of a space are laid out."""
-        return RecordFormat(space.remainder, self.state_dtype)
+        return RecordFormat(space.remainder, self.state_dtype, self.states)
 
     def in_swap(self, layout: Layout) -> list[SubGroup]:
         """Sub-groups whose record and weights are on NVMe."""

@@ -17,12 +17,13 @@ class PlaneSizes:
 
     Args:
         layout: units and spaces.
-        state_dtype: of the moments.
+        state_dtype: of the states.
+        states: names of the optimizer's state planes.
         wide: gradients are accumulated in fp32 from the start.
     """
 
-    def __init__(self, layout: Layout, state_dtype: torch.dtype, *, wide: bool) -> None:
-        self.layout, self._state_dtype, self._wide = layout, state_dtype, wide
+    def __init__(self, layout: Layout, state_dtype: torch.dtype, states: tuple[str, ...], *, wide: bool) -> None:
+        self.layout, self._state_dtype, self._states, self._wide = layout, state_dtype, states, wide
 
     def weight_bytes(self, unit: Unit) -> int:
         """Of a unit's weights: of its slice, or of all of it where this rank alone has the whole."""
@@ -38,7 +39,7 @@ class PlaneSizes:
 
     def format(self, space: Space) -> RecordFormat:
         """How the state records of a space are laid out."""
-        return RecordFormat(space.remainder, self._state_dtype)
+        return RecordFormat(space.remainder, self._state_dtype, self._states)
 
     def records_bytes(self, numel: int) -> int:
         """Of all records, when sub-groups have `numel` elements."""

@@ -16,6 +16,7 @@ from zero.plan import DEVICE, HOST, NVME, Plan, tier_of
 from zero.plan_check import check_fits, check_live_limit
 from zero.plane_sizes import PlaneSizes, rows_of
 from zero.pools import PoolSizes, prefix_that_fits
+from zero.record import ADAM_STATES
 from zero.schedule.policy import Limits
 from zero.snapshot_plan import plan_snapshots
 
@@ -39,6 +40,7 @@ class Planner:
         in_place: units whose home memory the device can address are used there without a copy.
         nested_numel: elements of units whose use encloses other units' use (direct parameters of containers).
         placement: who shares each unit.
+        states: names of the optimizer's state planes.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Planner:
         in_place: bool,
         nested_numel: int,
         placement: Placement = ONE_RANK,
+        states: tuple[str, ...] = ADAM_STATES,
     ) -> None:
         zero = config.zero_optimization
         self.layout, self.config, self.machine, self.device, self.in_place = layout, config, machine, device, in_place
@@ -65,7 +68,8 @@ class Planner:
         self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
         self.movable = [unit for unit in layout.units if not unit.persistent]
         self.trained = [unit for unit in layout.units if unit.trainable]
-        self.sizes = PlaneSizes(layout, self.state_dtype, wide=self.wide)
+        self.states = states
+        self.sizes = PlaneSizes(layout, self.state_dtype, states, wide=self.wide)
         self.pools = PoolSizes(layout, on_gpu=not self.on_cpu, wide=self.wide, placement=placement)
 
     def make(self) -> Plan:
@@ -80,6 +84,7 @@ class Planner:
             gradient_wide=self.wide,
             accumulation=self.config.accumulation_dtype,
             state_dtype=self.state_dtype,
+            states=self.states,
             baseline_bytes=self.machine.rss_bytes,
             activations=plan_activations(self.config),
         )
@@ -357,7 +362,11 @@ class Planner:
         count = 0
         if self.state_tier == NVME and rest is not None:
             count, _ = prefix_that_fits(map(self.sizes.record_bytes, groups), rest)
-        tiers = [DEVICE] * on_device + [HOST] * count + [self.state_tier] * (len(groups) - count)
+        # Records of an optimizer without states may have no bytes: nothing of them is on a disk.
+        rest_tier = (
+            HOST if self.state_tier == NVME and not any(map(self.sizes.record_bytes, groups)) else self.state_tier
+        )
+        tiers = [DEVICE] * on_device + [HOST] * count + [rest_tier] * (len(groups) - count)
         plan.record_tiers = tuple(tiers)
 
     def _states_on_device(self, plan: Plan) -> int:

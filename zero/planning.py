@@ -10,11 +10,13 @@ from torch import nn
 from zero.config import Config
 from zero.covering import cover_model
 from zero.machine import Machine
+from zero.optim.named import rule_of_config
 from zero.params.layout import Layout, build_layout
 from zero.params.units import CoveredUnit, Leaf, collect_leaves, nested_numel
 from zero.placement import Placement, place
 from zero.plan import Plan
 from zero.planner import Planner
+from zero.record import ADAM_STATES
 
 
 def lay_out(
@@ -42,30 +44,31 @@ def lay_out(
 
 
 def make_plan(
-    covered: list[CoveredUnit],
-    layout: Layout,
+    laid_out: tuple[list[CoveredUnit], Layout],
     config: Config,
     machine: Machine,
     device: torch.device,
     in_place: bool,
     placement: Placement,
+    states: tuple[str, ...],
 ) -> Plan:
     """One rank's plan for a layout.
 
     Args:
-        covered: from `lay_out`.
-        layout: from `lay_out`.
+        laid_out: from `lay_out`.
         config: validated configuration.
         machine: what can be had.
         device: where units are computed on.
         in_place: units whose home memory the device can address are used there without a copy.
         placement: who shares each unit.
+        states: names of the optimizer's state planes.
 
     Raises:
         ConfigError: a knob that cannot work with this model; names it.
         BudgetError: it does not fit; names the knob to turn.
     """
-    return Planner(layout, config, machine, device, in_place, nested_numel(covered, layout), placement).make()
+    covered, layout = laid_out
+    return Planner(layout, config, machine, device, in_place, nested_numel(covered, layout), placement, states).make()
 
 
 def plan_model(
@@ -86,5 +89,7 @@ def plan_model(
     """
     trainable = {id(p) for p in model.parameters() if p.requires_grad} if config.optimizer is not None else set()
     placement = place(config, 0, world_size)
+    rule = rule_of_config(config)
     covered, layout = lay_out(model, collect_leaves(model), trainable, config, placement)
-    return layout, make_plan(covered, layout, config, machine, device, True, placement)
+    states = ADAM_STATES if rule is None else rule.states
+    return layout, make_plan((covered, layout), config, machine, device, True, placement, states)

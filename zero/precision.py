@@ -11,7 +11,7 @@ from zero.params.layout import Layout, Space
 from zero.placement import Placement
 from zero.plan import Plan
 
-COLUMNS = ("", "elements", "weights", "master", "gradients", "added up in", "between ranks", "moments")
+COLUMNS = ("", "elements", "weights", "master", "gradients", "added up in", "between ranks", "states")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "8-bit blocks"}
 NOTHING = "-"
 
@@ -54,7 +54,8 @@ def _row(space: Space, plan: Plan, config: Config, placement: Placement) -> tupl
     kept = torch.float32 if plan.gradient_wide else space.dtype
     added = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else space.dtype
     travel = NOTHING if placement.alone else _between(kept if plan.deferred_bytes else space.dtype, config)
-    return ("trained", numel, weights, master, _name(kept), _name(added), travel, _name(plan.state_dtype))
+    states = _name(plan.state_dtype) if plan.states else NOTHING
+    return ("trained", numel, weights, master, _name(kept), _name(added), travel, states)
 
 
 def _between(dtype: torch.dtype, config: Config) -> str:

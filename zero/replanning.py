@@ -270,7 +270,7 @@ def _forget(optimizer: ZeroOptimizer, present: set[int]) -> None:
         group["params"][:] = [p for p in group["params"] if id(p) in present]
     held = _held(optimizer)
     for key in [key for key in optimizer.step_counts if key not in held]:
-        del optimizer.step_counts[key]
+        optimizer.forget(key)
 
 
 def _first_gradients(parts: Assembly) -> None:

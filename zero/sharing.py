@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import astuple
 from functools import partial
@@ -33,6 +33,7 @@ from offload.streams import Fence
 from offload.swapfile import PeerSwap, SwapGeometry
 from offload.two_slots import TwoSlotPlane
 from zero.comm import Comm
+from zero.distributed.groups import Payload
 from zero.exchange import AmongRanks, Turn, Wire
 from zero.optim.behind import DueUpdates
 from zero.params.layout import Layout, Unit
@@ -240,7 +241,7 @@ class SharedMemory(AmongRanks):
         if waiting:
             self._storage.mover.post("updates that other ranks wait for", self._listen(self._epoch))
 
-    def payload_numel(self) -> dict[str, int]:
+    def payload(self) -> Mapping[str, Payload]:
         """See `Exchange`. None of it goes through collectives."""
         return {}
 

@@ -38,6 +38,9 @@ class Staged:
     ) -> None:
         self.plane, self.begin, self.end, self._target, self._streams = plane, begin, end, target or plane, streams
         self._memory = plane.memory(begin, end)
+        nbytes = plane.nbytes(begin, end)
+        if not nbytes:  # an optimizer without states: nothing has to move, wherever it lives
+            self._memory, target = torch.empty(0, dtype=torch.uint8, device=compute), None
         self.in_place = target is None and self._memory is not None and self._memory.device == compute
         self._data = self._memory if self.in_place else None
         self._host: torch.Tensor | None = None
@@ -47,7 +50,6 @@ class Staged:
             self._host = self._data = given
         self.copied_home = not self.in_place and target is None and self._memory is not None
         """The range lives in memory, but not in the computation's: `write` copies it there and cannot fail."""
-        nbytes = plane.nbytes(begin, end)
         on_host = compute.type == "cpu"
         passes = not self.in_place and not self.borrowed
         self.host_nbytes = nbytes if passes and (self._memory is None or on_host or target is not None) else 0

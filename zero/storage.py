@@ -52,7 +52,7 @@ class Storage:
         at_end: called once, last first, when the end begins and everything still runs.
         at_rest: called once, last first, when nothing moves any more.
         weights: one plane per space.
-        records: one plane per space (None for frozen ones): remainder, exp_avg, exp_avg_sq, adjacent per sub-group.
+        records: one plane per space (None for frozen ones): remainder and optimizer states, adjacent per sub-group.
         gradients: one plane per space (None for frozen ones).
         whole_gradients: where gradients are before they are reduced.
         near: unit index -> uint8, this rank's part of it among its neighbours, where they share weights out again.

@@ -1,4 +1,4 @@
-"""What an engine's planes hold, read by parameter: weights, exact masters and moments, a sub-group at a time."""
+"""What an engine's planes hold, read by parameter: weights, exact masters and states, a sub-group at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from offload import kernels
 from offload.copies import read_plane
 from offload.errors import StateError
-from offload.moments import MOMENTS_BLOCK_NUMEL
 from offload.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL, align_up
 from zero.adoption import Piece
@@ -34,6 +32,11 @@ class StoredValues:
         self._layout, self._storage, self._places = layout, storage, places
         self._staged: StagedGroup | None = None
 
+    @property
+    def states_count(self) -> int:
+        """Number of the optimizer's state planes."""
+        return len(self._storage.plan.states)
+
     def holds(self, parameter: nn.Parameter) -> bool:
         """True when the planes have the parameter's values."""
         return id(parameter) in self._places
@@ -43,7 +46,7 @@ class StoredValues:
         return self._places[id(parameter)]
 
     def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
-        """Elements [begin, end), with remainder and moments if `state` and there are any.
+        """Elements [begin, end), with remainder and states if `state` and there are any.
 
         Each piece is good until the next one is asked for.
 
@@ -92,13 +95,11 @@ class StoredValues:
             self._staged = self._storage.mover.run(f"reading {group.name}", job)
         record, weight = self._staged.record, self._staged.weights[unit.index]
         a, b = lo - group.begin, hi - group.begin
-        outer_a, outer_b = a // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(b, MOMENTS_BLOCK_NUMEL)
-        exp_avg, exp_avg_sq = kernels.moments_load(record.moments.part(outer_a, outer_b))
         return Piece(
             first,
             weight.bytes.view(unit.dtype)[lo - weight.begin : hi - weight.begin],
             None if record.remainder is None else record.remainder[a:b],
-            (exp_avg[a - outer_a : b - outer_a], exp_avg_sq[a - outer_a : b - outer_a]),
+            record.states.load(a, b),
         )
 
 

@@ -51,6 +51,16 @@ def test_accumulation_in_fp32_agrees_between_tiers(open_engine: Callable[..., An
     assert [name for name in reference if not torch.equal(reference[name], found[name])] == []
 
 
+def test_fp16_scales_and_bits_agree_between_tiers_also_where_steps_overflow(
+    open_engine: Callable[..., Any], nvme_path: Path
+) -> None:
+    block = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 3, "hysteresis": 1}
+    reference = trained(open_engine, make_config(("none", "none"), nvme_path, bf16=False, fp16=block), steps=14)
+    for pair in (("cpu", "cpu"), ("nvme", "nvme"), ("none", "nvme")):
+        found = trained(open_engine, make_config(pair, nvme_path, bf16=False, fp16=block), steps=14)
+        assert [name for name in reference if not torch.equal(reference[name], found[name])] == [], pair
+
+
 def test_a_closed_engine_leaves_no_device_memory(open_engine: Callable[..., Any], nvme_path: Path) -> None:
     trained(open_engine, make_config(("nvme", "nvme"), nvme_path), steps=2)
     torch.cuda.synchronize()

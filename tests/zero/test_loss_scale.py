@@ -91,7 +91,9 @@ def test_the_scale_follows_the_documented_rule(keys: dict[str, Any], overflows: 
 @given(st.integers(1, 5), st.lists(st.booleans(), max_size=40))
 def test_under_autocast_the_scale_is_that_of_torchs_grad_scaler(window: int, overflows: list[bool]) -> None:
     torchs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=window)
-    ours = LossScaler(2.0**16, dynamic=True, window=window, late=False, min_scale=2.0**-126, raises_at_min=False)
+    ours = LossScaler(
+        2.0**16, dynamic=True, scale_window=window, late=False, min_scale=2.0**-126, raise_error_at_min_scale=False
+    )
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     for overflow in overflows:
@@ -369,3 +371,36 @@ def test_between_boundaries_nothing_is_applied(open_engine: Open, nvme_path: Pat
         applied.append(engine.was_step_applied())
     assert applied == [False, True, False, True] and engine.loss_scale() == 64
     assert engine.train_batch_size() == 2 * BATCH
+
+
+def test_gradients_collected_with_one_scale_go_on_with_no_other(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    def opened(**keys: Any) -> Any:
+        return open_engine(build("gpt"), fp16_config(("cpu", "cpu"), nvme_path, keys, accumulation=2))
+
+    engine = opened(initial_scale_power=8)
+    for index in range(3):
+        one_step(engine, index)
+    engine.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(ConfigError, match=r"a loss scale of 256, expected 64; .*the same fp16 block"):
+        opened(loss_scale=64).load_checkpoint(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="load_optimizer_states=True"):
+        opened(initial_scale_power=6).load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
+    other = opened(initial_scale_power=6)
+    other.load_checkpoint(tmp_path / "saved")
+    for trainer in (engine, other):
+        one_step(trainer, 3)
+    assert unequal(engine, other) == []
+
+
+def test_a_scale_set_by_hand_counts_from_the_next_loss(open_engine: Open, nvme_path: Path) -> None:
+    one, other = (
+        open_engine(build("gpt"), fp16_config(("cpu", "cpu"), nvme_path, keys))
+        for keys in ({"initial_scale_power": 8}, {"loss_scale": 64})
+    )
+    one.optimizer.override_loss_scale(64)
+    for trainer in (one, other):
+        for index in range(3):
+            one_step(trainer, index)
+    assert unequal(one, other) == [] and not one.optimizer.dynamic_loss_scale

@@ -383,3 +383,21 @@ def test_a_mixed_model_has_a_line_for_each_dtype(
     rows = [" ".join(text.split()) for text in table.splitlines()]
     assert f"frozen {frozen:,} bf16 - - - - -" in rows
     assert f"trained {trained:,} fp32 the weights fp32 fp32 - fp32" in rows
+
+
+@pytest.mark.parametrize("pair", TIERS)
+def test_an_exact_value_set_by_hand_is_the_one_that_is_read_and_its_half_the_one_that_is_used(
+    open_engine: Open, nvme_path: Path, pair: tuple[str, str]
+) -> None:
+    from zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    model = build("gpt")
+    engine = open_engine(model, fp16(pair, nvme_path))
+    one_step(engine, 0)
+    name = "blocks.1.up.weight"
+    parameter = model.get_parameter(name)
+    value = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape) / 3
+    safe_set_full_fp32_param(parameter, value)
+    assert torch.equal(safe_get_full_fp32_param(parameter), value)
+    assert torch.equal(engine.full_master(name), value)
+    assert torch.equal(engine.full_parameter(name), value.half())

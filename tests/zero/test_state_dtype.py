@@ -139,8 +139,10 @@ def test_a_record_is_whole_pages_of_what_it_holds() -> None:
             assert nbytes % 4096 == 0 and least <= nbytes < least + 4096
             data = torch.zeros(nbytes, dtype=torch.uint8)
             record = RecordFormat(remainder, dtype).over(data, 8192, 8192 + numel, step=3)
-            assert (record.remainder is None) == (remainder is None) and record.moments.origin == 8192
-            assert [x.numel() for x in (record.moments.exp_avg, record.moments.exp_avg_sq)] == [numel, numel]
+            moments = record.states.moments
+            assert (record.remainder is None) == (remainder is None)
+            assert moments is not None and moments.origin == 8192
+            assert [x.numel() for x in (moments.exp_avg, moments.exp_avg_sq)] == [numel, numel]
 
 
 def test_an_unknown_state_dtype_is_refused(open_engine: Open, nvme_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What one rank writes of a model: which boxes of which tensors, taken from where in its planes.
 
 [Note: order] A sub-group is one extent: its weights and its record are looked at once, and all that is made of them
-follows one another in the file. Of a parameter's run the master comes first, then the moments, piece by piece, so
+follows one another in the file. Of a parameter's run the master comes first, then the states, piece by piece, so
 whoever loads reads forwards too.
 
 [Note: replicas] Ranks that hold the same slice take turns, extent by extent.
@@ -18,7 +18,7 @@ from offload.containers import BARE, Container, Run, container, pack
 from offload.planes import Plane
 from offload.sizes import BLOCK_NUMEL
 from zero.checkpoint.boxes import Box, short_boxes
-from zero.checkpoint.source import MODEL, MOMENTS, state_name
+from zero.checkpoint.source import MODEL, state_name
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.params.units import Leaf
 from zero.placement import Placement
@@ -28,7 +28,7 @@ PIECE_NUMEL = 2 << 20
 RUN_BYTES = (16 << 20) + (64 << 10)
 """Of a write at most."""
 
-MASTER, WEIGHT, OTHER = "master", "weight", "other"
+MASTER, WEIGHT, STATE, OTHER = "master", "weight", "state", "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,9 @@ class Part:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     kind: str
-    """`MASTER`, `WEIGHT` (as it is stored), one of `MOMENTS`, or `OTHER`: of `values`."""
+    """`MASTER`, `WEIGHT` (as it is stored), `STATE`, or `OTHER`: of `values`."""
+    state: int = 0
+    """Of a `STATE`: which of the optimizer's planes."""
     unit: Unit | None = None
     coordinate: int = 0
     """Of the box's first element."""
@@ -80,6 +82,7 @@ class Extents:
         leaves: the model's parameters, by their index in the layout.
         placement: of this rank.
         wanted: called with a parameter's index: False leaves it out.
+        states: names of the optimizer's planes.
     """
 
     def __init__(
@@ -89,8 +92,9 @@ class Extents:
         leaves: Sequence[Leaf],
         placement: Placement,
         wanted: Callable[[int], bool] = lambda index: True,
+        states: Sequence[str] = (),
     ) -> None:
-        self._layout, self._leaves, self._wanted = layout, leaves, wanted
+        self._layout, self._leaves, self._wanted, self._states = layout, leaves, wanted, states
         with torch._C.DisableTorchFunctionSubclass():
             self._shapes = [tuple(leaf.parameter.shape) for leaf in leaves]
         turn = placement.replica_ranks.index(placement.rank)
@@ -109,19 +113,19 @@ class Extents:
         """A tensor of its own, in host memory, which stays as it is until it is written."""
         flat, shape = values.contiguous().reshape(-1), tuple(values.shape)
         boxes = short_boxes(shape, 0, flat.numel(), PIECE_NUMEL)
-        self._add([Part(name, flat.dtype, box, shape, OTHER, None, box.begin, flat) for box in boxes])
+        self._add([Part(name, flat.dtype, box, shape, OTHER, 0, None, box.begin, flat) for box in boxes])
 
     def add_plane(self, name: str, dtype: torch.dtype, plane: Plane, unit: Unit) -> None:
         """What a plane holds for a unit, as a tensor of (shard_numel,)."""
         shape = (unit.shard_numel,)
         bounds = ((lo, min(lo + PIECE_NUMEL, unit.shard_numel)) for lo in range(0, unit.shard_numel, PIECE_NUMEL))
         boxes = [Box((lo,), (hi - lo,), lo) for lo, hi in bounds]
-        self._add([Part(name, dtype, box, shape, OTHER, unit, unit.begin + box.begin, plane) for box in boxes])
+        self._add([Part(name, dtype, box, shape, OTHER, 0, unit, unit.begin + box.begin, plane) for box in boxes])
 
     def add_blob(self, name: str, archive: torch.Tensor) -> None:
         """Bytes that are an archive already."""
         box = Box((0,), (archive.numel(),), 0)
-        self._add([Part(name, archive.dtype, box, (), OTHER, None, 0, archive, is_blob=True)])
+        self._add([Part(name, archive.dtype, box, (), OTHER, 0, None, 0, archive, is_blob=True)])
 
     def _add(self, parts: list[Part]) -> None:
         self._others += parts
@@ -163,12 +167,14 @@ class Extents:
         if lo >= hi and (slot.numel or not begin <= unit.begin < end or unit.first_numel):
             return
         name, shape = self._leaves[slot.index].names[0], self._shapes[slot.index]
-        kinds = [(MODEL + name, torch.float32, MASTER)] if unit.trainable else [(MODEL + name, unit.dtype, WEIGHT)]
+        kinds = (
+            [(MODEL + name, torch.float32, MASTER, 0)] if unit.trainable else [(MODEL + name, unit.dtype, WEIGHT, 0)]
+        )
         if unit.trainable:
-            kinds += [(state_name(name, kind), torch.float32, kind) for kind in MOMENTS]
+            kinds += [(state_name(name, kind), torch.float32, STATE, at) for at, kind in enumerate(self._states)]
         for box in short_boxes(shape, lo - origin, hi - origin, PIECE_NUMEL):
-            for tensor, dtype, kind in kinds:
-                yield Part(tensor, dtype, box, shape, kind, unit, origin + box.begin)
+            for tensor, dtype, kind, at in kinds:
+                yield Part(tensor, dtype, box, shape, kind, at, unit, origin + box.begin)
 
 
 def archive(part: Part) -> Container:

@@ -27,7 +27,7 @@ from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.opening import Opened, open_checkpoint
 from zero.checkpoint.saving import SavesCheckpoints
 from zero.checkpoint.small_state import check_groups, restore_counters, restore_groups, restore_rank
-from zero.checkpoint.source import MODEL, MOMENTS, STEP, Saved, Source, state_name
+from zero.checkpoint.source import MODEL, OPTIMIZER, STEP, Saved, Source, state_name
 from zero.checkpoint.together import Together
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
@@ -35,6 +35,8 @@ from zero.params.layout import Slot, Unit
 logger = logging.getLogger("zero")
 
 NAMES_SHOWN = 4
+Numbers = dict[int, dict[str, torch.Tensor]]
+"""id(parameter) -> the numbers that belong to its states, by name."""
 
 
 class Wanted:
@@ -44,7 +46,7 @@ class Wanted:
         source: has the values.
         parts: of the engine.
         strict: every parameter and buffer must have a value, and every value a place.
-        states: moments and step counts are wanted too.
+        states: the optimizer's are wanted too, and step counts.
         known_frozen: the source leaves out what is not trained.
 
     Raises:
@@ -77,9 +79,11 @@ class Wanted:
         if strict and (missing or unexpected):
             raise ConfigError(_mismatch(missing, unexpected))
         self.stateful: set[int] = set()
-        """Indices of parameters whose moments are in the source."""
+        """Indices of parameters whose states are in the source."""
+        self._kinds = parts.plan.states
         if states:
-            self.stateful = {i for i, name in self.names.items() if i in trained and _has_states(source, name)}
+            self.stateful = {i for i, name in self.names.items() if i in trained and self._has_states(name)}
+            self._check_optimizer()
         self.is_everything = len(self.names) == len(parts.leaves) and self.stateful >= trained
         self.missing, self.unexpected = missing, unexpected
 
@@ -88,14 +92,13 @@ class Wanted:
         index = self._parts.index_of[id(parameter)]
         name = self.names[index]
         for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
-            moments = None
+            states = None
             weight = self._source.read(MODEL + name, lo, hi)
             if index in self._in_bf16 and weight.dtype == torch.float32:  # a master, of a weight not trained here
                 weight = rounded(weight)
             if state and index in self.stateful:
-                read = [self._source.read(state_name(name, kind), lo, hi) for kind in MOMENTS]
-                moments = (read[0], read[1])
-            yield Piece(lo, weight, moments=moments)
+                states = tuple(self._source.read(state_name(name, kind), lo, hi) for kind in self._kinds)
+            yield Piece(lo, weight, states=states)
 
     def in_order(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
         """What `pieces` will read of the source for elements [begin, end) of these."""
@@ -105,7 +108,7 @@ class Wanted:
             name = self.names[slot.index]
             kinds = [MODEL + name]
             if unit.trainable and slot.index in self.stateful:
-                kinds += [state_name(name, kind) for kind in MOMENTS]
+                kinds += [state_name(name, kind) for kind in self._kinds]
             for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
                 yield from ((kind, lo, hi) for kind in kinds)
 
@@ -117,13 +120,33 @@ class Wanted:
                 with torch.no_grad():
                     buffer.copy_(values.view(buffer.shape))
 
-    def step_counts(self) -> dict[int, int]:
-        """id(parameter) -> updates so far, of those that have moments."""
-        steps = {index: state_name(self.names[index], STEP) for index in sorted(self.stateful)}
-        known = {index: step for index, step in steps.items() if step in self._source.tensors}
-        self._source.expect((step, 0, 1) for step in known.values())
-        leaves = self._parts.leaves
-        return {id(leaves[i].parameter): int(self._source.read(step, 0, 1).item()) for i, step in known.items()}
+    def numbers(self, kinds: Iterable[str]) -> dict[int, dict[str, torch.Tensor]]:
+        """id(parameter) -> the numbers of these names that belong to its states, of those that have states."""
+        kinds = [STEP, *(kind for kind in kinds if kind != STEP)]
+        wanted = [(i, kind, state_name(self.names[i], kind)) for i in sorted(self.stateful) for kind in kinds]
+        known = [(index, kind, name) for index, kind, name in wanted if name in self._source.tensors]
+        self._source.expect((name, 0, 1) for _, _, name in known)
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for index, kind, name in known:
+            number = self._source.read(name, 0, 1).clone()
+            found.setdefault(id(self._parts.leaves[index].parameter), {})[kind] = number
+        return found
+
+    def _has_states(self, name: str) -> bool:
+        # A rule without planes has nothing but the count.
+        return all(state_name(name, kind) in self._source.tensors for kind in self._kinds or (STEP,))
+
+    def _check_optimizer(self) -> None:
+        """Raise ConfigError if the source has states, and all of them are another optimizer's."""
+        if self.stateful:
+            return
+        theirs = {name.rpartition(".")[2] for name in self._source.tensors if name.startswith(OPTIMIZER)} - {STEP}
+        if theirs and self.names:
+            raise ConfigError(
+                f"load_checkpoint: the optimizer keeps {', '.join(self._kinds) or 'no state'} of each parameter, and "
+                f"the checkpoint has {', '.join(sorted(theirs))}: it is another optimizer's; train with that one, or "
+                "pass load_optimizer_states=False"
+            )
 
 
 def load_values(parts: Assembly, wanted: Wanted, source: Source) -> None:
@@ -142,10 +165,6 @@ def _short(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, in
 
 def _models_names(source: Source) -> list[str]:
     return [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
-
-
-def _has_states(source: Source, name: str) -> bool:
-    return all(state_name(name, kind) in source.tensors for kind in MOMENTS)
 
 
 def _check_shape(name: str, saved: Saved, wanted: torch.Tensor) -> None:
@@ -196,7 +215,7 @@ class LoadsCheckpoints(SavesCheckpoints):
             tag: which; None: the one that `latest` names, or the newest that is whole; one that proves to be damaged
                 while it is read is followed by the next, and the log says so.
             load_module_strict: False loads what fits by name.
-            load_optimizer_states: masters' moments, step counts, the options of param groups and the loss scale.
+            load_optimizer_states: states, step counts, the options of param groups and the loss scale.
             load_lr_scheduler_states: of `engine.lr_scheduler`.
             load_module_only: weights and buffers, and nothing else.
             custom_load_fn: not available: must be None.
@@ -265,7 +284,7 @@ class LoadsCheckpoints(SavesCheckpoints):
         states = states and self.optimizer is not None
         placement, state, source = self.exchange.placement, opened.state, opened.source
 
-        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted, dict[int, int]]:
+        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted, Numbers]:
             client, mine = opened.client(), opened.rank_state(placement.rank)
             # Where fewer ranks have saved, the first one's position in the data is the others' too.
             told = mine if mine is not None else opened.rank_state(0)
@@ -275,9 +294,10 @@ class LoadsCheckpoints(SavesCheckpoints):
                 check_groups(self.optimizer, state["groups"], name_of)
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
-            return client, mine, told, wanted, wanted.step_counts()
+                self._check_scale(state.get("loss_scaler"), goes_on=states)
+            return client, mine, told, wanted, wanted.numbers(self.optimizer.rule.scalars if states else ())
 
-        client, mine, told, wanted, counts = together.do("checking a checkpoint", check)
+        client, mine, told, wanted, numbers = together.do("checking a checkpoint", check)
         if state["frozen_sums"]:
             sums = frozen_sums(self._parts, self.exchange)
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
@@ -296,13 +316,25 @@ class LoadsCheckpoints(SavesCheckpoints):
             parts.coordinator.rewritten()
         self.half_loaded = "" if wanted.is_everything else before
         if states:
-            self.optimizer.step_counts.update(counts)
+            for key, saved in numbers.items():
+                self.optimizer.set_numbers(key, saved)
             restore_groups(self.optimizer, state["groups"])
             self.scaler.load_state_dict(state.get("loss_scaler"))
         if not only_module:
             go_on = partial(self._restore_small, state, told, own=mine is not None)
             together.do("going on from a checkpoint", go_on)
         return client
+
+    def _check_scale(self, saved: dict[str, Any] | None, *, goes_on: bool) -> None:
+        """Gradients that were collected with one loss scale cannot go on with another. Raises ConfigError."""
+        then = 1.0 if saved is None else float(saved["cur_scale"])
+        now = self.scaler.resumed_scale(saved) if goes_on else self.scaler.cur_scale
+        if then != now:
+            raise ConfigError(
+                f"load_checkpoint: it was saved amid a gradient accumulation with a loss scale of {then:.10g}, "
+                f"expected {now:.10g}; load it with the same fp16 block and load_optimizer_states=True, or save after "
+                "step()"
+            )
 
     def _restore_small(self, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:
         restore_counters(self, state)

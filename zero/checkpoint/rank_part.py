@@ -19,6 +19,8 @@ from zero.checkpoint.manifest import FileEntry
 from zero.checkpoint.metadata import WrittenBox
 from zero.checkpoint.source import MODEL, STEP, state_name
 from zero.checkpoint.writing import ExtentWriter
+from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.rules import Scalar
 from zero.params.buffers import persistent_buffers
 from zero.placement import Placement
 
@@ -39,25 +41,26 @@ def failure_file(rank: int) -> str:
 
 
 def plan_extents(
-    parts: Assembly, placement: Placement, wanted: Callable[[int], bool], step_counts: Mapping[int, int]
+    parts: Assembly, placement: Placement, wanted: Callable[[int], bool], optimizer: ZeroOptimizer | None
 ) -> Extents:
-    """What this rank writes of the model: its part of the planes, and of the first rank the buffers and step counts.
+    """What this rank writes of the model: its part of the planes, and of the first rank buffers and step counts.
 
     Args:
         parts: of the engine.
         placement: of this rank.
         wanted: which parameters, by their index.
-        step_counts: id(parameter) -> updates so far.
+        optimizer: has the numbers that belong to states; None: all are 0.
     """
-    extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted)
+    extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted, parts.plan.states)
     if placement.rank == 0:
         for name, buffer in persistent_buffers(parts.model).items():
             extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
         for leaf in parts.leaves:
             if leaf.index in trained and wanted(leaf.index):
-                count = torch.tensor(step_counts.get(id(leaf.parameter), 0), device="cpu")
-                extents.add(state_name(leaf.names[0], STEP), count)
+                numbers = {STEP: Scalar(0)} if optimizer is None else optimizer.numbers(id(leaf.parameter))
+                for what, number in numbers.items():
+                    extents.add(state_name(leaf.names[0], what), number.tensor())
     return extents
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from offload.errors import StateError
 from zero.checkpoint.small_state import rank_state, restore_counters, restore_groups, restore_rank
 from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.rules import Progress, Scalar
 from zero.rng_tracker import get_cuda_rng_tracker
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -47,6 +49,7 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
         "norm": norm,
         "groups": [],
         "step_counts": {},
+        "progress": {},
         "rank": rank_state(run, None),
         "named_random_states": get_cuda_rng_tracker().get_states(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in run.module.named_buffers()},
@@ -54,6 +57,7 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
     if run.optimizer is not None:
         counts = run.optimizer.step_counts
         state["step_counts"] = {names[key]: count for key, count in counts.items() if key in names}
+        state["progress"] = {names[key]: list(_packed(p)) for key, p in run.optimizer.progress.items() if key in names}
         for group in run.optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             state["groups"].append({**options, "params": [names.get(id(p), "") for p in group["params"]]})
@@ -77,6 +81,9 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
         keys = {name: key for key, name in names.items()}
         run.optimizer.step_counts.clear()
         run.optimizer.step_counts.update({keys[name]: count for name, count in state["step_counts"].items()})
+        run.optimizer.progress.clear()
+        scalars = run.optimizer.rule.scalars
+        run.optimizer.progress.update({keys[n]: _unpacked(p, scalars) for n, p in state["progress"].items()})
     if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
         # Classes are trusted: a snapshot is of this very job, and its checksum was right.
         run.lr_scheduler.load_state_dict(unpack_any(state["lr_scheduler"], "the state of the scheduler"))
@@ -89,6 +96,16 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
     restore_rank(run, state["rank"], own=True)
     norm: float | None = state["norm"]
     return norm
+
+
+def _packed(progress: Progress) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """In types that an archive may hold."""
+    return {n: scalar.tensor() for n, scalar in progress.scalars if scalar.value is not None}, list(progress.present)
+
+
+def _unpacked(packed: tuple[dict[str, torch.Tensor], list[str]], scalars: Mapping[str, Scalar]) -> Progress:
+    numbers, present = packed
+    return Progress(tuple((n, scalars[n].like(value)) for n, value in numbers.items() if n in scalars), tuple(present))
 
 
 def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) -> None:

@@ -29,6 +29,7 @@ from zero.config import Config
 from zero.exchange import Exchange
 from zero.params.layout import Layout
 from zero.plan import Plan
+from zero.record import ADAM_STATES
 from zero.storage import Storage
 from zero.swap_paths import swap_paths
 
@@ -367,6 +368,7 @@ def facts_of(layout: Layout, plan: Plan, exchange: Exchange) -> dict[str, Any]:
         "elements": layout.numel,
         "trained elements": sum(unit.numel for unit in layout.units if unit.trainable),
         "state_dtype": str(plan.state_dtype),
+        **({} if plan.states == ADAM_STATES else {"states": list(plan.states)}),
         "sub-groups": f"{len(groups)} of up to {max((g.end - g.begin for g in plan.sub_groups), default=0):,} elements",
         "layout": _digest([units, groups]),
     }

@@ -11,8 +11,7 @@ import torch
 MODEL = "model."
 """Before a parameter's or a buffer's name: its value, the fp32 master where there is one."""
 OPTIMIZER = "optim.state."
-"""Before a parameter's name and one of `MOMENTS` or `STEP`."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Before a parameter's name and that of one of its states: a plane's (`exp_avg`, ...) or a number's (`STEP`, ...)."""
 STEP = "step"
 
 
@@ -28,7 +27,8 @@ class Source(Protocol):
     """Values by name.
 
     Attributes:
-        tensors: name -> what it is. `model.NAME`, `optim.state.NAME.exp_avg`, `.exp_avg_sq` and `.step`.
+        tensors: name -> what it is. `model.NAME`, `optim.state.NAME.step`, and as Adam has them `.exp_avg` and
+            `.exp_avg_sq`; other optimizers have states of other names.
     """
 
     tensors: Mapping[str, Saved]
@@ -51,5 +51,5 @@ class Source(Protocol):
 
 
 def state_name(name: str, kind: str) -> str:
-    """Where a parameter's moment or step count is: `kind` is one of `MOMENTS`, or `STEP`."""
+    """Where a parameter's state of the name `kind` is."""
     return f"{OPTIMIZER}{name}.{kind}"

@@ -13,12 +13,9 @@ from offload.arena import Arena, Block
 from offload.containers import Run
 from offload.copies import copy_alone, read_plane
 from offload.errors import StateError
-from offload.moments import MOMENTS_BLOCK_NUMEL
 from offload.planes import Plane, settle_all
-from offload.sizes import align_up
 from offload.worker import Worker
-from zero.checkpoint.extents import RUN_BYTES, Extent, Part, block_bounds
-from zero.checkpoint.source import MOMENTS
+from zero.checkpoint.extents import RUN_BYTES, STATE, Extent, Part, block_bounds
 from zero.params.layout import Layout, Unit
 from zero.record import Record
 from zero.storage import Storage
@@ -159,8 +156,8 @@ class ExtentWriter:
             plane = part.values or self._storage.weights[self._layout.space_of(part.unit)]
             return partial(copy_alone, target, await self._stored(plane, part.unit, lo, hi))
         begin, values = staged.group.begin, target.view(part.dtype)
-        if part.kind in MOMENTS:
-            return partial(_fill_moment, staged.record, MOMENTS.index(part.kind), lo - begin, hi - begin, values)
+        if part.kind == STATE:
+            return partial(_fill_state, staged.record, part.state, lo - begin, hi - begin, values)
         weight = staged.weights[part.unit.index]
         stored = weight.bytes.view(part.unit.dtype)[lo - weight.begin : hi - weight.begin]
         return partial(_fill_master, stored, staged.record.remainder, lo - begin, values)
@@ -188,11 +185,10 @@ def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: in
         target.copy_(joined)
 
 
-def _fill_moment(record: Record, which: int, begin: int, end: int, target: torch.Tensor) -> None:
-    """Elements [begin, end) of one of the record's moments, in fp32."""
-    stored = (record.moments.exp_avg, record.moments.exp_avg_sq)[which]
-    if stored.dtype == torch.float32:
-        copy_alone(target, stored[begin:end])
-        return
-    first, last = begin // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(end, MOMENTS_BLOCK_NUMEL)
-    target.copy_(kernels.moments_load(record.moments.part(first, last))[which][begin - first : end - first])
+def _fill_state(record: Record, which: int, begin: int, end: int, target: torch.Tensor) -> None:
+    """Elements [begin, end) of one of the record's state planes, in fp32."""
+    planes = record.states.planes
+    if planes:
+        copy_alone(target, planes[which][begin:end])
+    else:
+        target.copy_(record.states.load(begin, end)[which])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import zero
 from zero import ranks
 from zero.compat.logs import logger
+from zero.compat.missing import refused
 from zero.compat.to_fp32 import TOOLS
 from zero.compat.version import VERSION
 from zero.config import tolerating_unknown_keys
@@ -35,8 +36,21 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     say_who_answers()
     with tolerating_unknown_keys():
         engine, optimizer, loader, scheduler = zero.initialize(**given)
-    engine.checkpoint_tools = TOOLS
+    lend_names(engine)
     return engine, optimizer, loader, scheduler
+
+
+def lend_names(engine: Any) -> None:
+    """Give an engine what clients look for in DeepSpeed's and nobody needs here."""
+    engine.checkpoint_tools = TOOLS
+    engine.sparse_tensor_module_names = set()
+    engine._get_optimizer_ckpt_name = _optimizer_file
+    if engine.optimizer is not None:
+        engine.optimizer.__dict__["optimizer"] = engine.optimizer  # DeepSpeed's wraps another one
+
+
+def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
+    raise refused("DeepSpeedEngine._get_optimizer_ckpt_name", "its checkpoints have no such file; use load_checkpoint")
 
 
 def say_who_answers() -> None:

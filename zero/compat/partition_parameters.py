@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero.compat.accelerator import get_accelerator
+from zero.compat.missing import missing_class
 from zero.config import tolerating_unknown_keys
 from zero.distributed.joining import init_distributed
 from zero.params.face import ZeroParamStatus, has_face
@@ -21,10 +22,12 @@ from zero.params.initialisation import Init as OurInit
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MultipleAllGatherHandles",
     "ZeroParamStatus",
     "ZeroParamType",
     "get_accelerator",
     "is_zero_param",
+    "partitioned_param_data_shape",
     "register_external_parameter",
     "unregister_external_parameter",
     "zero_wrapper_for_fp_tensor_constructor",
@@ -50,6 +53,13 @@ CONSTRUCTORS: dict[str, Callable[..., Tensor]] = {
     "randn": _orig_torch_randn,
 }
 """Functions of torch that go through `zero_wrapper_for_fp_tensor_constructor` inside `Init`."""
+
+
+partitioned_param_data_shape = [0]
+"""Of a released parameter in DeepSpeed; here it keeps its own."""
+MultipleAllGatherHandles = missing_class(
+    "runtime.zero.partition_parameters.MultipleAllGatherHandles", "the engine waits for its own transfers"
+)
 
 
 class ZeroParamType(enum.Enum):

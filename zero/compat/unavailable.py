@@ -112,3 +112,10 @@ FP16_UnfusedOptimizer = missing_class(
     "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer", "set fp16 in the configuration"
 )
 BF16_Optimizer = missing_class("runtime.bf16_optimizer.BF16_Optimizer", "set bf16 in the configuration")
+
+SCALER = "the engine scales the loss itself; set fp16 in the configuration, and read optimizer.loss_scale"
+LossScaleConfig = missing_class("runtime.fp16.loss_scaler.LossScaleConfig", SCALER)
+LossScaleProfile = missing_class("runtime.fp16.loss_scaler.LossScaleProfile", SCALER)
+LossScaler = missing_class("runtime.fp16.loss_scaler.LossScaler", SCALER)
+DynamicLossScaler = missing_class("runtime.fp16.loss_scaler.DynamicLossScaler", SCALER)
+CreateLossScaler = missing_function("runtime.fp16.loss_scaler.CreateLossScaler", SCALER)

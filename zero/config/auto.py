@@ -178,8 +178,11 @@ def _where_taken(choose: Choose, *types: str) -> Choose:
     return checked
 
 
-def _least_rate(config: Config, facts: Facts, chosen: Chosen) -> Choice:
-    return Choice(0.0, "DeepSpeed's default")
+def _always(value: object) -> Choose:
+    def choose(config: Config, facts: Facts, chosen: Chosen) -> Choice:
+        return Choice(value, "DeepSpeed's default")
+
+    return choose
 
 
 def _largest_rate(config: Config, facts: Facts, chosen: Chosen) -> Choice | None:
@@ -210,6 +213,8 @@ def _warmup_steps(config: Config, facts: Facts, chosen: Chosen) -> Choice:
 _LINEAR = ("warmuplr", "warmupdecaylr")
 _ENDING = ("warmupdecaylr", "warmupcosinelr")
 _CHOICES: dict[str, Choose] = {
+    # Without the key there is no clipping; but whoever asks for a value gets one that clips, from every client too.
+    "gradient_clipping": _always(1.0),
     "bf16.enabled": _precision(torch.bfloat16, "fp16"),
     "fp16.enabled": _precision(torch.float16, "bf16"),
     f"{ZERO}reduce_bucket_size": _of_hidden_size("h x h", lambda h: h * h),
@@ -217,7 +222,7 @@ _CHOICES: dict[str, Choose] = {
         _of_hidden_size("0.9 x h x h", lambda h: int(PREFETCH_SHARE * h * h))
     ),
     f"{ZERO}stage3_param_persistence_threshold": _at_stage_3(_of_hidden_size("10 x h", lambda h: PERSISTENT_ROWS * h)),
-    f"{SCHEDULER}warmup_min_lr": _where_taken(_least_rate, *_LINEAR),
+    f"{SCHEDULER}warmup_min_lr": _where_taken(_always(0.0), *_LINEAR),
     f"{SCHEDULER}warmup_max_lr": _where_taken(_largest_rate, *_LINEAR),
     f"{SCHEDULER}total_num_steps": _where_taken(_all_steps, *_ENDING),
     f"{SCHEDULER}warmup_num_steps": _where_taken(_warmup_steps, *_LINEAR, *_ENDING),

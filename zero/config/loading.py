@@ -132,13 +132,7 @@ class _Reader:
         if isinstance(noted, Mapping):
             self.defaults = frozenset(path for path, origin in noted.items() if origin in ("default", AUTO))
         data = self.read(Config, source)
-        open_autos = frozenset(path for path, origin in self.origins.items() if origin == AUTO) - set(self.chosen)
-        context = {
-            "world_size": world_size,
-            "ranks_per_node": ranks_per_node,
-            VERSION_KEY: _version_of(data),
-            AUTO: open_autos,
-        }
+        context = {"world_size": world_size, "ranks_per_node": ranks_per_node, VERSION_KEY: _version_of(data)}
         checked = _validated(data, self, context)
         if checked is None or self.problems:
             many = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
@@ -247,7 +241,7 @@ def _version_of(data: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, Any]) -> Config | None:
+def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int | None]) -> Config | None:
     """Check all values; faulty ones are reported, taken out, and the rest is checked again.
 
     Checks across keys run only in blocks whose keys are right, so one pass would not find every problem.

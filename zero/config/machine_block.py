@@ -31,9 +31,13 @@ class AioConfig(Block):
     block_size: Annotated[int, reads(_parse_block_size)] = 2 << 20
     """[bytes] largest transfer handed to the kernel, rounded down to whole pages."""
     queue_depth: Annotated[Whole, Field(ge=1, le=4096)] = 32
+    """Requests in flight."""
     thread_count: Annotated[Whole, Field(ge=1, le=64)] = 4
+    """Threads of the backends that need some."""
     single_submit: Flag = False
+    """One system call per request."""
     overlap_events: Flag = True
+    """False: a request waits for those before it."""
     tune: Annotated[Literal["cached", "probe", "off"], choice("cached", "probe", "off")] = "cached"
     """Ours. Keys above that the user has not set come from measuring the device of nvme_path. "cached": if `zero tune`
     or another run has done it; "probe": it is done now (up to half a minute) if nobody has; "off": never."""

@@ -42,6 +42,7 @@ class _Offload(Block):
     nvme_path: Paths | None = None
     """Folders for swap files; more than one are striped. Whether they exist is checked by the plan."""
     pin_memory: Flag = True
+    """Host memory is registered with CUDA when there is a GPU."""
 
     @model_validator(mode="after")
     def _nvme_needs_a_path(self) -> Self:
@@ -82,7 +83,9 @@ class OffloadOptimizerConfig(_Offload):
     buffer_count: Annotated[Whole, Field(ge=2)] | None = None
     """Records in flight: one is loaded while another is stored."""
     pipeline_read: Flag = False
+    """Written as false: two records in flight, and with pipeline_write false too, one; that saves memory."""
     pipeline_write: Flag = False
+    """As pipeline_read."""
     fast_init: Annotated[Flag | None, Inert("states are made on their tier in the first place")] = None
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """Share of the states that is offloaded; the rest stays on the device and is updated there."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from zero.config.fields import (
     Block,
@@ -18,7 +20,42 @@ from zero.config.fields import (
 )
 from zero.config.sizes import parse_number
 
-OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "deepspeedcpuadam": "Adam", "fusedadam": "Adam"}
+OPTIMIZER_TYPES = {
+    **{name: "Adam" for name in ("adam", "deepspeedcpuadam", "cpuadam", "fusedadam", "cpu_adam", "fused_adam")},
+    **{name: "Adagrad" for name in ("adagrad", "deepspeedcpuadagrad", "cpuadagrad")},
+    **{name: "Lion" for name in ("lion", "deepspeedcpulion", "cpulion", "fusedlion")},
+    **{
+        name.lower(): name
+        for name in ("AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD")
+    },
+}
+"""Names in lower case; those of torch.optim mean its classes."""
+ELEMENT_WISE = "AdamW, Adam, Lion, Adagrad, SGD, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop or ASGD"
+REFUSED_TYPES = {
+    **{name: "1-bit optimizers are not available" for name in ("onebitadam", "zerooneadam", "onebitlamb")},
+    **{name: "it scales steps by norms of whole parameters" for name in ("lamb", "fusedlamb")},
+    **{name: "it works on whole matrices" for name in ("muon", "adafactor", "shampoo", "soap")},
+    "lbfgs": "it runs the model inside its step",
+    "sparseadam": "gradients are dense here",
+    **{name: "widths of muP are not read here; scale lr per param group" for name in ("muadam", "muadamw", "musgd")},
+}
+
+ADAM_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "Adam": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
+    "AdamW": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
+    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize", "amsgrad"),
+    "Lion": ("lr", "betas", "weight_decay"),
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
+    "Adamax": ("lr", "betas", "eps", "weight_decay", "maximize"),
+    "NAdam": ("lr", "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay", "maximize"),
+    "RAdam": ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
+    "Adadelta": ("lr", "rho", "eps", "weight_decay", "maximize"),
+    "Rprop": ("lr", "etas", "step_sizes", "maximize"),
+    "ASGD": ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
+}
+"""Keys of `params` that act, by type; as the constructors of torch have them."""
 
 
 def _parse_betas(value: object) -> tuple[float, float]:
@@ -31,17 +68,26 @@ def _parse_betas(value: object) -> tuple[float, float]:
     return first, second
 
 
+def _parse_pair(value: object) -> tuple[float, float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError("two numbers")
+    return parse_number(value[0]), parse_number(value[1])
+
+
 def _other_optimizer(owner: str) -> Only:
     return Only((), f"it belongs to {owner}, which is not available; remove it")
 
 
 _ONE_BIT = Annotated[Any, _other_optimizer("the 1-bit and 0/1 optimizers")]
 _LAMB = Annotated[Any, _other_optimizer("LAMB")]
-_SGD = Annotated[Any, _other_optimizer("SGD and Muon")]
+_MUON = Annotated[Any, _other_optimizer("Muon")]
 
 
 class OptimizerParams(Block):
-    """`optimizer.params` of Adam and AdamW; defaults as in DeepSpeed (weight_decay 0)."""
+    """`optimizer.params`: what the constructor of the optimizer takes; the defaults here are Adam's, as in DeepSpeed.
+
+    A key that is not given is as torch has it for that optimizer.
+    """
 
     why: ClassVar[str] = "it chooses among implementations, and there is one here, bit-equal on every tier"
 
@@ -53,9 +99,40 @@ class OptimizerParams(Block):
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     adam_w_mode: Flag = True
     """Decay the weights, not the gradients; "AdamW" does so whatever this says."""
-    bias_correction: Annotated[Flag, Only((True,), "Adam always corrects its bias; set it to true")] = True
-    amsgrad: Annotated[Flag, Only((False,), "AMSGrad is not available; set it to false")] = False
-    maximize: Annotated[Flag, Only((False,), "negate the loss instead")] = False
+    bias_correction: Flag = True
+    """Adam, AdamW: False leaves the moments as they are."""
+    amsgrad: Flag = False
+    """Adam, AdamW: divide by the largest average so far."""
+    maximize: Flag = False
+    """All but Lion: go up the gradient."""
+    momentum: Annotated[Number, Field(ge=0)] | None = None
+    """SGD, RMSprop: of the moving average of steps."""
+    dampening: Number | None = None
+    """SGD: of a gradient's part in the moving average."""
+    nesterov: Flag | None = None
+    """SGD: look ahead along the moving average."""
+    lr_decay: Annotated[Number, Field(ge=0)] | None = None
+    """Adagrad: how fast the rate falls."""
+    initial_accumulator_value: Annotated[Number, Field(ge=0)] | None = None
+    """Adagrad: what sums of squares begin with."""
+    alpha: Annotated[Number, Field(ge=0)] | None = None
+    """RMSprop: of the average of squares; ASGD: power of the rate's decay."""
+    centered: Flag | None = None
+    """RMSprop: divide by the variance."""
+    momentum_decay: Annotated[Number, Field(ge=0)] | None = None
+    """NAdam: of the momentum's schedule."""
+    decoupled_weight_decay: Flag | None = None
+    """NAdam, RAdam: decay the weights, not the gradients."""
+    rho: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Adadelta: of both averages."""
+    etas: Annotated[tuple[float, float], reads(_parse_pair)] | None = None
+    """Rprop: factors of a step's size that falls, and that grows."""
+    step_sizes: Annotated[tuple[float, float], reads(_parse_pair)] | None = None
+    """Rprop: the least and the largest."""
+    lambd: Annotated[Number, Field(ge=0)] | None = None
+    """ASGD: how fast weights and rate decay."""
+    t0: Annotated[Number, Field(ge=0)] | None = None
+    """ASGD: the step at which averaging begins."""
     fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are fp32; set it to true")] = True
     torch_adam: InertFlag = None
     fused: InertFlag = None
@@ -77,19 +154,20 @@ class OptimizerParams(Block):
     factor_threshold: _ONE_BIT = None
     max_coeff: _LAMB = None
     min_coeff: _LAMB = None
-    momentum: _SGD = None
-    dampening: _SGD = None
-    nesterov: _SGD = None
-    muon_lr: _SGD = None
-    adam_lr: _SGD = None
-    ns_method: _SGD = None
+    muon_lr: _MUON = None
+    adam_lr: _MUON = None
+    ns_method: _MUON = None
 
 
 def _parse_optimizer_type(value: object) -> str:
-    name = OPTIMIZER_TYPES.get(value.lower()) if isinstance(value, str) else None
-    if name is None:
-        raise problem('"Adam" or "AdamW"', fix="other optimizers are not available; use one of these")
-    return name
+    word = value.lower().removeprefix("torch.optim.") if isinstance(value, str) else ""
+    if word in REFUSED_TYPES:
+        raise problem("an element-wise optimizer", fix=f"{REFUSED_TYPES[word]}; use {ELEMENT_WISE}")
+    if word in OPTIMIZER_TYPES:
+        return OPTIMIZER_TYPES[word]
+    nearest = difflib.get_close_matches(word, OPTIMIZER_TYPES, n=1)
+    hint = f"the nearest is {OPTIMIZER_TYPES[nearest[0]]}; " if nearest else ""
+    raise problem(ELEMENT_WISE, fix=f"{hint}pass any other element-wise optimizer to zero.initialize as an object")
 
 
 class OptimizerConfig(Block):
@@ -97,9 +175,45 @@ class OptimizerConfig(Block):
 
     why: ClassVar[str] = "it chooses among implementations, and there is one here, bit-equal on every tier"
 
-    type: Annotated[Literal["Adam", "AdamW"], reads(_parse_optimizer_type)] = "AdamW"
+    type: Annotated[str, reads(_parse_optimizer_type)] = "AdamW"
     params: OptimizerParams = OptimizerParams()
     legacy_fusion: InertFlag = None
+
+    @model_validator(mode="after")
+    def _keys_are_the_types(self) -> Self:
+        known = TYPE_KEYS[self.type]
+        for key in sorted(self.given):
+            if key not in known:
+                owners = [name for name, keys in TYPE_KEYS.items() if key in keys]
+                nearest = difflib.get_close_matches(key, known, n=1)
+                hint = f"the nearest is {nearest[0]}" if nearest else f"it is of {', '.join(owners)}"
+                keys = ", ".join(known)
+                raise problem(f"a key of {self.type} ({keys})", at=f"params.{key}", got=key, fix=f"{hint}; remove it")
+        return self
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Keys of `params` that were given, and act for some optimizer."""
+        acting = {key for keys in TYPE_KEYS.values() for key in keys}
+        given = self.params.model_fields_set & acting
+        # What says that an optimizer does nothing special may be said of any.
+        return frozenset(key for key in given if getattr(self.params, key) is not False or key in TYPE_KEYS[self.type])
+
+    @property
+    def is_plain_adam(self) -> bool:
+        """True when our own kernel computes it."""
+        return self.type in ("Adam", "AdamW") and not (self.params.amsgrad or self.params.maximize)
+
+    def options(self) -> dict[str, Any]:
+        """What a torch optimizer of this type is made with."""
+        keys = self.given - {"adam_w_mode", "bias_correction"} - ({"amsgrad"} if self.type == "Adagrad" else set())
+        options = {key: getattr(self.params, key) for key in keys}
+        return {"lr": self.params.lr, "weight_decay": self.params.weight_decay, **options} if self.is_adam else options
+
+    @property
+    def is_adam(self) -> bool:
+        """True for Adam and AdamW, whatever their options."""
+        return self.type in ("Adam", "AdamW")
 
     @property
     def decoupled_weight_decay(self) -> bool:

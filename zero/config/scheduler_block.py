@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import Self
 
 from zero.config.fields import Block, Flag, Number, Text, Whole, choice, problem, reads, shown
@@ -111,7 +111,7 @@ class SchedulerConfig(Block):
         return () if key != "params" or kind is None else [name for name in parameters(kind) if name not in DECLARED]
 
     @model_validator(mode="after")
-    def _can_be_made(self, info: ValidationInfo) -> Self:
+    def _can_be_made(self) -> Self:
         if self.type is None:
             return self
         if self.kind is None:

@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from offload.errors import ConfigError
 from zero.config import inert_features as inert
+from zero.config import logging_block as logs
 from zero.config import refused_data
 from zero.config import refused_features as refused
 from zero.config.activation_block import ActivationCheckpointing
@@ -156,22 +157,25 @@ class Config(Block):
     sparse_gradients: Annotated[Flag | None, Inert("gradients of embeddings are reduced dense")] = None
     disable_allgather: Annotated[Flag | None, Inert("weights are gathered in one collective a unit")] = None
     graph_harvesting: Annotated[Flag | None, Inert("no graphs are captured")] = None
-    wall_clock_breakdown: Annotated[Flag | None, Inert("zero trace shows where time goes")] = None
-    memory_breakdown: Annotated[Flag | None, Inert("engine.statistics() and the plan show memory")] = None
-    dump_state: Annotated[Flag | None, Inert("zero config show prints the effective configuration")] = None
+    wall_clock_breakdown: Flag = False
+    """Log the times of forward, backward, step and waiting after each step."""
+    memory_breakdown: Flag = False
+    """Log what memory is held after each step."""
+    dump_state: Flag = False
+    """Log the configuration in effect, and where each value comes from, at the start."""
     disable_python_gc: Annotated[Flag | None, Inert("Python's collector is left alone")] = None
     log_level: Annotated[Any, Inert('set the level of the logger "zero" instead')] = None
     vocabulary_size: Annotated[Whole | None, Inert("it only makes DeepSpeed warn of sizes that are slow")] = None
     use_data_before_expert_parallelism: Annotated[Flag | None, Inert("there are no expert-parallel groups")] = None
     datastates_ckpt: Annotated[InertObject, Inert("checkpoints are written by this engine")] = None
-    comms_logger: inert.CommsLogger | None = None
-    comms_config: inert.CommsConfig | None = None
-    monitor_config: inert.MonitorConfig | None = None
-    tensorboard: inert.TensorBoard | None = None
-    wandb: inert.Wandb | None = None
-    csv_monitor: inert.CsvMonitor | None = None
-    comet: inert.Comet | None = None
-    flops_profiler: inert.FlopsProfiler | None = None
+    comms_logger: logs.CommsLogger | None = None
+    comms_config: Annotated[InertObject, Inert('DeepSpeed does not read it either; write "comms_logger"')] = None
+    monitor_config: Annotated[InertObject, Inert("DeepSpeed does not read it either; write what is in it")] = None
+    tensorboard: logs.TensorBoard | None = None
+    wandb: logs.Wandb | None = None
+    csv_monitor: logs.CsvMonitor | None = None
+    comet: logs.Comet | None = None
+    flops_profiler: logs.FlopsProfiler | None = None
     autotuning: inert.Autotuning | None = None
     nebula: inert.Nebula | None = None
     pipeline: inert.Pipeline | None = None

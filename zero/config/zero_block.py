@@ -86,6 +86,7 @@ class LeafModuleConfig(Block):
     names: Words = ()
     """As in `named_modules()`."""
     name_suffixes: Words = ()
+    """Ends of names as in `named_modules()`."""
 
 
 class ZenFlowConfig(Block):
@@ -151,10 +152,13 @@ class ZeroConfig(Block):
     sub_group_size: Count | None = None
     """Most elements one optimizer step handles at once. 0 is read as None: an empty sub-group holds nothing."""
     stage3_prefetch_bucket_size: Count | None = None
+    """[elements] read ahead beyond the next unit. None: the largest unit."""
     stage3_param_persistence_threshold: Count = 100_000
     """Parameters with fewer elements stay gathered."""
     stage3_max_live_parameters: Count | None = None
+    """[elements] most on the device at once. None: about four units."""
     stage3_max_reuse_distance: Count | None = None
+    """[elements] a unit that is used again sooner stays. None: the live limit."""
 
     cpu_offload: Annotated[Flag, Deprecated('use offload_optimizer.device "cpu"')] = False
     cpu_offload_param: Annotated[Flag, Deprecated('use offload_param.device "cpu"')] = False

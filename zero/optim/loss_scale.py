@@ -39,21 +39,21 @@ class LossScaler:
 
     Attributes:
         dynamic: it follows the overflows.
-        window: steps without overflow after which it grows.
+        scale_window: steps without overflow after which it grows.
         late: of these steps the first does not count.
         delayed_shift: overflows until it shrinks.
-        raises_at_min: an overflow at `min_scale` is an error.
+        raise_error_at_min_scale: an overflow at `min_scale` is an error.
         skips: steps whose gradients are not finite are not taken.
     """
 
     cur_scale: float = 1.0
     dynamic: bool = False
-    window: int = 1000
+    scale_window: int = 1000
     late: bool = True
     delayed_shift: int = 1
     consecutive_hysteresis: bool = False
     min_scale: float = 1.0
-    raises_at_min: bool = True
+    raise_error_at_min_scale: bool = True
     skips: bool = True
     cur_iter: int = 0
     last_overflow_iter: int = -1
@@ -65,6 +65,16 @@ class LossScaler:
         return self.cur_scale
 
     @property
+    def dynamic_loss_scale(self) -> bool:
+        """`dynamic`; DeepSpeed's other name."""
+        return self.dynamic
+
+    @property
+    def scale_factor(self) -> float:
+        """What the scale is multiplied or divided by where it moves."""
+        return FACTOR
+
+    @property
     def is_needed(self) -> bool:
         """True: a backward of a loss that is not scaled is a mistake."""
         return self.dynamic or self.cur_scale != 1.0
@@ -72,7 +82,7 @@ class LossScaler:
     @property
     def at_minimum(self) -> bool:
         """True: a further overflow is an error."""
-        return self.dynamic and self.raises_at_min and self._shrinks and self.cur_scale == self.min_scale
+        return self.dynamic and self.raise_error_at_min_scale and self._shrinks and self.cur_scale == self.min_scale
 
     @property
     def _shrinks(self) -> bool:
@@ -96,7 +106,7 @@ class LossScaler:
             if self.consecutive_hysteresis:
                 self.cur_hysteresis = self.delayed_shift
             stable = self.cur_iter - self.last_overflow_iter - self.late
-            if stable > 0 and stable % self.window == 0:
+            if stable > 0 and stable % self.scale_window == 0:
                 self.cur_hysteresis = self.delayed_shift
                 self.cur_scale *= FACTOR
         self.cur_iter += 1
@@ -105,13 +115,20 @@ class LossScaler:
         """What `load_state_dict` takes."""
         return {"dynamic": self.dynamic, **{name: getattr(self, name) for name in COUNTERS}}
 
+    def resumed_scale(self, state: Mapping[str, Any] | None) -> float:
+        """What the scale would be after `load_state_dict`."""
+        return self.cur_scale if state is None or not self._takes(state) else float(state["cur_scale"])
+
+    def _takes(self, state: Mapping[str, Any]) -> bool:
+        return self.dynamic and bool(state.get("dynamic", "cur_iter" in state))
+
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from there, if both scales are dynamic; a static one is what the configuration says.
 
         Args:
             state: of `state_dict`, or the attributes of DeepSpeed's scaler; None: there was none.
         """
-        if not self.dynamic or state is None or not state.get("dynamic", "cur_iter" in state):
+        if state is None or not self._takes(state):
             return
         for name in COUNTERS:
             kind = float if name == "cur_scale" else int
@@ -130,7 +147,7 @@ def make_scaler(config: Config, device: torch.device) -> LossScaler:
         return LossScaler(
             2.0**fp16.initial_scale_power,
             dynamic=True,
-            window=fp16.loss_scale_window,
+            scale_window=fp16.loss_scale_window,
             delayed_shift=fp16.hysteresis,
             consecutive_hysteresis=fp16.consecutive_hysteresis,
             min_scale=fp16.min_loss_scale,
@@ -142,10 +159,10 @@ def make_scaler(config: Config, device: torch.device) -> LossScaler:
         return LossScaler(
             2.0**TORCH_POWER,
             dynamic=True,
-            window=TORCH_WINDOW,
+            scale_window=TORCH_WINDOW,
             late=False,
             min_scale=SMALLEST_SCALE,
-            raises_at_min=False,
+            raise_error_at_min_scale=False,
         )
     return LossScaler(skips=config.bf16.check_grad_overflow or not config.bf16.enabled)
 
@@ -193,6 +210,21 @@ class HasLossScale:
     def dynamic_loss_scale(self) -> bool:
         """True: the scale follows the overflows."""
         return self.loss_scaler.dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps so far, skipped ones too, as far as a dynamic scale counts them."""
+        return self.loss_scaler.cur_iter
+
+    @property
+    def loss_scale_config(self) -> LossScaler:
+        """Where DeepSpeed's optimizer of stage 0 has the scale, and how it moves."""
+        return self.loss_scaler
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """From here on the scale is this one, and static. Between steps only, as with every change of it."""
+        self.loss_scaler.dynamic = False
+        self.cur_scale = loss_scale
 
     def needs_scaler(self) -> bool:
         """True: a loss has to be scaled before its backward."""

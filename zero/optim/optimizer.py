@@ -6,37 +6,35 @@ It is a `torch.optim.Optimizer`, so learning-rate schedulers and clients that wr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from offload.errors import ConfigError, StateError
-from zero.config import Config
+from offload.errors import StateError
 from zero.optim.loss_scale import HasLossScale
-from zero.optim.pipeline import AdamValues
+from zero.optim.rules import Progress, Scalar, Trained
 from zero.optim.states import HasStates
-
-_PLAIN = {"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
 
 
 class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
-    """Adam or AdamW over states that live wherever the plan put them.
+    """An update rule over states that live wherever the plan put them.
 
     Args:
-        groups: torch-style param groups with lr, betas, eps, weight_decay and `decoupled` (AdamW).
+        trained: param groups, which stay the ones that are read, and the rule.
         take_step: called by `step()`; the engine's boundary step.
         clear: called by `zero_grad()`.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], take_step: Callable[[], None], clear: Callable[[], None]) -> None:
-        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
-        super().__init__(groups, defaults)
+    def __init__(self, trained: Trained, take_step: Callable[[], None], clear: Callable[[], None]) -> None:
+        super().__init__(trained.groups, dict(trained.rule.defaults))
+        self.param_groups = trained.groups
+        self.rule = trained.rule
         self._take_step, self._clear = take_step, clear
         self.step_counts: dict[int, int] = {}
         """id(parameter) -> updates so far; torch counts per parameter too."""
+        self.progress: dict[int, Progress] = {}
+        """id(parameter) -> what else its state has besides planes, of rules that keep more."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take the step that `engine.step()` takes on an accumulation boundary.
@@ -58,111 +56,79 @@ class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
         """Forget the gradients that have been accumulated."""
         self._clear()
 
-    def values(self, index_of: dict[int, int], contributed: Container[int]) -> dict[int, AdamValues]:
-        """Hyper-parameters of the step that would be taken now, of every parameter that has a gradient.
+    def values(self, index_of: dict[int, int], contributed: Container[int]) -> dict[int, Any]:
+        """What is fixed of every parameter that has a gradient in the step that would be taken now.
 
         Args:
             index_of: id(parameter) -> parameter index.
             contributed: indices of parameters with a gradient.
+
+        Raises:
+            ConfigError: param groups ask for what the rule cannot do.
         """
-        values: dict[int, AdamValues] = {}
+        self.rule.begin()
+        values: dict[int, Any] = {}
         for group in self.param_groups:
-            beta1, beta2 = (float(beta) for beta in group["betas"])
-            lr, decay = float(group["lr"]), float(group["weight_decay"])
-            decoupled = bool(group.get("decoupled", group.get("decoupled_weight_decay", True)))
             for parameter in group["params"]:
-                index = index_of.get(id(parameter))
-                if index is None or index not in contributed:
-                    continue
-                count = self.step_counts.get(id(parameter), 0) + 1
-                values[index] = AdamValues(
-                    step_size=lr / (1 - beta1**count),
-                    bias2_sqrt=math.sqrt(1 - beta2**count),
-                    decay=1 - lr * decay if decoupled else 1.0,
-                    l2=0.0 if decoupled else decay,
-                    beta1=beta1,
-                    beta2=beta2,
-                    eps=float(group["eps"]),
-                )
+                key = id(parameter)
+                index = index_of.get(key)
+                if index is not None and index in contributed:
+                    count = self.step_counts.get(key, 0) + 1
+                    values[index] = self.rule.values(group, count, self.progress.get(key))
         return values
 
-    def count_step(self, index_of: dict[int, int], contributed: Container[int]) -> None:
-        """A step is taken: count it for every parameter that has a gradient, as torch does."""
+    def count_step(self, index_of: dict[int, int], values: Mapping[int, Any]) -> None:
+        """A step is taken with these values: every parameter that has some counts it, as torch does."""
         for group in self.param_groups:
+            changed: Mapping[str, Any] = {}
             for parameter in group["params"]:
-                if index_of.get(id(parameter)) in contributed:
-                    self.step_counts[id(parameter)] = self.step_counts.get(id(parameter), 0) + 1
+                key = id(parameter)
+                index = index_of.get(key, -1)
+                if index in values:
+                    self.step_counts[key] = self.step_counts.get(key, 0) + 1
+                    progress, changed = self.rule.after(values[index])
+                    if progress is not None:
+                        self.progress[key] = progress
+            group.update(changed)
 
+    def numbers(self, key: int) -> dict[str, Scalar]:
+        """What a parameter's state has besides planes, by torch's names; `step` always.
 
-def groups_from(
-    optimizer: torch.optim.Optimizer | Callable[..., Any] | None,
-    model_parameters: Iterable[Any] | None,
-    model: nn.Module,
-    config: Config,
-) -> list[dict[str, Any]] | None:
-    """Param groups from an optimizer passed in, else from the config; None when there is neither.
+        Args:
+            key: id(parameter).
+        """
+        progress = self.progress.get(key)
+        more = {name: scalar for name, scalar in progress.scalars if scalar.value is not None} if progress else {}
+        return {"step": Scalar(self.step_counts.get(key, 0)), **more}
 
-    Raises:
-        ConfigError: both are missing what is needed, or ask for something that is not available.
-    """
-    if optimizer is not None:
-        if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optimizer: expected a torch.optim.Adam or AdamW, got {type(optimizer).__name__}; "
-                "or leave it out and set optimizer.type in the config"
-            )
-        return _owned(_groups_of_torch(optimizer), model)
-    if config.optimizer is None:
-        return None
-    params = config.optimizer.params
-    decoupled = config.optimizer.decoupled_weight_decay
-    common = {
-        "lr": params.lr,
-        "betas": tuple(params.betas),
-        "eps": params.eps,
-        "weight_decay": params.weight_decay,
-        "decoupled": decoupled,
-    }
-    given: list[Any] = (
-        list(model_parameters) if model_parameters is not None else [p for p in model.parameters() if p.requires_grad]
-    )
-    if any(isinstance(entry, tuple) for entry in given):
-        raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
-    if given and isinstance(given[0], dict):
-        return _owned([{**common, **group, "params": _trainable(group["params"])} for group in given], model)
-    return _owned([{**common, "params": _trainable(given)}], model)
+    def made(self, key: int, planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of a parameter's planes those that torch's optimizer would have; before the first update, as it makes them.
 
+        Args:
+            key: id(parameter).
+            planes: by name, as they are stored.
+        """
+        progress, fills = self.progress.get(key), self.rule.fills
+        if progress is not None:
+            return {name: planes[name] for name in planes if name in progress.present}
+        if self.step_counts.get(key, 0):
+            return dict(planes)
+        return {name: torch.full_like(plane, fills.get(name, 0.0)) for name, plane in planes.items()}
 
-def _owned(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """The groups, if every parameter in them is the model's."""
-    known = {id(p) for p in model.parameters()}
-    foreign = [tuple(p.shape) for group in groups for p in group["params"] if id(p) not in known]
-    if foreign:
-        raise ConfigError(
-            f"optimizer: {len(foreign)} parameters are not the model's (shapes {foreign[:4]}); build the optimizer "
-            "from the parameters of the model that is passed"
-        )
-    return groups
+    def set_numbers(self, key: int, saved: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what `numbers` has said of a parameter, and from planes that are all there.
 
+        Args:
+            key: id(parameter).
+            saved: of shape (); what is missing begins anew.
+        """
+        self.step_counts[key] = count = int(saved["step"].item()) if "step" in saved else 0
+        self.progress.pop(key, None)
+        if count and self.rule.scalars.keys() <= saved.keys():
+            scalars = tuple((name, like.like(saved[name])) for name, like in self.rule.scalars.items())
+            self.progress[key] = Progress(scalars, self.rule.states)
 
-def _groups_of_torch(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} is not available yet; pass torch.optim.Adam or AdamW, "
-            "or set optimizer.type in the config"
-        )
-    decoupled = isinstance(optimizer, torch.optim.AdamW)
-    if any(optimizer.state.values()):
-        raise ConfigError("optimizer: has state already; pass a fresh one, its states are kept by the engine")
-    for number, group in enumerate(optimizer.param_groups):
-        for key, expected in _PLAIN.items():
-            if group.get(key, expected) != expected:
-                raise ConfigError(f"optimizer.param_groups[{number}].{key}: expected {expected}, got {group[key]}")
-        group["decoupled"] = bool(group.get("decoupled_weight_decay", decoupled))
-    return optimizer.param_groups
-
-
-def _trainable(parameters: Sequence[nn.Parameter] | Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return [p for p in parameters if p.requires_grad]
+    def forget(self, key: int) -> None:
+        """Nobody trains the parameter any more."""
+        self.step_counts.pop(key, None)
+        self.progress.pop(key, None)

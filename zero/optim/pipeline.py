@@ -1,7 +1,7 @@
 """The update of one sub-group: read, apply, write.
 
-[Note: what an update touches] A sub-group is a run of a space. Its state record (remainder, exp_avg,
-exp_avg_sq, adjacent) is one sequential range of the record plane; its weights and gradients are
+[Note: what an update touches] A sub-group is a run of a space. Its state record (remainder and
+state planes, adjacent) is one sequential range of the record plane; its weights and gradients are
 ranges of theirs. Whatever lives in memory the kernel can address is updated where it is; the rest
 passes through one leased block of the arena. Results do not depend on the cutting.
 
@@ -21,10 +21,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from offload import kernels
 from offload.errors import StateError
 from offload.pinned import aligned_copy
 from offload.planes import settle_all
@@ -32,6 +32,7 @@ from offload.streams import Fence
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
 from zero.optim.places import Places
+from zero.optim.rules import Rule, Run
 from zero.optim.spare import SpareGradients
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.staging import Staged, Staging
@@ -39,24 +40,11 @@ from zero.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
-class AdamValues:
-    """Hyper-parameters of one parameter in one step; Python doubles."""
-
-    step_size: float
-    bias2_sqrt: float
-    decay: float
-    l2: float
-    beta1: float
-    beta2: float
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
 class StepArguments:
     """Fixed when `step()` is called; an update started later uses the same."""
 
-    values: Mapping[int, AdamValues]
-    """Parameter index -> values; a parameter that is missing had no gradient and is skipped."""
+    values: Mapping[int, Any]
+    """Parameter index -> what the rule has fixed of it; one that is missing had no gradient and is skipped."""
     grad_scale: float
     number: int
     """Of the step, counted from 1: errors name it, and moments that are not fp32 are rounded by it."""
@@ -113,8 +101,8 @@ class Told:
 class SubGroupPipeline:
     """Updates sub-groups, one call each."""
 
-    def __init__(self, layout: Layout, storage: Storage, gradients: Gradients) -> None:
-        self._layout, self._storage, self._gradients = layout, storage, gradients
+    def __init__(self, layout: Layout, storage: Storage, gradients: Gradients, rule: Rule) -> None:
+        self._layout, self._storage, self._gradients, self._rule = layout, storage, gradients, rule
         self.spare = SpareGradients(layout, storage)
         self.places = Places(storage.plan.records_in_flight, self.spare)
         self.before: Callable[[SubGroup, StepArguments], Awaitable[None]] | None = None
@@ -283,7 +271,7 @@ class SubGroupPipeline:
     def _apply(
         self, work: _Work, unit: Unit, weight: Staged, gradient: Staged, arguments: StepArguments, threads: int
     ) -> None:
-        """One kernel call for the part of a unit that lies in a sub-group."""
+        """Update the part of a unit that lies in a sub-group."""
         space, record = work.space, work.record
         layout = self._storage.plan.record_format(space)
         state = layout.over(record.bytes, record.begin, record.end, arguments.number)
@@ -294,15 +282,14 @@ class SubGroupPipeline:
             for slot in unit.slots
             if (segment := _segment(slot, first, weight.end - weight.begin, arguments)) is not None
         ]
-        kernels.adamw(
+        run = Run(
             weight.bytes.view(space.dtype),
             None if state.remainder is None else state.remainder[lo:hi],
-            state.moments.part(lo, hi),
+            state.states.part(lo, hi),
             gradient.bytes.view(self._gradients.taken(unit.index).dtype),
             segments,
-            grad_scale=arguments.grad_scale,
-            threads=threads,
         )
+        self._rule.update(run, arguments.grad_scale, threads)
 
 
 def _part(unit: Unit, flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:
@@ -320,20 +307,8 @@ def _overlap(unit: Unit, slot: Slot, group: SubGroup) -> bool:
     return begin < end and begin < group.end and group.begin < end
 
 
-def _segment(slot: Slot, first: int, numel: int, arguments: StepArguments) -> kernels.Segment | None:
-    """The slot's part of a run that starts at element `first` of the unit; None if empty or skipped."""
+def _segment(slot: Slot, first: int, numel: int, arguments: StepArguments) -> tuple[int, int, Any] | None:
+    """(begin, end, values) of the slot in a run that starts at element `first` of the unit; None if it has none."""
     values = arguments.values.get(slot.index)
     begin, end = max(slot.offset_numel - first, 0), min(slot.end_numel - first, numel)
-    if values is None or begin >= end:
-        return None
-    return kernels.Segment(
-        begin=begin,
-        end=end,
-        step_size=values.step_size,
-        bias2_sqrt=values.bias2_sqrt,
-        decay=values.decay,
-        l2=values.l2,
-        beta1=values.beta1,
-        beta2=values.beta2,
-        eps=values.eps,
-    )
+    return None if values is None or begin >= end else (begin, end, values)

@@ -110,7 +110,7 @@ class Stepper:
         due = [group for group in self._storage.plan.sub_groups if self.pipeline.trained_units(group, arguments)]
         # No waiting and no searching from here on: half of this is no step.
         done = self._ahead.commit(arguments) if self._ahead is not None else set()
-        optimizer.count_step(index_of, contributed)
+        optimizer.count_step(index_of, arguments.values)
         self._gradients.seal()
         self.updates.begin_step(arguments, [group for group in due if group not in done])
         self._arguments, self.decided, self.applied = arguments, True, True

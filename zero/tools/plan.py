@@ -249,7 +249,7 @@ def find_rates(config: Config, plan: Plan, traffic: StepTraffic, options: argpar
 
 
 def measure_update_rate(state_dtype: torch.dtype) -> float:
-    """Elements a second that the CPU kernel updates here, bf16 weights with a split master."""
+    """Elements a second that Adam's CPU kernel updates here, bf16 weights with a split master."""
     numel = RATE_NUMEL
     weight, gradient = torch.zeros(numel, dtype=torch.bfloat16), torch.ones(numel, dtype=torch.bfloat16)
     remainder = torch.zeros(numel, dtype=torch.int16)

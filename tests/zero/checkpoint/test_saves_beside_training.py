@@ -245,8 +245,10 @@ def test_moments_that_a_source_does_not_have_stay(
     names = [name for name, _ in engine.module.named_parameters()]
     now = {name: engine.full_state(name) for name in names}
     lacking = set(names[::2])
-    has_states = loading._has_states
-    monkeypatch.setattr(loading, "_has_states", lambda source, name: name not in lacking and has_states(source, name))
+    has_states = loading.Wanted._has_states
+    monkeypatch.setattr(
+        loading.Wanted, "_has_states", lambda wanted, name: name not in lacking and has_states(wanted, name)
+    )
     engine.load_checkpoint(tmp_path)
     for name in names:
         found = engine.full_state(name)

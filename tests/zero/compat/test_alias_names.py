@@ -46,6 +46,10 @@ PATHS = [
     *("utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint", "utils.torch.required_torch_version"),
     *("utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict", "utils.nvtx.instrument_w_nvtx"),
     *("ops.adam.DeepSpeedCPUAdam", "ops.adam.FusedAdam", "ops.adam.cpu_adam.DeepSpeedCPUAdam"),
+    *("utils.safe_get_full_grad", "utils.safe_get_full_fp32_param", "utils.safe_set_full_optimizer_state"),
+    *("utils.tensor_fragment.safe_get_local_grad", "runtime.zero.parameter_offload.DeepSpeedZeRoOffload"),
+    *("runtime.precision_config.DeepSpeedFP16Config", "runtime.fp16.loss_scaler.DynamicLossScaler"),
+    *("runtime.zero.partition_parameters.partitioned_param_data_shape",),
     *("ops.adagrad.DeepSpeedCPUAdagrad", "ops.lion.DeepSpeedCPULion", "ops.lion.fused_lion.FusedLion"),
     *("ops.aio.AsyncIOBuilder", "ops.__compatible_ops__", "ops.op_builder.CPUAdamBuilder", "ops.lamb.FusedLamb"),
     *(

@@ -213,7 +213,7 @@ def keys_read(module: ModuleType) -> Iterator[str]:
 @pytest.mark.parametrize("reader", READERS)
 def test_every_key_that_deepspeed_reads_is_known(reader: str) -> None:
     found = importlib.util.find_spec("deepspeed")
-    if found is None or "site-packages" not in str(found.origin):
+    if found is None or "compat" in str(found.origin):  # the alias is not what to compare with
         pytest.skip("DeepSpeed itself is not installed")
     blocks = BLOCKS.values()
     known = {name for block in blocks for name in (*block.model_fields, *block.aliases)}

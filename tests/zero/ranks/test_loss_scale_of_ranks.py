@@ -85,3 +85,37 @@ def test_at_the_smallest_scale_all_ranks_stop_and_name_the_same(rank_pool: Pool,
     answers = rank_pool(2).run(stop_at_the_minimum, str(nvme_path))
     assert answers[0] == answers[1]
     assert "the loss and the gradients of " in answers[0][0] and answers[0][1:] == (1, 0)
+
+
+def sums_in(nvme_path: str, stage: int, accum: str | None) -> tuple[Any, int]:
+    """A digest of everything after two steps of three micro-batches, and the bytes of gradients in the plan."""
+    import zero
+
+    quiet()
+    model = motley()
+    names = trainability(model)
+    keys: dict[str, Any] = {"stage": stage, "stage3_max_live_parameters": LIVE_NUMEL}
+    pair = ("cpu" if stage == 3 else "none", "cpu")
+    config = make_config(*(pair, nvme_path), accumulation=3, zero=keys, train_micro_batch_size_per_gpu=SAMPLES)
+    config["data_types"] = {"grad_accum_dtype": accum}
+    with zero.initialize(model=model, config=config)[0] as engine:
+        for index in range(6):
+            engine.backward(engine(batch(index, dist.get_rank(), agreed=True)))
+            engine.step()
+        norm = engine.get_global_grad_norm()
+        held = sum(row.nbytes for row in engine.plan.rows if row.plane == "gradients")
+        return digest(outcome_of(engine, names, [norm])), held
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_add_gradients_up_in_16_bits_where_they_reduce_them_at_once(
+    rank_pool: Pool, nvme_path: Path, stage: int
+) -> None:
+    """Stage 1 adds up whole gradients in fp32 and reduces once; 2 and 3 keep 16-bit sums: others, and half."""
+    wide = rank_pool(2).run(sums_in, str(nvme_path), stage, None)
+    narrow = rank_pool(2).run(sums_in, str(nvme_path), stage, "bf16")
+    assert narrow[0] == narrow[1] and wide[0] == wide[1]
+    if stage == 1:
+        assert narrow == wide
+    else:
+        assert narrow[0][0] != wide[0][0] and 2 * narrow[0][1] == wide[0][1]

@@ -1,6 +1,6 @@
 """`deepspeed.ops.adam`."""
 
-from zero.compat.optimizers import DeepSpeedCPUAdam, FusedAdam
+from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from ..._names import attributes
 

@@ -1,5 +1,5 @@
 """`deepspeed.ops.adam.cpu_adam`."""
 
-from zero.compat.optimizers import DeepSpeedCPUAdam
+from zero.ops.adam import DeepSpeedCPUAdam
 
 __all__ = ["DeepSpeedCPUAdam"]

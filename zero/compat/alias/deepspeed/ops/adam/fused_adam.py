@@ -1,5 +1,5 @@
 """`deepspeed.ops.adam.fused_adam`."""
 
-from zero.compat.optimizers import FusedAdam
+from zero.ops.adam import FusedAdam
 
 __all__ = ["FusedAdam"]

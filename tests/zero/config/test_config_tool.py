@@ -1,0 +1,70 @@
+"""`zero config`: what holds, the schema, the keys and the defaults."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero.config import load_config
+from zero.tools import cli
+
+
+def test_show_says_where_each_value_comes_from_and_what_has_no_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    content = {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": "auto",
+        "train_micro_batch_size_per_gpu": 2,
+        "nebula": {"enabled": False},
+    }
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert cli.main(["config", "show", str(path), "--world-size", "4"]) == 0
+    printed, notes = capsys.readouterr()
+    shown = json.loads(printed)
+    origins = shown["_comment_origins"]
+    assert shown["gradient_accumulation_steps"] == 2
+    assert origins["train_batch_size"] == "user" and origins["gradient_accumulation_steps"] == "auto"
+    assert origins["aio.queue_depth"] == "default" and origins["nebula.enabled"] == "user"
+    assert "nebula.enabled (checkpoints " in notes
+    assert "auto: gradient_accumulation_steps = 2 (from 16 samples = 2 x 2 x 4 ranks)" in notes
+
+
+def test_show_reads_the_standard_input(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"train_batch_size": 3}'))
+    assert cli.main(["config", "show", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["train_batch_size"] == 3
+    monkeypatch.setattr("sys.stdin", io.StringIO("{"))
+    assert cli.main(["config", "show", "-"]) == 1
+    assert "standard input: not valid JSON" in capsys.readouterr().err
+
+
+def test_show_of_a_wrong_file_prints_every_problem_and_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"gradient_clippng": 1, "zero_optimization": {"stage": 4}}', encoding="utf-8")
+    assert cli.main(["config", "show", str(path)]) == 1
+    printed, errors = capsys.readouterr()
+    assert printed == "" and "2 problems" in errors and "'gradient_clipping'" in errors
+    assert cli.main(["config", "show", str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_the_defaults_of_a_version_are_printed_as_they_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "defaults", "--config-version", "1"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert load_config(printed).as_dict() == load_config({"config_version": 1}).as_dict()
+    assert cli.main(["config", "defaults", "--config-version", "99"]) == 1
+    assert "the versions this release knows" in capsys.readouterr().err
+
+
+def test_the_schema_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["additionalProperties"] is False and "zero_optimization" in schema["properties"]

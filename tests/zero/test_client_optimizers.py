@@ -1,0 +1,206 @@
+"""Optimizers that users hand over: whatever is element-wise runs over tiles; what is not is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_config
+from reference import layout_of
+from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patchy, train
+from torch import Tensor
+
+from offload.errors import ConfigError
+from zero.config import load_config
+from zero.ops.adagrad import DeepSpeedCPUAdagrad
+from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zero.ops.lion import DeepSpeedCPULion, FusedLion
+
+Open = Callable[..., Any]
+CPU, NVME = ("cpu", "cpu"), ("nvme", "nvme")
+
+
+class Drifting(torch.optim.Optimizer):
+    """Element-wise, and awkward: a bf16 state, a Python number, a counter in the group, `.data`, None at first."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "calls": 0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["calls"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(narrow=torch.zeros_like(parameter.data, dtype=torch.bfloat16), pace=1.0, late=None)
+                elif state["late"] is None:
+                    state["late"] = parameter.data.clone()
+                state["pace"] *= 0.9
+                state["narrow"] = (state["narrow"] + parameter.grad.to(torch.bfloat16)) / 2
+                parameter.data = parameter.data - group["lr"] * state["pace"] / group["calls"] * state["narrow"]
+
+
+class Lamb(torch.optim.Optimizer):
+    """A step as long as the parameter's norm says."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * p.norm() / p.grad.norm(), alpha=group["lr"])
+
+
+class Global(torch.optim.SGD):
+    """Counts its steps in the object."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        super().step()
+
+
+class Slower(torch.optim.AdamW):
+    """A subclass of a known one that steps in its own way."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(0.999)
+
+
+def opened(
+    open_engine: Open, folder: Path, optimizer: Any, pair: tuple[str, str] = CPU, **more: Any
+) -> tuple[Any, Any]:
+    model = patchy()
+    made = optimizer(in_groups(list(model.named_parameters()), {"lr": 0.02}))
+    config = make_config(pair, folder, optimizer={}, zero={"sub_group_size": 8192}, **more)
+    return open_engine(model, config, optimizer=made), model
+
+
+@pytest.mark.parametrize("pair", [("none", "none"), NVME])
+@pytest.mark.parametrize("kind", [Drifting, Slower])
+def test_a_class_of_the_users_gives_the_bits_that_it_gives_alone(
+    open_engine: Open, nvme_path: Path, kind: Any, pair: tuple[str, str]
+) -> None:
+    engine, model = opened(open_engine, nvme_path, kind, pair, bf16=False)
+    plain = Plain(kind, {"lr": 0.02}, bf16=False, clipping=0.0, layout=layout_of(engine))
+    train(engine, 0, 8, bf16=False)
+    train(plain, 0, 8, bf16=False)
+    found, wanted = held_by(engine, model), plain.held()
+    # A bf16 state is kept in fp32, with the same values.
+    found = {k: v.to(wanted[k].dtype) if isinstance(v, Tensor) and k in wanted else v for k, v in found.items()}
+    assert differences(found, wanted) == []
+    if kind is Drifting:
+        assert [group["calls"] for group in engine.optimizer.param_groups] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (torch.optim.Adafactor, "row_var is of shape"),
+        (torch.optim.LBFGS, "closure"),
+        (torch.optim.SparseAdam, "dense gradients"),
+        (Lamb, "not element-wise"),
+        (Global, "steps for all parameters together"),
+    ],
+)
+def test_what_is_not_element_wise_is_refused_by_name(open_engine: Open, nvme_path: Path, kind: Any, why: str) -> None:
+    def make(groups: list[Group]) -> Any:
+        return kind([p for group in groups for p in group["params"]])
+
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} is not available: .*{why}.*AdamW.*Lion"):
+        opened(open_engine, nvme_path, make)
+
+
+def test_muon_is_refused_by_name(open_engine: Open, nvme_path: Path) -> None:
+    model = torch.nn.Linear(8, 8, bias=False)
+    with pytest.raises(ConfigError, match=r"Muon is not available: .*flat pieces"):
+        open_engine(model, make_config(CPU, nvme_path, optimizer={}), optimizer=torch.optim.Muon(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "alike"),
+    [
+        (DeepSpeedCPUAdam, lambda groups: torch.optim.AdamW(groups, weight_decay=0.1)),
+        (FusedAdam, lambda groups: torch.optim.AdamW(groups, weight_decay=0.1)),
+        (DeepSpeedCPUAdagrad, lambda groups: torch.optim.Adagrad(groups, weight_decay=0.1)),
+        (DeepSpeedCPULion, lambda groups: FusedLion(groups, weight_decay=0.1)),
+    ],
+)
+def test_deepspeeds_classes_do_what_their_counterparts_do(
+    open_engine: Open, nvme_path: Path, kind: Any, alike: Any
+) -> None:
+    ends = []
+    for make in (lambda groups: kind(groups, weight_decay=0.1), alike):
+        engine, model = opened(open_engine, nvme_path, make)
+        train(engine, 0, 6, bf16=True)
+        ends.append({name: engine.full_master(name) for name, _ in model.named_parameters()})
+    assert differences(*ends) == []
+
+
+def test_adam_that_decays_gradients_and_adam_without_bias_correction_are_what_they_say(
+    open_engine: Open, nvme_path: Path
+) -> None:
+    def make(groups: list[Group]) -> Any:
+        return DeepSpeedCPUAdam(groups, weight_decay=0.1, adamw_mode=False, bias_correction=False)
+
+    engine, model = opened(open_engine, nvme_path, make, bf16=False)
+    alone = Plain(make, {"lr": 0.02}, bf16=False, clipping=0.0, layout=layout_of(engine))
+    train(engine, 0, 6, bf16=False)
+    train(alone, 0, 6, bf16=False)
+    assert differences(held_by(engine, model), alone.held()) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [
+        ("DeepSpeedCPUAdam", "Adam"), ("cpuadam", "Adam"), ("FusedAdam", "Adam"), ("adamw", "AdamW"), ("sgd", "SGD"),
+        ("torch.optim.RMSprop", "RMSprop"), ("NADAM", "NAdam"), ("DeepSpeedCPULion", "Lion"), ("adagrad", "Adagrad"),
+    ],
+)  # fmt: skip
+def test_a_name_is_known_in_any_spelling(word: str, kind: str) -> None:
+    block = load_config({"optimizer": {"type": word}}).optimizer
+    assert block is not None and block.type == kind
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ({"type": "OneBitAdam"}, "1-bit optimizers are not available; use AdamW"),
+        ({"type": "Lamb"}, "norms of whole parameters; use AdamW"),
+        ({"type": "Muon"}, "whole matrices; use AdamW"),
+        ({"type": "RMSpropp"}, "the nearest is RMSprop"),
+        ({"type": "SGD", "params": {"momentun": 0.9}}, "optimizer.params.momentun.*'momentum'"),
+        ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas.*it is of Adam, AdamW"),
+        ({"type": "Lion", "params": {"momentum": 0.9}}, "optimizer.params.momentum: expected a key of Lion"),
+        ({"type": "RMSprop", "params": {"momentum": -1}}, "optimizer.params.momentum"),
+    ],
+)
+def test_a_name_or_key_that_does_not_fit_is_an_error_with_the_nearest(block: Group, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config({"optimizer": block})
+
+
+def test_options_that_torch_refuses_are_refused_in_its_words(open_engine: Open, nvme_path: Path) -> None:
+    block = {"type": "SGD", "params": {"lr": 0.1, "nesterov": True}}
+    with pytest.raises(ConfigError, match=r"optimizer.params: Nesterov momentum requires a momentum"):
+        open_engine(patchy(), make_config(CPU, nvme_path, optimizer=block))
+
+
+def test_narrow_states_are_adams_alone(open_engine: Open, nvme_path: Path) -> None:
+    zero = {"offload_optimizer": {"state_dtype": "bf16"}}
+    with pytest.raises(ConfigError, match=r"state_dtype: bf16 is for Adam and AdamW, and NAdam is something else"):
+        open_engine(patchy(), make_config(CPU, nvme_path, optimizer={"type": "NAdam"}, zero=zero))

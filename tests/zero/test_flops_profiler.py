@@ -1,0 +1,118 @@
+"""Operations, parameters and time of each module in one forward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import BATCH, TOKENS, VOCAB, WIDTH, build, make_config, tokens
+from torch import nn
+
+from offload.errors import ConfigError
+from zero.flops_profiler import Profile, get_model_profile, short
+
+Open = Callable[..., Any]
+ROWS = BATCH * TOKENS
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 16)
+        self.b = nn.Sequential(nn.ReLU(), nn.Linear(16, 4, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+def test_the_sums_are_those_of_the_matrix_products() -> None:
+    flops, macs, params = get_model_profile(Net(), (5, 8), print_profile=False, as_string=False)
+    assert macs == 5 * (8 * 16 + 16 * 4) and flops == 2 * macs
+    assert params == 8 * 16 + 16 + 16 * 4
+
+
+def test_each_module_has_its_own_and_those_inside_it() -> None:
+    model = Net()
+    profile = Profile(model)
+    with profile.measuring():
+        model(torch.ones(5, 8))
+    flops = {module.name: module.flops for module in profile.modules}
+    assert flops == {"": 1920, "a": 1280, "b": 640, "b.0": 0, "b.1": 640}
+    assert {module.name: module.depth for module in profile.modules}["b.1"] == 2
+    assert all(module.seconds > 0 for module in profile.modules)
+    assert profile.total.seconds >= sum(module.seconds for module in profile.modules if module.depth == 1)
+    model(torch.ones(5, 8))
+    assert not model._forward_hooks and not model.a._forward_pre_hooks
+
+
+def test_attention_on_the_cpu_counts_both_products() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q, q, q)
+
+    flops, _, _ = get_model_profile(Attention(), args=[torch.ones(2, 3, 16, 8)], print_profile=False, as_string=False)
+    assert flops == 2 * 2 * 3 * (16 * 16 * 8) * 2
+
+
+def test_the_table_goes_into_the_file_as_deep_as_asked(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "profile.txt"
+    assert get_model_profile(Net(), (5, 8), output_file=str(path), module_depth=1) == ("1.92 k", "960 ", "208 ")
+    text = path.read_text()
+    assert "a: Linear" in text and "b: Sequential" in text and "b.1" not in text
+    assert "depth 1, most operations: Linear 1.28 kFLOP" in text
+    get_model_profile(Net(), (5, 8), output_file=str(path), detailed=False)
+    assert "a: Linear" not in path.read_text()
+
+
+def test_a_forward_runs_so_often_before_it_is_measured() -> None:
+    calls = []
+    model = Net()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    get_model_profile(model, (1, 8), print_profile=False, warm_up=3)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "train"}, {"ignore_modules": [nn.ReLU]}])
+def test_what_is_not_there_is_an_error_that_names_it(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        get_model_profile(Net(), (1, 8), **wrong)
+
+
+def test_a_forward_that_fails_leaves_no_hooks() -> None:
+    model = Net()
+    with pytest.raises(RuntimeError):
+        get_model_profile(model, (1, 9), print_profile=False, warm_up=0)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("pair", [("none", "none"), ("nvme", "nvme")], ids="-".join)
+def test_an_engine_profiles_the_step_it_is_told_to_once(
+    open_engine: Open, nvme_path: Path, caplog: pytest.LogCaptureFixture, pair: tuple[str, str]
+) -> None:
+    caplog.set_level(logging.INFO, logger="zero")
+    block = {"enabled": True, "profile_step": 2, "module_depth": 2, "top_modules": 3, "detailed": True}
+    model = build("gpt")
+    engine = open_engine(model, make_config(pair, nvme_path, flops_profiler=block))
+    for index in range(4):
+        assert len([text for text in caplog.messages if text.startswith("flops profiler")]) == (index >= 2)
+        with torch.no_grad():
+            engine(tokens(index))
+        engine.backward(engine(tokens(index)))
+        engine.step()
+    (text,) = [text for text in caplog.messages if text.startswith("flops profiler, step 2")]
+    flops = {module.name: module.flops for module in engine._one_forward.profile.modules}
+    assert flops["head"] == 2 * ROWS * WIDTH * VOCAB and flops["blocks.0.up"] == 2 * ROWS * WIDTH * 4 * WIDTH
+    assert flops[""] == flops["head"] + sum(flops[f"blocks.{index}"] for index in range(3))
+    assert "blocks.0: Block" in text and "blocks.0.up" not in text
+    assert engine._one_forward.profile.total.params_numel == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 "), (999, "999 "), (1000, "1.00 k"), (1.5e6, "1.50 M"), (2e12, "2.00 T")]
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert short(value) == text

@@ -1,0 +1,197 @@
+"""Every optimizer that can be named equals its torch counterpart, bit for bit, wherever its states are.
+
+Clipping, two param groups, weight decay, a branch without gradients every other step, a layer that nobody uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_config
+from pairwise import in_pairs
+from reference import layout_of
+from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patchy, train
+
+from offload.errors import ConfigError, StateError
+from zero.fragments import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from zero.ops.lion import Lion
+
+STEPS = 20
+TIERS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"))
+
+GIVEN = ("in the config", "as an object")
+
+Open = Callable[..., Any]
+
+NAMED: dict[str, tuple[Group, Group]] = {
+    "SGD": ({"lr": 0.05}, {"lr": 0.1}),
+    "SGD with momentum": (
+        {"lr": 0.05, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01},
+        {"momentum": 0.5, "dampening": 0.0, "nesterov": True},
+    ),
+    "SGD, momentum in one group": ({"lr": 0.05, "weight_decay": 0.01, "maximize": True}, {"momentum": 0.9}),
+    "Adagrad": (
+        {"lr": 0.02, "lr_decay": 0.1, "weight_decay": 0.01, "initial_accumulator_value": 0.3},
+        {"weight_decay": 0.0},
+    ),
+    "Lion": ({"lr": 0.002, "betas": [0.9, 0.98], "weight_decay": 0.1}, {"betas": [0.8, 0.9], "weight_decay": 0.0}),
+    "RMSprop": ({"lr": 0.003, "alpha": 0.9, "momentum": 0.8, "centered": True, "weight_decay": 0.01}, {"lr": 0.01}),
+    "Adamax": ({"lr": 0.003, "weight_decay": 0.01}, {"lr": 0.01}),
+    "NAdam": ({"lr": 0.003, "weight_decay": 0.01, "decoupled_weight_decay": True}, {"betas": [0.7, 0.9]}),
+    "RAdam": ({"lr": 0.01, "weight_decay": 0.01}, {"lr": 0.02}),
+    "Adadelta": ({"lr": 1.0, "rho": 0.8, "weight_decay": 0.01}, {"lr": 0.5}),
+    "Rprop": ({"lr": 0.002, "etas": [0.4, 1.3]}, {"lr": 0.001}),
+    "ASGD": ({"lr": 0.02, "lambd": 0.01, "t0": 4, "weight_decay": 0.01}, {"alpha": 0.5}),
+    "Adam": ({"lr": 0.003, "amsgrad": True, "adam_w_mode": False, "weight_decay": 0.01}, {"lr": 0.01}),
+    "AdamW": ({"lr": 0.003, "amsgrad": True, "maximize": True, "weight_decay": 0.01}, {"weight_decay": 0.0}),
+}
+"""Name -> (options, options of the second group)."""
+
+
+def kind_of(name: str) -> Any:
+    word = name.split(",")[0].split(" ")[0]
+    return Lion if word == "Lion" else getattr(torch.optim, word)
+
+
+def counterpart(name: str) -> Callable[[list[Group]], torch.optim.Optimizer]:
+    options = {key: value for key, value in NAMED[name][0].items() if key != "adam_w_mode"}
+    return lambda groups: kind_of(name)(groups, **options, **({} if name == "Lion" else {"foreach": False}))
+
+
+def opened(
+    open_engine: Open, folder: Path, name: str, pair: tuple[str, str], given: str, **more: Any
+) -> tuple[Any, torch.nn.Module]:
+    """An engine with this optimizer, named in the config or handed over, and its model."""
+    model = patchy()
+    options, second = NAMED[name]
+    zero = {"sub_group_size": 8192, **more.pop("zero", {})}
+    if given == "in the config":
+        block = {"type": name.split(",")[0].split(" ")[0], "params": options}
+        groups = in_groups(list(model.named_parameters()), second)
+        config = make_config(pair, folder, optimizer=block, zero=zero, **more)
+        return open_engine(model, config, model_parameters=groups), model
+    optimizer = counterpart(name)(in_groups(list(model.named_parameters()), second))
+    config = make_config(pair, folder, optimizer={}, zero=zero, **more)
+    return open_engine(model, config, optimizer=optimizer), model
+
+
+@in_pairs(
+    name=tuple(NAMED), pair=TIERS, bf16=(False, True), clipping=(0.0, 0.05), given=("in the config", "as an object")
+)
+def test_it_equals_torch_bit_for_bit(
+    open_engine: Open, nvme_path: Path, name: str, pair: tuple[str, str], bf16: bool, clipping: float, given: str
+) -> None:
+    engine, model = opened(open_engine, nvme_path, name, pair, given, bf16=bf16, clipping=clipping)
+    plain = Plain(counterpart(name), NAMED[name][1], bf16=bf16, clipping=clipping, layout=layout_of(engine))
+    train(engine, 0, STEPS, bf16=bf16)
+    train(plain, 0, STEPS, bf16=bf16)
+    assert differences(held_by(engine, model), plain.held()) == []
+    counts = {name: engine.full_state(name)["step"] for name in ("inside.weight", "branches.1.weight", "idle.weight")}
+    assert counts == {"inside.weight": STEPS, "branches.1.weight": STEPS // 2, "idle.weight": 0}
+
+
+@pytest.mark.parametrize("name", ["SGD with momentum", "NAdam", "Adagrad", "Lion", "Adam"])
+@pytest.mark.parametrize(("first", "then"), [(("nvme", "nvme"), ("cpu", "cpu")), (("none", "none"), ("nvme", "nvme"))])
+def test_a_checkpoint_goes_on_bit_for_bit_on_another_tier(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, name: str, first: tuple[str, str], then: tuple[str, str]
+) -> None:
+    engine, model = opened(open_engine, nvme_path, name, first, "in the config", clipping=0.05)
+    train(engine, 0, 5, bf16=True)
+    engine.save_checkpoint(tmp_path)
+    train(engine, 5, 9, bf16=True)
+    resumed, other = opened(open_engine, nvme_path, name, then, "as an object", clipping=0.05)
+    train(resumed, 0, 2, bf16=True)
+    resumed.load_checkpoint(tmp_path)
+    train(resumed, 5, 9, bf16=True)
+    assert differences(held_by(resumed, other), held_by(engine, model)) == []
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_and_its_weights_load(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine, model = opened(open_engine, nvme_path, "Lion", ("cpu", "cpu"), "in the config")
+    train(engine, 0, 2, bf16=True)
+    engine.save_checkpoint(tmp_path)
+    other, _ = opened(open_engine, nvme_path, "RMSprop", ("cpu", "cpu"), "in the config")
+    with pytest.raises(ConfigError, match=r"square_avg.*the checkpoint has exp_avg.*load_optimizer_states=False"):
+        other.load_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert all(torch.equal(other.full_master(n), engine.full_master(n)) for n, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("pair", [("cpu", "cpu"), ("nvme", "nvme")])
+def test_a_schedule_of_lr_and_momentum_acts_from_the_next_step_on(
+    open_engine: Open, nvme_path: Path, pair: tuple[str, str]
+) -> None:
+    def cycle(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.05], total_steps=STEPS + 1)
+
+    name = "SGD with momentum"
+    engine, model = opened(open_engine, nvme_path, name, pair, "in the config", bf16=False)
+    plain = Plain(counterpart(name), NAMED[name][1], bf16=False, clipping=0.0, layout=layout_of(engine))
+    schedules = cycle(engine.optimizer), cycle(plain.optimizer)
+    seen = set()
+    for trainer, schedule in zip((engine, plain), schedules, strict=True):
+        train(trainer, 0, STEPS, bf16=False, after=lambda step, schedule=schedule: schedule.step())
+        seen.add(tuple(group["momentum"] for group in trainer.optimizer.param_groups))
+    assert differences(held_by(engine, model), plain.held()) == []
+    assert len(seen) == 1 and NAMED[name][0]["momentum"] not in seen.pop()
+
+
+def test_updates_inside_backward_give_the_same_bits(open_engine: Open, nvme_path: Path) -> None:
+    zero = {"offload_optimizer": {"update_in_backward": True}}
+    engine, model = opened(open_engine, nvme_path, "RMSprop", ("nvme", "nvme"), "in the config", zero=zero)
+    plain = Plain(counterpart("RMSprop"), NAMED["RMSprop"][1], bf16=True, clipping=0.0, layout=layout_of(engine))
+    train(engine, 0, 8, bf16=True)
+    train(plain, 0, 8, bf16=True)
+    assert engine.statistics().updated_in_backward_numel > 0
+    assert differences(held_by(engine, model), plain.held()) == []
+
+
+@pytest.mark.parametrize(("name", "planes"), [("SGD", 0), ("Lion", 1), ("NAdam", 2), ("RMSprop", 3)])
+def test_the_plan_has_room_for_as_many_states_as_there_are(
+    open_engine: Open, nvme_path: Path, name: str, planes: int
+) -> None:
+    for bf16 in (False, True):
+        engine, _ = opened(open_engine, nvme_path, name, ("cpu", "nvme"), "in the config", bf16=bf16)
+        told = sum(row.nbytes for row in engine.plan.rows if row.plane == "optimizer states")
+        numel = sum(unit.numel for unit in engine.units)
+        assert told == numel * (4 * planes + 2 * bf16)
+        assert engine.plan.step_write_bytes(engine._layout, 1) == told
+
+
+def test_momentum_that_begins_later_needs_room_from_the_start(open_engine: Open, nvme_path: Path) -> None:
+    engine, model = opened(open_engine, nvme_path, "SGD", ("cpu", "cpu"), "in the config")
+    train(engine, 0, 1, bf16=True)
+    before = held_by(engine, model)
+    engine.optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ConfigError, match=r"SGD keeps momentum_buffer.*a momentum above 0"):
+        train(engine, 1, 2, bf16=True)
+    engine.optimizer.param_groups[0]["momentum"] = 0.0
+    engine.step()
+    assert differences(held_by(engine, model), before) != []
+
+
+@pytest.mark.parametrize("pair", [("cpu", "cpu"), ("nvme", "nvme")])
+def test_states_are_read_and_replaced_by_torchs_names(
+    open_engine: Open, nvme_path: Path, pair: tuple[str, str]
+) -> None:
+    name = "SGD with momentum"
+    engine, model = opened(open_engine, nvme_path, name, pair, "in the config", bf16=False)
+    plain = Plain(counterpart(name), NAMED[name][1], bf16=False, clipping=0.0, layout=layout_of(engine))
+    train(engine, 0, 3, bf16=False)
+    train(plain, 0, 3, bf16=False)
+    weight, master = model.inside.weight, plain.masters["inside.weight"]
+    found = safe_get_full_optimizer_state(weight, "momentum_buffer")
+    assert found is not None and torch.equal(found, plain.optimizer.state[master]["momentum_buffer"])
+    with pytest.raises(StateError, match="there are momentum_buffer"):
+        safe_get_full_optimizer_state(weight, "exp_avg")
+    safe_set_full_optimizer_state(weight, 2 * found, "momentum_buffer")
+    plain.optimizer.state[master]["momentum_buffer"].mul_(2)
+    train(engine, 3, 5, bf16=False)
+    train(plain, 3, 5, bf16=False)
+    assert differences(held_by(engine, model), plain.held()) == []

@@ -1,0 +1,6 @@
+"""`deepspeed.runtime.precision_config`."""
+
+from zero.config.precision_block import Bf16Config as DeepSpeedBF16Config
+from zero.config.precision_block import Fp16Config as DeepSpeedFP16Config
+
+__all__ = ["DeepSpeedBF16Config", "DeepSpeedFP16Config"]

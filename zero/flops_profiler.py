@@ -1,0 +1,245 @@
+"""Operations, parameters and time of each module of a model in one forward, counted by torch's FlopCounterMode.
+
+Counted are matrix products, convolutions and attention, at two operations for a multiplication and an addition; what is
+done element by element is not. Time is that of the host, or with a GPU until it has finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from offload.errors import ConfigError
+from zero.config.logging_block import FlopsProfiler
+
+logger = logging.getLogger("zero")
+
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Torch counts the attention of GPUs only."""
+
+
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *rest: Any, **more: Any) -> int:
+    """Of two batched products, from the shapes; torch does not halve a causal one either."""
+    batch, heads, rows, width = query
+    return 2 * batch * heads * rows * key[-2] * (width + value[-1])
+
+
+@dataclass(frozen=True)
+class ModuleProfile:
+    """What one module did, with those inside it."""
+
+    name: str
+    """Dotted; empty: the model."""
+    kind: str
+    params_numel: int
+    flops: int
+    seconds: float
+
+    @property
+    def depth(self) -> int:
+        """0: the model."""
+        return self.name.count(".") + 1 if self.name else 0
+
+
+class Profile:
+    """A forward that is measured: `with profile.measuring(): model(...)`.
+
+    Args:
+        model: hooks are put on its modules inside the block, and taken off at its end.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules: list[ModuleProfile] = []
+        """Of all modules, in the order of the model; those that did not run have neither operations nor time."""
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Count and time what the model does inside."""
+        seconds, begun = Counter[nn.Module](), dict[nn.Module, float]()
+
+        def begin(module: nn.Module, inputs: Any) -> None:
+            begun[module] = _now()
+
+        def end(module: nn.Module, inputs: Any, output: Any) -> None:
+            seconds[module] += _now() - begun.pop(module, _now())  # type: ignore[assignment]
+
+        handles = [module.register_forward_pre_hook(begin) for module in self.model.modules()]
+        handles += [module.register_forward_hook(end) for module in self.model.modules()]
+        counter = FlopCounterMode(display=False, custom_mapping={ATTENTION_ON_CPU: _attention_flops})
+        try:
+            with counter:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._note(counter.get_flop_counts(), seconds)
+
+    def _note(self, counts: Mapping[str, Mapping[Any, int]], seconds: Mapping[nn.Module, float]) -> None:
+        root = type(self.model).__name__
+        for name, module in self.model.named_modules():
+            key = f"{root}.{name}" if name else "Global"
+            self.modules.append(
+                ModuleProfile(
+                    name,
+                    type(module).__name__,
+                    sum(p.numel() for p in module.parameters()),
+                    sum(counts.get(key, {}).values()),
+                    seconds.get(module, 0.0),
+                )
+            )
+
+    @property
+    def total(self) -> ModuleProfile:
+        """The whole model."""
+        return self.modules[0]
+
+    def lines(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> list[str]:
+        """The profile as text: sums, the classes with most operations at each depth, and a table of the modules."""
+        total = self.total
+        rate = total.flops / total.seconds if total.seconds else 0.0
+        lines = [
+            f"params: {short(total.params_numel)}, operations of the forward: {short(total.flops)}FLOP, "
+            f"time: {1e3 * total.seconds:.2f} ms, {short(rate)}FLOP/s"
+        ]
+        deepest = max(module.depth for module in self.modules)
+        shown = deepest if module_depth < 0 else min(module_depth, deepest)
+        lines += [self._top(depth, top_modules) for depth in range(shown + 1)]
+        if detailed:
+            lines.append(f"{'params':>10} {'FLOP':>10} {'share':>7} {'ms':>10}  module")
+            for module in self.modules:
+                if module.depth <= shown:
+                    share = module.flops / total.flops if total.flops else 0.0
+                    numbers = f"{short(module.params_numel):>10} {short(module.flops):>10} {share:>7.1%}"
+                    name = module.name or "(the model)"
+                    lines.append(f"{numbers} {1e3 * module.seconds:>10.2f}  {name}: {module.kind}")
+        return lines
+
+    def _top(self, depth: int, number: int) -> str:
+        flops = Counter[str]()
+        for module in self.modules:
+            if module.depth == depth:
+                flops[module.kind] += module.flops
+        most = ", ".join(f"{kind} {short(count)}FLOP" for kind, count in flops.most_common(number))
+        return f"depth {depth}, most operations: {most}"
+
+    def write(self, title: str, lines: Sequence[str], output_file: str | None) -> None:
+        """Into the file, whose folder is made, or the log."""
+        if output_file is None:
+            logger.info("%s\n  %s", title, "\n  ".join(lines))
+            return
+        path = Path(output_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([title, *lines]) + "\n", encoding="utf-8")
+
+
+class OneForward:
+    """Profiles the first training forward of the configured step, once.
+
+    Args:
+        block: of the configuration.
+    """
+
+    def __init__(self, block: FlopsProfiler) -> None:
+        self.block = block
+        self.profile: Profile | None = None
+        """Once it is done."""
+
+    def due(self, steps: int) -> bool:
+        """True: the forward that begins, after so many steps, is the one."""
+        return self.profile is None and steps + 1 >= self.block.profile_step and torch.is_grad_enabled()
+
+    @contextmanager
+    def measuring(self, model: nn.Module, steps: int) -> Iterator[None]:
+        """Measure the forward inside, and report it."""
+        profile, block = Profile(model), self.block
+        with profile.measuring():
+            yield
+        self.profile = profile
+        lines = profile.lines(block.module_depth, block.top_modules, block.detailed)
+        profile.write(f"flops profiler, step {steps + 1}, this rank's first forward", lines, block.output_file)
+
+
+def get_model_profile(  # noqa: PLR0913 - the signature is DeepSpeed's
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Sequence[type[nn.Module]] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Operations, multiply-accumulates and parameters of one forward of a model, as DeepSpeed's function of the name.
+
+    Args:
+        model: in memory.
+        input_shape: of the only argument, made of ones; else give `args` or `kwargs`.
+        args: positional arguments of the model.
+        kwargs: named ones.
+        print_profile: log it, or write it to `output_file`.
+        detailed: with a line for each module.
+        module_depth: modules down to this depth; -1: all.
+        top_modules: so many classes are named at each depth.
+        warm_up: forwards before the one that is measured.
+        as_string: "1.2 G" instead of numbers.
+        output_file: None: the log.
+        ignore_modules: not available: must be None or empty.
+        mode: "forward", or "generate" for `model.generate`.
+
+    Returns:
+        (operations, multiply-accumulates, parameters); a multiply-accumulate is two operations.
+
+    Raises:
+        ConfigError: an argument that cannot be.
+    """
+    if ignore_modules:
+        raise ConfigError("get_model_profile: ignore_modules is not available; leave it out")
+    if mode not in ("forward", "generate"):
+        raise ConfigError(f'get_model_profile: mode: expected "forward" or "generate", got {mode!r}')
+    if input_shape is not None:
+        like = next(model.parameters(), torch.empty(0))
+        args = [torch.ones(input_shape, dtype=like.dtype, device=like.device), *args]
+    call: Callable[..., Any] = model if mode == "forward" else getattr(model, "generate")  # noqa: B009 - the model's own
+    profile = Profile(model)
+    with torch.no_grad():
+        for _ in range(warm_up):
+            call(*args, **dict(kwargs or {}))
+        with profile.measuring():
+            call(*args, **dict(kwargs or {}))
+    if print_profile:
+        profile.write("flops profiler", profile.lines(module_depth, top_modules, detailed), output_file)
+    numbers = (profile.total.flops, profile.total.flops // 2, profile.total.params_numel)
+    return (short(numbers[0]), short(numbers[1]), short(numbers[2])) if as_string else numbers
+
+
+def short(value: float) -> str:
+    """1234567 as "1.23 M"; a space where there is no prefix."""
+    for factor, prefix in PREFIXES:
+        if value >= factor:
+            return f"{value / factor:.2f} {prefix}"
+    return f"{value:.0f} "
+
+
+def _now() -> float:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,152 @@
+"""Where the numbers of a run go: CSV files, TensorBoard, Weights & Biases, Comet; written by the first rank only."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from offload.errors import ConfigError
+from zero.config import Config
+from zero.config.logging_block import Comet, CsvMonitor, TensorBoard, Wandb
+
+Event = tuple[str, float, int]
+"""Tag, value, samples that steps had used by then."""
+
+
+class Monitor(Protocol):
+    """One place to write to."""
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Write them, for good."""
+
+    def close(self) -> None:
+        """No more will be written."""
+
+
+class CsvFiles:
+    """A file for each tag, `Train_Samples_lr.csv`, with a row for each event; one that exists is gone on with."""
+
+    def __init__(self, block: CsvMonitor) -> None:
+        self.folder = Path(block.output_path) / block.job_name
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """See `Monitor`."""
+        for tag, value, samples in events:
+            with (self.folder / f"{tag.replace('/', '_').replace(' ', '_')}.csv").open("a", newline="") as file:
+                rows = csv.writer(file)
+                if file.tell() == 0:
+                    rows.writerow(["step", tag.rpartition("/")[2]])
+                rows.writerow([samples, value])
+
+    def close(self) -> None:
+        """See `Monitor`."""
+
+
+class TensorBoardFiles:
+    """Event files of TensorBoard."""
+
+    def __init__(self, block: TensorBoard) -> None:
+        tensorboard = importlib.import_module("torch.utils.tensorboard")
+        self.writer = tensorboard.SummaryWriter(log_dir=str(Path(block.output_path) / block.job_name))
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """See `Monitor`."""
+        for event in events:
+            self.writer.add_scalar(*event)
+        self.writer.flush()
+
+    def close(self) -> None:
+        """See `Monitor`."""
+        self.writer.close()
+
+
+class WandbRun:
+    """A run of Weights & Biases; the process's, if one is under way."""
+
+    def __init__(self, block: Wandb) -> None:
+        self.wandb = importlib.import_module("wandb")
+        if self.wandb.run is None:
+            self.wandb.init(project=block.project, group=block.group, entity=block.team)
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """See `Monitor`."""
+        for tag, value, samples in events:
+            self.wandb.log({tag: value}, step=samples)
+
+    def close(self) -> None:
+        """The run may be the script's, or another engine's: it ends with the process."""
+
+
+class CometExperiment:
+    """An experiment of Comet; of each tag one value every so many samples."""
+
+    def __init__(self, block: Comet) -> None:
+        comet = importlib.import_module("comet_ml")
+        keys = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
+        self.experiment = comet.start(**{key: getattr(block, key) for key in keys})
+        if block.experiment_name is not None:
+            self.experiment.set_name(block.experiment_name)
+        self.interval, self.last = block.samples_log_interval, dict[str, int]()
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """See `Monitor`."""
+        for tag, value, samples in events:
+            if tag not in self.last or samples - self.last[tag] >= self.interval:
+                self.last[tag] = samples
+                self.experiment.log_metric(tag, value, step=samples)
+
+    def close(self) -> None:
+        """See `Monitor`."""
+        self.experiment.flush()
+
+
+KINDS: dict[str, tuple[str | None, Callable[[Any], Monitor]]] = {
+    "tensorboard": ("tensorboard", TensorBoardFiles),
+    "wandb": ("wandb", WandbRun),
+    "csv_monitor": (None, CsvFiles),
+    "comet": ("comet_ml", CometExperiment),
+}
+"""Block -> the package it needs, and what writes."""
+
+
+class Monitors:
+    """All that are enabled; `engine.monitor`.
+
+    Args:
+        config: its four blocks.
+        writes: this rank is the one that writes. Whether what is enabled can be is checked on every rank.
+
+    Raises:
+        ConfigError: one is enabled and its package is not installed. A run whose numbers go nowhere is found out too
+            late for a warning.
+    """
+
+    def __init__(self, config: Config, *, writes: bool) -> None:
+        blocks = {name: getattr(config, name) for name in KINDS}
+        wanted = {name: block for name, block in blocks.items() if block is not None and block.enabled}
+        for name in wanted:
+            package = KINDS[name][0]
+            if package is not None and importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"{name}.enabled: the package {package} is not installed; pip install {package}, or set it to false"
+                )
+        self.enabled = bool(wanted)
+        self.writers: dict[str, Monitor] = {}
+        for name, block in wanted.items() if writes else ():
+            self.writers[name] = KINDS[name][1](block)
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Write (tag, value, samples) everywhere; nothing on ranks that do not write."""
+        for writer in self.writers.values():
+            writer.write_events(events)
+
+    def close(self) -> None:
+        """No more will be written."""
+        for writer in self.writers.values():
+            writer.close()
+        self.writers = {}

@@ -1,0 +1,257 @@
+"""What an engine says of its run while it goes on: a line every few steps, values for monitors, times, memory.
+
+[Note: costs nothing] What nobody has asked for is not made: without a reporter the loop pays one comparison a call.
+Times are those of the engine's own stopwatches, which run anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import psutil
+import torch
+
+from offload.sizes import format_bytes
+from zero import ranks
+from zero.config import Config
+from zero.exchange import Exchange
+from zero.flops_profiler import OneForward
+from zero.monitors import Event, Monitors
+from zero.params.layout import Layout
+from zero.statistics import LoopCounters, Statistics, collect
+
+logger = logging.getLogger("zero")
+
+TIMES = ("forward", "backward", "step", "wait")
+"""Of `wait`, the seconds for which the training thread waited for bytes; they are in the other three too."""
+
+
+class Reporter:
+    """Says what was asked for, on the first rank.
+
+    Args:
+        engine: whose steps are reported.
+        config: what is asked for.
+        monitor: where values go.
+    """
+
+    def __init__(self, engine: Any, config: Config, monitor: Monitors) -> None:
+        self.config, self.monitor = config, monitor
+        self.loss: torch.Tensor | None = None
+        self.times = dict.fromkeys(TIMES, 0.0)
+        self._seconds = dict.fromkeys(TIMES, 0.0)
+        self._printed_at, self._samples_then = time.perf_counter(), 0
+        if config.dump_state:
+            dump_state(engine, config)
+
+    @staticmethod
+    def wanted(config: Config, monitor: Monitors) -> bool:
+        """Whether there is anything to say."""
+        comms = config.comms_logger
+        asked = (config.steps_per_print, config.wall_clock_breakdown, config.memory_breakdown, config.dump_state)
+        return monitor.enabled or any(asked) or (comms is not None and comms.enabled and comms.verbose)
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """One micro-batch's part of the loss of the step; read at the step, so that no device is waited for here."""
+        if self.monitor.writers:
+            part = loss.detach().mean()
+            self.loss = part if self.loss is None else self.loss + part
+
+    def step_taken(self, engine: Any) -> None:
+        """Say what there is to say of the step just taken."""
+        self._measure(engine)
+        config, loss, self.loss = self.config, self.loss, None
+        if self.monitor.writers:
+            self.monitor.write_events(self._events(engine, loss))
+        if config.steps_per_print is not None and engine.global_steps % config.steps_per_print == 0:
+            logger.info("%s", self._progress(engine))
+        if config.wall_clock_breakdown:
+            parts = " | ".join(f"{name}: {1e3 * seconds:.2f}" for name, seconds in self.times.items())
+            logger.info("step=%d, time (ms) | %s", engine.global_steps, parts)
+        if config.memory_breakdown:
+            logger.info("step=%d, memory | %s", engine.global_steps, memory_line(engine))
+        if config.comms_logger is not None and config.comms_logger.enabled and config.comms_logger.verbose:
+            engine.log_summary()
+
+    def _measure(self, engine: Any) -> None:
+        """Times of this step: what the stopwatches have gained since the last."""
+        now = engine.seconds_so_far()
+        self.times = {name: now[name] - self._seconds[name] for name in TIMES}
+        self._seconds = now
+
+    def _events(self, engine: Any, loss: torch.Tensor | None) -> list[Event]:
+        samples = engine.global_samples
+        values: dict[str, Any] = {"lr": engine.get_lr()[0]}
+        if loss is not None:
+            values = {"train_loss": loss.item(), **values}
+        if self.config.fp16.enabled:
+            values["loss_scale"] = engine.optimizer.cur_scale
+        norm = engine.get_global_grad_norm()
+        if norm is not None:
+            values["grad_norm"] = norm
+        if self.config.wall_clock_breakdown:
+            values |= {f"elapsed_time_ms_{name}": 1e3 * seconds for name, seconds in self.times.items()}
+        return [(f"Train/Samples/{tag}", float(value), samples) for tag, value in values.items()]
+
+    def _progress(self, engine: Any) -> str:
+        now, samples = time.perf_counter(), engine.global_samples
+        rate = (samples - self._samples_then) / max(now - self._printed_at, 1e-9)
+        self._printed_at, self._samples_then = now, samples
+        parts = [
+            f"step={engine.global_steps}",
+            f"skipped={engine.skipped_steps}",
+            f"lr={engine.get_lr()}",
+            f"mom={engine.get_mom()}",
+        ]
+        if self.config.fp16.enabled:
+            parts.append(f"loss_scale={engine.optimizer.cur_scale:g}")
+        return ", ".join([*parts, f"samples/s={rate:.4g}"])
+
+
+def dump_state(engine: Any, config: Config) -> None:
+    """Log every value that holds, with where it comes from."""
+    lines = [f"{path} = {json.dumps(value)} ({config.origin(path)})" for path, value in _leaves(config.as_dict())]
+    optimizer = "none" if engine.optimizer is None else f"{len(engine.optimizer.param_groups)} param groups"
+    lines += [f"optimizer: {optimizer}", f"lr_scheduler: {type(engine.lr_scheduler).__name__}"]
+    logger.info("configuration in effect:\n  %s", "\n  ".join(lines))
+
+
+def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, item in value.items():
+        if isinstance(item, dict):
+            found += _leaves(item, f"{prefix}{key}.")
+        elif item is not None:
+            found.append((prefix + key, item))
+    return found
+
+
+def memory_line(engine: Any) -> str:
+    """What this rank holds now, and the most it has held."""
+    parts = [f"host arena: {format_bytes(engine.statistics().arena_peak_bytes)} at most"]
+    if engine.device.type == "cuda":
+        now, most = torch.cuda.memory_allocated(engine.device), torch.cuda.max_memory_allocated(engine.device)
+        parts.append(f"device: {format_bytes(now)}, {format_bytes(most)} at most")
+    parts.append(f"resident: {format_bytes(psutil.Process().memory_info().rss)}")
+    parts.append(f"{format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} at most")
+    return " | ".join(parts)
+
+
+class Reports:
+    """Mixed into the engine."""
+
+    module: torch.nn.Module
+    monitor: Monitors
+    exchange: Exchange
+    global_steps: int
+    micro_steps: int
+    device: torch.device
+    optimizer: Any
+    _config: Config
+    _reporter: Reporter | None = None
+    _one_forward: OneForward | None = None
+    _reported_steps = 0
+    _forward: Any
+    _backward: Any
+    _step: Any
+    _storage: Any
+    _coordinator: Any
+    _layout: Layout
+    _ahead: Any
+
+    def _start_reports(self) -> None:
+        """Open what is enabled. Raises ConfigError if it cannot be."""
+        config, first = self._config, ranks.rank() == 0
+        self.monitor = Monitors(config, writes=first)
+        profiler = config.flops_profiler
+        if profiler is not None and profiler.enabled and first:
+            self._one_forward = OneForward(profiler)
+
+    def _begin_reports(self) -> None:
+        """The engine is there."""
+        if ranks.rank() == 0 and Reporter.wanted(self._config, self.monitor):
+            self._reporter = Reporter(self, self._config, self.monitor)
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        """Around a forward: measured, if it is the one that `flops_profiler` asks for."""
+        one = self._one_forward
+        if one is None or not one.due(self.global_steps):
+            return nullcontext()
+        return one.measuring(self.module, self.global_steps)
+
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        """A micro-batch's loss, as its gradients are made of it."""
+        if self._reporter is not None:
+            self._reporter.note_loss(loss)
+
+    def _report_step(self) -> None:
+        """A step may have been taken."""
+        if self._reporter is not None and self.global_steps != self._reported_steps:
+            self._reported_steps = self.global_steps
+            self._reporter.step_taken(self)
+
+    def seconds_so_far(self) -> dict[str, float]:
+        """What the loop has spent [s], by `TIMES`."""
+        waited = self._storage.mover.exposed.seconds
+        return dict(
+            zip(TIMES, (self._forward.seconds, self._backward.seconds, self._step.seconds, waited), strict=True)
+        )
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the last step, by what they went to; empty without `wall_clock_breakdown`."""
+        if self._reporter is None or not self._config.wall_clock_breakdown:
+            return {}
+        return {name: 1e3 * seconds for name, seconds in self._reporter.times.items()}
+
+    def wall_clock_breakdown(self) -> bool:
+        """As configured."""
+        return self._config.wall_clock_breakdown
+
+    def memory_breakdown(self) -> bool:
+        """As configured."""
+        return self._config.memory_breakdown
+
+    def flops_profiler_enabled(self) -> bool:
+        """As configured."""
+        return self._config.flops_profiler is not None and self._config.flops_profiler.enabled
+
+    def log_summary(self) -> dict[str, dict[str, int]]:
+        """Log what collectives have moved so far on this rank, and return it: what for -> calls, elements, bytes.
+
+        With `comms_logger` and its `prof_all` false, only `prof_ops`.
+        """
+        block, moved = self._config.comms_logger, self.exchange.payload()
+        names = sorted(moved) if block is None or block.prof_all else [n for n in block.prof_ops if n in moved]
+        summary = {
+            name: {"calls": moved[name].calls, "numel": moved[name].numel, "bytes": moved[name].nbytes}
+            for name in names
+        }
+        lines = [
+            f"{name}: {each['calls']} calls, {format_bytes(each['bytes'])}, "
+            f"{format_bytes(each['bytes'] // max(each['calls'], 1))} each"
+            for name, each in summary.items()
+        ]
+        logger.info("collectives after %d steps:\n  %s", self.global_steps, "\n  ".join(lines or ["none"]))
+        return summary
+
+    def statistics(self) -> Statistics:
+        """What was done so far."""
+        return collect(
+            self._coordinator.counters,
+            self._storage,
+            [unit.name for unit in self._layout.units],
+            LoopCounters(
+                self.global_steps,
+                self.micro_steps,
+                self._forward.seconds,
+                self._backward.seconds,
+                self._step.seconds,
+                self._ahead.committed_numel if self._ahead is not None else 0,
+                {kind: counter.numel for kind, counter in self.exchange.payload().items()},
+            ),
+        )
