@@ -46,7 +46,7 @@ class EngineStates:
         if nbytes > free:
             raise BudgetError(
                 f"optimizer.state_dict: all states are {format_bytes(nbytes)}, {format_bytes(free)} are free; save "
-                "them with engine.save_checkpoint, which needs no copy, or look at optimizer.state[parameter] one by one"
+                "them with engine.save_checkpoint, which needs no copy, or read optimizer.state[parameter] one by one"
             )
 
     def masters_of(self, group: dict[str, Any]) -> torch.Tensor:
