@@ -225,8 +225,10 @@ class YardStick:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Its files go with the folder."""
+        """Remove its files: nothing is measured any more."""
         self._aio.close()
+        shutil.rmtree(self._folder / "new", ignore_errors=True)
+        (self._folder / "old").unlink(missing_ok=True)
 
 
 def engine_config(tier: str, folder: Path | str, shape: str) -> dict[str, Any]:

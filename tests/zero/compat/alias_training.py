@@ -218,7 +218,10 @@ def saved() -> dict[str, Any]:
         engine.save_checkpoint(folder)
         engine.save_checkpoint(folder, "again")
         script = os.path.join(folder, "zero_to_fp32.py")
-        done = subprocess.run([script, folder, f"{folder}/out"], capture_output=True, text=True)
+        # As in an environment that is active: the script is for the first python3 there is.
+        path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+        command = [script, folder, f"{folder}/out"]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path})
         with deepspeed.zero.GatheredParameters(list(engine.parameters())):
             trained = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
         values = safetensors.torch.load_file(f"{folder}/out/model.safetensors") if not done.returncode else {}
