@@ -14,6 +14,13 @@ from zero import ranks
 from zero.config import load_config
 
 
+@pytest.fixture(autouse=True)
+def nobody_has_joined() -> None:
+    """An engine that was made before has joined a group of one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def second_of_four() -> Iterator[None]:
     """torch.distributed as rank 1 of 4 has it; its fake backend needs no other process."""
