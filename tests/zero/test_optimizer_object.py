@@ -50,10 +50,19 @@ def test_states_are_the_engines_and_appear_with_the_first_step(open_engine: Open
     assert optimizer.optimizer.state is optimizer.state  # what DeepSpeed wraps
 
 
+RULES = {
+    "AdamW": {},
+    "SGD": {"momentum": 0.9},
+    "NAdam": {},  # keeps a number besides its planes and its steps
+}
+
+
 @on_every_tier
-def test_a_state_dict_goes_on_where_it_was_taken(open_engine: Open, nvme_path: Path, tier: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_a_state_dict_goes_on_where_it_was_taken(open_engine: Open, nvme_path: Path, tier: str, rule: str) -> None:
     """Into another engine with the same weights: the next steps are the same, bit for bit; groups stay live."""
-    config = make_config(TIERS[tier], nvme_path, bf16=False)
+    optimizer = {"type": rule, "params": {"lr": 1e-3, **RULES[rule]}}
+    config = make_config(TIERS[tier], nvme_path, bf16=False, optimizer=optimizer)
     engine = train(open_engine(build("gpt"), config), 0, 1)
     engine.optimizer.param_groups[0]["lr"] = 0.002
     saved = copy.deepcopy(engine.optimizer.state_dict())
