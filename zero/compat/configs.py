@@ -12,6 +12,11 @@ from zero.config.offload_block import OffloadParamConfig as DeepSpeedZeroOffload
 from zero.config.zero_block import ZeroConfig as DeepSpeedZeroConfig
 
 __all__ = [
+    "ADAGRAD_OPTIMIZER",
+    "ADAMW_OPTIMIZER",
+    "ADAM_OPTIMIZER",
+    "DEEPSPEED_OPTIMIZERS",
+    "LION_OPTIMIZER",
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedZeroConfig",
@@ -23,6 +28,9 @@ __all__ = [
 ]
 
 DeepSpeedConfigError = ConfigError
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
+DEEPSPEED_OPTIMIZERS = [ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER]
+"""Of those that DeepSpeed lists, what `optimizer.type` can be here; any class of torch.optim can be too."""
 
 
 class ZeroStageEnum(int, enum.Enum):
