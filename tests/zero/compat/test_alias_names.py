@@ -52,7 +52,8 @@ PATHS = [
     *("runtime.zero.partition_parameters.partitioned_param_data_shape", "runtime.config.ADAM_OPTIMIZER"),
     *("runtime.zero.config.DeepSpeedZeroOffloadParamConfig", "runtime.lr_schedules.WARMUP_MIN_LR"),
     *("runtime.lr_schedules.add_tuning_arguments", "runtime.lr_schedules.get_config_from_args"),
-    "runtime.lr_schedules.WARMUP_DECAY_LR",
+    *("runtime.lr_schedules.WARMUP_DECAY_LR", "monitor.csv_monitor.csvMonitor", "monitor.wandb.WandbMonitor"),
+    *("monitor.config.DeepSpeedMonitorConfig", "runtime.precision_config.get_bfloat16_config"),
     *("ops.adagrad.DeepSpeedCPUAdagrad", "ops.lion.DeepSpeedCPULion", "ops.lion.fused_lion.FusedLion"),
     *("ops.aio.AsyncIOBuilder", "ops.__compatible_ops__", "ops.op_builder.CPUAdamBuilder", "ops.lamb.FusedLamb"),
     *(
