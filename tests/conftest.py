@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ import pytest
 # A busy neighbour is no failure: how long an example may take is not for a test to say.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
+
+# Threads that wait for the next small loop sleep, in this process and in those it starts: there are more tests, and
+# perhaps other work, to do on these cores. It changes no number.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS))  # importlib mode leaves it out; tests import `models` and `reference` by name
