@@ -10,6 +10,7 @@ from zero.config import load_config, tolerating_unknown_keys
 from zero.config.offload_block import OffloadOptimizerConfig as DeepSpeedZeroOffloadOptimizerConfig
 from zero.config.offload_block import OffloadParamConfig as DeepSpeedZeroOffloadParamConfig
 from zero.config.zero_block import ZeroConfig as DeepSpeedZeroConfig
+from zero.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
 
 __all__ = [
     "DeepSpeedConfig",
@@ -33,24 +34,6 @@ class ZeroStageEnum(int, enum.Enum):
     gradients = 2
     weights = 3
     max_stage = 3
-
-
-class OffloadDeviceEnum(str, enum.Enum):
-    """Where state is kept."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(str, enum.Enum):
-    """What `engine.offload_states` moves."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 class DeepSpeedConfig:
