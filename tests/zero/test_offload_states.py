@@ -354,6 +354,16 @@ def test_the_optimizer_has_the_same_calls(open_engine: Open) -> None:
     assert engine.optimizer.offloaded_states == set()
 
 
+def test_deepspeeds_names_are_the_same_classes() -> None:
+    from zero.compat import configs
+
+    assert configs.OffloadStateTypeEnum is zero.OffloadStateTypeEnum is OffloadStateTypeEnum
+    assert configs.OffloadDeviceEnum is zero.OffloadDeviceEnum
+    assert [kind.value for kind in KINDS] == [
+        *("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+    ]
+
+
 # ---- ranks ------------------------------------------------------------------------------------
 
 
