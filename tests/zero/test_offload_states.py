@@ -242,6 +242,19 @@ def test_a_parameter_whose_weights_are_away_keeps_its_face_and_is_never_garbage(
     assert not engine.offloaded_states & TO_RUN
 
 
+@stages
+def test_a_module_that_is_called_by_itself_has_its_weights(open_engine: Open, stage: int) -> None:
+    results = []
+    for moves in (False, True):
+        engine = train(open_engine(build("gpt"), config_of(stage)), 0, 1)
+        if moves:
+            engine.offload_states()
+        with torch.no_grad():
+            results.append(engine.module.blocks[1](torch.linspace(-1, 1, 256, dtype=torch.bfloat16).view(1, 8, 32)))
+        assert not engine.offloaded_states & TO_RUN
+    assert torch.equal(*results)
+
+
 # ---- ends -------------------------------------------------------------------------------------
 
 
