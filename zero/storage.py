@@ -60,6 +60,9 @@ class Storage:
         records_away: those of the device are in host memory for the time being.
     """
 
+    activations: ActivationStore | None = None
+    records_away = False
+
     def __init__(
         self,
         layout: Layout,
@@ -72,7 +75,6 @@ class Storage:
         self.layout, self.plan, self.device, self._shared = layout, plan, device, shared
         self._open_snapshot = open_snapshot
         self._flats: dict[int, torch.Tensor] = {}
-        self.records_away = False
         self._budgeted = config.memory_budget.host is not None
         self._pinned = device.type == "cuda" and wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
@@ -84,7 +86,6 @@ class Storage:
         self.timeline = Timeline()
         self.at_end: list[Callable[[], None]] = []
         self.at_rest: list[Callable[[], None]] = []
-        self.activations: ActivationStore | None = None
         self.disk = self._open_disk(config)
         aio = self.disk.aio if self.disk else None
         self.streams = open_streams(device, self.timeline)
