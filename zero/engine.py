@@ -212,6 +212,7 @@ class ZeroEngine(
             self.changed()
             self._gradients.clear()
             self.forget_gradients_away()
+            self._forget_written()
             self._watch.torn = False
 
     @traced("step")
@@ -238,6 +239,7 @@ class ZeroEngine(
             )
         self._watch.end_stray()
         self._coordinator.check_idle()
+        self._take_written()
         self._stepper.decided = self._step_counted = False
         self._step_asked = True
 
@@ -288,6 +290,7 @@ class ZeroEngine(
         self.global_steps = number
         self.global_samples += self._config.train_batch_size
         self._note_applied(self._stepper.applied)
+        optimizer._global_grad_norm = self._stepper.norm
         self._step_was_fixed()
 
     def ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
@@ -295,10 +298,9 @@ class ZeroEngine(
 
         Args:
             what: is attempted.
-            needs: of these states (None: all) what `offload_states` has put away is brought back.
+            needs: of these states (None: all) what `offload_states` has put away comes back (BudgetError: no room).
 
         Raises:
-            BudgetError: there is no room for them.
             StateError: closed.
             StorageError: an update of the last step failed and nobody was told yet, or it fails again.
         """
