@@ -1,0 +1,58 @@
+"""Unmodified clients on DeepSpeed itself and on us: the same losses, norms, rates and weights but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import oracle
+import pytest
+from oracle_rows import ROWS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Any]:
+    """Processes of both sides."""
+    for name in ("transformers", "accelerate", "peft"):
+        pytest.importorskip(name)
+    reason = oracle.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with oracle.Both() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_client_runs_as_on_deepspeed_itself(both: oracle.Both, name: str) -> None:
+    if name.startswith("TRL"):
+        pytest.importorskip("trl", reason="trl is not installed")
+    row = ROWS[name]
+    apart = both.run(row).apart()
+    if row.known is None:
+        assert apart == []
+    else:
+        assert apart, f"no longer: {row.known}"
+
+
+ADAMW, SGD = "Trainer, stage 2: its AdamW, linear", "Trainer, stage 2: its SGD, some steps clipped"
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "clipping": (SGD, {"max_grad_norm": 1.351}),
+    "decay": (ADAMW, {"weight_decay": 0.2}),
+    "second moment": (ADAMW, {"adam_beta2": 0.95}),
+    "schedule": (ADAMW, {"lr_scheduler_type": "cosine"}),
+    "order of the data": (ADAMW, {"data_seed": 1}),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_run_that_is_another_is_told_apart(both: oracle.Both, what: str) -> None:
+    """What the comparison allows is less than what a small change of one value does."""
+    name, change = CHANGES[what]
+    row = ROWS[name]
+    ours, moved = both.one("ours", row), both.one("ours", row, ulps=1)
+    other = both.one("ours", replace(row, more={**row.more, **change}))
+    assert oracle.Compared(ours, ours, moved).apart() == []
+    assert oracle.Compared(ours, other, moved).apart() != []
