@@ -107,47 +107,37 @@ def loop(
     items: int = 16,
     accumulation: int = 2,
     epochs: int = 1,
-    **asked: bool,
+    evaluates: bool = False,
 ) -> Report:
     """accelerate's loop.
 
     Args:
-        deepspeed: the config; it has an optimizer and a schedule where `dummies` stand for them.
+        deepspeed: the config.
         ulps: see above.
         mixed_precision: no or bf16.
         items: in an epoch, in micro-batches of two.
         accumulation: micro-batches a step.
         epochs: how many.
-        asked: `evaluates`: after every micro-batch, also inside a group; `restores`: after the first epoch the state
-            is saved, trained on, loaded and trained on from there; `dummies`.
+        evaluates: after every micro-batch, also inside a group.
     """
     from accelerate.utils import set_seed
 
     chosen = accelerate_cases.accelerator(deepspeed, mixed_precision, accumulation)
     set_seed(0)
     model = moved(gpt2(0.0), ulps)
-    prepared = chosen.prepare(model, DataLoader(Tokens(items), batch_size=2), *_optimizer(model, asked.get("dummies")))
+    prepared = chosen.prepare(model, DataLoader(Tokens(items), batch_size=2), *_optimizer(model))
     engine = prepared[0]
     told: Report = {"loss": [], "grad_norm": [], "learning_rate": [], "eval_losses": []}
     for _ in range(epochs):
-        epoch(chosen, prepared, told, evaluates=asked.get("evaluates", False))
-    if asked.get("restores"):
-        chosen.save_state("state")
-        epoch(chosen, prepared, told)
-        chosen.load_state("state")
-        epoch(chosen, prepared, told)
+        epoch(chosen, prepared, told, evaluates=evaluates)
     told["steps"], told["train_loss"] = [engine.global_steps], [sum(told["loss"]) / len(told["loss"])]
     told["weights"], told["engine"] = gathered(model), type(engine).__module__.partition(".")[0]
     return told
 
 
-def _optimizer(model: nn.Module, dummies: bool | None) -> tuple[Any, Any]:
-    from accelerate.utils import DummyOptim, DummyScheduler
+def _optimizer(model: nn.Module) -> tuple[Any, Any]:
     from transformers import get_scheduler
 
-    if dummies:
-        stand_in = DummyOptim(model.parameters(), lr=RATE, weight_decay=0.1)
-        return stand_in, DummyScheduler(stand_in, total_num_steps=8, warmup_num_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
     return optimizer, get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=8)
 

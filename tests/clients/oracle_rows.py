@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from client_configs import ADAMW, AUTO, WARMUP_DECAY, zero_config
@@ -14,9 +13,6 @@ WARMUP_LR = {
     "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO},
 }
 DECAY = {"weight_decay": 0.1}
-SGD = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 1.35}
-"""Adam does not see a factor of all gradients; this does. The norms of the steps are about 1.3 to 1.4."""
-BF16_ULPS = 2**16
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 BEST = {
     **{"max_steps": 6, "lr_scheduler_type": "constant", "learning_rate": 0.03, "load_best_model_at_end": True},
@@ -45,13 +41,6 @@ def _trainer(stage: int) -> dict[str, Row]:
         ),
         "max_grad_norm 0.1": Row(config=own, more={"max_grad_norm": 0.1}),
         "max_grad_norm 0": Row(config=own, more={"max_grad_norm": 0.0}),
-        "its SGD, some steps clipped": Row(config=own, more=SGD),
-        "its SGD, clipped, an incomplete last group": Row(config=own, more={**uneven, **SGD, "max_steps": -1}),
-        "its SGD, no clipping in the config": Row(
-            config=zero_config(stage, gradient_clipping=None),
-            more=SGD,
-            known="without the key DeepSpeed 0.19.8 clips at 1.0; here, and in DeepSpeed before, nothing is clipped",
-        ),
         "the best checkpoint at the end": Row(config=own, more=BEST),
     }
 
@@ -96,18 +85,9 @@ def _loops(stage: int) -> dict[str, Row]:
         "accumulation and clipping": row(),
         "an incomplete last group": row(items=10, epochs=2),
         "evaluation inside a group": row(evaluates=True),
-        "bf16": replace(row(mixed_precision="bf16"), ulps=BF16_ULPS),
-        "a state saved and loaded": row(restores=True),
-        "dummies for the config's AdamW and WarmupDecayLR": Row(
-            config=zero_config(stage, gradient_clipping=0.5, optimizer=DUMMY, scheduler=WARMUP_DECAY),
-            case="loop",
-            more={"dummies": True},
-        ),
     }
 
 
-DUMMY = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-"""accelerate knows of no betas and no eps."""
 STAGES = (2, 3)
 ROWS: dict[str, Row] = {
     **{f"Trainer, stage {stage}: {name}": row for stage in STAGES for name, row in _trainer(stage).items()},

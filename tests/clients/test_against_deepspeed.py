@@ -37,22 +37,19 @@ def test_a_client_runs_as_on_deepspeed_itself(both: oracle.Both, name: str) -> N
         assert apart, f"no longer: {row.known}"
 
 
-ADAMW, SGD = "Trainer, stage 2: its AdamW, linear", "Trainer, stage 2: its SGD, some steps clipped"
-CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "clipping": (SGD, {"max_grad_norm": 1.351}),
-    "decay": (ADAMW, {"weight_decay": 0.2}),
-    "second moment": (ADAMW, {"adam_beta2": 0.95}),
-    "schedule": (ADAMW, {"lr_scheduler_type": "cosine"}),
-    "order of the data": (ADAMW, {"data_seed": 1}),
+CHANGES: dict[str, dict[str, Any]] = {
+    "decay": {"weight_decay": 0.12},
+    "decay of norms": {"weight_decay": 0.0},
+    "schedule": {"lr_scheduler_type": "cosine"},
+    "order of the data": {"data_seed": 1},
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_run_that_is_another_is_told_apart(both: oracle.Both, what: str) -> None:
     """What the comparison allows is less than what a small change of one value does."""
-    name, change = CHANGES[what]
-    row = ROWS[name]
+    row = ROWS["Trainer, stage 2: its AdamW, linear"]
     ours, moved = both.one("ours", row), both.one("ours", row, ulps=1)
-    other = both.one("ours", replace(row, more={**row.more, **change}))
+    other = both.one("ours", replace(row, more={**row.more, **CHANGES[what]}))
     assert oracle.Compared(ours, ours, moved).apart() == []
     assert oracle.Compared(ours, other, moved).apart() != []
