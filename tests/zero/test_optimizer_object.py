@@ -145,3 +145,19 @@ def test_it_is_an_optimizer_of_torch_with_live_groups(open_engine: Open, nvme_pa
         group["weight_decay"] = 0.0
     train(engine, 0)
     assert equal(masters(engine), before)
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_a_group_that_is_added_has_the_options_of_the_optimizer(
+    open_engine: Open, nvme_path: Path, handed_over: bool
+) -> None:
+    model = build("gpt")
+    late, *others = model.parameters()
+    late.requires_grad_(False)
+    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3, "betas": (0.8, 0.9)}
+    optimizer = torch.optim.AdamW(others, **options) if handed_over else None
+    block = {} if handed_over else {"type": "AdamW", "params": options}
+    engine = open_engine(model, make_config(TIERS["device"], nvme_path, optimizer=block), optimizer=optimizer)
+    late.requires_grad_(True)
+    engine.optimizer.add_param_group({"params": [late]})
+    assert {key: engine.optimizer.param_groups[1][key] for key in options} == options
