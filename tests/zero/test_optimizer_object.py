@@ -89,6 +89,22 @@ def test_it_is_what_torch_reads(open_engine: Open, nvme_path: Path) -> None:
         torch.testing.assert_close(engine.full_master(name), parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_state_that_the_rule_does_not_keep_is_left_out(open_engine: Open, nvme_path: Path) -> None:
+    """As with torch: what AMSGrad has saved goes on as Adam."""
+    model = build("gpt")
+    saved_by = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    model(tokens(0)).backward()
+    saved_by.step()
+    saved = saved_by.state_dict()
+    saved["param_groups"][0]["amsgrad"] = False
+    engine = open_engine(build("gpt"), make_config(TIERS["cpu"], nvme_path, bf16=False))
+    engine.optimizer.load_state_dict(saved)
+    state = engine.full_state("head.weight")
+    assert state.keys() == {"exp_avg", "exp_avg_sq", "step"} and state["step"] == 1
+    place = [name for name, _ in model.named_parameters()].index("head.weight")
+    assert torch.equal(state["exp_avg"], saved["state"][place]["exp_avg"])
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

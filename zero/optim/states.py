@@ -172,8 +172,12 @@ class HasStates:
 
     def _numbers_in(self, states: Mapping[str, Any], planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What `set_numbers` takes, of a parameter's states in a `state_dict`."""
-        made = {name: value for name, value in states.items() if value is not None and name not in planes}
-        numbers = {name: Scalar.of(value).tensor() for name, value in made.items()}
+        numbers = {
+            name: Scalar.of(value).tensor()
+            for name, value in states.items()
+            if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            if name not in planes
+        }
         if planes:  # a class that does not count its steps has made some
             numbers.setdefault("step", torch.tensor(1, device="cpu"))
         for name in self.rule.states:
