@@ -213,6 +213,7 @@ class ZeroEngine(
             self._take_step()
             self.changed()
             self._gradients.clear()
+            self._forget_written()
             self._watch.torn = False
 
     @traced("step")
@@ -240,6 +241,7 @@ class ZeroEngine(
         self._coordinator.check_idle()
         self.optimizer.before_step()
         self._schedule_arguments = dict(lr_kwargs or {})
+        self._take_written()
         self._stepper.decided = self._step_counted = False
         self._step_asked = True
 
@@ -293,6 +295,7 @@ class ZeroEngine(
         self.global_steps = number
         self.global_samples += self._config.train_batch_size
         self._note_applied(self._stepper.applied)
+        optimizer._global_grad_norm = self._stepper.norm
         self._step_was_fixed()
 
     def ready(self, what: str) -> None:
