@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -36,6 +36,7 @@ from zero.params.layout import Unit
 from zero.replanning import Census
 from zero.reporting import Reports
 from zero.scaling import ScalesLoss
+from zero.state_kinds import TO_RUN, TO_TRAIN, OffloadStateTypeEnum
 from zero.storage import Storage
 from zero.surface import Surface
 from zero.tracing import Traced, Tracer, traced
@@ -90,7 +91,6 @@ class ZeroEngine(
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self._start_reports()
         self.global_steps = self.micro_steps = 0
-        self._buffers_differ = False
         self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
         self._persistent_bound = True
@@ -130,7 +130,7 @@ class ZeroEngine(
     @traced("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched, unless `fp16.auto_cast` is set."""
-        self.ready("forward")
+        self.ready("forward", TO_RUN)
         self._follow()
         self._share_buffers()
         try:
@@ -152,7 +152,7 @@ class ZeroEngine(
             StateError: the graph was made before the last step, or the engine is closed.
             StorageError: a transfer failed.
         """
-        self.ready("backward")
+        self.ready("backward", TO_TRAIN)
         accumulation = self._config.gradient_accumulation_steps
         if scale_wrt_gas and accumulation > 1:
             loss = loss / accumulation
@@ -164,11 +164,14 @@ class ZeroEngine(
         return loss
 
     @traced("step")
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """On an accumulation boundary: norm, clipping, and the update of every sub-group. Else only counts.
 
         Returns once the step is fixed. Sub-groups are updated in the order the next forward needs them; whoever
         looks at a value before waits for it.
+
+        Args:
+            lr_kwargs: given to the scheduler's `step`, if this call takes a step and it is not skipped.
 
         Raises:
             StorageError: a transfer failed. The step is kept and taken by the next call of the engine; calling
@@ -182,7 +185,7 @@ class ZeroEngine(
             self.micro_steps += 1
             return
         if not self._step_asked:
-            self._ask_for_step()
+            self._ask_for_step(lr_kwargs)
             self.micro_steps += 1
         self._take_step()
         self._report_step()
@@ -193,16 +196,9 @@ class ZeroEngine(
         Raises:
             StorageError: a transfer failed. The next call goes on where this one stopped.
         """
-        self.ready("synchronize")
+        self.ready("synchronize", frozenset())
         self._stepper.finish()
         self._gradients.settle()
-
-    def _share_buffers(self) -> None:
-        """Running statistics are the first rank's, as with DistributedDataParallel."""
-        if self.module.training and torch.is_grad_enabled():
-            if self._buffers_differ:
-                self._parts.buffers.share()
-            self._buffers_differ = not self._local_only
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated since the last step."""
@@ -210,6 +206,8 @@ class ZeroEngine(
             self._take_step()
             self.changed()
             self._gradients.clear()
+            self.forget_gradients_away()
+            self._forget_written()
             self._watch.torn = False
 
     @traced("step")
@@ -221,11 +219,12 @@ class ZeroEngine(
         self._take_step()
         self._report_step()
 
-    def _ask_for_step(self) -> None:
+    def _ask_for_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
         if self.optimizer is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
         self._check_snapshot()
+        self.bring_back("step")
         if self._keeper.editing:
             raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
         if self._watch.torn:
@@ -235,6 +234,9 @@ class ZeroEngine(
             )
         self._watch.end_stray()
         self._coordinator.check_idle()
+        self.optimizer.before_step()
+        self._schedule_arguments = dict(lr_kwargs or {})
+        self._take_written()
         self._stepper.decided = self._step_counted = False
         self._step_asked = True
 
@@ -247,13 +249,16 @@ class ZeroEngine(
             if self._step_asked and self.optimizer is not None:
                 try:
                     self._fix_step(self.optimizer)
-                except (UnusedParameters, LossScaleError):
+                except (UnusedParameters, LossScaleError) as error:
                     self._step_asked = False
+                    self.optimizer.overflow = isinstance(error, LossScaleError)
                     raise
                 self._stepper.start()
                 self._step_asked = False
                 self._coordinator.expect_forward()
                 self._after_a_step()
+                if self._stepper.applied:
+                    self.optimizer.after_step()
 
     def arguments_now(self) -> StepArguments:
         """What a step would use now that does not clip, for every parameter."""
@@ -285,10 +290,15 @@ class ZeroEngine(
         self.global_steps = number
         self.global_samples += self._config.train_batch_size
         self._note_applied(self._stepper.applied)
+        optimizer._global_grad_norm = self._stepper.norm
         self._step_was_fixed()
 
-    def ready(self, what: str) -> None:
+    def ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
         """Raise if the engine is closed; take a step that was asked for; bind what is always bound.
+
+        Args:
+            what: is attempted.
+            needs: of these states (None: all) what `offload_states` has put away comes back (BudgetError: no room).
 
         Raises:
             StateError: closed.
@@ -297,7 +307,8 @@ class ZeroEngine(
         self.check_open(what)
         self.check_checkpoint()
         self._take_step()
-        if not self._persistent_bound:
+        self.bring_back(what, needs)
+        if not self._persistent_bound and not self.offloaded_states & TO_RUN:
             self._stepper.apply_persistent()
             self._bound_again()
             self._coordinator.bind_persistent()
@@ -338,7 +349,7 @@ class ZeroEngine(
         Raises:
             StorageError: a checkpoint that was being written is none. Everything is given back all the same.
         """
-        begun, self._closed = self._closed, True
+        begun, self._closed, self._away = self._closed, True, None
         self._hooks.remove()
         self._watch.remove()
         if begun:  # an interrupt may have stopped the first attempt

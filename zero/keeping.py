@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from offload import masters
 from offload.errors import StateError
 from zero.editing import Put, UnitEditor
+from zero.gathered_values import runs_of
 from zero.params.binding import BoundUnit
 from zero.params.layout import Slot, Unit
 from zero.params.released import is_kept, name_of, unmark
@@ -23,8 +24,12 @@ from zero.schedule.rows import RowLender
 class Owner(Protocol):
     """What the keeper needs of its engine."""
 
-    def ready(self, what: str) -> None:
-        """Raise if the engine is closed."""
+    def ready_to_run(self, what: str) -> None:
+        """Raise if the engine is closed; weights are there when it returns."""
+
+    @property
+    def offloaded_states(self) -> Container[str]:
+        """What the engine has put away from its device; it can be read, and nothing is due."""
 
     def current(self, what: str, units: Iterable[int] | None = None) -> None:
         """Raise if the engine is closed; wait until these units (None: all) are as of the last step."""
@@ -69,6 +74,7 @@ class EngineKeeper:
         self.rows: RowLender | None = None
         """Lends rows of packed experts; None before there are any to lend."""
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
+        self._bound_of = {b.unit.index: b for b in bound}
         self._wholes = wholes
         self._dtype_of = {id(p): p.dtype for p in wholes}
         self._places: dict[str, list[Place]] = {}
@@ -100,7 +106,7 @@ class EngineKeeper:
             StateError: neither a forward nor a backward is running, or the engine is closed.
         """
         index = self._unit_of[id(parameter)]
-        self._owner.ready(f"parameter {name_of(parameter)}")
+        self._owner.ready_to_run(f"parameter {name_of(parameter)}")
         if self._coordinator.bound(index):
             return
         if not (in_backward() or self._hooks.in_forward):
@@ -112,6 +118,14 @@ class EngineKeeper:
 
     def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
         """Nothing to do: the call that borrowed them answers for their backward."""
+
+    def part(self, parameter: nn.Parameter) -> slice:
+        """What of it lies in this rank's slice of its unit; it may be empty."""
+        bound = self._bound_of[self._unit_of[id(parameter)]]
+        position = next(n for n, p in enumerate(bound.parameters) if p is parameter)
+        slot, placement = bound.unit.slots[position], self._editor.placement
+        run = runs_of(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
+        return run[placement.shard_index]
 
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins."""
@@ -146,7 +160,8 @@ class EngineKeeper:
         Raises:
             StateError: the engine is closed already; the values are gone.
         """
-        self._owner.current("taking the model back from the engine that keeps its values")
+        if not self._owner.offloaded_states:
+            self._owner.current("taking the model back from the engine that keeps its values")
         self.return_values(self._owner.close)
 
     def return_values(self, close: Callable[[], None] | None = None) -> None:

@@ -37,12 +37,15 @@ from zero.params.leaf_modules import (
 from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
 from zero.pretrained import load_pretrained
 from zero.resumable import RepeatingLoader
+from zero.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero.statistics import Statistics
 
 __all__ = [
     "GatheredParameters",
     "InferenceEngine",
     "Init",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
     "RepeatingLoader",
     "Statistics",
     "TiledLinear",

@@ -19,6 +19,7 @@ from zero.optim.step import Stepper
 from zero.parameter_offload import ParameterOffload, no_external_parameters
 from zero.parameter_values import ParameterValues
 from zero.schedule.coordinator import Coordinator
+from zero.state_kinds import OffloadStateTypeEnum
 
 
 class Surface:
@@ -40,7 +41,7 @@ class Surface:
         """Of one parameter; the engine's."""
         raise NotImplementedError
 
-    def ready(self, what: str) -> None:
+    def ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
         """Raise if the engine is closed; the engine's."""
         raise NotImplementedError
 
@@ -56,6 +57,7 @@ class Surface:
         if self.optimizer is not None:
             states = EngineStates(self.values_of, self.device)
             self.optimizer.keep_states_in(states)
+            self.optimizer.offloader = self
             if stage in MASTERS:
                 groups = Groups(self.optimizer.param_groups, states.masters_of)
                 self.optimizer.__dict__[MASTERS[stage]] = groups
@@ -133,11 +135,11 @@ class Surface:
         Raises:
             StateError: the engine is closed, or a forward or backward is running.
         """
-        self.ready("empty_partition_cache")
+        self.ready("empty_partition_cache", frozenset())
         self._coordinator.check_idle()
         self._coordinator.release_all()
         self._persistent_bound = False
-        self.ready("empty_partition_cache")
+        self.ready("empty_partition_cache", frozenset())
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Have torch compile the model in place, as `engine.module.compile(backend=backend, **compile_kwargs)`.

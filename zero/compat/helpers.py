@@ -18,6 +18,13 @@ from zero.compat.accelerator import get_accelerator
 from zero.compat.logs import logger
 from zero.params.gathering import GatheredParameters
 from zero.params.released import is_kept
+from zero.state_kinds import OffloadStateTypeEnum
+
+
+def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
+    """Where this rank's memory of a kind of an engine's states is; what is on NVMe is on none."""
+    devices: set[torch.device] = model.state_devices(state)
+    return devices
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -131,9 +138,25 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """An engine whose weights are all there, for `generate`; `engine.generation()` needs less memory."""
+    """An engine whose weights are all there and whose hooks are off, for `generate`.
+
+    `engine.generation()` needs less memory.
+    """
+    offload = getattr(model, "parameter_offload", None)
     with GatheredParameters([p for p in model.parameters() if is_kept(p)]):
-        yield model
+        for handle in offload.forward_hooks if offload is not None else ():
+            handle.remove()
+        if offload is not None:
+            offload.forward_hooks = []
+        try:
+            yield model
+        finally:
+            if offload is not None:
+                offload._register_deepspeed_module(offload.module)
+
+
+class ZeRORuntimeException(Exception):
+    """DeepSpeed's name of what it raises for optimizers and settings that it does not take; nobody raises it here."""
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
