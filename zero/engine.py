@@ -155,7 +155,7 @@ class ZeroEngine(
         self.ready("backward", TO_TRAIN)
         accumulation = self._config.gradient_accumulation_steps
         if scale_wrt_gas and accumulation > 1:
-            loss = loss / accumulation
+            loss = self._part_of(loss, accumulation)
         self._note_loss(loss)
         with self._backward.running():
             self._coordinator.accumulating = not self.is_gradient_accumulation_boundary()

@@ -70,6 +70,10 @@ class ScalesLoss:
             raise StateError("scale: expected a scalar loss that requires a gradient; of others scale a sum")
         return self._scaled(loss, self._config.gradient_accumulation_steps)
 
+    def _part_of(self, loss: torch.Tensor, parts: int) -> torch.Tensor:
+        """The loss divided; an fp16 one in fp32, since a part of the scale may fit fp16 where all of it does not."""
+        return (loss.float() if loss.dtype == torch.float16 else loss) / parts
+
     def _scaled(self, loss: torch.Tensor, accumulation: int = 1) -> torch.Tensor:
         """The loss times the scale; backwards of it are known to be scaled."""
         if self.optimizer is not None and self.scaler.skips:
