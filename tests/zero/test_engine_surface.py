@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zero
 from offload.errors import ConfigError, StateError
+from zero.compat.initialize import lend_names
 from zero.params.face import ZeroParamStatus
 from zero.params.released import ReleasedParameter
 
@@ -324,7 +325,7 @@ def generate(model: GPT, length: int = 6) -> Tensor:
 
 def generate_without_hooks(engine: Any) -> Tensor:
     """The calls of TRL's unwrap_model_for_generation."""
-    handle = engine.optimizer.parameter_offload
+    handle = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     with zero.GatheredParameters(engine.parameters()):
         external = handle.module.ds_external_parameters()
         for _, parameter in itertools.chain(handle.module.named_parameters(recurse=True), external):
@@ -356,3 +357,20 @@ def test_generation_with_hooks_taken_off_is_plain_and_training_goes_on(
     ours.destroy()
     ours.optimizer.parameter_offload._register_deepspeed_module(ours.module)  # too late: nothing comes back
     assert not any(module._forward_hooks for module in ours.module.modules())
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_behind_the_alias_an_engine_that_trains_nothing_has_the_handle_for_an_optimizer(
+    open_engine: Open, nvme_path: Path, stage: int
+) -> None:
+    """At stage 3, as DeepSpeed's; and nothing of it steps."""
+    engine = open_engine(build("gpt"), config_of("device", nvme_path, zero={"stage": stage}, optimizer={}))
+    assert engine.optimizer is None
+    lend_names(engine)
+    assert engine.optimizer is (engine.parameter_offload if stage == 3 else None)
+    if stage == 3:
+        plain = build("gpt").bfloat16()
+        plain.load_state_dict(dict(engine.named_full_parameters()))
+        assert torch.equal(generate_without_hooks(engine), generate(plain))
+    with pytest.raises(StateError, match="without an optimizer"):
+        engine.step()

@@ -45,8 +45,9 @@ def lend_names(engine: Any) -> None:
     engine.checkpoint_tools = TOOLS
     engine.sparse_tensor_module_names = set()
     engine._get_optimizer_ckpt_name = _optimizer_file
-    if engine.optimizer is not None:
-        engine.optimizer.__dict__["optimizer"] = engine.optimizer  # DeepSpeed's wraps another one
+    engine.hooks_for_optimizer = True
+    if engine.updater is not None:
+        engine.updater.__dict__["optimizer"] = engine.updater  # DeepSpeed's wraps another one
 
 
 def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
