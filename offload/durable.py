@@ -234,18 +234,27 @@ class Files:
     def lock(self, path: Path, wait_seconds: float = 0.0) -> Lock | None:
         """Lock a file, which is made if need be; None if another process has the lock all the time."""
         fd = self.perform("create", path, lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-        until = time.monotonic() + wait_seconds
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return Lock(fd, True)
-            except OSError as error:
-                if error.errno in NO_LOCKS:
-                    return Lock(fd, False)
-                if time.monotonic() >= until:
-                    os.close(fd)
-                    return None
-            time.sleep(0.02)
+        return _lock(fd, wait_seconds)
+
+    def lock_folder(self, path: Path, wait_seconds: float = 0.0) -> Lock | None:
+        """As `lock`, on a folder itself: nothing is left in it."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        return _lock(_telling("open", path, lambda: os.open(path, flags)), wait_seconds)
+
+
+def _lock(fd: int, wait_seconds: float) -> Lock | None:
+    until = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return Lock(fd, True)
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return Lock(fd, False)
+            if time.monotonic() >= until:
+                os.close(fd)
+                return None
+        time.sleep(0.02)
 
 
 def _telling(what: str, path: Path, action: Callable[[], T]) -> T:

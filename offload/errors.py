@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno as errno_names
 import os
 from collections.abc import Sequence
+from typing import Any
 
 
 class ZeroInfinityError(Exception):
@@ -57,8 +58,18 @@ class StorageError(ZeroInfinityError, OSError):
         error.__cause__ = self
         return error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To and from other processes, such as workers of a pool: an error that cannot be read there hangs it."""
+        return _storage_error, self.args, self.__dict__
+
     def __str__(self) -> str:
         return str(self.args[1]) if len(self.args) > 1 else super().__str__()
+
+
+def _storage_error(*args: Any) -> StorageError:
+    error = StorageError.__new__(StorageError, *args)
+    OSError.__init__(error, *args)
+    return error
 
 
 def tell(error: BaseException) -> None:
@@ -85,6 +96,9 @@ class PeerError(ZeroInfinityError, RuntimeError):
     def __init__(self, message: str, peers: Sequence[int]) -> None:
         super().__init__(message)
         self.peers = tuple(peers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.peers), self.__dict__
 
 
 class WatchdogError(ZeroInfinityError, TimeoutError):

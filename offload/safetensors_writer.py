@@ -29,6 +29,8 @@ METADATA = {"format": "pt"}
 SUFFIX = ".safetensors"
 DRAFT = ".partial"
 """At the end of a file's name while it is written; it has a dot before."""
+WAIT_SECONDS = 3600.0
+"""How long a writer waits for one of another process in its folder: every rank may convert the same checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,10 @@ class WeightsDraft:
         expected_bytes: of all files together.
         files: the disk.
 
+    The folder is locked until `abandon`: processes that write into one do so one after the other.
+
     Raises:
+        StateError: another process has been writing there all the time.
         StorageError: the folder cannot be made, or the file system has less room than that.
     """
 
@@ -186,6 +191,16 @@ class WeightsDraft:
         self._index = folder / f"{stem}{SUFFIX}.index.json"
         self._drafts: list[SafetensorsWriter] = []
         self._files.make_folder(folder)
+        self._lock = self._files.lock_folder(folder, WAIT_SECONDS)
+        if self._lock is None:
+            raise StateError(f"{folder}: another process has been writing weights there for {WAIT_SECONDS:.0f} s")
+        with ExitStack() as failing:
+            failing.callback(self._lock.close)
+            self._begin(expected_bytes)
+            failing.pop_all()
+
+    def _begin(self, expected_bytes: int) -> None:
+        folder = self._folder
         for name in self._present(rf"\.?{self._stem}(-.*)?\.safetensors(\.index\.json)?\.partial(-\d+)?"):
             self._files.remove(folder / name)  # of a writer that was killed
         room = self._files.free_bytes(folder)
@@ -224,6 +239,8 @@ class WeightsDraft:
     def abandon(self) -> None:
         """Remove what has not been published. Idempotent."""
         with ExitStack() as every:  # also when one of them raises
+            if self._lock is not None:
+                every.callback(self._lock.close)
             for file in self._drafts:
                 every.callback(file.abandon)
 

@@ -7,6 +7,7 @@ done element by element is not. Time is that of the host, or with a GPU until it
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,19 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
     """Of two batched products, from the shapes; torch does not halve a causal one either."""
     batch, heads, rows, width = query
     return 2 * batch * heads * rows * key[-2] * (width + value[-1])
+
+
+def _vector_flops(matrix: Sequence[int], vector: Sequence[int], *rest: Any, **more: Any) -> int:
+    """Of a matrix, or a vector, and a vector, from the shapes."""
+    return 2 * math.prod(matrix)
+
+
+UNCOUNTED = {
+    ATTENTION_ON_CPU: _attention_flops,
+    torch.ops.aten.mv: _vector_flops,
+    torch.ops.aten.dot: _vector_flops,
+}
+"""Products that torch's counter does not know."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +93,7 @@ class Profile:
 
         handles = [module.register_forward_pre_hook(begin) for module in self.model.modules()]
         handles += [module.register_forward_hook(end) for module in self.model.modules()]
-        counter = FlopCounterMode(display=False, custom_mapping={ATTENTION_ON_CPU: _attention_flops})
+        counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
         try:
             with counter:
                 yield

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from offload.errors import ConfigError
-from zero.config import Config
 from zero.config.logging_block import Comet, CsvMonitor, TensorBoard, Wandb
 
 Event = tuple[str, float, int]
@@ -118,7 +117,7 @@ class Monitors:
     """All that are enabled; `engine.monitor`.
 
     Args:
-        config: its four blocks.
+        config: with the four blocks as attributes; None: not there.
         writes: this rank is the one that writes. Whether what is enabled can be is checked on every rank.
 
     Raises:
@@ -126,7 +125,7 @@ class Monitors:
             late for a warning.
     """
 
-    def __init__(self, config: Config, *, writes: bool) -> None:
+    def __init__(self, config: Any, *, writes: bool) -> None:
         blocks = {name: getattr(config, name) for name in KINDS}
         wanted = {name: block for name, block in blocks.items() if block is not None and block.enabled}
         for name in wanted:

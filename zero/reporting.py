@@ -21,6 +21,7 @@ from zero import ranks
 from zero.config import Config
 from zero.exchange import Exchange
 from zero.flops_profiler import OneForward
+from zero.forward_profiler import FlopsProfiler
 from zero.monitors import Event, Monitors
 from zero.params.layout import Layout
 from zero.statistics import LoopCounters, Statistics, collect
@@ -219,6 +220,13 @@ class Reports:
     def flops_profiler_enabled(self) -> bool:
         """As configured."""
         return self._config.flops_profiler is not None and self._config.flops_profiler.enabled
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler:
+        """What `flops_profiler` has measured: its `flops`, `macs` and `params`; 0 before, and on other ranks."""
+        profiler = FlopsProfiler(self.module, self)
+        profiler.profile = None if self._one_forward is None else self._one_forward.profile
+        return profiler
 
     def log_summary(self) -> dict[str, dict[str, int]]:
         """Log what collectives have moved so far on this rank, and return it: what for -> calls, elements, bytes.

@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -219,6 +220,21 @@ def test_wherever_the_disk_is_full_the_error_says_so_and_no_half_model_is_there(
         assert not [name for name in os.listdir(root / "out") if name.endswith(".partial")]
         for found in states_found(root / "out"):
             assert is_one_of(found, {}, model(before), model(after)), point
+
+
+def test_a_writer_in_the_same_folder_waits_for_the_first(tmp_path: Path) -> None:
+    first, second = ({"w": torch.full((1000,), value)} for value in (1.0, 2.0))
+    draft = WeightsDraft(tmp_path, "model", 0)
+    other = threading.Thread(target=save, args=(tmp_path, {"model.safetensors": second}))
+    other.start()
+    other.join(timeout=0.3)
+    assert other.is_alive()
+    write(draft, "model.safetensors", first)
+    draft.publish(None)
+    assert torch.equal(loaded(tmp_path)["w"], first["w"])
+    draft.abandon()
+    other.join(timeout=60)
+    assert torch.equal(loaded(tmp_path)["w"], second["w"]) and os.listdir(tmp_path) == ["model.safetensors"]
 
 
 def test_without_room_nothing_is_begun(tmp_path: Path) -> None:

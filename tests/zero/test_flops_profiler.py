@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from zero.flops_profiler import Profile, get_model_profile, short
+from zero.forward_profiler import FlopsProfiler
 
 Open = Callable[..., Any]
 ROWS = BATCH * TOKENS
@@ -47,6 +48,41 @@ def test_each_module_has_its_own_and_those_inside_it() -> None:
     assert profile.total.seconds >= sum(module.seconds for module in profile.modules if module.depth == 1)
     model(torch.ones(5, 8))
     assert not model._forward_hooks and not model.a._forward_pre_hooks
+
+
+def test_products_with_vectors_are_counted() -> None:
+    class Products(nn.Module):
+        def forward(self, matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+            return (matrix @ vector) @ (matrix @ vector)
+
+    flops, _, _ = get_model_profile(
+        Products(), args=[torch.ones(3, 5), torch.ones(5)], print_profile=False, as_string=False
+    )
+    assert flops == 2 * (2 * 3 * 5) + 2 * 3
+
+
+def test_a_profile_begun_and_ended_by_hand_has_the_numbers_of_its_forwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Net()
+    profiler = FlopsProfiler(model)
+    assert (profiler.get_total_flops(), profiler.get_total_macs(), profiler.get_total_params()) == (0, 0, 0)
+    for forwards in (1, 2):
+        profiler.start_profile()
+        for _ in range(forwards):
+            model(torch.ones(5, 8))
+        profiler.stop_profile()
+        model(torch.ones(5, 8))
+        assert profiler.get_total_flops() == 1920 * forwards and profiler.get_total_macs() == 960 * forwards
+        assert profiler.get_total_params() == 8 * 16 + 16 + 16 * 4
+        assert 0 < float(profiler.get_total_duration()) < 60
+    assert profiler.get_total_flops(as_string=True) == "3.84 kFLOPs"
+    profiler.print_model_profile(profile_step=4)
+    assert "step 4" in (said := capsys.readouterr().out) and "b.1: Linear" in said
+    profiler.print_model_profile(output_file=str(tmp_path / "profile"), detailed=False)
+    assert "b.1" not in (written := (tmp_path / "profile").read_text()) and "3.84 kFLOP" in written
+    profiler.end_profile()
+    assert profiler.get_total_flops() == 0 and not model._forward_hooks and not model.a._forward_pre_hooks
 
 
 def test_attention_on_the_cpu_counts_both_products() -> None:
@@ -97,6 +133,7 @@ def test_an_engine_profiles_the_step_it_is_told_to_once(
     block = {"enabled": True, "profile_step": 2, "module_depth": 2, "top_modules": 3, "detailed": True}
     model = build("gpt")
     engine = open_engine(model, make_config(pair, nvme_path, flops_profiler=block))
+    assert engine.flops_profiler.flops == 0
     for index in range(4):
         assert len([text for text in caplog.messages if text.startswith("flops profiler")]) == (index >= 2)
         with torch.no_grad():
@@ -107,6 +144,7 @@ def test_an_engine_profiles_the_step_it_is_told_to_once(
     flops = {module.name: module.flops for module in engine._one_forward.profile.modules}
     assert flops["head"] == 2 * ROWS * WIDTH * VOCAB and flops["blocks.0.up"] == 2 * ROWS * WIDTH * 4 * WIDTH
     assert flops[""] == flops["head"] + sum(flops[f"blocks.{index}"] for index in range(3))
+    assert engine.flops_profiler.get_total_flops() == flops[""]
     assert "blocks.0: Block" in text and "blocks.0.up" not in text
     assert engine._one_forward.profile.total.params_numel == sum(p.numel() for p in model.parameters())
 

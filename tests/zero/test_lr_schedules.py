@@ -183,8 +183,9 @@ def test_a_schedule_that_goes_on_leaves_the_groups_alone_until_it_steps() -> Non
     assert adam.param_groups[0]["lr"] == 0.9 and schedule.state_dict() == {"last_batch_iteration": 9}
 
 
-def test_a_rate_that_is_a_tensor_is_written_in_place() -> None:
-    tensor = torch.tensor(0.5, dtype=torch.float64)
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_a_rate_that_is_a_tensor_is_written_in_place(shape: tuple[int, ...]) -> None:
+    tensor = torch.full(shape, 0.5, dtype=torch.float64)
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=tensor)
     schedule = WarmupLR(adam, 0.0, None, 10, "linear")
     before = schedule.get_last_lr()

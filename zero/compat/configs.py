@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 from offload.errors import ConfigError
+from zero.compat.monitoring import BLOCKS, DeepSpeedMonitorConfig
 from zero.config import load_config, tolerating_unknown_keys
 from zero.config.offload_block import OffloadOptimizerConfig as DeepSpeedZeroOffloadOptimizerConfig
 from zero.config.offload_block import OffloadParamConfig as DeepSpeedZeroOffloadParamConfig
+from zero.config.precision_block import Bf16Config, Fp16Config
 from zero.config.zero_block import ZeroConfig as DeepSpeedZeroConfig
 
 __all__ = [
+    "ADAGRAD_OPTIMIZER",
+    "ADAMW_OPTIMIZER",
+    "ADAM_OPTIMIZER",
+    "DEEPSPEED_OPTIMIZERS",
+    "LION_OPTIMIZER",
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedZeroConfig",
@@ -20,9 +28,14 @@ __all__ = [
     "OffloadDeviceEnum",
     "OffloadStateTypeEnum",
     "ZeroStageEnum",
+    "get_bfloat16_config",
+    "get_float16_config",
 ]
 
 DeepSpeedConfigError = ConfigError
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
+DEEPSPEED_OPTIMIZERS = [ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER]
+"""Of those that DeepSpeed lists, what `optimizer.type` can be here; any class of torch.optim can be too."""
 
 
 class ZeroStageEnum(int, enum.Enum):
@@ -53,6 +66,16 @@ class OffloadStateTypeEnum(str, enum.Enum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Config:
+    """The block `bf16`, or `bfloat16`, of a whole configuration."""
+    return Bf16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> Fp16Config:
+    """The block `fp16` of a whole configuration."""
+    return Fp16Config(**(param_dict.get("fp16") or {}))
+
+
 class DeepSpeedConfig:
     """A configuration, read and checked; its values are attributes, as in DeepSpeed.
 
@@ -73,6 +96,7 @@ class DeepSpeedConfig:
         zero = self.config.zero_optimization
         self.zero_config, self.zero_optimization_stage, self.zero_enabled = zero, zero.stage, zero.stage > 0
         self._param_dict = dict(self.config._report.source)
+        self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(self.config, name) for name in BLOCKS})
 
     def __getattr__(self, name: str) -> Any:
         """Keys of the configuration."""

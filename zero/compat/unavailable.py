@@ -98,10 +98,6 @@ AsyncPartitionedParameterSwapper = missing_class(
 )
 link_hp_params = missing_function("utils.link_hp_params", "masters are found by safe_get_full_fp32_param")
 lazy_init_hp_params_optimizer_state = missing_function("utils.lazy_init_hp_params_optimizer_state", SWAPPERS)
-FlopsProfiler = missing_class(
-    "profiling.flops_profiler.FlopsProfiler", "use get_model_profile, or flops_profiler in the configuration"
-)
-MonitorMaster = missing_class("monitor.monitor.MonitorMaster", "set the monitor's block in the configuration")
 ThroughputTimer = missing_class("utils.timer.ThroughputTimer", "engine.statistics() has what it counts")
 SynchronizedWallClockTimer = missing_class(
     "utils.timer.SynchronizedWallClockTimer", "engine.statistics() has what it counts"

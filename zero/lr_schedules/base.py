@@ -39,7 +39,7 @@ class Schedule:
         """Put one learning rate into each param group; one that is a tensor keeps its place."""
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
+                group["lr"].fill_(lr.squeeze() if isinstance(lr, torch.Tensor) else lr)
             else:
                 group["lr"] = lr
         self._last_lr = self.current()

@@ -49,7 +49,11 @@ PATHS = [
     *("utils.safe_get_full_grad", "utils.safe_get_full_fp32_param", "utils.safe_set_full_optimizer_state"),
     *("utils.tensor_fragment.safe_get_local_grad", "runtime.zero.parameter_offload.DeepSpeedZeRoOffload"),
     *("runtime.precision_config.DeepSpeedFP16Config", "runtime.fp16.loss_scaler.DynamicLossScaler"),
-    *("runtime.zero.partition_parameters.partitioned_param_data_shape",),
+    *("runtime.zero.partition_parameters.partitioned_param_data_shape", "runtime.config.ADAM_OPTIMIZER"),
+    *("runtime.zero.config.DeepSpeedZeroOffloadParamConfig", "runtime.lr_schedules.WARMUP_MIN_LR"),
+    *("runtime.lr_schedules.add_tuning_arguments", "runtime.lr_schedules.get_config_from_args"),
+    *("runtime.lr_schedules.WARMUP_DECAY_LR", "monitor.csv_monitor.csvMonitor", "monitor.wandb.WandbMonitor"),
+    *("monitor.config.DeepSpeedMonitorConfig", "runtime.precision_config.get_bfloat16_config"),
     *("ops.adagrad.DeepSpeedCPUAdagrad", "ops.lion.DeepSpeedCPULion", "ops.lion.fused_lion.FusedLion"),
     *("ops.aio.AsyncIOBuilder", "ops.__compatible_ops__", "ops.op_builder.CPUAdamBuilder", "ops.lamb.FusedLamb"),
     *(

@@ -1,5 +1,5 @@
 """`deepspeed.monitor.monitor`."""
 
-from zero.compat.unavailable import MonitorMaster
+from zero.compat.monitoring import CometMonitor, MonitorMaster, TensorBoardMonitor, WandbMonitor, csvMonitor
 
-__all__ = ["MonitorMaster"]
+__all__ = ["CometMonitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"]

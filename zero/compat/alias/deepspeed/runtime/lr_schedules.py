@@ -1,5 +1,6 @@
-"""`deepspeed.runtime.lr_schedules`."""
+"""`deepspeed.runtime.lr_schedules`: the schedules, and everything of `zero.compat.schedule_arguments`."""
 
+from zero.compat import schedule_arguments as _arguments
 from zero.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
@@ -7,19 +8,22 @@ from zero.lr_schedules import (
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
+    torch_optimizer,
 )
 
-LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
+get_torch_optimizer = torch_optimizer
 __all__ = [
-    "LR_RANGE_TEST",
-    "ONE_CYCLE",
     "VALID_LR_SCHEDULES",
-    "WARMUP_COSINE_LR",
-    "WARMUP_DECAY_LR",
-    "WARMUP_LR",
     "LRRangeTest",
     "OneCycle",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "get_torch_optimizer",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(_arguments, name)

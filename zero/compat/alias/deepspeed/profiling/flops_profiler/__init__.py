@@ -1,7 +1,7 @@
 """`deepspeed.profiling.flops_profiler`."""
 
-from zero.compat.unavailable import FlopsProfiler
 from zero.flops_profiler import get_model_profile
+from zero.forward_profiler import FlopsProfiler
 
 from ..._names import attributes
 

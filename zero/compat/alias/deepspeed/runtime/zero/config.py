@@ -1,5 +1,17 @@
 """`deepspeed.runtime.zero.config`."""
 
-from zero.compat.configs import DeepSpeedZeroConfig, OffloadDeviceEnum, ZeroStageEnum
+from zero.compat.configs import (
+    DeepSpeedZeroConfig,
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    OffloadDeviceEnum,
+    ZeroStageEnum,
+)
 
-__all__ = ["DeepSpeedZeroConfig", "OffloadDeviceEnum", "ZeroStageEnum"]
+__all__ = [
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "ZeroStageEnum",
+]

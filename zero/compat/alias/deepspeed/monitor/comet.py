@@ -1,0 +1,5 @@
+"""`deepspeed.monitor.comet`."""
+
+from zero.compat.monitoring import CometMonitor
+
+__all__ = ["CometMonitor"]

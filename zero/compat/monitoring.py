@@ -1,0 +1,106 @@
+"""`deepspeed.monitor`: a script's own monitors, by DeepSpeed's names, over `zero.monitors`.
+
+monitor = MonitorMaster(DeepSpeedConfig("ds_config.json").monitor_config)
+monitor.write_events([("Valid/accuracy", 0.5, samples)])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zero import ranks
+from zero.config.logging_block import Comet, CsvMonitor, TensorBoard, Wandb
+from zero.monitors import Event, Monitors
+
+BLOCKS: dict[str, type[Any]] = {"tensorboard": TensorBoard, "comet": Comet, "wandb": Wandb, "csv_monitor": CsvMonitor}
+
+
+class DeepSpeedMonitorConfig:
+    """The four blocks of a configuration; one that is not there is off.
+
+    Args:
+        blocks: name -> its keys, or the block itself.
+
+    Raises:
+        ValueError: a key, or the name of a block, that nobody knows.
+    """
+
+    def __init__(self, **blocks: Any) -> None:
+        if unknown := sorted(set(blocks) - set(BLOCKS)):
+            raise ValueError(f"DeepSpeedMonitorConfig: expected {', '.join(BLOCKS)}, got {', '.join(unknown)}")
+        given = {name: {} if blocks.get(name) is None else blocks[name] for name in BLOCKS}
+        self.tensorboard, self.comet, self.wandb, self.csv_monitor = (
+            BLOCKS[name](**block) if isinstance(block, Mapping) else block for name, block in given.items()
+        )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether one is."""
+        return any(getattr(self, name).enabled for name in BLOCKS)
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """The blocks of a whole configuration."""
+    return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in BLOCKS if name in param_dict})
+
+
+class MonitorMaster:
+    """All monitors that are enabled; the first rank writes, others write nothing.
+
+    Args:
+        monitor_config: `DeepSpeedConfig(...).monitor_config`.
+
+    Raises:
+        ConfigError: one is enabled and its package is not installed.
+    """
+
+    def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
+        self.monitor_config = monitor_config
+        self._monitors = Monitors(monitor_config, writes=ranks.rank() == 0)
+        self.enabled = self._monitors.enabled
+        self.tb_monitor, self.comet_monitor, self.wandb_monitor, self.csv_monitor = (
+            self._monitors.writers.get(name) for name in BLOCKS
+        )
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write (tag, value, step) everywhere."""
+        self._monitors.write_events(event_list)
+
+
+class _One:
+    """One monitor; its keys are attributes.
+
+    Args:
+        monitor_config: its block, `DeepSpeedConfig(...).monitor_config.wandb` and the like.
+
+    Raises:
+        ConfigError: as `MonitorMaster`.
+    """
+
+    name: str
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self._monitors = Monitors(DeepSpeedMonitorConfig(**{self.name: monitor_config}), writes=ranks.rank() == 0)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write (tag, value, step); nothing when it is off."""
+        self._monitors.write_events(event_list)
+
+    def __getattr__(self, name: str) -> Any:
+        """Keys of the block, then what its writer has, such as `experiment`."""
+        if name.startswith("__") or name in ("monitor_config", "_monitors"):
+            raise AttributeError(name)
+        writer = self._monitors.writers.get(self.name)
+        return getattr(self.monitor_config if name in type(self.monitor_config).model_fields else writer, name)
+
+
+def _kind(name: str, block: str) -> type[_One]:
+    return type(name, (_One,), {"name": block, "__doc__": _One.__doc__, "__module__": __name__})
+
+
+TensorBoardMonitor = _kind("TensorBoardMonitor", "tensorboard")
+WandbMonitor = _kind("WandbMonitor", "wandb")
+csvMonitor = _kind("csvMonitor", "csv_monitor")
+CometMonitor = _kind("CometMonitor", "comet")
