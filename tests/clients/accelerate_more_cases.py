@@ -42,7 +42,8 @@ def batch_that_fits(deepspeed: dict[str, Any] | None, fused: bool = False) -> Re
             told["loss"].append(loss.item())
         return {name: value.clone() for name, value in chosen.get_state_dict(model).items()}
 
-    return {**told, "weights": train(), "tried": tried}
+    weights = train()
+    return {**told, "weights": weights, "tried": tried}
 
 
 def plugins(deepspeed: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

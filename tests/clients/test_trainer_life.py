@@ -54,15 +54,11 @@ def test_trainers_one_after_another_train_as_in_processes_of_their_own(clients: 
 def test_a_trainer_resumes_beside_the_one_it_goes_on_from(
     clients: Any, tmp_path: Path, nvme_path: Path, stage: int, device: str, threshold: int | None
 ) -> None:
-    """And a live model takes the weights of a checkpoint by DeepSpeed's recipe."""
     config = zero_config(stage, device, nvme_path, threshold=threshold)
     told = clients.run(f"{LIFE}:resumed_beside", config, str(tmp_path / "out"))
     for column in ("loss", "grad_norm", "learning_rate"):
         assert told["resumed"][column] == told["whole"][column]
     assert gap(told["resumed"]["weights"], told["whole"]["weights"]) == 0
-    middle = told["middle"]["weights"]
-    assert gap({name: told["loaded"]["weights"][name] for name in middle}, middle) == 0
-    assert gap(told["loaded"]["weights"], {name: told["whole"]["weights"][name] for name in told["loaded"]["weights"]})
 
 
 def test_what_the_files_have_not_gets_the_values_of_the_models_own_rule(
