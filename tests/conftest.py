@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +16,17 @@ import pytest
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
+# Threads that wait for the next small loop sleep, in this process and in those it starts: there are more tests, and
+# perhaps other work, to do on these cores. It changes no number.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS))  # importlib mode leaves it out; tests import `models` and `reference` by name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the long forms (marked slow) too")
+    parser.addoption("--workers", type=int, default=1, help="processes that run test files side by side")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,6 +36,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow") is not None:
             item.add_marker(pytest.mark.skip(reason="a long form: run with --full, -m slow, or by its name"))
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    import side_by_side
+
+    return side_by_side.run(session, session.config.getoption("--workers"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -260,6 +261,7 @@ def _open_store(port: int) -> int:
 
 def _serve(connection: Connection, rank: int, world_size: int, environment: dict[str, str | None], output: str) -> None:
     """A rank's life: run what is asked for until the parent closes the pipe."""
+    gc.freeze()  # collections look at what the rank has made, not at all of torch
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     printed = os.open(output, os.O_WRONLY | os.O_APPEND)

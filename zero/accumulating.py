@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
 
 from zero.config import Config
+from zero.parameter_values import ParameterValues
 
 
 class Accumulates:
     """Mixed into the engine."""
 
     micro_steps: int
+    optimizer: Any
     _config: Config
+    _index_of: dict[int, int]
     _boundary: bool | None = None
     _local_only = False
+
+    def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
+        """Of one parameter; the engine's."""
+        raise NotImplementedError
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when the next `step()` updates the parameters."""
@@ -41,3 +52,24 @@ class Accumulates:
             yield
         finally:
             self._local_only = before
+
+    def _take_written(self) -> None:
+        """A gradient that somebody has put into `parameter.grad` replaces what was collected, as with torch.
+
+        Of several ranks each has put the same there: this rank's slice is taken from its own.
+        """
+        for parameter in self._written():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                whole = gradient.to_dense() if gradient.is_sparse else gradient
+                self.values_of(parameter, to_change=True).set_gradient(whole)
+
+    def _forget_written(self) -> None:
+        for parameter in self._written():
+            parameter.grad = None
+
+    def _written(self) -> list[nn.Parameter]:
+        """Backward leaves none: gradients are collected as they come."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        with torch._C.DisableTorchFunctionSubclass():
+            return [p for group in groups for p in group["params"] if p.grad is not None and id(p) in self._index_of]

@@ -16,6 +16,7 @@ from zero.exchange import Exchange, whole
 from zero.machine import read_machine
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
+from zero.placement import Placement
 from zero.record import Record
 from zero.schedule.coordinator import Coordinator
 from zero.staging import Staged, Staging
@@ -57,6 +58,11 @@ class UnitEditor:
     def states(self) -> tuple[str, ...]:
         """Names of the optimizer's state planes."""
         return self._storage.plan.states
+
+    @property
+    def placement(self) -> Placement:
+        """Of the ranks."""
+        return self._exchange.placement
 
     @property
     def busy(self) -> bool:

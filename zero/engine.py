@@ -210,6 +210,7 @@ class ZeroEngine(
             self._take_step()
             self.changed()
             self._gradients.clear()
+            self._forget_written()
             self._watch.torn = False
 
     @traced("step")
@@ -235,6 +236,7 @@ class ZeroEngine(
             )
         self._watch.end_stray()
         self._coordinator.check_idle()
+        self._take_written()
         self._stepper.decided = self._step_counted = False
         self._step_asked = True
 
@@ -285,6 +287,7 @@ class ZeroEngine(
         self.global_steps = number
         self.global_samples += self._config.train_batch_size
         self._note_applied(self._stepper.applied)
+        optimizer._global_grad_norm = self._stepper.norm
         self._step_was_fixed()
 
     def ready(self, what: str) -> None:

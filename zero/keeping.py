@@ -11,6 +11,7 @@ from torch import nn
 from offload import masters
 from offload.errors import StateError
 from zero.editing import Put, UnitEditor
+from zero.gathered_values import runs_of
 from zero.params.binding import BoundUnit
 from zero.params.layout import Slot, Unit
 from zero.params.released import is_kept, name_of, unmark
@@ -69,6 +70,7 @@ class EngineKeeper:
         self.rows: RowLender | None = None
         """Lends rows of packed experts; None before there are any to lend."""
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
+        self._bound_of = {b.unit.index: b for b in bound}
         self._wholes = wholes
         self._dtype_of = {id(p): p.dtype for p in wholes}
         self._places: dict[str, list[Place]] = {}
@@ -112,6 +114,14 @@ class EngineKeeper:
 
     def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
         """Nothing to do: the call that borrowed them answers for their backward."""
+
+    def part(self, parameter: nn.Parameter) -> slice:
+        """What of it lies in this rank's slice of its unit; it may be empty."""
+        bound = self._bound_of[self._unit_of[id(parameter)]]
+        position = next(n for n, p in enumerate(bound.parameters) if p is parameter)
+        slot, placement = bound.unit.slots[position], self._editor.placement
+        run = runs_of(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
+        return run[placement.shard_index]
 
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins."""

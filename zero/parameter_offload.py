@@ -49,6 +49,10 @@ class ParameterOffload:
         self.forward_hooks = [HooksHandle(self._remove)]
         self.backward_hooks: list[HooksHandle] = []
 
+    def get_param_coordinator(self) -> Trace:
+        """`param_coordinator`, as DeepSpeed asks for it."""
+        return self.param_coordinator
+
     def _remove(self) -> None:
         self._hooks().suspend()
 

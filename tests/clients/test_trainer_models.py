@@ -39,6 +39,7 @@ def test_a_model_that_was_loaded_trains_as_without(
     more = {"folder": str(pretrained / "whole"), "grown": grown}
     config = zero_config(stage, device, nvme_path, threshold=threshold)
     ours, theirs = clients.run(f"{MORE}:from_pretrained", config, **more), plain(f"{MORE}:from_pretrained", **more)
+    assert ours["seen"] == (stage == 3)
     assert ours["cut"] == (stage == 3 and device != "none")  # else there is nowhere else to put them
     assert ours["rows"] == theirs["rows"]
     assert same_run(ours, theirs, tolerance) == []

@@ -80,11 +80,12 @@ def from_pretrained(deepspeed: dict[str, Any] | None, folder: str, grown: int = 
     chosen = arguments(deepspeed)
     set_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    cut = any(hasattr(parameter, "ds_shape") for parameter in model.parameters())
+    seen = [parameter.ds_status.name for parameter in model.parameters() if hasattr(parameter, "ds_shape")]
     if grown:
         model.resize_token_embeddings(VOCABULARY + grown, mean_resizing=False)
     report = fit(Trainer(model=model, args=chosen, train_dataset=Tokens()))
-    return {**report, "cut": cut, "rows": report["weights"]["lm_head.weight"].shape[0]}
+    found = {"seen": bool(seen), "cut": "NOT_AVAILABLE" in seen}
+    return {**report, **found, "rows": report["weights"]["lm_head.weight"].shape[0]}
 
 
 def new_head(deepspeed: dict[str, Any] | None, folder: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from launching import local_job, nothing_left, reports, write_script
 from models import make_config
+from shared_names import left_behind, shared_names
 
 from offload.run_notes import FOLDER, leave_note, read_notes
 from zero.launch.arguments import Program
@@ -55,7 +56,7 @@ def test_a_rank_killed_while_training_takes_all_along_and_leaves_no_byte(
         for step, _ in enumerate(steps({str(nvme)!r})):
             report(step=step, pid=os.getpid())
     """
-    shared = sorted(os.listdir("/dev/shm"))
+    shared = shared_names()
     stop = threading.Event()
     killer = threading.Thread(target=kill_one, args=(tmp_path, chance, victim, stop))
     killer.start()
@@ -70,7 +71,7 @@ def test_a_rank_killed_while_training_takes_all_along_and_leaves_no_byte(
     last = said.rstrip().splitlines()[-3:]
     assert last[0].startswith(f"zero run: rank {victim} on {os.uname().nodename} failed first: killed by SIGKILL")
     assert "somebody or something sent the signal" in last[1] and "(planned " in last[1]
-    assert list(nvme.iterdir()) == [] and sorted(os.listdir("/dev/shm")) == shared
+    assert list(nvme.iterdir()) == [] and left_behind(shared) == set()
 
 
 # ---- the plan reaches the launcher -------------------------------------------------------------

@@ -69,6 +69,18 @@ class Global(torch.optim.SGD):
         super().step()
 
 
+class Handing(torch.optim.Optimizer):
+    """Leaves the work to others, which have the parameters too."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self.others = [torch.optim.SGD(group["params"], lr) for group in self.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for other in self.others:
+            other.step()
+
+
 class Slower(torch.optim.AdamW):
     """A subclass of a known one that steps in its own way."""
 
@@ -115,6 +127,7 @@ def test_a_class_of_the_users_gives_the_bits_that_it_gives_alone(
         (torch.optim.SparseAdam, "dense gradients"),
         (Lamb, "not element-wise"),
         (Global, "steps for all parameters together"),
+        (Handing, "changes nothing of the parameter"),
     ],
 )
 def test_what_is_not_element_wise_is_refused_by_name(open_engine: Open, nvme_path: Path, kind: Any, why: str) -> None:
@@ -123,6 +136,23 @@ def test_what_is_not_element_wise_is_refused_by_name(open_engine: Open, nvme_pat
 
     with pytest.raises(ConfigError, match=rf"{kind.__name__} is not available: .*{why}.*AdamW.*Lion"):
         opened(open_engine, nvme_path, make)
+
+
+def test_a_learning_rate_of_0_at_the_beginning_is_no_reason_to_refuse(open_engine: Open, nvme_path: Path) -> None:
+    def make(groups: list[Group]) -> Any:
+        return Drifting([p for group in groups for p in group["params"]], lr=0.0)
+
+    engine, model = opened(open_engine, nvme_path, make, bf16=False)
+    before = held_by(engine, model)
+    train(engine, 0, 1, bf16=False)
+    still = held_by(engine, model)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.02
+    train(engine, 1, 2, bf16=False)
+    weights = [name for name in before if name.endswith("/weight")]
+    assert weights and differences({n: still[n] for n in weights}, {n: before[n] for n in weights}) == []
+    after = held_by(engine, model)
+    assert differences({n: after[n] for n in weights}, {n: before[n] for n in weights}) != []
 
 
 def test_muon_is_refused_by_name(open_engine: Open, nvme_path: Path) -> None:

@@ -151,6 +151,21 @@ def test_an_edited_unit_is_void_and_the_others_are_not(open_engine: Open, nvme_p
     assert committed(engine) == engine._layout.numel - engine.units[unit].numel
 
 
+FAILURES = 2
+
+
+def backward_anew(engine: Any, index: int) -> None:
+    """Forward and backward on a disk that works again; what was read ahead before it did may still come to light."""
+    for told in range(FAILURES):
+        try:
+            engine.backward(engine(tokens(index)))
+        except StorageError:
+            assert told + 1 < FAILURES, "more errors than failures"
+            engine.zero_grad()
+        else:
+            return
+
+
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("skip", [0, 3, 9])
 def test_a_failure_ahead_costs_nothing_but_the_work(
@@ -163,13 +178,13 @@ def test_a_failure_ahead_costs_nothing_but_the_work(
         micro_batch(reference, index)
     loss = engine(tokens(2))
     engine.synchronize()
-    engine.inject(AioFault(fail_rate=1.0, ops=(operation,), skip=skip, count_max=2))
+    engine.inject(AioFault(fail_rate=1.0, ops=(operation,), skip=skip, count_max=FAILURES))
     try:
         engine.backward(loss)
-    except StorageError:  # the backward's own read was hit
+    except StorageError:  # a weight's read was hit; on a busy machine those of two units
         engine.inject(None)
         engine.zero_grad()
-        engine.backward(engine(tokens(2)))
+        backward_anew(engine, 2)
     for attempt in engine._ahead._attempts.values():
         attempt.transfer.settle()
     engine.inject(None)

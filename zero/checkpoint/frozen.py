@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from offload.checksums import combine
 from offload.durable import Files
 from offload.errors import ConfigError
 from zero.assembly import Assembly
+from zero.checkpoint import torch_metadata as dcp
 from zero.checkpoint.boxes import begin_of
 from zero.checkpoint.extents import Extents
 from zero.checkpoint.folders import Folders
@@ -139,10 +139,10 @@ class SharedFrozen:
         }
         boxes: dict[str, list[WrittenBox]] = {name: [] for name in files}
         for name, told in metadata.state_dict_metadata.items():
-            if isinstance(told, TensorStorageMetadata):
+            if isinstance(told, dcp.TensorStorageMetadata):
                 dtype = str(told.properties.dtype).removeprefix("torch.")
                 for chunk in told.chunks:
-                    info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                    info = metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets)]
                     where = (tuple(told.size), tuple(chunk.offsets), tuple(chunk.sizes), info.offset, info.length)
                     file = f"../{FOLDER}/{digest}/{info.relative_path}"
                     boxes[file].append(WrittenBox(name, dtype, *where, 0, 0, 0))

@@ -8,18 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from offload.errors import ConfigError
+from zero.checkpoint import torch_metadata as dcp
 
 METADATA_FILE = ".metadata"
 
@@ -51,30 +42,30 @@ def make_metadata(files: Mapping[str, Iterable[WrittenBox]], aliases: Mapping[st
         files: name of each data file -> what is in it.
         aliases: further name of a tensor -> the name it was written under.
     """
-    told: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    told: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+    places: dict[dcp.MetadataIndex, dcp._StorageInfo] = {}
     for file, boxes in files.items():
         for box in boxes:
-            info = _StorageInfo(file, box.begin, box.nbytes)
+            info = dcp._StorageInfo(file, box.begin, box.nbytes)
             if box.dtype is None:
-                told[box.name] = BytesStorageMetadata()
-                places[MetadataIndex(box.name)] = info
+                told[box.name] = dcp.BytesStorageMetadata()
+                places[dcp.MetadataIndex(box.name)] = info
                 continue
-            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            chunk = dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             tensor = told.get(box.name)
-            if not isinstance(tensor, TensorStorageMetadata):
-                properties = TensorProperties(dtype=getattr(torch, box.dtype))
-                tensor = told[box.name] = TensorStorageMetadata(properties, torch.Size(box.shape), [])
-            places[MetadataIndex(box.name, chunk.offsets, len(tensor.chunks))] = info
+            if not isinstance(tensor, dcp.TensorStorageMetadata):
+                properties = dcp.TensorProperties(dtype=getattr(torch, box.dtype))
+                tensor = told[box.name] = dcp.TensorStorageMetadata(properties, torch.Size(box.shape), [])
+            places[dcp.MetadataIndex(box.name, chunk.offsets, len(tensor.chunks))] = info
             tensor.chunks.append(chunk)
     for alias, name in aliases.items():
         known = told[name]
         told[alias] = known
-        if isinstance(known, TensorStorageMetadata):
+        if isinstance(known, dcp.TensorStorageMetadata):
             for chunk in known.chunks:
-                places[MetadataIndex(alias, chunk.offsets)] = places[MetadataIndex(name, chunk.offsets)]
+                places[dcp.MetadataIndex(alias, chunk.offsets)] = places[dcp.MetadataIndex(name, chunk.offsets)]
     paths = {name: _path(name) for name in told}
-    return pickle.dumps(Metadata(told, paths, places, StorageMeta()), protocol=4)
+    return pickle.dumps(dcp.Metadata(told, paths, places, dcp.StorageMeta()), protocol=4)
 
 
 def _path(name: str) -> tuple[str, ...]:
@@ -115,7 +106,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_metadata(data: bytes, path: str) -> Metadata:
+def read_metadata(data: bytes, path: str) -> dcp.Metadata:
     """What `.metadata` says.
 
     Raises:
@@ -125,6 +116,6 @@ def read_metadata(data: bytes, path: str) -> Metadata:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:
         raise ConfigError(f"{path}: no metadata of a checkpoint, or damaged: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
         raise ConfigError(f"{path}: expected torch.distributed.checkpoint's Metadata, got {type(metadata).__name__}")
     return metadata

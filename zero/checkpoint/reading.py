@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from offload import kernels
 from offload.archives import bytes_tensor, read_archive
 from offload.box_reader import BoxReader, StoredBox
 from offload.durable import Files
 from offload.errors import ConfigError, DamagedError
+from zero.checkpoint import torch_metadata as dcp
 from zero.checkpoint.boxes import begin_of, is_flat
 from zero.checkpoint.extents import RUN_BYTES
 from zero.checkpoint.manifest import NAME, Manifest
@@ -59,13 +59,13 @@ class FolderSource:
         self.tensors: Mapping[str, Saved] = {
             name: Saved(torch.Size(told.size), told.properties.dtype)
             for name, told in self._metadata.state_dict_metadata.items()
-            if isinstance(told, TensorStorageMetadata)
+            if isinstance(told, dcp.TensorStorageMetadata)
         }
         self._boxes = {name: self._boxes_of(name, self._metadata, payloads) for name in self.tensors}
         self._blobs = {
-            name: self._stored(MetadataIndex(name), payloads)
+            name: self._stored(dcp.MetadataIndex(name), payloads)
             for name, told in self._metadata.state_dict_metadata.items()
-            if not isinstance(told, TensorStorageMetadata)
+            if not isinstance(told, dcp.TensorStorageMetadata)
         }
         largest = max((box[1] for name in self._names for box in manifest.files[name].boxes), default=0)
         self._reader = BoxReader([folder / name for name in self._names], min(largest, RUN_BYTES), files)
@@ -121,9 +121,9 @@ class FolderSource:
             if box.end > begin:
                 yield box
 
-    def _boxes_of(self, name: str, metadata: Metadata, payloads: Mapping[str, list[int]]) -> list[_Box]:
+    def _boxes_of(self, name: str, metadata: dcp.Metadata, payloads: Mapping[str, list[int]]) -> list[_Box]:
         told = metadata.state_dict_metadata[name]
-        if not isinstance(told, TensorStorageMetadata):
+        if not isinstance(told, dcp.TensorStorageMetadata):
             raise ConfigError(f"{self.folder}: {name} is no tensor")
         boxes = []
         for chunk in told.chunks:
@@ -133,7 +133,7 @@ class FolderSource:
                     "only checkpoints that an engine has saved are read here"
                 )
             begin = begin_of(told.size, chunk.offsets)
-            stored = self._stored(MetadataIndex(name, chunk.offsets), payloads)
+            stored = self._stored(dcp.MetadataIndex(name, chunk.offsets), payloads)
             boxes.append(_Box(begin, begin + chunk.sizes.numel(), stored))
         boxes.sort(key=lambda box: (box.begin, box.end))
         position = 0
@@ -145,7 +145,7 @@ class FolderSource:
             raise ConfigError(f"{self.folder}: {name}: elements from {position:,} on are missing")
         return [box for box in boxes if box.begin < box.end]
 
-    def _stored(self, index: MetadataIndex, payloads: Mapping[str, list[int]]) -> StoredBox:
+    def _stored(self, index: dcp.MetadataIndex, payloads: Mapping[str, list[int]]) -> StoredBox:
         """Where the payload of an archive is."""
         info = self._metadata.storage_data.get(index)
         known = payloads.get(info.relative_path) if info is not None else None

@@ -131,9 +131,25 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """An engine whose weights are all there, for `generate`; `engine.generation()` needs less memory."""
+    """An engine whose weights are all there and whose hooks are off, for `generate`.
+
+    `engine.generation()` needs less memory.
+    """
+    offload = getattr(model, "parameter_offload", None)
     with GatheredParameters([p for p in model.parameters() if is_kept(p)]):
-        yield model
+        for handle in offload.forward_hooks if offload is not None else ():
+            handle.remove()
+        if offload is not None:
+            offload.forward_hooks = []
+        try:
+            yield model
+        finally:
+            if offload is not None:
+                offload._register_deepspeed_module(offload.module)
+
+
+class ZeRORuntimeException(Exception):
+    """DeepSpeed's name of what it raises for optimizers and settings that it does not take; nobody raises it here."""
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:

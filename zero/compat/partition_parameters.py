@@ -22,6 +22,7 @@ from zero.params.initialisation import Init as OurInit
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "MultipleAllGatherHandles",
     "ZeroParamStatus",
     "ZeroParamType",
@@ -106,7 +107,7 @@ class Init(OurInit):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("enabled", True) and not dist.is_initialized():
             init_distributed()
-        self._wraps = bool(kwargs.get("enabled", True))
+        self._wraps = self.announces = bool(kwargs.get("enabled", True))
         self._before: dict[str, Any] = {}
         with tolerating_unknown_keys():
             super().__init__(*args, **kwargs)
@@ -129,6 +130,10 @@ class Init(OurInit):
             setattr(torch, name, fn)
         self._before.clear()
         super().__exit__(kind, error, trace)
+
+
+class MiCS_Init(Init):
+    """As `Init`: how many ranks share the weights is decided when there is an engine, by `mics_shard_size`."""
 
 
 def is_zero_param(parameter: Any) -> bool:

@@ -6,9 +6,13 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from offload.errors import ZeroInfinityError
-from zero.checkpoint.fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from zero.checkpoint import fp32
+from zero.checkpoint.fp32 import Folder, Model, convert_zero_checkpoint_to_fp32_state_dict
 from zero.checkpoint.sharding import MAX_SHARD_SIZE
+from zero.keeping import take_back
 
 SCRIPT = '''#!/usr/bin/env python3
 """Whole fp32 weights out of the checkpoints beside this file: zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR."""
@@ -20,6 +24,25 @@ from zero.compat.to_fp32 import main
 sys.exit(main())
 '''
 TOOLS: Mapping[str, str] = {"zero_to_fp32.py": SCRIPT}
+
+
+def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, tag: str | None = None) -> Model:
+    """As `zero.load_state_dict_from_zero_checkpoint`; an engine that keeps the model gives it back first and closes.
+
+    DeepSpeed's scripts hand it `engine.module` at the end of a training. The parameters stay in the dtype that they
+    have in the engine. All ranks come here.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it is damaged; the engine goes on.
+        StorageError: a read failed.
+    """
+    fp32.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, lazy_mode=True)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    take_back(model.parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtypes[name])
+    return fp32.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -124,7 +124,7 @@ def _ranks(config: Config) -> str:
 def _autos(config: Config) -> Iterator[Key]:
     """Keys with a value, that act or that something is chosen for, and that are "auto" in the source."""
     for key in known_keys(Config):
-        given = block_of(key.field) is None and config.origins.get(key.path) == "auto"
+        given = config.origins.get(key.path) == "auto" and block_of(key.field) is None
         if given and (key.role != "inert" or key.path in _CHOICES):
             yield key
 

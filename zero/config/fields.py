@@ -13,8 +13,9 @@ So is a default that has changed: `Was(version, default)` keeps the old one for 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -292,11 +293,10 @@ class Key:
         return reason_of(self.field, self.block)
 
 
-def known_keys(model: type[Block], prefix: str = "") -> Iterator[Key]:
+@functools.cache
+def known_keys(model: type[Block], prefix: str = "") -> tuple[Key, ...]:
     """Every key of a block and of the blocks inside it, outer ones first, in the order of declaration."""
-    for name, field in model.model_fields.items():
-        yield Key(prefix + name, field, role_of(field), model)
-    for name, field in model.model_fields.items():
-        inner = block_of(field)
-        if inner is not None:
-            yield from known_keys(inner, f"{prefix}{name}.")
+    fields = model.model_fields.items()
+    own = [Key(prefix + name, field, role_of(field), model) for name, field in fields]
+    inner = [(name, block) for name, field in fields if (block := block_of(field)) is not None]
+    return (*own, *itertools.chain.from_iterable(known_keys(block, f"{prefix}{name}.") for name, block in inner))

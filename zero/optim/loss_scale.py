@@ -183,10 +183,12 @@ class HasLossScale:
     Attributes:
         loss_scaler: the engine's; set once it is made.
         overflow: the last step was skipped.
+        _global_grad_norm: as `engine.get_global_grad_norm()`, where scripts look for it.
     """
 
     loss_scaler: LossScaler
     overflow = False
+    _global_grad_norm: float | None = None
 
     @property
     def cur_scale(self) -> float:

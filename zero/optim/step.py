@@ -36,8 +36,11 @@ logger = logging.getLogger("zero")
 NAMES_SHOWN = 8
 
 
-class UnusedParameters(StateError):
-    """Trained parameters got no gradient on any rank, and the configuration says that this is a mistake."""
+class UnusedParameters(StateError, AssertionError):
+    """Trained parameters got no gradient on any rank, and the configuration says that this is a mistake.
+
+    An AssertionError too, which is what DeepSpeed raises.
+    """
 
 
 class Stepper:

@@ -19,6 +19,7 @@ from zero.optim.rules import Scalar
 from zero.optim.tiled_rule import NOT_OF_THE_CLASS, Initial, TiledRule, TileValues
 
 SHAPE, HALF, STEPS = (8, 16), 64, 3
+TRIAL_LR = 1e-2
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
 ALTERNATIVE = (
     'set optimizer.type in the config to an element-wise one ("AdamW", "Lion", "Adagrad", "SGD", or one of torch.optim '
@@ -52,6 +53,7 @@ def rule_for(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any
         options = bare.options_of(group)
         if options not in seen:
             seen.append(options)
+            _check_trains(bare, options)
             _look(bare, options, found)
     rule = TiledRule(optimizer, initial, tuple(found.planes), found.planes, found.scalars)
     for options in seen:
@@ -119,6 +121,22 @@ def _look(rule: TiledRule, options: Mapping[str, Any], found: _Found) -> None:
     both = found.planes.keys() & found.scalars.keys()
     if both:
         raise refusal(rule.name, f"its state {', '.join(sorted(both))} is a number and a tensor")
+
+
+def _check_trains(rule: TiledRule, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a class whose step leaves its parameters alone, such as one that calls other optimizers.
+
+    A learning rate of 0, with which a warmup begins, is replaced for the trial.
+    """
+    start, *gradients = _samples(STEPS + 1)
+    for more in ({}, {"lr": TRIAL_LR}) if "lr" in options else ({},):
+        if not torch.equal(_train_whole(rule, {**options, **more}, start, gradients)[0][-1], start):
+            return
+    raise refusal(
+        rule.name,
+        "its step changes nothing of the parameter in its param group (other optimizers that it holds have parameters "
+        "of their own, which the engine does not see)",
+    )
 
 
 def _train_whole(

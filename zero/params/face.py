@@ -57,6 +57,11 @@ def put_on_face(parameter: nn.Parameter, persistent: bool, private: tuple[str, .
     face[_STATE] = _state_without(parameter, (*_FACE, *private))
 
 
+def announce(parameter: nn.Parameter) -> None:
+    """Give the attributes to a parameter that stays in memory until an engine adopts it: its values are there."""
+    put_on_face(parameter, False, ())
+
+
 def forget_face(parameter: nn.Parameter) -> None:
     """Take them away: it is an ordinary parameter again."""
     for name in _FACE:

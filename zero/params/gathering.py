@@ -7,6 +7,7 @@ from types import TracebackType
 
 from torch import nn
 
+from zero.params.announced import check_rank, is_announced, take_values_of
 from zero.params.released import Keeper, is_kept, keeper_of
 
 
@@ -17,7 +18,7 @@ class GatheredParameters:
         params: a parameter, or any iterable of them (lists, generators; duplicates are fine).
             Parameters that no engine or `Init` keeps are left alone.
         modifier_rank: the rank whose edits are kept; None: those that all ranks have made alike. Every rank enters and
-            leaves the context, with the same parameters.
+            leaves the context, with the same parameters. Before there is an engine, None lets each rank keep its own.
         fwd_module: accepted and ignored.
         enabled: False makes the context do nothing.
     """
@@ -35,11 +36,14 @@ class GatheredParameters:
         for parameter in unique.values():
             keeper = keeper_of(parameter)
             self._by_keeper.setdefault(id(keeper), (keeper, []))[1].append(parameter)
+        self._announced = list({id(p): p for p in given if enabled and is_announced(p)}.values())
         self._modifier_rank = modifier_rank
         self._open: list[tuple[Keeper, list[nn.Parameter]]] = []
 
     def __enter__(self) -> None:
         """Bring the values in; all of them, or an error and none."""
+        if self._announced:
+            check_rank(self._modifier_rank)
         try:
             for keeper, parameters in self._by_keeper.values():
                 keeper.open(parameters)
@@ -53,12 +57,16 @@ class GatheredParameters:
     ) -> None:
         """Keep what was edited, then release."""
         self._close_all()
+        if kind is None and self._modifier_rank is not None:
+            take_values_of(self._modifier_rank, [p for p in self._announced if is_announced(p)])
 
     def _close_all(self) -> None:
         """Close every keeper, whatever one of them raises; the first error is raised at the end."""
         first: BaseException | None = None
         while self._open:
             keeper, parameters = self._open.pop()
+            if not any(is_kept(p) and keeper_of(p) is keeper for p in parameters):
+                continue  # its engine has given the model back and is closed
             try:
                 keeper.close(parameters, self._modifier_rank)
             except Exception as error:

@@ -24,6 +24,7 @@ from zero.config import Config, load_config
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.reading import read_source
 from zero.distributed.joining import join_if_started
+from zero.params.face import announce
 from zero.params.opaque import is_wrapper
 from zero.params.provisional import ProvisionalKeeper, provisional_source
 from zero.params.released import is_kept
@@ -58,7 +59,12 @@ class Init:
 
     Raises:
         ConfigError: the config, `remote_device` or `dtype` cannot be; says what can.
+
+    Attributes:
+        announces: parameters that stay in memory get DeepSpeed's attributes too, as soon as they are made.
     """
+
+    announces = False
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
         self,
@@ -83,14 +89,15 @@ class Init:
         self._keeper: ProvisionalKeeper | None = None
         self._made: list[weakref.ref[nn.Module]] = []
         """Modules whose constructors have run inside."""
-        if module is not None and (self._paths is not None or self._dtype is not None):
+        self._watches = self._paths is not None or self._dtype is not None or self.announces
+        if module is not None and self._watches:
             self._keeper = ProvisionalKeeper(self._paths) if self._paths is not None else None
             self._made = [weakref.ref(child) for child in module.modules()]
             self._cut_made()
 
     def __enter__(self) -> Init:
         """Start watching constructors."""
-        if self._paths is None and self._dtype is None:
+        if not self._watches:
             return self
         if self._paths is not None:
             self._keeper = ProvisionalKeeper(self._paths)
@@ -179,6 +186,8 @@ class Init:
         here = parameter.device.type == "cpu" and not is_wrapper(parameter)
         if self._keeper is not None and not is_kept(parameter) and here and parameter.numel():
             self._keeper.cut(parameter)
+        elif self.announces and not is_kept(parameter) and not is_wrapper(parameter) and parameter.numel():
+            announce(parameter)
 
 
 _open: list[Init] = []

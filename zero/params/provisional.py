@@ -16,6 +16,7 @@ from offload.binding import FlatStorage, Poison
 from offload.errors import StateError
 from offload.pinned import return_freed_memory
 from offload.provisional import ProvisionalFile
+from zero.params.announced import take_values_of
 from zero.params.released import (
     ReleasedParameter,
     hide_shard,
@@ -132,6 +133,10 @@ class ProvisionalKeeper:
         fetched, self._fetched, self._fetched_bytes = self._fetched, [], 0
         self.close(fetched)
 
+    def part(self, parameter: nn.Parameter) -> slice:
+        """All: no rank has its own before there is an engine."""
+        return slice(0, parameter.numel())
+
     def open(self, parameters: list[nn.Parameter]) -> None:
         """Bring the values back, to be edited."""
         for parameter in parameters:
@@ -144,10 +149,12 @@ class ProvisionalKeeper:
                 show_shard(parameter)
 
     def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
-        """Spill them again. Whoever edits them: an engine takes the first rank's values."""
+        """Spill them again, as they are on `modifier_rank`; None: on each rank as it has them."""
         for parameter in parameters:
             self._open[parameter] -= 1
             if self._open[parameter] == 0:
+                if modifier_rank is not None:
+                    take_values_of(modifier_rank, [parameter])
                 self._store(parameter)
                 mark(parameter, self, _provisional_name(parameter))  # its shape may be another now
                 self._release(parameter)

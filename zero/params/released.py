@@ -60,6 +60,9 @@ class Keeper(Protocol):
     def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
         """`result` was computed from parameters that `touch` brought in."""
 
+    def part(self, parameter: nn.Parameter) -> slice:
+        """Of the parameter's elements those that are this rank's."""
+
     def open(self, parameters: list[nn.Parameter]) -> None:
         """Bring values in for `GatheredParameters`: private copies that may be edited."""
 
@@ -297,8 +300,9 @@ def _copied(alias: ReleasedAlias, keeper: Unplaced) -> torch.Tensor:
 
 
 def _shard(parameter: nn.Parameter) -> torch.Tensor:
+    part = keeper_of(parameter).part(parameter)
     with torch._C.DisableTorchFunctionSubclass():
-        shard = parameter.detach().view(-1).as_subclass(Shard)
+        shard = parameter.detach().view(-1)[part].as_subclass(Shard)
     shard.owner = TensorWeakRef(parameter)
     return shard
 

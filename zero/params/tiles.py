@@ -135,6 +135,10 @@ class TiledKeeper:
     def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
         """Nothing: it never is."""
 
+    def part(self, parameter: nn.Parameter) -> slice:
+        """All: a rank has some of each tile, which is no one run of the whole."""
+        return slice(0, parameter.numel())
+
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins: all tiles are read, and the parameter holds its values, outside any limit."""
         self.engine.open([tile.weight for tile in self.tiles])

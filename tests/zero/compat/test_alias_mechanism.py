@@ -107,6 +107,7 @@ def test_ranks_of_a_launcher_find_it(tmp_path: Path, launcher: str) -> None:
         deepspeed.init_distributed(dist_backend=None, verbose=False)
         with open({str(tmp_path)!r} + "/" + os.environ["RANK"], "w") as file:
             file.write(f"{{deepspeed.comm.get_rank()}} of {{deepspeed.comm.get_world_size()}}")
+        deepspeed.comm.barrier()  # who is through first must not leave while another is still joining
         deepspeed.comm.destroy_process_group()
         """,
     )

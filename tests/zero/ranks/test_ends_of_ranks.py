@@ -15,8 +15,8 @@ from models import trainability
 from ranks import RankError, RankPool
 from ranks_model import motley
 from ranks_runs import Place, Run, engine_config, outcome_of, quiet, train
+from shared_names import left_behind, shared_names
 
-SHARED = Path("/dev/shm")
 SURVIVAL_SECONDS = 10.0
 PLACES = (Place(3, "nvme", "nvme"), Place(2, "none", "cpu"), Place(3, "nvme", "nvme", shared=False))
 
@@ -37,10 +37,6 @@ def bytes_in(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
-def run_folders() -> set[str]:
-    return {path.name for path in SHARED.iterdir()} if SHARED.is_dir() else set()
-
-
 @pytest.fixture
 def pool() -> Iterator[RankPool]:
     """One of its own: a rank of it dies."""
@@ -50,7 +46,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def die_once(pool: RankPool, nvme_path: Path, place: Place, victim: int, after_seconds: float) -> None:
-    before = run_folders()
+    before = shared_names()
     pool.run(quiet)
     pids, killed_at = pool.pids, [0.0]
 
@@ -72,7 +68,7 @@ def die_once(pool: RankPool, nvme_path: Path, place: Place, victim: int, after_s
     assert took_seconds < SURVIVAL_SECONDS, where
     pool.close()
     assert bytes_in(nvme_path) == 0, where
-    assert run_folders() <= before, where
+    assert left_behind(before) == set(), where
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -155,3 +155,30 @@ def changing(place: Place, nvme_path: str, local: bool) -> dict[str, bool]:
 @pytest.mark.parametrize("local", [False, True], ids=["whole", "parts"])
 def test_what_is_set_is_got_again_on_all_ranks(rank_pool: Pool, nvme_path: Any, place: Place, local: bool) -> None:
     assert rank_pool(2).run(changing, place, str(nvme_path), local) == [{}, {}]
+
+
+# ---- the attribute that DeepSpeed's clients take a rank's part from -----------------------------
+
+
+def shards(place: Place, nvme_path: str) -> list[bool]:
+    """Whether `ds_tensor` is this rank's part of each parameter, and whether that is all of it."""
+    import zero
+    from zero import utils
+
+    with opened(place, nvme_path) as engine:
+        found = []
+        for _, parameter in trained(engine):
+            own = utils.safe_get_local_fp32_param(parameter)
+            assert own is not None and parameter.ds_tensor.shape == own.shape
+            with zero.GatheredParameters([parameter]):
+                assert torch.equal(parameter.ds_tensor.float(), own.to(parameter.dtype).float())
+            utils.safe_set_local_optimizer_state(parameter, torch.ones(parameter.ds_tensor.shape), "exp_avg")
+            assert torch.equal(utils.safe_get_local_optimizer_state(parameter, "exp_avg"), torch.ones_like(own))
+            found.append(own.numel() == parameter.numel())
+        return found
+
+
+@pytest.mark.parametrize("place", PLACES[3:6], ids=lambda place: place.name)
+def test_ds_tensor_is_this_ranks_part(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    told = rank_pool(2).run(shards, place, str(nvme_path))
+    assert not all(whole for found in told for whole in found)

@@ -135,3 +135,72 @@ def test_an_edit_of_the_modifier_rank_reaches_all_ranks_and_the_masters(
             if f"{name}/{plane}" in untouched:
                 untouched[f"{name}/{plane}"].view(-1)[3:5] = 7.0 + (modifier_rank or 0)
     assert differences(held, untouched) == []
+
+
+# ---- editing them before there is an engine ---------------------------------------------------
+
+
+def edited_before(place: Place, nvme_path: str, modifier_rank: int) -> tuple[Values, Values]:
+    """What each rank sees after its edit of a model that `Init` has seen, and what an engine takes up."""
+    import zero
+    from zero.compat.partition_parameters import Init
+
+    config = engine_config(Run(bf16=True), place, nvme_path)
+    with seeded(100 + dist.get_rank()), Init(config_dict_or_path=config):
+        model = Motley()
+    parameters = [model.get_parameter(name) for name in EDITED]
+    with zero.GatheredParameters(parameters, modifier_rank=modifier_rank), torch.no_grad():
+        for parameter in parameters:
+            parameter.view(-1)[3:5] = 7.0 + dist.get_rank()
+    with zero.GatheredParameters(parameters):
+        seen = {name: p.detach().clone() for name, p in zip(EDITED, parameters, strict=True)}
+    with opened(place, nvme_path, model) as engine:
+        return seen, {name: engine.full_master(name) for name in EDITED if name != "frozen.weight"}
+
+
+@each_once(place=(Place(0), Place(3), Place(3, "nvme", "nvme")), modifier_rank=(0, 1))
+def test_an_edit_before_initialize_is_the_modifier_ranks_on_all(
+    rank_pool: Pool, nvme_path: Any, place: Place, modifier_rank: int
+) -> None:
+    told = rank_pool(2).run(edited_before, place, str(nvme_path), modifier_rank)
+    seen, held = same([before for before, _ in told]), same([after for _, after in told])
+    for values in (seen, held):
+        assert all(torch.all(value.view(-1)[3:5] == 7.0 + modifier_rank) for value in values.values())
+    assert all(torch.equal(held[name].to(seen[name].dtype), seen[name]) for name in held)
+
+
+@each_once(place=(Place(0), Place(3)))
+def test_a_modifier_rank_that_is_none_is_an_error_before_initialize_too(
+    rank_pool: Pool, nvme_path: Any, place: Place
+) -> None:
+    for told in rank_pool(2).run(edited_before, place, str(nvme_path), 2, errors="return"):
+        assert "modifier_rank from 0 to 1" in str(told)
+
+
+# ---- gradients that somebody has written ------------------------------------------------------
+
+
+def written(place: Place, nvme_path: str, by_hand: bool) -> Values:
+    """All ranks put the same into some gradients after a backward: into `.grad`, or by the call for it."""
+    from zero import utils
+
+    model = motley()
+    names = trainability(model)
+    with opened(place, nvme_path, model) as engine:
+        engine.backward(engine(batch(0, dist.get_rank(), agreed=True)))
+        for seed, name in enumerate(("blocks.0.up.weight", "table.weight", "norm.bias")):
+            parameter = model.get_parameter(name)
+            with seeded(seed):
+                value = torch.randn(parameter.shape).to(parameter.dtype)
+            if by_hand:
+                parameter.grad = value
+            else:
+                utils.safe_set_full_grad(parameter, value)
+        engine.step()
+        return snapshot(engine, names)
+
+
+@each_once(place=PLACES)
+def test_written_gradients_count_on_every_rank(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    by_hand, told = (same(rank_pool(2).run(written, place, str(nvme_path), way)) for way in (True, False))
+    assert differences(by_hand, told) == []

@@ -5,9 +5,8 @@ import sys
 from zero.checkpoint.fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
 )
-from zero.compat.to_fp32 import main
+from zero.compat.to_fp32 import load_state_dict_from_zero_checkpoint, main
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",

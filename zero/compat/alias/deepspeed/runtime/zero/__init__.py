@@ -4,6 +4,7 @@ from zero.compat.helpers import unwrap_model_for_generation
 from zero.compat.partition_parameters import (
     GatheredParameters,
     Init,
+    MiCS_Init,
     ZeroParamStatus,
     ZeroParamType,
     register_external_parameter,
@@ -16,6 +17,7 @@ from ..._names import attributes
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "TiledLinear",
     "TiledLinearReturnBias",
     "ZeroParamStatus",
