@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -19,6 +19,9 @@ from offload.pinned import hide_from_children, map_host, pin, tensor_over
 from offload.sharing import SharedRegion
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Mark
+
+Relocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""A uint8 tensor -> the same bytes where they are now; itself if they have not moved."""
 
 
 class MemoryRegion:
@@ -32,12 +35,23 @@ class MemoryRegion:
         device: where.
         pinned: page-lock host memory for copies to a GPU.
         region: shared memory to take the first `nbytes` of instead; it stays its owner's.
+        of_device: it belongs to the budget of the device that computes, wherever `device` is.
+
+    Attributes:
+        away: its bytes are in host memory for the time being, see `put_away`.
     """
 
     def __init__(
-        self, nbytes: int, device: torch.device, *, pinned: bool = False, region: SharedRegion | None = None
+        self,
+        nbytes: int,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        region: SharedRegion | None = None,
+        of_device: bool = False,
     ) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.of_device, self.away = nbytes, of_device, False
+        self._device, self._shared = device, region is not None
         self._taken_bytes = 0
         _check_room(f"region of {nbytes:,} bytes", nbytes, region)
         self._data: torch.Tensor | None = _allocate(nbytes, device, touched=False, region=region)
@@ -61,6 +75,64 @@ class MemoryRegion:
     def data(self) -> torch.Tensor | None:
         """uint8, all of it; None once closed."""
         return self._data
+
+    @property
+    def movable(self) -> bool:
+        """True for memory of a device that nobody else maps, and that is not closed."""
+        return self.of_device and not self._shared and self._data is not None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if `tensor` (uint8, not empty) is a part of it."""
+        data = self._data
+        return (
+            data is not None
+            and tensor.numel() > 0
+            and tensor.device == data.device
+            and 0 <= tensor.data_ptr() - data.data_ptr() < data.numel()
+        )
+
+    def put_away(self, *, pinned: bool) -> Relocate:
+        """Move all bytes to host memory. The device must have nothing to do with them.
+
+        Args:
+            pinned: page-lock that memory.
+
+        Returns:
+            What turns a tensor that `take` gave, or a part of one, into the same bytes where they are now, and leaves
+            any other as it is. The old memory returns once every such tensor is replaced and this is let go.
+
+        Raises:
+            BudgetError: the host has no room; nothing has changed.
+            StateError: the memory is not `movable`.
+        """
+        return self._move(torch.device("cpu"), pinned=pinned, away=True)
+
+    def bring_back(self) -> Relocate:
+        """Move all bytes to where they were first; as `put_away`.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; nothing has changed.
+        """
+        return self._move(self._device, pinned=False, away=False)
+
+    def _move(self, device: torch.device, *, pinned: bool, away: bool) -> Relocate:
+        old = self._data
+        if old is None or not self.movable:
+            raise StateError(f"region of {self.nbytes:,} bytes: it cannot be moved, it is closed or shared")
+        new = _allocate(self.nbytes, device, touched=False)
+        unpin = pin(new) if pinned else None
+        new.copy_(old)
+        undo, self._unpin, self._data, self.away = self._unpin, unpin, new, away
+        if undo is not None:
+            undo()
+
+        def relocate(tensor: torch.Tensor) -> torch.Tensor:
+            offset = tensor.data_ptr() - old.data_ptr()
+            if not tensor.numel() or tensor.device != old.device or not 0 <= offset < old.numel():
+                return tensor
+            return exact_alias(new[offset : offset + tensor.numel()])
+
+        return relocate
 
     def close(self) -> None:
         """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
@@ -210,6 +282,28 @@ class Arena:
             self._waiters.append(waiter)
             await waiter
         return block
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What it has of the device now."""
+        return 0 if self._data is None or self._region is not None else self._data.numel()
+
+    def give_up(self) -> None:
+        """Let go of the allocation until `make`, or the next lease. The device must be done with it.
+
+        Raises:
+            StateError: something is leased.
+        """
+        if self.used_bytes:
+            raise StateError(f"the {self.name} arena cannot be given up: {self.used_bytes:,} bytes are leased")
+        if self.allocated_bytes:
+            undo, self._undo, self._data, self._left = self._undo, [], None, []
+            for step in undo:
+                step()
+
+    def make(self) -> None:
+        """Allocate now what the next lease would."""
+        self._memory()
 
     def _memory(self) -> torch.Tensor:
         """The allocation, made at first use: an arena that is planned for but never needed costs nothing."""

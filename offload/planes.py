@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from offload.aio import Aio
+from offload.arena import Relocate
 from offload.errors import StateError, StorageError
 from offload.streams import Streams
 from offload.swapfile import SwapSpace
@@ -159,6 +160,12 @@ class Plane:
     def homes(self) -> tuple[Home, ...]:
         """Where everything is now."""
         return tuple(self._homes)
+
+    def relocate(self, relocate: Relocate) -> None:
+        """Memory was moved; nothing of the plane is under way."""
+        self._homes = [
+            home if home.memory is None else replace(home, memory=relocate(home.memory)) for home in self._homes
+        ]
 
     @property
     def numel(self) -> int:

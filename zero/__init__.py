@@ -40,6 +40,7 @@ from zero.params.leaf_modules import (
 from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
 from zero.pretrained import load_pretrained
 from zero.resumable import RepeatingLoader
+from zero.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero.statistics import Statistics
 
 __version__ = "0.1.0"
@@ -48,6 +49,8 @@ __all__ = [
     "GatheredParameters",
     "InferenceEngine",
     "Init",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
     "RepeatingLoader",
     "Statistics",
     "TiledLinear",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -50,6 +51,7 @@ from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
 from zero.schedule.rows import RowLender
 from zero.starting import CommonBuffers, agree_on_machine, take_first_ranks_values
+from zero.state_kinds import TO_RUN, OffloadStateTypeEnum
 from zero.storage import Storage
 from zero.stored_values import StoredValues
 
@@ -71,8 +73,18 @@ class Owner(Protocol):
     rule: Rule
     """How parameters are updated."""
 
-    def ready(self, what: str) -> None:
+    def ready_to_run(self, what: str) -> None:
         """Raise if the engine is closed; bind what is always bound."""
+
+    def bring_back(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
+        """What is needed of these (None: all) is on the device when this returns."""
+
+    def bring_back_to_train(self) -> None:
+        """What a backward needs is on the device when this returns."""
+
+    @property
+    def offloaded_states(self) -> frozenset[OffloadStateTypeEnum]:
+        """What has been put away from the device."""
 
     def current(self, what: str, units: Iterable[int] | None = None) -> None:
         """`ready`, and wait until these units (None: all) are as of the last step."""
@@ -181,11 +193,13 @@ class Assembly:
         self.stepper.needs_all = not self._config.zero_optimization.ignore_unused_parameters
         self.gradients.update = self.stepper.apply
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed, owner.exchange)
+        loader.at_begin = partial(owner.bring_back, "a module that is called by itself", TO_RUN)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
         self.watch = BackwardWatch(
-            *(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready, owner.reduces),
+            *(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready_to_run, owner.reduces),
             owner.check_scaled,
         )
+        self.watch.at_begin = owner.bring_back_to_train
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed, owner.exchange)
         editor.before_in_place = owner.wait_for_checkpoint

@@ -50,6 +50,8 @@ class BackwardWatch:
         self._handles: list[RemovableHandle] = []
         self.at_end: Callable[[], None] | None = None
         """Called when a backward is over."""
+        self.at_begin: Callable[[], None] = lambda: None
+        """Called when one begins."""
         self.generation = 0
         self.torn = False
 
@@ -136,6 +138,7 @@ class BackwardWatch:
 
     def _begin(self) -> None:
         self._running = True
+        self.at_begin()
         self._gradients.begin_backward(boundary=self._boundary())
 
     def _end(self) -> None:

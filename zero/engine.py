@@ -36,6 +36,7 @@ from zero.params.layout import Unit
 from zero.replanning import Census
 from zero.reporting import Reports
 from zero.scaling import ScalesLoss
+from zero.state_kinds import TO_RUN, TO_TRAIN, OffloadStateTypeEnum
 from zero.storage import Storage
 from zero.surface import Surface
 from zero.tracing import Traced, Tracer, traced
@@ -130,7 +131,7 @@ class ZeroEngine(
     @traced("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched, unless `fp16.auto_cast` is set."""
-        self.ready("forward")
+        self.ready("forward", TO_RUN)
         self._follow()
         self._share_buffers()
         try:
@@ -152,7 +153,7 @@ class ZeroEngine(
             StateError: the graph was made before the last step, or the engine is closed.
             StorageError: a transfer failed.
         """
-        self.ready("backward")
+        self.ready("backward", TO_TRAIN)
         accumulation = self._config.gradient_accumulation_steps
         if scale_wrt_gas and accumulation > 1:
             loss = loss / accumulation
@@ -193,7 +194,7 @@ class ZeroEngine(
         Raises:
             StorageError: a transfer failed. The next call goes on where this one stopped.
         """
-        self.ready("synchronize")
+        self.ready("synchronize", frozenset())
         self._stepper.finish()
         self._gradients.settle()
 
@@ -210,6 +211,7 @@ class ZeroEngine(
             self._take_step()
             self.changed()
             self._gradients.clear()
+            self.forget_gradients_away()
             self._forget_written()
             self._watch.torn = False
 
@@ -227,6 +229,7 @@ class ZeroEngine(
         if self.updater is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
         self._check_snapshot()
+        self.bring_back("step")
         if self._keeper.editing:
             raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
         if self._watch.torn:
@@ -290,8 +293,12 @@ class ZeroEngine(
         optimizer._global_grad_norm = self._stepper.norm
         self._step_was_fixed()
 
-    def ready(self, what: str) -> None:
+    def ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
         """Raise if the engine is closed; take a step that was asked for; bind what is always bound.
+
+        Args:
+            what: is attempted.
+            needs: of these states (None: all) what `offload_states` has put away comes back (BudgetError: no room).
 
         Raises:
             StateError: closed.
@@ -300,7 +307,8 @@ class ZeroEngine(
         self.check_open(what)
         self.check_checkpoint()
         self._take_step()
-        if not self._persistent_bound:
+        self.bring_back(what, needs)
+        if not self._persistent_bound and not self.offloaded_states & TO_RUN:
             self._stepper.apply_persistent()
             self._bound_again()
             self._coordinator.bind_persistent()
@@ -341,7 +349,7 @@ class ZeroEngine(
         Raises:
             StorageError: a checkpoint that was being written is none. Everything is given back all the same.
         """
-        begun, self._closed = self._closed, True
+        begun, self._closed, self._away = self._closed, True, None
         self._hooks.remove()
         self._watch.remove()
         if begun:  # an interrupt may have stopped the first attempt

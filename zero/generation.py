@@ -16,7 +16,7 @@ class Generates:
     _hooks: ModuleHooks
     _generations = 0
 
-    def ready(self, what: str) -> None:
+    def ready_to_run(self, what: str) -> None:
         """Raise if the engine is closed; the engine's."""
         raise NotImplementedError
 
@@ -34,7 +34,7 @@ class Generates:
             StateError: the engine is closed.
             StorageError: the last step could not be completed.
         """
-        self.ready("generation")
+        self.ready_to_run("generation")
         if not self._generations:
             self._coordinator.begin_generation()
         self._generations += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,8 +24,12 @@ from zero.schedule.rows import RowLender
 class Owner(Protocol):
     """What the keeper needs of its engine."""
 
-    def ready(self, what: str) -> None:
-        """Raise if the engine is closed."""
+    def ready_to_run(self, what: str) -> None:
+        """Raise if the engine is closed; weights are there when it returns."""
+
+    @property
+    def offloaded_states(self) -> Container[str]:
+        """What the engine has put away from its device; it can be read, and nothing is due."""
 
     def current(self, what: str, units: Iterable[int] | None = None) -> None:
         """Raise if the engine is closed; wait until these units (None: all) are as of the last step."""
@@ -102,7 +106,7 @@ class EngineKeeper:
             StateError: neither a forward nor a backward is running, or the engine is closed.
         """
         index = self._unit_of[id(parameter)]
-        self._owner.ready(f"parameter {name_of(parameter)}")
+        self._owner.ready_to_run(f"parameter {name_of(parameter)}")
         if self._coordinator.bound(index):
             return
         if not (in_backward() or self._hooks.in_forward):
@@ -156,7 +160,8 @@ class EngineKeeper:
         Raises:
             StateError: the engine is closed already; the values are gone.
         """
-        self._owner.current("taking the model back from the engine that keeps its values")
+        if not self._owner.offloaded_states:
+            self._owner.current("taking the model back from the engine that keeps its values")
         self.return_values(self._owner.close)
 
     def return_values(self, close: Callable[[], None] | None = None) -> None:

@@ -32,6 +32,7 @@ from zero.assembly import Assembly
 from zero.config import Config
 from zero.exchange import Exchange
 from zero.gathered_values import agree_on_change
+from zero.offloading import OffloadsStates
 from zero.optim.carrying import GradientCarrier
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.units import Leaf
@@ -107,7 +108,7 @@ def _held(optimizer: ZeroOptimizer | None) -> set[int]:
     return set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-class FollowsModel:
+class FollowsModel(OffloadsStates):
     """Mixed into the engine; takes up what has changed in its model."""
 
     module: nn.Module
@@ -143,6 +144,7 @@ class FollowsModel:
     def at_rest(self) -> Assembly:
         """The parts, to rewrite their planes: nothing of them moves, no unit is bound, no graph counts any more."""
         parts = self._parts
+        self.bring_back("a change of the model or of its values")
         _rest(parts)
         if parts.snapshots is not None:
             parts.snapshots.void()
@@ -150,10 +152,6 @@ class FollowsModel:
         parts.coordinator.release_all()
         parts.watch.generation += 1
         return parts
-
-    def ready(self, what: str) -> None:
-        """Take the step that was asked for; the engine's."""
-        raise NotImplementedError
 
     def _use(self, parts: Assembly) -> None:
         raise NotImplementedError

@@ -11,19 +11,17 @@ import torch
 
 from offload.activations import ActivationStore
 from offload.aio import AioOptions
-from offload.arena import Arena, MemoryRegion
+from offload.arena import Arena, MemoryRegion, Relocate
 from offload.errors import BudgetError, StateError
 from offload.mover import Mover
-from offload.pieces import PieceStore, Swap
 from offload.planes import Disk, Home, Plane
 from offload.sharing import SharedRegion
-from offload.slabs import Slabs, SwapArea
 from offload.snapshot_files import SnapshotSwap
 from offload.streams import open_streams
 from offload.swapfile import SwapSpace
 from offload.timeline import Timeline
 from offload.two_slots import Pair, TwoSlotPlane
-from zero.activation_plan import KNOB
+from zero.activation_store import open_activations
 from zero.config import Config
 from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, SubGroup, Unit
@@ -59,7 +57,11 @@ class Storage:
         twice: planes that snapshots keep, weights first; each has two places on the disk for everything.
         other_slots: per space, where `plan.two_slots` (else None).
         activations: keeps what autograd saves, where the plan gives it a tier (else None).
+        records_away: those of the device are in host memory for the time being.
     """
+
+    activations: ActivationStore | None = None
+    records_away = False
 
     def __init__(
         self,
@@ -84,7 +86,6 @@ class Storage:
         self.timeline = Timeline()
         self.at_end: list[Callable[[], None]] = []
         self.at_rest: list[Callable[[], None]] = []
-        self.activations: ActivationStore | None = None
         self.disk = self._open_disk(config)
         aio = self.disk.aio if self.disk else None
         self.streams = open_streams(device, self.timeline)
@@ -117,7 +118,8 @@ class Storage:
             ]
             near = self._region(DEVICE, sum(plan.near_parts.values())) if plan.near_parts else None
             self.near = {index: near.take(nbytes) for index, nbytes in plan.near_parts.items()} if near else {}
-            self.activations = self._open_activations()
+            moving = self.disk, self.mover, self.streams
+            self.activations = open_activations(plan, device, moving, pinned=self._pinned)
         except BaseException:
             self.close()
             raise
@@ -166,7 +168,25 @@ class Storage:
 
     def compute(self, group: SubGroup) -> torch.device:
         """Where the sub-group is updated: on the device when its states live there, else on the CPU."""
-        return self.device if group in self._on_device else torch.device("cpu")
+        return self.device if group in self._on_device and not self.records_away else torch.device("cpu")
+
+    @property
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        """What planes are made of, on all tiers."""
+        return tuple(self._regions)
+
+    @property
+    def gradient_planes(self) -> Sequence[Plane]:
+        """Those of gradients, unforeseen fp32 ones too (and second slots, which are on the disk)."""
+        others = {id(plane) for plane in (*self.weights, *self.records)}
+        return tuple(plane for plane in self._planes if id(plane) not in others)
+
+    def relocate(self, relocate: Relocate) -> None:
+        """Memory of a region was moved, while nothing of it was under way."""
+        for plane in self._planes:
+            plane.relocate(relocate)
+        self._flats = {index: relocate(memory) for index, memory in self._flats.items()}
+        self.near = {index: relocate(memory) for index, memory in self.near.items()}
 
     def has_two_slots(self, group: SubGroup) -> bool:
         """True when an update of the sub-group can be made aside."""
@@ -256,25 +276,10 @@ class Storage:
             swap.close()
             raise
 
-    def _open_activations(self) -> ActivationStore | None:
-        wish = self.plan.activations
-        if wish.tier is None:
-            return None
-        near, on_disk = wish.tier == DEVICE, wish.tier == NVME
-        memory_bytes = wish.passing_bytes if on_disk else wish.nbytes
-        device = self.device if near else torch.device("cpu")
-        memory = Slabs("saved activations", KNOB, device, memory_bytes, pinned=self._pinned and not near)
-        swap = None
-        if on_disk and self.disk is not None:
-            begin = self.plan.swap_bytes - wish.swap_bytes
-            swap = Swap(self.disk, SwapArea(self.disk.swap, begin, wish.swap_bytes, grows=wish.nbytes is None))
-        pieces = PieceStore("saved activations", memory, self.streams, near=near, swap=swap, mover=self.mover)
-        return ActivationStore(pieces, self.device, self.streams)
-
     def _region(self, tier: str, nbytes: int, shared: SharedRegion | None = None) -> MemoryRegion:
         device = self.device if tier == DEVICE else torch.device("cpu")
-        region = MemoryRegion(nbytes, device, pinned=self._pinned, region=shared)
-        self._regions.append(region)
+        region = MemoryRegion(nbytes, device, pinned=self._pinned, region=shared, of_device=tier == DEVICE)
+        self._regions = [*(other for other in self._regions if other.data is not None), region]
         return region
 
     def _weight_plane(self, space: Space) -> Plane:

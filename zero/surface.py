@@ -18,6 +18,7 @@ from zero.optim.step import Stepper
 from zero.parameter_offload import ParameterOffload, no_external_parameters
 from zero.parameter_values import ParameterValues
 from zero.schedule.coordinator import Coordinator
+from zero.state_kinds import OffloadStateTypeEnum
 
 
 class Surface:
@@ -44,7 +45,7 @@ class Surface:
         """Of one parameter; the engine's."""
         raise NotImplementedError
 
-    def ready(self, what: str) -> None:
+    def ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
         """Raise if the engine is closed; the engine's."""
         raise NotImplementedError
 
@@ -65,6 +66,7 @@ class Surface:
         if self.updater is not None:
             states = EngineStates(self.values_of, self.device)
             self.updater.keep_states_in(states)
+            self.updater.offloader = self
             if stage in MASTERS:
                 groups = Groups(self.updater.param_groups, states.masters_of)
                 self.updater.__dict__[MASTERS[stage]] = groups
@@ -142,11 +144,11 @@ class Surface:
         Raises:
             StateError: the engine is closed, or a forward or backward is running.
         """
-        self.ready("empty_partition_cache")
+        self.ready("empty_partition_cache", frozenset())
         self._coordinator.check_idle()
         self._coordinator.release_all()
         self._persistent_bound = False
-        self.ready("empty_partition_cache")
+        self.ready("empty_partition_cache", frozenset())
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Have torch compile the model in place, as `engine.module.compile(backend=backend, **compile_kwargs)`.

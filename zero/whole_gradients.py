@@ -47,6 +47,7 @@ class WholeGradients:
         self._deferred: dict[int, torch.Tensor] = {}
         self._deferred_memory: torch.Tensor | None = None
         self._arriving: torch.Tensor | None = None
+        self._regions: list[MemoryRegion] = []
         both = None
         if shared is not None:
             pool_bytes = align_up(plan.gradient_pool_bytes, PAGE_BYTES)
@@ -62,7 +63,7 @@ class WholeGradients:
             nbytes = sum(u.numel * 4 for u in units)
             memory = self._deferred_memory if planned else None
             if memory is None:
-                memory = self._region(DEVICE, nbytes).take(nbytes)
+                memory = self._taken(nbytes)
             parts = torch.split(memory.view(torch.float32), [u.numel for u in units])
             self._deferred.update({u.index: part for u, part in zip(units, parts, strict=True)})
         return self._deferred[unit.index]
@@ -71,5 +72,21 @@ class WholeGradients:
         """Device memory, uint8, that what other ranks send of a gradient arrives in; the same for all calls."""
         if self._arriving is None or self._arriving.numel() < nbytes:  # planned; more, if a sum is wider than planned
             total = max(nbytes, self._plan.exchange_bytes)
-            self._arriving = self._region(DEVICE, total).take(total)
+            self._arriving = self._taken(total)
         return self._arriving[:nbytes]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Device memory of this rank alone that is behind what was handed out."""
+        return sum(region.nbytes for region in self._regions if region.movable)
+
+    def give_up(self) -> None:
+        """Let go of what `deferred` and `arriving` have handed out, until they are called again; nobody uses it."""
+        for region in self._regions:
+            region.close()
+        self._regions, self._deferred, self._arriving = [], {}, None
+
+    def _taken(self, nbytes: int) -> torch.Tensor:
+        region = self._region(DEVICE, nbytes)
+        self._regions.append(region)
+        return region.take(nbytes)

@@ -13,6 +13,7 @@ from zero.config.offload_block import OffloadOptimizerConfig as DeepSpeedZeroOff
 from zero.config.offload_block import OffloadParamConfig as DeepSpeedZeroOffloadParamConfig
 from zero.config.precision_block import Bf16Config, Fp16Config
 from zero.config.zero_block import ZeroConfig as DeepSpeedZeroConfig
+from zero.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
 
 __all__ = [
     "ADAGRAD_OPTIMIZER",
@@ -46,24 +47,6 @@ class ZeroStageEnum(int, enum.Enum):
     gradients = 2
     weights = 3
     max_stage = 3
-
-
-class OffloadDeviceEnum(str, enum.Enum):
-    """Where state is kept."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(str, enum.Enum):
-    """What `engine.offload_states` moves."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Config:

@@ -18,6 +18,13 @@ from zero.compat.accelerator import get_accelerator
 from zero.compat.logs import logger
 from zero.params.gathering import GatheredParameters
 from zero.params.released import is_kept
+from zero.state_kinds import OffloadStateTypeEnum
+
+
+def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
+    """Where this rank's memory of a kind of an engine's states is; what is on NVMe is on none."""
+    devices: set[torch.device] = model.state_devices(state)
+    return devices
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -102,7 +102,7 @@ class Gradients:
     def __init__(self, layout: Layout, storage: Storage, device: torch.device, in_place: bool, threads: int) -> None:
         self._storage, self._device, self._in_place = storage, device, in_place
         self._streams, self._store = storage.streams, ContributionStore(storage, threads)
-        self.update: Callable[[int], None] = _nothing_to_do
+        self.update: Callable[[int], None] = lambda index: None  # until a step can be taken no gradient is sealed
         self.reclaim: Callable[[Unit], None] = lambda unit: None
         self.order: dict[tuple[int, int], None] = {}
         self._units: dict[int, UnitGradient] = {}
@@ -254,6 +254,10 @@ class Gradients:
         """Unit's index -> a whole gradient of this rank that is not reduced yet."""
         return {}
 
+    def rest(self, *, aside: bool) -> dict[int, torch.Tensor]:
+        """Keep nothing of `gradient_pool`; if `aside`, nor what `waiting` says: it is returned, for `take_up`."""
+        return {}
+
     def drop_waiting(self, unit: Unit, slot: Slot) -> None:
         """Forget what waits to be reduced of one parameter: its gradient is about to be replaced."""
 
@@ -393,7 +397,3 @@ class Gradients:
 def _sums_in(block: Block, unit: Unit) -> BlockSums:
     """Where a block of the device has room for the sums of the unit's gradient: at its end."""
     return BlockSums(block.data[block.data.numel() - gradient_sums_bytes(unit) :])
-
-
-def _nothing_to_do(index: int) -> None:
-    """Until a step can be taken no gradient is sealed."""

@@ -31,6 +31,8 @@ class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
         self.param_groups = trained.groups
         self.rule = trained.rule
         self._take_step, self._clear = take_step, clear
+        self.offloader: Any = None
+        """The engine."""
         self.step_counts: dict[int, int] = {}
         """id(parameter) -> updates so far; torch counts per parameter too."""
         self.progress: dict[int, Progress] = {}
@@ -51,6 +53,30 @@ class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
     def mark_stepped(self) -> None:
         """Tell torch's schedulers that a step was taken before theirs, or they warn of a wrong order."""
         self._opt_called = True
+
+    def offload_states(
+        self,
+        include: Container[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """As `engine.offload_states`."""
+        self._with_offloader().offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """As `engine.reload_states`."""
+        self._with_offloader().reload_states(non_blocking)
+
+    @property
+    def offloaded_states(self) -> set[Any]:
+        """As `engine.offloaded_states`."""
+        return set(self._with_offloader().offloaded_states)
+
+    def _with_offloader(self) -> Any:
+        if self.offloader is None:
+            raise StateError("optimizer.offload_states: the optimizer belongs to no engine")
+        return self.offloader
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that have been accumulated."""

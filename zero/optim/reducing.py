@@ -136,6 +136,20 @@ class ReducedGradients(Gradients):
         """See `Gradients`."""
         return {index: waiting.flat.cpu() for index, waiting in self._waiting.items()}
 
+    def rest(self, *, aside: bool) -> dict[int, torch.Tensor]:
+        """See `Gradients`."""
+        nothing, self._nothing = self._nothing, None
+        if nothing is not None:
+            nothing.release()
+        if not aside:
+            return {}
+        waiting, self._waiting = self._waiting, {}
+        copies = {index: held.flat.to("cpu", copy=True) for index, held in waiting.items()}
+        for held in waiting.values():
+            if held.block is not None:
+                held.block.release(self._streams.fence())
+        return copies
+
     def drop_waiting(self, unit: Unit, slot: Slot) -> None:
         """See `Gradients`."""
         if unit.index in self._waiting:

@@ -123,12 +123,15 @@ class Loader:
         self._near = Neighbours(layout, storage, exchange)
         self._ways = _Ways(storage, updates, exchange, self._near)
         self.in_step = exchange.placement.in_step
+        self.at_begin: Callable[[], None] = lambda: None
+        """Called before a unit is begun: weights may have been put away."""
         self._draining: list[Draining] = []
         self._partial = set(storage.plan.whole)
         """Units whose home has room for all slices, but only this rank's is up to date."""
 
     def begin(self, unit: Unit) -> Arrival | None:
         """Start the unit's way in; None if no block is free."""
+        self.at_begin()
         memory = self._storage.flat(unit) if self._in_place else None
         if memory is not None and memory.device == self._bound[unit.index].flat.device:
             return Arrival(exact_alias(memory), None, self._bring(unit, memory))

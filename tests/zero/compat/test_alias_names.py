@@ -26,6 +26,7 @@ PATHS = [
     *("runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", "runtime.zero.stage3.unwrap_model_for_generation"),
     *("runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live", "runtime.zero.config.ZeroStageEnum"),
     *("runtime.zero.config.DeepSpeedZeroConfig", "runtime.zero.offload_config.OffloadDeviceEnum"),
+    *("runtime.zero.offload_states.get_state_devices", "runtime.zero.offload_config.OffloadStateTypeEnum"),
     *("runtime.zero.utils.is_zero_param", "runtime.zero.tiling.TiledLinear", "runtime.zero.linear.zero3_linear_wrap"),
     *("runtime.fp16.fused_optimizer.FP16_Optimizer", "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer"),
     *("runtime.bf16_optimizer.BF16_Optimizer", "runtime.config.DeepSpeedConfigError", "runtime.utils.move_to_device"),

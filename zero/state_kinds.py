@@ -1,0 +1,77 @@
+"""DeepSpeed's words for what an engine keeps, and for where it can be put."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from enum import Enum
+
+from offload.errors import ConfigError
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where state is kept."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """What `engine.offload_states` moves."""
+
+    optim_states = "optim_states"
+    """The optimizer's states."""
+    hp_params = "hp_params"
+    """What 16-bit weights lack of their fp32 masters. It lies beside the states, and moves with them."""
+    lp_params = "lp_params"
+    """The weights; fp32 ones too, which are their own masters."""
+    lp_grads = "lp_grads"
+    """Gradients that have been collected since the last step, and the memory for them."""
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+    """Memory that gradients pass through. It holds nothing between two backwards."""
+
+
+ALL = frozenset(OffloadStateTypeEnum)
+RECORDS = frozenset((OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params))
+"""Side by side in one record."""
+TO_RUN = frozenset((OffloadStateTypeEnum.lp_params,))
+"""What a forward needs."""
+TO_TRAIN = ALL - RECORDS
+"""What a backward needs."""
+
+
+def chosen_kinds(include: Container[OffloadStateTypeEnum] | None) -> frozenset[OffloadStateTypeEnum]:
+    """What `offload_states` is asked to move; None: everything. Names are as good as members.
+
+    Raises:
+        ConfigError: an unknown name, or no collection of names.
+    """
+    if include is None:
+        return ALL
+    names = [kind.value for kind in OffloadStateTypeEnum]
+    if isinstance(include, (str, Enum)) or not isinstance(include, Container):
+        raise ConfigError(f"offload_states: include: expected a list of {', '.join(names)}, or None, got {include!r}")
+    # Members are strings: whoever holds their names holds them.
+    unknown = [name for name in include if name not in names] if isinstance(include, Iterable) else []
+    if unknown:
+        raise ConfigError(f"offload_states: include: expected {', '.join(names)}, got {unknown[0]!r}")
+    kinds = frozenset(kind for kind in OffloadStateTypeEnum if kind in include)
+    return kinds | RECORDS if kinds & RECORDS else kinds
+
+
+def chosen_device(device: OffloadDeviceEnum | str) -> OffloadDeviceEnum:
+    """Where `offload_states` is asked to put it.
+
+    Raises:
+        ConfigError: neither cpu nor none.
+    """
+    try:
+        chosen = OffloadDeviceEnum(device)
+    except ValueError:
+        raise ConfigError(f"offload_states: device: expected cpu, got {device!r}") from None
+    if chosen == OffloadDeviceEnum.nvme:
+        raise ConfigError(
+            "offload_states: device: states go to host memory (cpu), got nvme; to keep them on NVMe all the time set "
+            "zero_optimization.offload_param and offload_optimizer"
+        )
+    return chosen
