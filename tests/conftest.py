@@ -41,6 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     import side_by_side
 
+    gc.collect()
+    gc.freeze()  # what has been imported stays: neither tests' collections nor the interpreter's look through it
     return side_by_side.run(session, session.config.getoption("--workers"))
 
 
@@ -85,11 +87,10 @@ def nothing_left(nvme_path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick_collections() -> Iterator[None]:
-    """The collections after each test look at what this module has made, not at all of torch."""
+    """The collections after each test look at what this module has made, not at what others have left or imported."""
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -62,13 +62,13 @@ def why_not() -> str | None:
         return "deepspeed is not installed"
     from importlib.metadata import version
 
-    if shutil.which("ninja", path=_path()) is None or shutil.which("g++") is None:
+    if shutil.which("ninja", path=search_path()) is None or shutil.which("g++") is None:
         return "deepspeed compiles its operators at first use; that takes ninja and g++"
     found = version("deepspeed")
     return None if found == WANTED_VERSION else f"deepspeed {WANTED_VERSION} is wanted, {found} is installed"
 
 
-def _path() -> str:
+def search_path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
@@ -93,7 +93,14 @@ def make(folder: Path, run: Run) -> Path:
     processes = [
         subprocess.Popen(
             command,
-            env={**inherited, **shared, "PATH": _path(), "DS_ACCELERATOR": "cpu", "RANK": str(k), "LOCAL_RANK": str(k)},
+            env={
+                **inherited,
+                **shared,
+                "PATH": search_path(),
+                "DS_ACCELERATOR": "cpu",
+                "RANK": str(k),
+                "LOCAL_RANK": str(k),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -20,8 +20,12 @@ class Accumulates:
     updater: Any
     _config: Config
     _index_of: dict[int, int]
+    module: nn.Module
+    _parts: Any
     _boundary: bool | None = None
     _local_only = False
+    _buffers_differ = False
+    """Between ranks, since the last forward that trained."""
 
     def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
         """Of one parameter; the engine's."""
@@ -52,6 +56,13 @@ class Accumulates:
             yield
         finally:
             self._local_only = before
+
+    def _share_buffers(self) -> None:
+        """Running statistics are the first rank's, as with DistributedDataParallel."""
+        if self.module.training and torch.is_grad_enabled():
+            if self._buffers_differ:
+                self._parts.buffers.share()
+            self._buffers_differ = not self._local_only
 
     def _take_written(self) -> None:
         """A gradient that somebody has put into `parameter.grad` replaces what was collected, as with torch.

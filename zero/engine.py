@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -91,7 +91,6 @@ class ZeroEngine(
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self._start_reports()
         self.global_steps = self.micro_steps = 0
-        self._buffers_differ = False
         self.activations = Activations(config.activation_checkpointing)
         self._step_asked = self._step_counted = False
         self._persistent_bound = True
@@ -165,11 +164,14 @@ class ZeroEngine(
         return loss
 
     @traced("step")
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """On an accumulation boundary: norm, clipping, and the update of every sub-group. Else only counts.
 
         Returns once the step is fixed. Sub-groups are updated in the order the next forward needs them; whoever
         looks at a value before waits for it.
+
+        Args:
+            lr_kwargs: given to the scheduler's `step`, if this call takes a step and it is not skipped.
 
         Raises:
             StorageError: a transfer failed. The step is kept and taken by the next call of the engine; calling
@@ -183,7 +185,7 @@ class ZeroEngine(
             self.micro_steps += 1
             return
         if not self._step_asked:
-            self._ask_for_step()
+            self._ask_for_step(lr_kwargs)
             self.micro_steps += 1
         self._take_step()
         self._report_step()
@@ -197,13 +199,6 @@ class ZeroEngine(
         self.ready("synchronize", frozenset())
         self._stepper.finish()
         self._gradients.settle()
-
-    def _share_buffers(self) -> None:
-        """Running statistics are the first rank's, as with DistributedDataParallel."""
-        if self.module.training and torch.is_grad_enabled():
-            if self._buffers_differ:
-                self._parts.buffers.share()
-            self._buffers_differ = not self._local_only
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated since the last step."""
@@ -224,7 +219,7 @@ class ZeroEngine(
         self._take_step()
         self._report_step()
 
-    def _ask_for_step(self) -> None:
+    def _ask_for_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
         if self.updater is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
@@ -239,6 +234,8 @@ class ZeroEngine(
             )
         self._watch.end_stray()
         self._coordinator.check_idle()
+        self.updater.before_step()
+        self._schedule_arguments = dict(lr_kwargs or {})
         self._take_written()
         self._stepper.decided = self._step_counted = False
         self._step_asked = True
@@ -252,13 +249,16 @@ class ZeroEngine(
             if self._step_asked and self.updater is not None:
                 try:
                     self._fix_step(self.updater)
-                except (UnusedParameters, LossScaleError):
+                except (UnusedParameters, LossScaleError) as error:
                     self._step_asked = False
+                    self.updater.overflow = isinstance(error, LossScaleError)
                     raise
                 self._stepper.start()
                 self._step_asked = False
                 self._coordinator.expect_forward()
                 self._after_a_step()
+                if self._stepper.applied:
+                    self.updater.after_step()
 
     def arguments_now(self) -> StepArguments:
         """What a step would use now that does not clip, for every parameter."""

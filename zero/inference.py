@@ -62,7 +62,7 @@ class InferenceEngine(ZeroEngine):
         """Raises StateError: use `zero.initialize` for a model that is trained."""
         self._forward_only("backward")
 
-    def step(self) -> NoReturn:
+    def step(self, lr_kwargs: Any = None) -> NoReturn:
         """Raises StateError: use `zero.initialize` for a model that is trained."""
         self._forward_only("step")
 

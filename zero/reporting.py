@@ -244,7 +244,9 @@ class Reports:
             f"{format_bytes(each['bytes'] // max(each['calls'], 1))} each"
             for name, each in summary.items()
         ]
-        logger.info("collectives after %d steps:\n  %s", self.global_steps, "\n  ".join(lines or ["none"]))
+        shared = not moved and not self.exchange.placement.alone
+        none = "none: the ranks are on one node, and read each other's memory" if shared else "none"
+        logger.info("collectives after %d steps:\n  %s", self.global_steps, "\n  ".join(lines or [none]))
         return summary
 
     def statistics(self) -> Statistics:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,8 @@ class ScalesLoss:
     scaler: LossScaler
     skipped_steps = 0
     _step_applied = False
+    _schedule_arguments: Mapping[str, Any] = {}
+    """For the scheduler, with the step that was asked for last."""
     _scaled_seen = False
     """Gradients have passed a scaled loss since the last forward and the last step."""
     _loss_is_finite: torch.Tensor | None = None
@@ -48,7 +50,7 @@ class ScalesLoss:
         if applied:
             self.updater.mark_stepped()
             if self.lr_scheduler is not None:
-                step_scheduler(self.lr_scheduler)
+                step_scheduler(self.lr_scheduler, self._schedule_arguments, self._config.train_batch_size)
 
     def was_step_applied(self) -> bool:
         """Did the last `step()` change weights? Not between accumulation boundaries, nor where it was skipped."""

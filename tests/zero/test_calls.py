@@ -6,8 +6,7 @@ early too, and one that is never let go stops the run.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +26,6 @@ WIDTH, STEPS = 64, 4
 BLOCK_NUMEL = 2 * WIDTH * WIDTH
 LIVE_NUMEL = 5 * BLOCK_NUMEL
 """Two or three blocks, and the units they are cut into."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """The collections after each test look at what this module has made, not at all of torch."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Block(nn.Module):

@@ -126,6 +126,37 @@ def test_the_scheduler_is_stepped_once_an_optimizer_step_however_it_is_taken(
     assert engine.lr_scheduler.last_batch_iteration == 3 and engine.global_steps == 4
 
 
+def test_arguments_of_the_step_reach_the_scheduler_with_the_step_that_is_taken(
+    open_engine: Open, nvme_path: Path
+) -> None:
+    told: list[Any] = []
+
+    class Scheduler:
+        def step(self, metric: float = 0.0) -> None:
+            told.append(metric)
+
+    config = make_config(("none", "none"), nvme_path, accumulation=2)
+    engine = open_engine(build("gpt"), config, lr_scheduler=Scheduler())
+    for index, arguments in enumerate([{"metric": 1.0}, {"metric": 2.0}, None, None]):
+        engine.backward(engine(tokens(index)))
+        engine.step(lr_kwargs=arguments)
+    engine.backward(engine(tokens(4)))
+    engine.optimizer.step()
+    assert told == [2.0, 0.0, 0.0]
+
+
+def test_a_scheduler_that_counts_samples_is_told_of_those_of_the_step(open_engine: Open, nvme_path: Path) -> None:
+    class Counting:  # as Megatron's
+        samples = 0
+
+        def step(self, increment: int) -> None:
+            self.samples += increment
+
+    engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path), lr_scheduler=Counting())
+    train(engine, 2)
+    assert engine.lr_scheduler.samples == engine.global_samples > 0
+
+
 # ---- where it comes from -----------------------------------------------------------------------
 
 FORMS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

@@ -89,6 +89,22 @@ def test_it_is_what_torch_reads(open_engine: Open, nvme_path: Path) -> None:
         torch.testing.assert_close(engine.full_master(name), parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_state_that_the_rule_does_not_keep_is_left_out(open_engine: Open, nvme_path: Path) -> None:
+    """As with torch: what AMSGrad has saved goes on as Adam."""
+    model = build("gpt")
+    saved_by = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    model(tokens(0)).backward()
+    saved_by.step()
+    saved = saved_by.state_dict()
+    saved["param_groups"][0]["amsgrad"] = False
+    engine = open_engine(build("gpt"), make_config(TIERS["cpu"], nvme_path, bf16=False))
+    engine.optimizer.load_state_dict(saved)
+    state = engine.full_state("head.weight")
+    assert state.keys() == {"exp_avg", "exp_avg_sq", "step"} and state["step"] == 1
+    place = [name for name, _ in model.named_parameters()].index("head.weight")
+    assert torch.equal(state["exp_avg"], saved["state"][place]["exp_avg"])
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,3 +161,19 @@ def test_it_is_an_optimizer_of_torch_with_live_groups(open_engine: Open, nvme_pa
         group["weight_decay"] = 0.0
     train(engine, 0)
     assert equal(masters(engine), before)
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_a_group_that_is_added_has_the_options_of_the_optimizer(
+    open_engine: Open, nvme_path: Path, handed_over: bool
+) -> None:
+    model = build("gpt")
+    late, *others = model.parameters()
+    late.requires_grad_(False)
+    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3, "betas": (0.8, 0.9)}
+    optimizer = torch.optim.AdamW(others, **options) if handed_over else None
+    block = {} if handed_over else {"type": "AdamW", "params": options}
+    engine = open_engine(model, make_config(TIERS["device"], nvme_path, optimizer=block), optimizer=optimizer)
+    late.requires_grad_(True)
+    engine.optimizer.add_param_group({"params": [late]})
+    assert {key: engine.optimizer.param_groups[1][key] for key in options} == options

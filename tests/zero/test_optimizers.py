@@ -5,6 +5,7 @@ Clipping, two param groups, weight decay, a branch without gradients every other
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from reference import layout_of
 from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patchy, train
 
 from offload.errors import ConfigError, StateError
-from zero.fragments import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+from zero.fragments import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from zero.ops.lion import Lion
 
 STEPS = 20
@@ -195,3 +196,32 @@ def test_states_are_read_and_replaced_by_torchs_names(
     train(engine, 3, 5, bf16=False)
     train(plain, 3, 5, bf16=False)
     assert differences(held_by(engine, model), plain.held()) == []
+
+
+@in_pairs(name=tuple(NAMED), pair=TIERS)
+def test_the_state_dict_of_torchs_optimizer_goes_on_in_the_engine(
+    open_engine: Open, nvme_path: Path, name: str, pair: tuple[str, str]
+) -> None:
+    plain = Plain(counterpart(name), NAMED[name][1], bf16=False, clipping=0.0, layout=())
+    train(plain, 0, 5, bf16=False)
+    engine, model = opened(open_engine, nvme_path, name, pair, "as an object", bf16=False)
+    for parameter, (_, weight) in zip(model.parameters(), plain.model.named_parameters(), strict=True):
+        safe_set_full_fp32_param(parameter, weight.detach())
+    engine.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
+    for trainer in (engine, plain):
+        train(trainer, 5, 9, bf16=False)
+    assert differences(held_by(engine, model), plain.held()) == []
+
+
+def test_the_states_of_another_optimizer_are_refused_and_nothing_changes(open_engine: Open, nvme_path: Path) -> None:
+    engine, model = opened(open_engine, nvme_path, "SGD with momentum", ("cpu", "cpu"), "in the config", bf16=False)
+    train(engine, 0, 2, bf16=False)
+    before = held_by(engine, model)
+    other = torch.optim.RMSprop(in_groups(list(patchy().named_parameters()), {}))
+    for group in other.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    other.step()
+    with pytest.raises(ConfigError, match=r"SGD keeps momentum_buffer of each parameter, got .*square_avg"):
+        engine.optimizer.load_state_dict(other.state_dict())
+    assert differences(held_by(engine, model), before) == [] and engine.get_lr() == [0.05, 0.05]

@@ -295,7 +295,7 @@ class LoadsCheckpoints(SavesCheckpoints):
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
                 self._check_scale(state.get("loss_scaler"), goes_on=states)
-            return client, mine, told, wanted, wanted.numbers(self.updater.rule.scalars if states else ())
+            return client, mine, told, wanted, wanted.numbers(self.updater.number_names() if states else ())
 
         client, mine, told, wanted, numbers = together.do("checking a checkpoint", check)
         if state["frozen_sums"]:

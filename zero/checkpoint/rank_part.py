@@ -58,7 +58,7 @@ def plan_extents(
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
         for leaf in parts.leaves:
             if leaf.index in trained and wanted(leaf.index):
-                numbers = {STEP: Scalar(0)} if optimizer is None else optimizer.numbers(id(leaf.parameter))
+                numbers = {STEP: Scalar(0)} if optimizer is None else optimizer.saved_numbers(id(leaf.parameter))
                 for what, number in numbers.items():
                     extents.add(state_name(leaf.names[0], what), number.tensor())
     return extents

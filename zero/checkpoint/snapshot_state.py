@@ -98,14 +98,16 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
     return norm
 
 
-def _packed(progress: Progress) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """In types that an archive may hold."""
-    return {n: scalar.tensor() for n, scalar in progress.scalars if scalar.value is not None}, list(progress.present)
+def _packed(progress: Progress) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
+    """In types that an archive may hold: numbers, planes that are there, and what is None."""
+    numbers = {n: scalar.tensor() for n, scalar in progress.scalars if scalar.value is not None}
+    return numbers, list(progress.present), [n for n, scalar in progress.scalars if scalar.value is None]
 
 
-def _unpacked(packed: tuple[dict[str, torch.Tensor], list[str]], scalars: Mapping[str, Scalar]) -> Progress:
-    numbers, present = packed
-    return Progress(tuple((n, scalars[n].like(value)) for n, value in numbers.items() if n in scalars), tuple(present))
+def _unpacked(packed: tuple[Any, ...], scalars: Mapping[str, Scalar]) -> Progress:
+    numbers, present, *rest = packed
+    known = [(n, scalars[n].like(value)) for n, value in numbers.items() if n in scalars]
+    return Progress((*known, *((n, Scalar(None)) for n in (rest[0] if rest else []))), tuple(present))
 
 
 def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) -> None:

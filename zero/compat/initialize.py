@@ -27,12 +27,13 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     Raises:
         ConfigError: every problem of the configuration at once.
         BudgetError: the plan does not fit; nothing was allocated.
+        StateError: `dist_init_required` is False and there is no process group: each rank would train alone.
     """
     bound = SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    if given["dist_init_required"] is not False and not dist.is_initialized():
-        init_distributed(distributed_port=given["distributed_port"])
+    if not dist.is_initialized():
+        init_distributed(distributed_port=given["distributed_port"], dist_init_required=given["dist_init_required"])
     say_who_answers()
     with tolerating_unknown_keys():
         engine, optimizer, loader, scheduler = zero.initialize(**given)

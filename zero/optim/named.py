@@ -17,7 +17,7 @@ from zero.ops.lion import Lion
 from zero.optim.rules import AdamRule, Rule, Trained
 from zero.optim.trial import rule_for
 
-_PLAIN = {"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
+_PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 """Options of torch's Adam with which it is what our kernel computes."""
 
 
@@ -41,7 +41,7 @@ def trained_from(
                 "or leave it out and set optimizer.type in the config"
             )
         groups = _owned(optimizer.param_groups, model)
-        return Trained(groups, _checked(_rule_of(optimizer), config))
+        return Trained(groups, _checked(_rule_of(optimizer), config), optimizer)
     if config.optimizer is None:
         return None
     given: list[Any] = (
@@ -72,7 +72,8 @@ def _named(config: Config, groups: list[dict[str, Any]]) -> Trained:
         }
         if not params.bias_correction:
             common["bias_correction"] = False
-        return Trained([{**common, **group} for group in groups], AdamRule(decoupled=block.decoupled_weight_decay))
+        rule = AdamRule(decoupled=block.decoupled_weight_decay, defaults=common)
+        return Trained([{**common, **group} for group in groups], rule)
     kind = _class_of(block)
     try:
         made = kind([nn.Parameter(torch.zeros(1, device="cpu"))], **block.options())
@@ -104,7 +105,7 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> Rule:
         raise ConfigError("optimizer: has state already; pass a fresh one, its states are kept by the engine")
     for group in optimizer.param_groups:
         group["decoupled"] = bool(group.get("decoupled_weight_decay", decoupled))
-    return AdamRule(decoupled=decoupled)
+    return AdamRule(decoupled=decoupled, defaults=optimizer.defaults)
 
 
 def _same_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:

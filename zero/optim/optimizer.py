@@ -14,10 +14,14 @@ import torch
 from offload.errors import StateError
 from zero.optim.loss_scale import HasLossScale
 from zero.optim.rules import Progress, Scalar, Trained
-from zero.optim.states import HasStates
+from zero.optim.states import ABSENT, MISSING, NOTHING, HasStates
+from zero.optim.step_hooks import CallsHooks
+
+PROFILED = "Optimizer.step#ZeroOptimizer.step"
+"""The name of a step in profiles, as torch makes it."""
 
 
-class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
+class ZeroOptimizer(HasStates, HasLossScale, CallsHooks, torch.optim.Optimizer):
     """An update rule over states that live wherever the plan put them.
 
     Args:
@@ -29,7 +33,7 @@ class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
     def __init__(self, trained: Trained, take_step: Callable[[], None], clear: Callable[[], None]) -> None:
         super().__init__(trained.groups, dict(trained.rule.defaults))
         self.param_groups = trained.groups
-        self.rule = trained.rule
+        self.rule, self.given = trained.rule, trained.given
         self._take_step, self._clear = take_step, clear
         self.offloader: Any = None
         """The engine."""
@@ -48,7 +52,10 @@ class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
             raise StateError(
                 "optimizer.step(closure): closures are not supported; run forward and backward before step()"
             )
-        self._take_step()
+        with torch.autograd.profiler.record_function(PROFILED):
+            self._take_step()
+
+    step.hooked = True  # type: ignore[attr-defined] # torch would wrap it, to call the hooks that the engine calls
 
     def mark_stepped(self) -> None:
         """Tell torch's schedulers that a step was taken before theirs, or they warn of a wrong order."""
@@ -127,6 +134,28 @@ class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
         more = {name: scalar for name, scalar in progress.scalars if scalar.value is not None} if progress else {}
         return {"step": Scalar(self.step_counts.get(key, 0)), **more}
 
+    def saved_numbers(self, key: int) -> dict[str, Scalar]:
+        """`numbers` for a checkpoint: they also say what no update of the parameter has made so far.
+
+        Args:
+            key: id(parameter).
+        """
+        progress, found = self.progress.get(key), self.numbers(key)
+        if progress is None:
+            return found
+        named = {name for name, _ in progress.scalars}
+        for name in self._state_names():
+            if name not in progress.present and name not in found:
+                found[ABSENT + name] = Scalar(NOTHING if name in named else MISSING)
+        return found
+
+    def number_names(self) -> list[str]:
+        """All names that `saved_numbers` may have, besides `step`."""
+        return [*self.rule.scalars, *(ABSENT + name for name in self._state_names())]
+
+    def _state_names(self) -> list[str]:
+        return [*self.rule.states, *self.rule.scalars]
+
     def made(self, key: int, planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of a parameter's planes those that torch's optimizer would have; before the first update, as it makes them.
 
@@ -142,7 +171,7 @@ class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
         return {name: torch.full_like(plane, fills.get(name, 0.0)) for name, plane in planes.items()}
 
     def set_numbers(self, key: int, saved: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `numbers` has said of a parameter, and from planes that are all there.
+        """Go on from what `saved_numbers` has said of a parameter, and from its planes.
 
         Args:
             key: id(parameter).
@@ -150,9 +179,13 @@ class ZeroOptimizer(HasStates, HasLossScale, torch.optim.Optimizer):
         """
         self.step_counts[key] = count = int(saved["step"].item()) if "step" in saved else 0
         self.progress.pop(key, None)
-        if count and self.rule.scalars.keys() <= saved.keys():
-            scalars = tuple((name, like.like(saved[name])) for name, like in self.rule.scalars.items())
-            self.progress[key] = Progress(scalars, self.rule.states)
+        absent = {name: int(saved[ABSENT + name].item()) for name in self._state_names() if ABSENT + name in saved}
+        wanted = {name: like for name, like in self.rule.scalars.items() if name not in absent}
+        if count and wanted.keys() <= saved.keys():
+            scalars = [(name, like.like(saved[name])) for name, like in wanted.items()]
+            scalars += [(name, Scalar(None)) for name, why in absent.items() if why == NOTHING]
+            present = tuple(name for name in self.rule.states if name not in absent)
+            self.progress[key] = Progress(tuple(scalars), present)
 
     def forget(self, key: int) -> None:
         """Nobody trains the parameter any more."""

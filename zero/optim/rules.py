@@ -45,7 +45,8 @@ class Scalar:
 
     def tensor(self) -> Tensor:
         """For a checkpoint: the same number, of shape ()."""
-        return torch.tensor(self.value, dtype=self.dtype, device="cpu")
+        double = self.dtype is None and isinstance(self.value, float)  # torch would make it fp32
+        return torch.tensor(self.value, dtype=torch.float64 if double else self.dtype, device="cpu")
 
     def like(self, saved: Tensor) -> Scalar:
         """The number that was saved, in the form of this one."""
@@ -135,16 +136,21 @@ class AdamValues:
 
 
 class AdamRule:
-    """Adam and AdamW, by our kernel."""
+    """Adam and AdamW, by our kernel.
+
+    Args:
+        decoupled: decay the weights (AdamW) and not the gradients.
+        defaults: of param groups that are added later, where they are not Adam's.
+    """
 
     name = "Adam"
     states: tuple[str, ...] = ADAM_STATES
     scalars: Mapping[str, Scalar] = {}
     fills: Mapping[str, float] = {}
 
-    def __init__(self, *, decoupled: bool = True) -> None:
+    def __init__(self, *, decoupled: bool = True, defaults: Mapping[str, Any] | None = None) -> None:
         adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-        self.defaults: Mapping[str, Any] = {**adam, "decoupled": decoupled}
+        self.defaults: Mapping[str, Any] = {**adam, **(defaults or {}), "decoupled": decoupled}
 
     def begin(self) -> None:
         """Nothing is kept between parameters."""
@@ -208,3 +214,5 @@ class Trained:
     groups: list[dict[str, Any]]
     """Param groups, as torch's; live."""
     rule: Rule
+    given: torch.optim.Optimizer | None = None
+    """What they were taken from, if it was an object."""

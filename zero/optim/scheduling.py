@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -86,10 +88,28 @@ def _from_config(optimizer: torch.optim.Optimizer, config: Config) -> Any:
         raise ConfigError(f"scheduler: {block.kind.__name__} cannot be made from {arguments}: {error}") from error
 
 
-def step_scheduler(scheduler: Any) -> None:
-    """One step of the scheduler, after an optimizer step."""
+def step_scheduler(scheduler: Any, arguments: Mapping[str, Any], samples: int) -> None:
+    """One step of the scheduler, after an optimizer step.
+
+    Args:
+        scheduler: with `step`.
+        arguments: of its step, as the user has given them.
+        samples: of an optimizer step; for a scheduler that counts them (Megatron's), as in DeepSpeed.
+    """
     # A scheduler over the optimizer that was handed over: torch would warn that it was never stepped.
     behind = getattr(scheduler, "optimizer", None)
     if isinstance(behind, torch.optim.Optimizer):
         behind._opt_called = True  # type: ignore[attr-defined]
-    scheduler.step()
+    if not arguments and _needs_argument(scheduler.step):
+        scheduler.step(samples)
+    else:
+        scheduler.step(**arguments)
+
+
+def _needs_argument(step: Callable[..., Any]) -> bool:
+    try:
+        known = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return False
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.default is inspect.Parameter.empty and each.kind in places for each in known)

@@ -9,8 +9,12 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from zero.optim.rules import Rule, Scalar
+from zero.optim.rules import AdamRule, Rule, Scalar
 
+ABSENT, MISSING, NOTHING = "no_", 1, 2
+"""Before the name of a state: a number in checkpoints that says that the parameter has not got it yet. Its state has no
+such key, or None.
+"""
 STATE_BYTES = 4
 """Of an element of a state, fp32, as it is given out."""
 
@@ -94,6 +98,8 @@ class HasStates:
     step_counts: dict[int, int]
     rule: Rule
     state: Any
+    _optimizer_load_state_dict_pre_hooks: Any
+    _optimizer_load_state_dict_post_hooks: Any
     _kept: KeptStates | None = None
 
     def keep_states_in(self, kept: KeptStates) -> None:
@@ -143,10 +149,13 @@ class HasStates:
         Raises:
             ConfigError: it has other groups; nothing has changed.
         """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         given = state_dict["param_groups"]
         sizes, wanted = ([len(group["params"]) for group in groups] for groups in (given, self.param_groups))
         if sizes != wanted:
             raise ConfigError(f"optimizer.load_state_dict: expected groups of {wanted} parameters, got {sizes}")
+        self._check_states(state_dict["state"])
         for group, options in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
         places = [place for group in given for place in group["params"]]
@@ -154,7 +163,36 @@ class HasStates:
             states = dict(state_dict["state"].get(place, {}))
             self.forget(id(parameter))
             if states and self._kept is not None:
-                planes = {name: states.pop(name) for name in self.rule.states if name in states}
-                self.set_numbers(id(parameter), {name: torch.as_tensor(value) for name, value in states.items()})
+                planes = {name: states[name] for name in self.rule.states if states.get(name) is not None}
+                self.set_numbers(id(parameter), self._numbers_in(states, planes))
                 for name, value in planes.items():
                     self._kept.write(parameter, name, value)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _numbers_in(self, states: Mapping[str, Any], planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What `set_numbers` takes, of a parameter's states in a `state_dict`."""
+        numbers = {
+            name: Scalar.of(value).tensor()
+            for name, value in states.items()
+            if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            if name not in planes
+        }
+        if planes:  # a class that does not count its steps has made some
+            numbers.setdefault("step", torch.tensor(1, device="cpu"))
+        for name in self.rule.states:
+            if name not in planes:
+                numbers[ABSENT + name] = torch.tensor(NOTHING if name in states else MISSING, device="cpu")
+        return numbers
+
+    def _check_states(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Raise ConfigError if they are those of another optimizer."""
+        known = {*self.rule.states, *self.rule.scalars}
+        for state in states.values():
+            shaped = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+            needed = set(self.rule.states if isinstance(self.rule, AdamRule) else self.rule.scalars)
+            if shaped and not (shaped & known and needed <= state.keys()):
+                raise ConfigError(
+                    f"optimizer.load_state_dict: {self.rule.name} keeps {', '.join(sorted(known)) or 'nothing'} of "
+                    f"each parameter, got {', '.join(sorted(state))}; load it into the optimizer that was saved"
+                )

@@ -33,8 +33,8 @@ HOOKS = (
 )
 NOT_OF_THE_CLASS = {"state", "param_groups", "step", *HOOKS}
 """Attributes of an optimizer that are made anew: a scheduler has wrapped `step`, and hooks are of whole steps."""
-PER_TENSOR = {"foreach": False, "fused": None}
-"""Both would compute the same in another way; on one flat tile there is nothing to win."""
+PER_TENSOR = {"foreach": False, "fused": None, "capturable": False}
+"""They would compute the same in another way; on one flat tile, outside any graph, there is nothing to win."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class TiledRule:
         if more:
             raise ConfigError(
                 f"param_groups: with these options {self.name} keeps {', '.join(sorted(more))} of each parameter; when "
-                "zero.initialize was called it did not, and there is no room for it. Give any param group such options "
-                "then (SGD: a momentum above 0)"
+                "zero.initialize tried a dozen steps it did not, and there is no room for it. Give any param group "
+                "such options then (SGD: a momentum above 0); what is made after more steps cannot be kept"
             )
         return values
 

@@ -18,7 +18,8 @@ from offload.errors import ConfigError
 from zero.optim.rules import Scalar
 from zero.optim.tiled_rule import NOT_OF_THE_CLASS, Initial, TiledRule, TileValues
 
-SHAPE, HALF, STEPS = (8, 16), 64, 3
+SHAPE, HALF, STEPS = (8, 16), 64, 12
+"""Steps: enough for what begins later, such as RAdam's adaptive rate, or slow weights every sixth step."""
 TRIAL_LR = 1e-2
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
 ALTERNATIVE = (
