@@ -52,7 +52,7 @@ def second_adapter(deepspeed: dict[str, Any] | None = None, *, ulps: int = 0, **
     report["changed"] = [name for name, value in before.items() if not torch.equal(after[name], value)]
     with gathered(first, model):
         model.save_pretrained("both")  # as a script does that does not save through the Trainer
-    report["files"] = {**saved("both"), **{f"later {name}": value for name, value in saved("both/later").items()}}
+    report["weights"] = {**saved("both"), **{f"later {name}": value for name, value in saved("both/later").items()}}
     return report
 
 
