@@ -285,7 +285,7 @@ def test_a_function_fits_a_screen_and_takes_8_parameters(path: Path) -> None:
 WIDE_FUNCTIONS = {
     ("zero/distributed/joining.py", "init_distributed"),
     ("zero/flops_profiler.py", "get_model_profile"),
-    ("zero/initialize.py", "initialize"),
+    ("zero/entry.py", "initialize"),
     ("zero/lr_schedules/cycle.py", "__init__"),
     ("zero/ops/adam.py", "__init__"),
     ("zero/params/initialisation.py", "__init__"),

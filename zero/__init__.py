@@ -1,84 +1,33 @@
 """zero-infinity: train models larger than memory by keeping their state on pinned CPU memory and NVMe.
 
-The names users know from DeepSpeed: `initialize`, `Init`, `GatheredParameters`.
+The names users know from DeepSpeed: `initialize`, `Init`, `GatheredParameters`. They are imported when they are first
+asked for: `import zero` itself costs nothing, which its light commands and `import deepspeed` under the alias rely on.
 """
 
 from __future__ import annotations
 
-from zero import checkpointing
-from zero.arguments import add_config_arguments
-from zero.checkpoint.fp32 import (
-    convert_zero_checkpoint_to_fp32_state_dict,
-    convert_zero_checkpoint_to_state_dict,
-    get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
-)
-from zero.distributed.joining import init_distributed
-from zero.engine import ZeroEngine
-from zero.estimates import (
-    estimate_zero1_model_states_mem_needs_all_cold,
-    estimate_zero1_model_states_mem_needs_all_live,
-    estimate_zero2_model_states_mem_needs_all_cold,
-    estimate_zero2_model_states_mem_needs_all_live,
-    estimate_zero3_model_states_mem_needs_all_cold,
-    estimate_zero3_model_states_mem_needs_all_live,
-)
-from zero.inference import InferenceEngine, init_inference
-from zero.initialize import initialize
-from zero.params.gathering import GatheredParameters
-from zero.params.initialisation import Init
-from zero.params.leaf_modules import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-    z3_leaf_parameter,
-)
-from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
-from zero.pretrained import load_pretrained
-from zero.resumable import RepeatingLoader
-from zero.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
-from zero.statistics import Statistics
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero.names import *  # noqa: F403 - what type checkers see
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "GatheredParameters",
-    "InferenceEngine",
-    "Init",
-    "OffloadDeviceEnum",
-    "OffloadStateTypeEnum",
-    "RepeatingLoader",
-    "Statistics",
-    "TiledLinear",
-    "TiledLinearReturnBias",
-    "ZeroEngine",
-    "__version__",
-    "add_config_arguments",
-    "checkpointing",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "convert_zero_checkpoint_to_state_dict",
-    "estimate_zero1_model_states_mem_needs_all_cold",
-    "estimate_zero1_model_states_mem_needs_all_live",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "get_z3_leaf_modules",
-    "init_distributed",
-    "init_inference",
-    "initialize",
-    "load_pretrained",
-    "load_state_dict_from_zero_checkpoint",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
-]
+
+def __getattr__(name: str) -> Any:
+    """A public name or a submodule, imported now."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
+    names = import_module(f"{__name__}.names")
+    if name not in (*names.__all__, "__all__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(names, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -16,7 +16,7 @@ from zero.config import Config
 from zero.config.inference import read_inference
 from zero.device import compute_device
 from zero.engine import ZeroEngine
-from zero.initialize import show_log
+from zero.entry import show_log
 from zero.keeping import take_back
 from zero.params.buffers import move_buffers
 from zero.params.released import is_kept

@@ -41,6 +41,9 @@ def dtype_table(
     if scaler.is_needed:
         notes.append(f"loss scale: {'dynamic, from' if scaler.dynamic else 'static,'} {scaler.cur_scale:.10g}")
     notes.append(f"steps whose gradients are inf or NaN: {'skipped' if scaler.skips else 'taken'}")
+    if plan.states:
+        most = config.gradient_clipping
+        notes.append(f"gradients are clipped to a norm of {most:.10g}" if most else "gradients are not clipped")
     return "\n".join(["what is kept in which dtype", *map(str.rstrip, lines), *(f"  {note}" for note in notes)])
 
 

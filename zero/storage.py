@@ -27,7 +27,7 @@ from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan import DEVICE, HOST, NVME, Plan
 from zero.pools import gradient_sums_bytes
-from zero.swap_paths import swap_paths, wants_pinning
+from zero.swap_paths import ready_swap_paths, wants_pinning
 from zero.whole_gradients import SharedPlaces, WholeGradients
 
 
@@ -259,7 +259,7 @@ class Storage:
         if not self.plan.swap_bytes:
             return None
         aio = config.aio
-        paths = swap_paths(config)
+        paths = ready_swap_paths(config)
         tuned = tune_io(config, paths)
         options = AioOptions(
             backend=tuned.backend,

@@ -12,6 +12,7 @@ from offload.errors import ConfigError
 from zero.assembly import Assembly
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
+from zero.config.given import given_config
 from zero.kept_states import MASTERS, EngineStates
 from zero.optim.states import Groups
 from zero.optim.step import Stepper
@@ -56,12 +57,12 @@ class Surface:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration as it was given, a plain dict of its own; the model's is `engine.module.config`."""
+        """As given, with values for "auto" and the stage: a plain dict; the model's is `engine.module.config`."""
         return self._given_config
 
     def _show_face(self) -> None:
         """Give clients what they look for on the model and the optimizer. Called once the parts are there."""
-        self._given_config = _plain(self._config.source)
+        self._given_config = given_config(self._config)
         stage = self._config.zero_optimization.stage
         if self.updater is not None:
             states = EngineStates(self.values_of, self.device)
@@ -171,8 +172,3 @@ class Surface:
 def _check_positive(what: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{what}: expected at least 1, got {value}")
-
-
-def _plain(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts and lists of its own."""
-    return {key: _plain(value) if isinstance(value, Mapping) else value for key, value in source.items()}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterable
 
 from offload.errors import ConfigError
+from offload.swap_folders import make_folder
 from zero.config import Config
+
+logger = logging.getLogger("zero")
 
 
 def swap_paths(config: Config) -> list[str]:
@@ -24,6 +29,21 @@ def swap_paths(config: Config) -> list[str]:
     if not paths:
         raise ConfigError("nvme_path: the plan needs a swap space, but no block names a folder in nvme_path")
     return paths
+
+
+def ready_swap_paths(config: Config) -> list[str]:
+    """As `swap_paths`; a folder that is not there is made. Raises ConfigError: it cannot be."""
+    return make_ready(swap_paths(config))
+
+
+def make_ready(paths: Iterable[str]) -> list[str]:
+    """Make the folders that are not there, and warn of each. Raises ConfigError: one cannot be made."""
+    ready = list(paths)
+    for path in ready:
+        made = make_folder(path)
+        if made:
+            logger.warning("%s", made)
+    return ready
 
 
 def wants_pinning(config: Config) -> bool:

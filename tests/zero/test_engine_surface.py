@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import zero
 from offload.errors import ConfigError, StateError
 from zero.compat.initialize import lend_names
+from zero.config import load_config
+from zero.config.given import given_config
 from zero.params.face import ZeroParamStatus
 from zero.params.released import ReleasedParameter
 
@@ -79,6 +81,36 @@ def test_the_config_is_the_dict_that_was_given_and_nobody_changes_it(open_engine
     assert engine.config.get("zero_optimization", {}).get("stage") == 3
     engine.config["zero_optimization"]["stage"] = 0
     assert given == before and engine.zero_optimization_stage() == 3
+
+
+def test_the_config_of_an_engine_has_values_for_auto_and_always_the_stage() -> None:
+    content: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 2,
+        "bfloat16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "zero_optimization": {
+            "offload_param": {"device": "cpu"},
+            "sub_group_size": "auto",
+            "allgather_bucket_size": 5e8,
+        },
+        "_comment": "auto",
+    }
+    assert given_config(load_config(content, world_size=4)) == {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "bfloat16": {"enabled": False},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}},
+        "zero_optimization": {
+            "offload_param": {"device": "cpu"},
+            "sub_group_size": "auto",  # the plan's
+            "allgather_bucket_size": 5e8,
+            "stage": 3,
+        },
+        "_comment": "auto",
+    }
+    for content, stage in (({}, 0), ({"zero_optimization": True}, 1), ({"zero_optimization": {"stage": "2"}}, 2)):
+        assert given_config(load_config(content)) == {"zero_optimization": {"stage": stage}}
 
 
 def test_unknown_names_are_the_models_or_attribute_errors(open_engine: Open, nvme_path: Path) -> None:

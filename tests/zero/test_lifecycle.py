@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import signal
@@ -322,3 +323,20 @@ def test_swap_files_may_be_striped_over_a_list_of_paths(open_engine: Open, tmp_p
         one_step(engine, index)
     names = trainability(build("gpt"))
     assert differences(snapshot(engine, names), expected("gpt", 0, engine, 3)) == []
+
+
+@pytest.mark.parametrize("under_init", [False, True])
+def test_a_missing_folder_is_made_and_warned_of_once_before_it_is_used(
+    open_engine: Open, nvme_path: Path, caplog: pytest.LogCaptureFixture, under_init: bool
+) -> None:
+    folder = nvme_path / "drive" / "swap"
+    config = make_config(NVME, folder)
+    with caplog.at_level(logging.WARNING, "zero"), zero.Init(config_dict_or_path=config, enabled=under_init):
+        model = build("gpt")
+    with caplog.at_level(logging.WARNING, "zero"):
+        engine = open_engine(model, config)
+    one_step(engine, 0)
+    warned = [text for text in caplog.messages if text.startswith("nvme_path: ")]
+    assert len(warned) == 1 and f"{folder} was not there and was made" in warned[0]
+    engine.destroy()
+    assert folder.is_dir() and not any(folder.iterdir())

@@ -338,14 +338,14 @@ def test_with_bf16_it_is_taken_where_the_configuration_says_so(open_engine: Open
             [],
         ),
         (
-            {"torch_autocast": {"enabled": True, "dtype": "fp16"}},
+            {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "clipping": 0.5},
             "trained fp32 the weights fp32 fp32 - fp32",
-            ["forward under torch.autocast: fp16", "loss scale: dynamic, from 65536"],
+            ["forward under torch.autocast: fp16", "loss scale: dynamic, from 65536", "clipped to a norm of 0.5"],
         ),
         (
             {"bf16": True, "zero": {"offload_optimizer": {"state_dtype": "8bit"}}},
             "trained bf16 fp32 = bf16 + 16 bits bf16 fp32 - 8-bit blocks",
-            ["inf or NaN: skipped"],
+            ["inf or NaN: skipped", "gradients are not clipped"],
         ),
     ],
 )

@@ -31,7 +31,7 @@ from zero.params.layout import Layout
 from zero.plan import Plan
 from zero.record import ADAM_STATES
 from zero.storage import Storage
-from zero.swap_paths import swap_paths
+from zero.swap_paths import ready_swap_paths
 
 logger = logging.getLogger("zero")
 
@@ -293,7 +293,7 @@ def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchang
     files: SnapshotFiles | None = None
     head: dict[str, Any] | None = None
     try:
-        files = SnapshotFiles(swap_paths(config), wish.name, exchange.placement.rank)
+        files = SnapshotFiles(ready_swap_paths(config), wish.name, exchange.placement.rank)
         head = files.committed_head if exchange.placement.rank == 0 else None
     except (ConfigError, StorageError) as error:
         failure = error

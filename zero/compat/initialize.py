@@ -38,6 +38,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     with tolerating_unknown_keys():
         engine, optimizer, loader, scheduler = zero.initialize(**given)
     lend_names(engine)
+    say_if_nothing_is_clipped(engine)
     return engine, optimizer, loader, scheduler
 
 
@@ -53,6 +54,16 @@ def lend_names(engine: Any) -> None:
 
 def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
     raise refused("DeepSpeedEngine._get_optimizer_ckpt_name", "its checkpoints have no such file; use load_checkpoint")
+
+
+def say_if_nothing_is_clipped(engine: Any) -> None:
+    """DeepSpeed's own default has changed, and a run that was made with one does not equal a run with the other."""
+    absent = "gradient_clipping" not in engine.config
+    if absent and engine.updater is not None and ranks.rank() == 0:
+        logger.warning(
+            "gradient_clipping is not in the configuration, so gradients are not clipped; DeepSpeed 0.19.8 would clip "
+            "them to a norm of 1.0 (give it to have that), earlier ones would not"
+        )
 
 
 def say_who_answers() -> None:

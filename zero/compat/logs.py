@@ -27,7 +27,8 @@ def _open() -> None:
         handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"))
         logger.addHandler(handler)
         logger.propagate = False
-        logger.setLevel(log_levels.get(os.environ.get("DS_LOG_LEVEL", "").lower(), logging.WARNING))
+        if logger.level == logging.NOTSET:  # else somebody has chosen it before we were asked for
+            logger.setLevel(log_levels.get(os.environ.get("DS_LOG_LEVEL", "").lower(), logging.WARNING))
 
 
 @functools.cache

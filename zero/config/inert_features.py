@@ -83,6 +83,7 @@ class Pipeline(Block):
     activation_checkpoint_interval: InertWhole = None
     pipe_partitioned: InertFlag = None
     grad_partitioned: InertFlag = None
+    use_reentrant: InertFlag = None
 
 
 class HybridEngine(Block):
@@ -135,6 +136,7 @@ class Compile(Block):
     why: ClassVar[str] = "it steers passes of DeepCompile; compile blocks of the model with torch.compile instead"
 
     enabled: InertFlag = None
+    disable: InertFlag = None
     backend: InertText = None
     kwargs: InertObject = None
     deepcompile: InertFlag = None

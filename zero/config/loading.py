@@ -32,6 +32,14 @@ COMMENT_PREFIXES = ("_comment", "comment", "//")
 ORIGINS_KEY = "_comment_origins"
 """A comment that `zero config show` writes: where each value came from. A default that is unchanged stays one."""
 
+PHRASES = {
+    "Input should be": "expected",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "more than",
+}
+"""Pydantic's words -> ours."""
+
 Unknown = Literal["error", "warn"]
 _unknown_top_level: ContextVar[Unknown] = ContextVar("unknown_top_level", default="error")
 
@@ -285,7 +293,8 @@ def _line(detail: ErrorDetails, written: Mapping[str, str]) -> str:
     parent, _, name = path.rpartition(".")
     path = written.get(path) or ".".join(filter(None, [written.get(parent, parent), name]))
     expected = "expected an object {...}" if detail["type"].startswith("model_") else detail["msg"]
-    expected = expected.replace("Input should be", "expected", 1)
+    for words, ours in PHRASES.items():
+        expected = expected.replace(words, ours, 1)
     fix = f"; {context['fix']}" if context.get("fix") else ""
     return f"{path}: {expected}, got {context.get('got') or shown(detail['input'])}{fix}"
 

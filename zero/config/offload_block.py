@@ -40,7 +40,7 @@ class _Offload(Block):
     device: Annotated[Device, choice("none", "cpu", "nvme")] = "none"
     """Tier the bytes live in while they are not used."""
     nvme_path: Paths | None = None
-    """Folders for swap files; more than one are striped. Whether they exist is checked by the plan."""
+    """Folders for swap files; more than one are striped. One that is not there is made."""
     pin_memory: Flag = True
     """Host memory is registered with CUDA when there is a GPU."""
 

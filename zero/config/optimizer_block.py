@@ -75,7 +75,7 @@ def _parse_pair(value: object) -> tuple[float, float]:
 
 
 def _other_optimizer(owner: str) -> Only:
-    return Only((), f"it belongs to {owner}, which is not available; remove it")
+    return Only((), f"it belongs to {owner}, not available here; remove it")
 
 
 _ONE_BIT = Annotated[Any, _other_optimizer("the 1-bit and 0/1 optimizers")]

@@ -120,6 +120,9 @@ class WeightQuantization(Block):
     why: ClassVar[str] = "it belongs to weight quantization, which is off"
 
     enabled: InertFlag = None
+    num_bits: InertWhole = None
+    q_type: InertText = None
+    q_groups: InertWhole = None
     quantized_initialization: InertObject = None
     post_init_quant: InertObject = None
 
@@ -131,6 +134,50 @@ class WeightQuantization(Block):
                 fix="quantized weights are not available; remove it, and give a base that is quantised already",
             )
         return self
+
+
+class QuantizeBits(Block):
+    """`quantize_training.quantize_bits`."""
+
+    why: ClassVar[str] = "it belongs to mixture of quantization, which is off"
+
+    start_bits: InertWhole = None
+    target_bits: InertWhole = None
+
+
+class QuantizeSchedule(Block):
+    """`quantize_training.quantize_schedule`."""
+
+    why: ClassVar[str] = "it belongs to mixture of quantization, which is off"
+
+    quantize_period: InertWhole = None
+    schedule_offset: InertWhole = None
+
+
+class QuantizeAlgorithm(Block):
+    """`quantize_training.quantize_algo`."""
+
+    why: ClassVar[str] = "it belongs to mixture of quantization, which is off"
+
+    q_type: InertText = None
+    rounding: InertText = None
+
+
+class QuantizeTraining(Block):
+    """`quantize_training`: mixture of quantization, which DeepSpeed has removed too."""
+
+    why: ClassVar[str] = "it belongs to mixture of quantization, which is off"
+
+    enabled: Annotated[
+        Flag, off("mixture of quantization", "quantise the model before, e.g. with torchao: a quantised base trains")
+    ] = False
+    quantize_verbose: InertFlag = None
+    quantizer_kernel: InertFlag = None
+    quantize_bits: QuantizeBits | None = None
+    quantize_schedule: QuantizeSchedule | None = None
+    quantize_groups: InertWhole = None
+    fp16_mixed_quantize: MixedQuantize | None = None
+    quantize_algo: QuantizeAlgorithm | None = None
 
 
 class SparseAttention(Block):

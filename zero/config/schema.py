@@ -20,6 +20,7 @@ from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from zero.config.checkpoint_block import CheckpointConfig
 from zero.config.fields import (
     Block,
+    Count,
     Flag,
     Inert,
     InertObject,
@@ -139,6 +140,7 @@ class Config(Block):
     data_efficiency: refused_data.DataEfficiency | None = None
     compression_training: refused.CompressionTraining | None = None
     weight_quantization: refused.WeightQuantization | None = None
+    quantize_training: refused.QuantizeTraining | None = None
     sparse_attention: refused.SparseAttention | None = None
     progressive_layer_drop: refused.ProgressiveLayerDrop | None = None
     tensor_parallel: refused.TensorParallel | None = None
@@ -155,6 +157,7 @@ class Config(Block):
         Text | None, Inert("there is no sequence parallelism"), _COMM_DTYPE
     ] = None
     sparse_gradients: Annotated[Flag | None, Inert("gradients of embeddings are reduced dense")] = None
+    allgather_size: Annotated[Count | None, Inert("weights are gathered a unit at a time")] = None
     disable_allgather: Annotated[Flag | None, Inert("weights are gathered in one collective a unit")] = None
     graph_harvesting: Annotated[Flag | None, Inert("no graphs are captured")] = None
     wall_clock_breakdown: Flag = False

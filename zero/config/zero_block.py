@@ -156,7 +156,7 @@ class ZeroConfig(Block):
     stage3_param_persistence_threshold: Count = 100_000
     """Parameters with fewer elements stay gathered."""
     stage3_max_live_parameters: Count | None = None
-    """[elements] most on the device at once. None: about four units."""
+    """[elements] most on the device at once. None: about four units; so is 0, with which DeepSpeed keeps least."""
     stage3_max_reuse_distance: Count | None = None
     """[elements] a unit that is used again sooner stays. None: the live limit."""
 
@@ -241,8 +241,8 @@ class ZeroConfig(Block):
         update: dict[str, object] = {}
         if "stage" not in self.model_fields_set:
             update["stage"] = 3 if self._asks_for_stage_3() else 0
-        if self.sub_group_size == 0:
-            update["sub_group_size"] = None
+        # What DeepSpeed reads as "as little as possible", and configurations of clients have.
+        update |= {key: None for key in ("sub_group_size", "stage3_max_live_parameters") if getattr(self, key) == 0}
         update["zero_hpz_partition_size"] = max(self.zero_hpz_partition_size, 1)
         return self.model_copy(update=update)
 

@@ -28,6 +28,7 @@ from zero.params.face import announce
 from zero.params.opaque import is_wrapper
 from zero.params.provisional import ProvisionalKeeper, provisional_source
 from zero.params.released import is_kept
+from zero.swap_paths import make_ready
 
 Source = str | os.PathLike[str] | dict[str, Any] | Config | None
 DEEPSPEED_ONLY = {
@@ -229,7 +230,7 @@ def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...]
         return None
     if not offload.nvme_path:
         raise ConfigError('zero.Init: remote_device "nvme": zero_optimization.offload_param.nvme_path is not set')
-    return tuple(str(path) for path in offload.nvme_path)
+    return tuple(make_ready(map(str, offload.nvme_path)))
 
 
 def _without_batch(source: str | os.PathLike[str] | dict[str, Any] | Config) -> Config:

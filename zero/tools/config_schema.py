@@ -38,6 +38,7 @@ def _block(block: type[Block]) -> dict[str, Any]:
                 entry["description"] = told[name]
             for mark in field.metadata:
                 if isinstance(mark, Only):
+                    entry["anyOf"] = _forms_of(mark.allowed)
                     entry["description"] = f"Restricted: {mark.fix}."
             if means_auto(field):
                 entry["description"] = f'{entry.get("description", "")} "auto" has a meaning of its own.'.strip()
@@ -49,6 +50,19 @@ def _block(block: type[Block]) -> dict[str, Any]:
         "patternProperties": {f"^{prefix}": {} for prefix in COMMENT_PREFIXES},
         "additionalProperties": block.model_config.get("extra") != "forbid",
     }
+
+
+def _forms_of(allowed: tuple[object, ...]) -> list[dict[str, Any]]:
+    """What may be written where all other values are refused."""
+    forms: list[dict[str, Any]] = [{"const": AUTO}, {"type": "null"}]
+    for value in allowed:
+        if isinstance(value, (bool, str)):
+            forms.append({"type": "string", "pattern": f"^(?i:{value})$"})
+        else:
+            forms.append({"type": "string", "pattern": "[0-9]"})
+        if not isinstance(value, str):
+            forms += [{"const": value}, {"const": int(value)}] if isinstance(value, bool) else [{"const": value}]
+    return forms
 
 
 def _leaf(declared: dict[str, Any], definitions: dict[str, Any], words: list[str]) -> dict[str, Any]:

@@ -120,6 +120,7 @@ def unharmed() -> dict[str, Any]:
     return {
         "group": [torch.distributed.is_initialized(), deepspeed.comm.get_world_size(), deepspeed.comm.get_rank()],
         "banner": [line for line in heard.lines if "DeepSpeed info" in line],
+        "clipping": [line for line in heard.lines if "gradients are not clipped" in line],
         "warnings": [line for line in heard.lines + ours.lines if "gradient_cliping" in line],
         "same": config == before,
         "signature": list(inspect.signature(deepspeed.initialize).parameters),

@@ -52,6 +52,22 @@ def test_path_prints_the_folder_and_nothing_else() -> None:
     assert said("-m", "zero.compat.deepspeed", "path", env=NOT_YET) == compat.ALIAS
 
 
+def test_opting_in_imports_neither_torch_nor_the_engine() -> None:
+    loaded = [name for name in imported_by("import zero.compat.deepspeed.auto, zero.compat.deepspeed.__main__")]
+    assert loaded == ["zero", "zero.compat", "zero.compat.deepspeed"] + [
+        f"zero.compat.deepspeed.{name}" for name in ("__main__", "auto")
+    ]
+    assert imported_by("import zero; zero.__version__") == ["zero"]
+
+
+def imported_by(text: str) -> list[str]:
+    """Modules of torch and of ours that are there afterwards."""
+    listing = (
+        "import sys; print(*sorted(name for name in sys.modules if name.split('.')[0] in ('torch', 'zero', 'offload')))"
+    )
+    return said("-c", f"{text}; {listing}", env=NOT_YET).split()
+
+
 def test_the_path_goes_before_an_installed_one(tmp_path: Path, installed: Path) -> None:
     file = script(tmp_path, WHO)
     path = os.pathsep.join([compat.ALIAS, str(installed), str(ROOT)])

@@ -162,15 +162,16 @@ def test_importing_it_loads_neither_torch_nor_us_and_using_it_starts_nothing() -
     assert loaded == "[]"
     started = said(
         *code("""
-        import os, threading
+        import os, sys, threading
         from deepspeed import DeepSpeedEngine
         import deepspeed, torch
         import deepspeed.comm, deepspeed.accelerator, deepspeed.ops.adam, deepspeed.git_version_info, deepspeed.utils
         deepspeed.accelerator.get_accelerator().is_available()
-        print(torch.distributed.is_initialized(), torch.cuda.is_initialized(), threading.active_count())
+        late = "torch.distributed.checkpoint" in sys.modules  # a third of the time: it comes with the first checkpoint
+        print(torch.distributed.is_initialized(), torch.cuda.is_initialized(), late, threading.active_count())
         """)
     )
-    assert started == "False False 1"
+    assert started == "False False False 1"
 
 
 def test_modules_that_clients_assign_into_are_ours_and_classes_have_one_identity() -> None:

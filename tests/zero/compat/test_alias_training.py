@@ -53,6 +53,11 @@ def test_initialize_makes_a_group_says_who_it_is_and_leaves_the_configuration_al
     assert all("version=" in line and "zero-infinity" in line for line in told["banner"])
 
 
+def test_a_missing_key_for_clipping_is_told_because_deepspeeds_default_has_changed() -> None:
+    (line,) = found()["unharmed"]["clipping"]
+    assert line.startswith("gradient_clipping is not in the configuration") and "1.0" in line
+
+
 def test_unknown_keys_are_a_warning_at_the_top_and_an_error_inside() -> None:
     told = found()["unharmed"]
     (warning,) = told["warnings"]

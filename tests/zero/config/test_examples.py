@@ -1,4 +1,4 @@
-"""The configurations that pages of DeepSpeed, transformers, accelerate and LLaMA-Factory show: they load and train."""
+"""Configurations that DeepSpeed, transformers, accelerate, LLaMA-Factory, axolotl and others show load and train."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.auto import facts_of, resolve_auto
-from zero.config.fields import AUTO
+from zero.config.fields import AUTO, block_of, known_keys
 from zero.tools import cli
 from zero.tools.config import shown_config
 from zero.tools.config_schema import json_schema
@@ -168,6 +169,74 @@ def test_the_schema_accepts_the_documented_examples(name: str) -> None:
 )
 def test_the_schema_refuses_what_the_loader_refuses(wrong: dict[str, Any]) -> None:
     assert not fits(wrong, SCHEMA)
+
+
+FORMS = [
+    True,
+    0,
+    1,
+    3,
+    -1,
+    2.5,
+    1e9,
+    0.5,
+    "x",
+    "true",
+    "FALSE",
+    "1e9",
+    "12GB",
+    "fp32",
+    "cpu",
+    "inf",
+    [],
+    ["a"],
+    [0.9, 0.99],
+    {},
+]
+
+
+def everywhere(value: Any) -> dict[str, Any]:
+    """A configuration that has the value at every key that is no block."""
+    made: dict[str, Any] = {}
+    for key in LEAVES:
+        *above, name = key.path.split(".")
+        at = made
+        for part in above:
+            at = at.setdefault(part, {})
+        at[name] = value
+    return made
+
+
+def schema_at(path: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = SCHEMA
+    for part in path.split("."):
+        found = found["properties"][part] if "properties" in found else found["anyOf"][0]["properties"][part]
+    return found
+
+
+TYPES = ("optimizer.type", "scheduler.type")
+"""A wrong one says nothing of what stands below it."""
+LEAVES = [key for key in known_keys(Config) if block_of(key.field) is None and key.path not in TYPES]
+
+
+@pytest.mark.parametrize("value", FORMS, ids=str)
+def test_the_schema_accepts_at_every_key_what_the_loader_accepts_there(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:  # some key refuses whatever it is
+        load_config(everywhere(value))
+    refused = {line.strip().partition(": ")[0] for line in str(caught.value).splitlines()[1:]}
+    accepted = [key.path for key in LEAVES if not any(key.path.startswith(path) for path in refused)]
+    assert [path for path in accepted if not fits(value, schema_at(path))] == []
+
+
+def test_the_schema_refuses_an_object_wherever_the_loader_does() -> None:
+    value = {"a": 1}
+    with pytest.raises(ConfigError) as caught:
+        load_config(everywhere(value))
+    refused = {line.strip().partition(": ")[0] for line in str(caught.value).splitlines()[1:]} & {
+        k.path for k in LEAVES
+    }
+    assert len(refused) > 200
+    assert sorted(path for path in refused if fits(value, schema_at(path))) == []
 
 
 def test_the_schema_is_json_and_knows_auto_everywhere() -> None:

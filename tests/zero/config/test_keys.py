@@ -121,6 +121,7 @@ FEATURES: dict[str, tuple[Any, str]] = {
     "expert_parallel.enabled": (True, "unit of its own"),
     "compression_training.layer_reduction.enabled": (True, "torchao"),
     "compression_training.weight_quantization.shared_parameters.enabled": (True, "torchao"),
+    "quantize_training.enabled": (True, "torchao"),
     "weight_quantization": ({"post_init_quant": {}}, "quantised already"),
     "optimizer.type": ("OneBitAdam", "AdamW"),
     "zero_optimization.zero_quantized_weights": (True, "communication_data_type"),
@@ -181,12 +182,12 @@ READERS = (
     *("runtime.config", "runtime.activation_checkpointing.config", "runtime.swap_tensor.aio_config"),
     *("runtime.data_pipeline.config", "runtime.model_checkpointing.config", "runtime.precision_config"),
     *("runtime.zero.config", "runtime.zero.offload_config", "runtime.zero.leaf_module_config"),
-    *("runtime.zenflow.zenflow_config", "runtime.tensor_parallel.config", "runtime.lr_schedules"),
+    *("runtime.zenflow.zenflow_config", "runtime.tensor_parallel.config", "runtime.lr_schedules", "utils.config"),
     *("profiling.config", "comm.config", "autotuning.config", "monitor.config", "datastates.config", "compile.config"),
 )
 """Modules of DeepSpeed that read the configuration."""
-NO_KEYS = {"allgather_size", "_tp_plan"}
-"""A key it has dropped and warns of, and an attribute of a model."""
+NO_KEYS = {"_tp_plan"}
+"""An attribute of a model."""
 
 
 def keys_read(module: ModuleType) -> Iterator[str]:

@@ -1,0 +1,20 @@
+"""`zero` itself: its names are there as if they had been imported with it."""
+
+from __future__ import annotations
+
+import zero
+from zero import names
+
+
+def test_every_public_name_is_the_one_of_names_and_is_listed() -> None:
+    assert zero.__all__ == names.__all__
+    assert all(getattr(zero, name) is getattr(names, name) for name in names.__all__)
+    assert set(names.__all__) <= set(dir(zero))
+    space: dict[str, object] = {}
+    exec("from zero import *", space)
+    assert set(names.__all__) <= set(space)
+
+
+def test_submodules_are_attributes_and_what_is_neither_can_be_probed() -> None:
+    assert zero.lr_schedules.__name__ == "zero.lr_schedules"
+    assert not hasattr(zero, "nothing") and not hasattr(zero, "__nothing__")
