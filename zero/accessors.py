@@ -146,7 +146,7 @@ class ZeroAccessors:
 class ConfigAccessors(ZeroAccessors):
     """Mixed into the engine, which sets `_config` and `optimizer`."""
 
-    optimizer: Any
+    updater: Any
 
     @property
     def world_size(self) -> int:
@@ -282,17 +282,17 @@ class ConfigAccessors(ZeroAccessors):
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        groups = self.updater.param_groups if self.updater is not None else []
         return [float(group["lr"]) for group in groups]
 
 
 class ValueAccessors:
-    """Mixed into the engine, which sets `_keeper` and `optimizer`."""
+    """Mixed into the engine, which sets `_keeper` and `updater`."""
 
     _keeper: EngineKeeper
     _parts: Assembly
     exchange: Exchange
-    optimizer: Any
+    updater: Any
 
     def current(self, what: str, units: Iterable[int] | None = None) -> None:
         """Wait until these units are as of the last step; the engine's."""
@@ -315,11 +315,11 @@ class ValueAccessors:
         """
         self.current(f"reading {name}", self._keeper.units_named(name))
         states: dict[str, Any] = dict(self._keeper.moments(name))
-        if self.optimizer is None:
+        if self.updater is None:
             return {**states, "step": 0}
         key = id(self._keeper.parameter(name))
-        numbers = {what: scalar.value for what, scalar in self.optimizer.numbers(key).items()}
-        return {**self.optimizer.made(key, states), **numbers, "step": self.optimizer.step_counts.get(key, 0)}
+        numbers = {what: scalar.value for what, scalar in self.updater.numbers(key).items()}
+        return {**self.updater.made(key, states), **numbers, "step": self.updater.step_counts.get(key, 0)}
 
     def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
         """A parameter's exact values, states and gradient as of the last step, for `zero.utils.safe_get_full_grad` etc.

@@ -17,7 +17,7 @@ class Accumulates:
     """Mixed into the engine."""
 
     micro_steps: int
-    optimizer: Any
+    updater: Any
     _config: Config
     _index_of: dict[int, int]
     module: nn.Module
@@ -81,6 +81,6 @@ class Accumulates:
 
     def _written(self) -> list[nn.Parameter]:
         """Backward leaves none: gradients are collected as they come."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        groups = self.updater.param_groups if self.updater is not None else []
         with torch._C.DisableTorchFunctionSubclass():
             return [p for group in groups for p in group["params"] if p.grad is not None and id(p) in self._index_of]

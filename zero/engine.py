@@ -85,9 +85,9 @@ class ZeroEngine(
         self.threads = max(torch.get_num_threads(), 1)
         trained = trained or Trained([], AdamRule())
         self.rule, groups = trained.rule, trained.groups
-        self.optimizer = ZeroOptimizer(trained, self._optimizer_step, self.zero_grad) if groups else None
+        self.updater = ZeroOptimizer(trained, self._optimizer_step, self.zero_grad) if groups else None
         self._make_scaler()
-        self.lr_scheduler = scheduler_for(lr_scheduler, self.optimizer, config)
+        self.lr_scheduler = scheduler_for(lr_scheduler, self.updater, config)
         self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
         self._start_reports()
         self.global_steps = self.micro_steps = 0
@@ -111,7 +111,7 @@ class ZeroEngine(
             raise
         self.module = model
         self._show_face()
-        self._census = Census(model, self.optimizer)
+        self._census = Census(model, self.updater)
         self._census.decline()
         self.train(model.training)
         self._begin_reports()
@@ -221,7 +221,7 @@ class ZeroEngine(
 
     def _ask_for_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
-        if self.optimizer is None:
+        if self.updater is None:
             raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
         self._check_snapshot()
         self.bring_back("step")
@@ -234,7 +234,7 @@ class ZeroEngine(
             )
         self._watch.end_stray()
         self._coordinator.check_idle()
-        self.optimizer.before_step()
+        self.updater.before_step()
         self._schedule_arguments = dict(lr_kwargs or {})
         self._take_written()
         self._stepper.decided = self._step_counted = False
@@ -246,24 +246,24 @@ class ZeroEngine(
             self._stepper.check()
             self.activations.check()
             self._keeper.store_edits()
-            if self._step_asked and self.optimizer is not None:
+            if self._step_asked and self.updater is not None:
                 try:
-                    self._fix_step(self.optimizer)
+                    self._fix_step(self.updater)
                 except (UnusedParameters, LossScaleError) as error:
                     self._step_asked = False
-                    self.optimizer.overflow = isinstance(error, LossScaleError)
+                    self.updater.overflow = isinstance(error, LossScaleError)
                     raise
                 self._stepper.start()
                 self._step_asked = False
                 self._coordinator.expect_forward()
                 self._after_a_step()
                 if self._stepper.applied:
-                    self.optimizer.after_step()
+                    self.updater.after_step()
 
     def arguments_now(self) -> StepArguments:
         """What a step would use now that does not clip, for every parameter."""
         everything = set(self._index_of.values())
-        values = {} if self.optimizer is None else self.optimizer.values(self._index_of, everything)
+        values = {} if self.updater is None else self.updater.values(self._index_of, everything)
         return StepArguments(values, 1.0 / self.scaler.cur_scale, self.global_steps + 1)
 
     def changed(self, index: int | None = None) -> None:

@@ -98,7 +98,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     checkpointing.follow(engine.activations, configured=given)
     engine.collate_fn = collate_fn
     engine.training_dataloader = None if training_data is None else engine.deepspeed_io(training_data)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return engine, engine.updater, engine.training_dataloader, engine.lr_scheduler
 
 
 def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None) -> Config:

@@ -112,7 +112,7 @@ class FollowsModel(OffloadsStates):
     """Mixed into the engine; takes up what has changed in its model."""
 
     module: nn.Module
-    optimizer: Any
+    updater: Any
     _config: Config
     _parts: Assembly
     _census: Census
@@ -161,9 +161,9 @@ class FollowsModel(OffloadsStates):
         parts = self._parts
         if parts.hooks.in_forward or in_backward() or parts.keeper.editing:
             return False
-        census = Census(self.module, self.optimizer)
+        census = Census(self.module, self.updater)
         census.inherit(self._census)
-        joining = census.joining() if self.optimizer is not None else []
+        joining = census.joining() if self.updater is not None else []
         if not joining and census.same_as(self._census):
             return False
         if parts.snapshots is not None:
@@ -172,10 +172,10 @@ class FollowsModel(OffloadsStates):
                 "zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
             )
         if joining:
-            _join(self.optimizer, joining, parts.leaves, self.module)
-            census.held = _held(self.optimizer)
+            _join(self.updater, joining, parts.leaves, self.module)
+            census.held = _held(self.updater)
         self._exchange(parts, census)
-        census.held = _held(self.optimizer)
+        census.held = _held(self.updater)
         self._census = census
         return True
 
@@ -213,8 +213,8 @@ class FollowsModel(OffloadsStates):
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, Storage.abandon, new.storage)
         self._tracer.move_to(new.storage)
-        if self.optimizer is not None:
-            _forget(self.optimizer, present)
+        if self.updater is not None:
+            _forget(self.updater, present)
         _first_gradients(new)
         self._persistent_bound = True
         old.storage.close()

@@ -91,7 +91,7 @@ class Reporter:
         if loss is not None:
             values = {"train_loss": loss.item(), **values}
         if self.config.fp16.enabled:
-            values["loss_scale"] = engine.optimizer.cur_scale
+            values["loss_scale"] = engine.updater.cur_scale
         norm = engine.get_global_grad_norm()
         if norm is not None:
             values["grad_norm"] = norm
@@ -110,14 +110,14 @@ class Reporter:
             f"mom={engine.get_mom()}",
         ]
         if self.config.fp16.enabled:
-            parts.append(f"loss_scale={engine.optimizer.cur_scale:g}")
+            parts.append(f"loss_scale={engine.updater.cur_scale:g}")
         return ", ".join([*parts, f"samples/s={rate:.4g}"])
 
 
 def dump_state(engine: Any, config: Config) -> None:
     """Log every value that holds, with where it comes from."""
     lines = [f"{path} = {json.dumps(value)} ({config.origin(path)})" for path, value in _leaves(config.as_dict())]
-    optimizer = "none" if engine.optimizer is None else f"{len(engine.optimizer.param_groups)} param groups"
+    optimizer = "none" if engine.updater is None else f"{len(engine.updater.param_groups)} param groups"
     lines += [f"optimizer: {optimizer}", f"lr_scheduler: {type(engine.lr_scheduler).__name__}"]
     logger.info("configuration in effect:\n  %s", "\n  ".join(lines))
 
@@ -152,7 +152,7 @@ class Reports:
     global_steps: int
     micro_steps: int
     device: torch.device
-    optimizer: Any
+    updater: Any
     _config: Config
     _reporter: Reporter | None = None
     _one_forward: OneForward | None = None

@@ -26,7 +26,7 @@ class ScalesLoss:
 
     _config: Config
     device: torch.device
-    optimizer: Any
+    updater: Any
     lr_scheduler: Any
     scaler: LossScaler
     skipped_steps = 0
@@ -39,16 +39,16 @@ class ScalesLoss:
 
     def _make_scaler(self) -> None:
         self.scaler = make_scaler(self._config, self.device)
-        if self.optimizer is not None:
-            self.optimizer.loss_scaler = self.scaler
+        if self.updater is not None:
+            self.updater.loss_scaler = self.scaler
 
     def _note_applied(self, applied: bool) -> None:
         """A step is decided. The schedule follows the steps that change weights."""
         self._step_applied = applied
         self.skipped_steps += not applied
-        self.optimizer.overflow = not applied
+        self.updater.overflow = not applied
         if applied:
-            self.optimizer.mark_stepped()
+            self.updater.mark_stepped()
             if self.lr_scheduler is not None:
                 step_scheduler(self.lr_scheduler, self._schedule_arguments, self._config.train_batch_size)
 
@@ -64,7 +64,7 @@ class ScalesLoss:
         Raises:
             StateError: it is no scalar with a graph, or there is no optimizer.
         """
-        if self.optimizer is None:
+        if self.updater is None:
             raise StateError("scale: the engine was made without an optimizer; add one to the config or pass one")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
             raise StateError("scale: expected a scalar loss that requires a gradient; of others scale a sum")
@@ -76,7 +76,7 @@ class ScalesLoss:
 
     def _scaled(self, loss: torch.Tensor, accumulation: int = 1) -> torch.Tensor:
         """The loss times the scale; backwards of it are known to be scaled."""
-        if self.optimizer is not None and self.scaler.skips:
+        if self.updater is not None and self.scaler.skips:
             finite = torch.isfinite(loss.detach()).all()
             self._loss_is_finite = finite if self._loss_is_finite is None else self._loss_is_finite & finite
         if accumulation == 1 and not self.scaler.is_needed:
@@ -93,7 +93,7 @@ class ScalesLoss:
 
     def check_scaled(self) -> None:
         """Raise StateError if the backward that begins is of a loss that had to be scaled and is not."""
-        if self.optimizer is not None and self.scaler.is_needed and not self._scaled_seen:
+        if self.updater is not None and self.scaler.is_needed and not self._scaled_seen:
             raise StateError(
                 "backward: the loss is not scaled, and fp16 gradients would vanish; call engine.backward(loss), or "
                 "engine.scale(loss).backward()"

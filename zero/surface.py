@@ -27,13 +27,18 @@ class Surface:
 
     module: nn.Module
     device: torch.device
-    optimizer: Any
+    updater: Any
+    """What steps, under DeepSpeed's name `optimizer`; None: nothing trains."""
     global_steps: int
     _config: Config
     _parts: Assembly
     _coordinator: Coordinator
     _stepper: Stepper
     _persistent_bound: bool
+    parameter_offload: ParameterOffload | None = None
+    """The handle on the hooks, at stage 3."""
+    hooks_for_optimizer = False
+    """DeepSpeed's engines that train nothing have at stage 3 the handle for an optimizer: do as they do."""
     global_samples = 0
     """Samples that steps have used, over all ranks."""
 
@@ -46,6 +51,11 @@ class Surface:
         raise NotImplementedError
 
     @property
+    def optimizer(self) -> Any:
+        """What `initialize` returns second: the optimizer, None where nothing trains (see `hooks_for_optimizer`)."""
+        return self.parameter_offload if self.updater is None and self.hooks_for_optimizer else self.updater
+
+    @property
     def config(self) -> dict[str, Any]:
         """As given, with values for "auto" and the stage: a plain dict; the model's is `engine.module.config`."""
         return self._given_config
@@ -54,18 +64,18 @@ class Surface:
         """Give clients what they look for on the model and the optimizer. Called once the parts are there."""
         self._given_config = given_config(self._config)
         stage = self._config.zero_optimization.stage
-        if self.optimizer is not None:
+        if self.updater is not None:
             states = EngineStates(self.values_of, self.device)
-            self.optimizer.keep_states_in(states)
-            self.optimizer.offloader = self
+            self.updater.keep_states_in(states)
+            self.updater.offloader = self
             if stage in MASTERS:
-                groups = Groups(self.optimizer.param_groups, states.masters_of)
-                self.optimizer.__dict__[MASTERS[stage]] = groups
+                groups = Groups(self.updater.param_groups, states.masters_of)
+                self.updater.__dict__[MASTERS[stage]] = groups
         if stage < 3:
             return
         self.parameter_offload = ParameterOffload(self.module, lambda: self._parts.hooks)
-        if self.optimizer is not None:
-            self.optimizer.__dict__["parameter_offload"] = self.parameter_offload
+        if self.updater is not None:
+            self.updater.__dict__["parameter_offload"] = self.parameter_offload
         self.module.__dict__["ds_external_parameters"] = no_external_parameters
 
     # ---- batch sizes ----------------------------------------------------------------------------
@@ -119,12 +129,12 @@ class Surface:
 
     def set_lr(self, lr: float) -> None:
         """Give every param group this learning rate."""
-        for group in self.optimizer.param_groups if self.optimizer is not None else []:
+        for group in self.updater.param_groups if self.updater is not None else []:
             group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
         """Of each param group its betas, or its momentum."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        groups = self.updater.param_groups if self.updater is not None else []
         return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
     # ---- the device -----------------------------------------------------------------------------

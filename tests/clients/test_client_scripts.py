@@ -41,8 +41,9 @@ def launch(*words: str) -> float:
     return loss_in(ended.stdout)
 
 
-def test_accelerate_launch_of_two_ranks_by_a_config_file(clients: Any, tmp_path: Path, nvme_path: Path) -> None:
+def test_accelerate_launch_of_two_ranks_by_a_yaml_file(clients: Any, tmp_path: Path, nvme_path: Path) -> None:
     """Two ranks with two micro-batches a step are one plain rank with four."""
+    yaml = pytest.importorskip("yaml")
     place = {"device": "nvme", "nvme_path": str(nvme_path)}
     deepspeed = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -65,9 +66,9 @@ def test_accelerate_launch_of_two_ranks_by_a_config_file(clients: Any, tmp_path:
         "num_processes": 2,
         "main_process_port": 0,
     }
-    (tmp_path / "accelerate.json").write_text(json.dumps(accelerate))
+    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(accelerate))
     script = str(SCRIPTS / "accelerate_loop.py")
-    ours = launch("--config_file", str(tmp_path / "accelerate.json"), script, *STEPS)
+    ours = launch("--config_file", str(tmp_path / "accelerate.yaml"), script, *STEPS)
     theirs = clients.run("script_cases:run", "accelerate_loop.py", *STEPS, "--plain", "--accumulation", "4")
     assert ours == pytest.approx(loss_in(theirs), abs=2e-6)
 

@@ -45,14 +45,14 @@ def tokenizer() -> Any:
     return made
 
 
-def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    """Two blocks, 16 wide."""
+def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32, width: int = 16) -> Any:
+    """Two blocks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=len(tokenizer()),
-        hidden_size=16,
-        intermediate_size=32,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -93,6 +93,15 @@ def kept(ulps: int = 0, **more: Any) -> None:
 
     set_seed(7)
     moved(llama(**more), ulps).save_pretrained("base")
+    wait_for_ranks()  # the first of them writes
+
+
+def wait_for_ranks() -> None:
+    """Where there are several."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
 
 
 def loaded() -> Any:
@@ -141,6 +150,7 @@ def fit(trainer: Any, model: nn.Module) -> Report:
     report["train_loss"] = output.training_loss
     report["engine"] = type(trainer.model_wrapped).__module__.partition(".")[0]
     trainer.save_model("saved")
+    wait_for_ranks()
     report["weights"] = saved("saved")
     report["trainable"] = sorted(n for n, p in model.named_parameters() if p.requires_grad)
     return report

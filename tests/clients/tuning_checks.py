@@ -52,6 +52,10 @@ class Tuned:
         """What the script tells when its argument `deepspeed` is this."""
         return self._ours.run(case, deepspeed, **more)
 
+    def ranks(self, world_size: int, case: str, deepspeed: Any, **more: Any) -> list[Any]:
+        """What each of several ranks tells."""
+        return self._ours.run_ranks(world_size, case, deepspeed, **more)
+
     def check(self, case: str, deepspeed: Any, *, plainly: dict[str, Any] | None = None, **more: Any) -> Any:
         """Both runs are the same but for rounding; what the engine's run told is returned.
 

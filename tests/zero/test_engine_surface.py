@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import ADAMW, GPT, build, make_config, tokens
+from models import ADAMW, build, make_config, tokens
 from torch import Tensor, nn
 
 import zero
@@ -339,52 +338,3 @@ def test_a_parameter_may_be_replaced_inside_gathering(open_engine: Open, nvme_pa
     unused = [row for row in range(64) if row not in tokens(1)]
     decayed = (rows - changed[:64])[unused].abs().max()  # rows that no token looks up: weight decay alone moves them
     assert 0 < decayed <= ADAMW["lr"] * ADAMW["weight_decay"] * rows.abs().max() * 1.001
-
-
-# ---- hooks that clients take off and put back ---------------------------------------------------
-
-
-def generate(model: GPT, length: int = 6) -> Tensor:
-    """Greedy tokens."""
-    found = tokens(3)
-    with torch.no_grad():
-        for _ in range(length):
-            logits = model.head(model.trunk(found[:, -8:]))
-            found = torch.cat([found, logits[:, -1:].argmax(-1)], 1)
-    return found
-
-
-def generate_without_hooks(engine: Any) -> Tensor:
-    """The calls of TRL's unwrap_model_for_generation."""
-    handle = engine.optimizer.parameter_offload
-    with zero.GatheredParameters(engine.parameters()):
-        external = handle.module.ds_external_parameters()
-        for _, parameter in itertools.chain(handle.module.named_parameters(recurse=True), external):
-            parameter.ds_active_sub_modules.clear()
-        for hook in (*handle.forward_hooks, *handle.backward_hooks):
-            hook.remove()
-        handle.forward_hooks, handle.backward_hooks = [], []
-        ours = [m for m in engine.module.modules() if m._forward_hooks or m._forward_pre_hooks]
-        assert not ours and type(engine.module.head._parameters) is dict
-        found = generate(engine.module)
-        if not handle.param_coordinator.is_invalid_trace():
-            handle.param_coordinator._invalidate_trace()
-        handle._register_deepspeed_module(handle.module)
-    return found
-
-
-@on_every_tier
-def test_generation_with_hooks_taken_off_is_plain_and_training_goes_on(
-    open_engine: Open, nvme_path: Path, tier: str
-) -> None:
-    ours, theirs = (open_engine(build("gpt"), config_of(tier, nvme_path)) for _ in range(2))
-    for index in range(3):
-        train(ours, index)
-        train(theirs, index)
-        plain = build("gpt").bfloat16()
-        plain.load_state_dict(dict(theirs.named_full_parameters()))
-        assert torch.equal(generate_without_hooks(ours), generate(plain))
-    assert equal(masters(ours), masters(theirs))
-    ours.destroy()
-    ours.optimizer.parameter_offload._register_deepspeed_module(ours.module)  # too late: nothing comes back
-    assert not any(module._forward_hooks for module in ours.module.modules())

@@ -63,7 +63,8 @@ class MatMul8(torch.autograd.Function):
     @staticmethod
     def weight(packed: Params8, dtype: torch.dtype) -> Tensor:
         shape, scale = packed.quant_state
-        return ((packed.view(shape).float() - 128) * scale).to(dtype)
+        codes = packed.detach().view(torch.uint8).view(shape)
+        return ((codes.float() - 128) * scale).to(dtype)
 
 
 class BytesOnParameter(nn.Module):
@@ -76,6 +77,15 @@ class BytesOnParameter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return MatMul8.apply(x, self.weight) + self.bias.to(x.dtype)
+
+
+class FloatsOnParameter(BytesOnParameter):
+    """The same bytes in a floating dtype, as `bnb_4bit_quant_storage` has them: some of them are no numbers."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base)
+        weight = self.weight
+        self.weight = Params8(weight.detach().as_subclass(Tensor).view(torch.float32), weight.quant_state)
 
 
 class Buffers(nn.Module):
@@ -159,6 +169,7 @@ STORAGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "buffers": Buffers,
     "frozen parameters": FrozenParameters,
 }
+KINDS = {**STORAGES, "bitsandbytes-like, in floats": FloatsOnParameter}
 
 
 def quantised(storage: str, *, bf16_base: bool = False) -> GPT:
@@ -169,7 +180,7 @@ def quantised(storage: str, *, bf16_base: bool = False) -> GPT:
         if bf16_base:
             model.bfloat16()
         for block in model.blocks:
-            block.up = STORAGES[storage](block.up)
+            block.up = KINDS[storage](block.up)
         for block in model.blocks:
             for part, name in ((block, "up"), (block.attention, "qkv")):
                 setattr(part, name, Adapter(getattr(part, name)))
@@ -240,8 +251,14 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().as_subclass(Tensor).contiguous().view(torch.uint8)
+
+
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("storage", ["bitsandbytes-like", "torchao-like", "frozen parameters"])
+@pytest.mark.parametrize(
+    "storage", ["bitsandbytes-like", "bitsandbytes-like, in floats", "torchao-like", "frozen parameters"]
+)
 def test_quantised_storage_keeps_every_bit_and_its_dtype(
     open_engine: Open, nvme_path: Any, storage: str, device: str
 ) -> None:
@@ -251,7 +268,7 @@ def test_quantised_storage_keeps_every_bit_and_its_dtype(
     assert len(before) >= 3
     for name, tensor in before.items():
         after = engine.full_parameter(name)
-        assert after.dtype is tensor.dtype and torch.equal(after, tensor.data), name
+        assert after.dtype is tensor.dtype and torch.equal(bits(after), bits(tensor)), name
     opaque = [unit for unit in engine.units for slot in unit.slots if is_storage(slot.name.removesuffix(".qdata"))]
     assert opaque and not any(unit.trainable for unit in opaque)
 

@@ -281,7 +281,7 @@ class LoadsCheckpoints(SavesCheckpoints):
     def _load(
         self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool
     ) -> dict[str, Any]:
-        states = states and self.optimizer is not None
+        states = states and self.updater is not None
         placement, state, source = self.exchange.placement, opened.state, opened.source
 
         def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted, Numbers]:
@@ -291,11 +291,11 @@ class LoadsCheckpoints(SavesCheckpoints):
             wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
             if states:
                 name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
-                check_groups(self.optimizer, state["groups"], name_of)
+                check_groups(self.updater, state["groups"], name_of)
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
                 self._check_scale(state.get("loss_scaler"), goes_on=states)
-            return client, mine, told, wanted, wanted.numbers(self.optimizer.number_names() if states else ())
+            return client, mine, told, wanted, wanted.numbers(self.updater.number_names() if states else ())
 
         client, mine, told, wanted, numbers = together.do("checking a checkpoint", check)
         if state["frozen_sums"]:
@@ -317,8 +317,8 @@ class LoadsCheckpoints(SavesCheckpoints):
         self.half_loaded = "" if wanted.is_everything else before
         if states:
             for key, saved in numbers.items():
-                self.optimizer.set_numbers(key, saved)
-            restore_groups(self.optimizer, state["groups"])
+                self.updater.set_numbers(key, saved)
+            restore_groups(self.updater, state["groups"])
             self.scaler.load_state_dict(state.get("loss_scaler"))
         if not only_module:
             go_on = partial(self._restore_small, state, told, own=mine is not None)

@@ -201,7 +201,7 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
         """What all ranks have in common, and all that this rank writes."""
         parts, placement = self._parts, self.exchange.placement
         indices = frozen_indices(parts)
-        extents = plan_extents(parts, placement, lambda index: frozen.inside or index not in indices, self.optimizer)
+        extents = plan_extents(parts, placement, lambda index: frozen.inside or index not in indices, self.updater)
         dtypes = {
             parts.leaves[slot.index].names[0]: str(unit.dtype).removeprefix("torch.")
             for unit in parts.layout.units

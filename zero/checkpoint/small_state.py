@@ -33,7 +33,7 @@ class Counted(Protocol):
     skipped_steps: int
     scaler: LossScaler
     device: torch.device
-    optimizer: Any
+    updater: Any
     lr_scheduler: Any
     training_dataloader: Any
     data_position: Any
@@ -55,7 +55,7 @@ def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
         "loss_scaler": engine.scaler.state_dict(),
-        "groups": _groups(engine.optimizer, leaves),
+        "groups": _groups(engine.updater, leaves),
         "config": _plain(config.as_dict()),
         "origins": dict(config.origins),
         "parameters": [leaf.names[0] for leaf in leaves],

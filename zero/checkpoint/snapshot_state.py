@@ -23,7 +23,7 @@ class Run(Protocol):
     """What is captured, of an engine."""
 
     module: nn.Module
-    optimizer: ZeroOptimizer | None
+    updater: ZeroOptimizer | None
     lr_scheduler: Any
     training_dataloader: Any
     device: torch.device
@@ -54,11 +54,11 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
         "named_random_states": get_cuda_rng_tracker().get_states(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in run.module.named_buffers()},
     }
-    if run.optimizer is not None:
-        counts = run.optimizer.step_counts
+    if run.updater is not None:
+        counts = run.updater.step_counts
         state["step_counts"] = {names[key]: count for key, count in counts.items() if key in names}
-        state["progress"] = {names[key]: list(_packed(p)) for key, p in run.optimizer.progress.items() if key in names}
-        for group in run.optimizer.param_groups:
+        state["progress"] = {names[key]: list(_packed(p)) for key, p in run.updater.progress.items() if key in names}
+        for group in run.updater.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
             state["groups"].append({**options, "params": [names.get(id(p), "") for p in group["params"]]})
     if hasattr(run.lr_scheduler, "state_dict"):
@@ -76,14 +76,14 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
     _check_groups(run, names, state["groups"])
     restore_counters(run, state["counters"])
     run.scaler.load_state_dict(state.get("loss_scaler"))
-    if run.optimizer is not None:
-        restore_groups(run.optimizer, state["groups"])
+    if run.updater is not None:
+        restore_groups(run.updater, state["groups"])
         keys = {name: key for key, name in names.items()}
-        run.optimizer.step_counts.clear()
-        run.optimizer.step_counts.update({keys[name]: count for name, count in state["step_counts"].items()})
-        run.optimizer.progress.clear()
-        scalars = run.optimizer.rule.scalars
-        run.optimizer.progress.update({keys[n]: _unpacked(p, scalars) for n, p in state["progress"].items()})
+        run.updater.step_counts.clear()
+        run.updater.step_counts.update({keys[name]: count for name, count in state["step_counts"].items()})
+        run.updater.progress.clear()
+        scalars = run.updater.rule.scalars
+        run.updater.progress.update({keys[n]: _unpacked(p, scalars) for n, p in state["progress"].items()})
     if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
         # Classes are trusted: a snapshot is of this very job, and its checksum was right.
         run.lr_scheduler.load_state_dict(unpack_any(state["lr_scheduler"], "the state of the scheduler"))
@@ -111,7 +111,7 @@ def _unpacked(packed: tuple[Any, ...], scalars: Mapping[str, Scalar]) -> Progres
 
 
 def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) -> None:
-    groups = run.optimizer.param_groups if run.optimizer is not None else []
+    groups = run.updater.param_groups if run.updater is not None else []
     mine = [[names.get(id(p), "") for p in group["params"]] for group in groups]
     theirs = [group["params"] for group in saved]
     if mine != theirs:

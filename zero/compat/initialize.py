@@ -47,8 +47,9 @@ def lend_names(engine: Any) -> None:
     engine.checkpoint_tools = TOOLS
     engine.sparse_tensor_module_names = set()
     engine._get_optimizer_ckpt_name = _optimizer_file
-    if engine.optimizer is not None:
-        engine.optimizer.__dict__["optimizer"] = engine.optimizer  # DeepSpeed's wraps another one
+    engine.hooks_for_optimizer = True
+    if engine.updater is not None:
+        engine.updater.__dict__["optimizer"] = engine.updater  # DeepSpeed's wraps another one
 
 
 def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
@@ -58,7 +59,7 @@ def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
 def say_if_nothing_is_clipped(engine: Any) -> None:
     """DeepSpeed's own default has changed, and a run that was made with one does not equal a run with the other."""
     absent = "gradient_clipping" not in engine.config
-    if absent and engine.optimizer is not None and ranks.rank() == 0:
+    if absent and engine.updater is not None and ranks.rank() == 0:
         logger.warning(
             "gradient_clipping is not in the configuration, so gradients are not clipped; DeepSpeed 0.19.8 would clip "
             "them to a norm of 1.0 (give it to have that), earlier ones would not"

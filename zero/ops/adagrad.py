@@ -19,6 +19,7 @@ class DeepSpeedCPUAdagrad(PlainOptimizer):
         weight_decay: of the gradients.
         amsgrad: not available: must be False.
         fp32_optimizer_states: states are fp32; False is not available.
+        adamw_mode: Adam's; no effect. accelerate hands it to each optimizer that it makes one of DeepSpeed's of.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class DeepSpeedCPUAdagrad(PlainOptimizer):
         weight_decay: float = 0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
+        adamw_mode: bool = False,
     ) -> None:
         refuse("DeepSpeedCPUAdagrad", amsgrad=amsgrad)
         if not fp32_optimizer_states:

@@ -44,6 +44,7 @@ class DeepSpeedCPULion(Lion):
         betas: of the direction, and of the moving average.
         weight_decay: of the weights, times `lr`.
         fp32_optimizer_states: states are fp32; False is not available.
+        adamw_mode: Adam's; no effect. accelerate hands it to each optimizer that it makes one of DeepSpeed's of.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class DeepSpeedCPULion(Lion):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
+        adamw_mode: bool = False,
     ) -> None:
         if not fp32_optimizer_states:
             refuse("DeepSpeedCPULion", fp32_optimizer_states="false")

@@ -1,8 +1,10 @@
 """Quantised storage: packed codes and what decodes them are bytes, moved as they are and never cast.
 
-Codes are integers or 8-bit floats. What lies beside them in the same module (scales, zero points) decodes them with
-the precision it was made with, so it keeps its dtype where other frozen tensors take the compute dtype; a bias takes
-part in the computation and does not. A tensor subclass that wraps other tensors moves as what it wraps.
+Codes are integers or 8-bit floats, or in whatever dtype bitsandbytes was told to store them in
+(`bnb_4bit_quant_storage`): a parameter that carries a `quant_state` is codes. What lies beside codes in the same module
+(scales, zero points) decodes them with the precision it was made with, so it keeps its dtype where other frozen tensors
+take the compute dtype; a bias takes part in the computation and does not. A tensor subclass that wraps other tensors
+moves as what it wraps.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ _COMPUTED = frozenset(("bias",))
 
 def is_packed(tensor: torch.Tensor) -> bool:
     """True for codes of a quantised weight; counters and masks (0-d, bool, int64) are none."""
+    if getattr(tensor, "quant_state", None) is not None:
+        return True
     eight_bit_float = tensor.is_floating_point() and tensor.element_size() == 1
     return tensor.dim() > 0 and (tensor.dtype in _CODES or eight_bit_float)
 
