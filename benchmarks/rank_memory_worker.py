@@ -20,10 +20,10 @@ from benchmarks.loop import emit
 from benchmarks.shapes import SHAPES, Shape
 from offload.pinned import return_freed_memory
 from offload.planes import Plane
-from zero.exchange import Exchange
-from zero.plan import NVME
-from zero.sharing import SharedMemory
-from zero.storage import Storage
+from zero.exchanging.exchange import Exchange
+from zero.exchanging.sharing import SharedMemory
+from zero.plans.plan import NVME
+from zero.store.storage import Storage
 
 
 def proportional_bytes() -> int:

@@ -159,6 +159,21 @@ def test_imports_inside_a_layer_run_one_way(layer: str) -> None:
     assert cycle_in(edges) is None
 
 
+def test_packages_of_the_engine_import_one_way() -> None:
+    """Not only its modules: whoever opens a package of `zero/` can say what it stands on."""
+    modules = {module_name(path): path for path in LAYERED if relative(path).startswith("zero/")}
+
+    def room(name: str) -> str:
+        return ".".join(name.split(".")[:2])
+
+    edges: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        if not name.startswith(("zero.compat", "zero.launch.__main__")):
+            used = {used for used in imports_of(path) if used in modules and used != "zero"}
+            edges.setdefault(room(name), set()).update({room(other) for other in used} - {room(name)})
+    assert cycle_in({name: used & edges.keys() for name, used in edges.items()}) is None
+
+
 def takes_module(path: Path, package: str) -> bool:
     """True when everything `path` imports from `package` is a module of its own."""
     for node in nodes_at_run_time(tree_of(path)):

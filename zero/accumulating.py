@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zero.config import Config
-from zero.parameter_values import ParameterValues
+from zero.values.parameters import ParameterValues
 
 
 class Accumulates:

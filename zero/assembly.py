@@ -20,12 +20,10 @@ from offload.pinned import keep_freed_memory, return_freed_memory
 from offload.run_notes import leave_note
 from offload.sizes import format_bytes
 from offload.threads import update_threads
-from zero.adoption import Adoption, Piece, read_parameter
 from zero.backward import BackwardWatch
-from zero.checkpoint.snapshots import open_snapshots
 from zero.config import Config
 from zero.editing import UnitEditor
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.experts import fetch_experts_by_rows
 from zero.gathered_values import GatheredValues
 from zero.keeping import EngineKeeper, take_back
@@ -50,10 +48,12 @@ from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
 from zero.schedule.loading import Loader
 from zero.schedule.rows import RowLender
+from zero.snapshots import open_snapshots
 from zero.starting import CommonBuffers, agree_on_machine, take_first_ranks_values
 from zero.state_kinds import TO_RUN, OffloadStateTypeEnum
-from zero.storage import Storage
-from zero.stored_values import StoredValues
+from zero.store.adoption import Adoption, Piece, read_parameter
+from zero.store.storage import Storage
+from zero.store.stored_values import StoredValues
 
 logger = logging.getLogger("zero")
 

@@ -22,11 +22,11 @@ from offload.errors import ConfigError
 from offload.pieces import PieceStore
 from offload.slabs import Slabs
 from offload.streams import open_streams
-from zero.activation_plan import KNOB, tier_in
 from zero.activations import Activations, current, within
 from zero.config import Config, load_config
 from zero.config.activation_block import ActivationCheckpointing
-from zero.plan import DEVICE, NVME
+from zero.plans.activations import KNOB, tier_in
+from zero.plans.plan import DEVICE, NVME
 from zero.rng_tracker import (
     CudaRNGStatesTracker,
     get_cuda_rng_tracker,

@@ -12,15 +12,15 @@ from offload.copies import read_plane, write_plane
 from offload.errors import BudgetError, StateError
 from offload.sizes import format_bytes
 from zero.edits import Edit, agree_on_edits
-from zero.exchange import Exchange, whole
+from zero.exchanging.exchange import Exchange, whole
 from zero.machine import read_machine
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
 from zero.placement import Placement
 from zero.record import Record
 from zero.schedule.coordinator import Coordinator
-from zero.staging import Staged, Staging
-from zero.storage import Storage
+from zero.store.staging import Staged, Staging
+from zero.store.storage import Storage
 
 Visit = Callable[[Record, int, int], Awaitable[bool]]
 """(record of a sub-group, first, last element of it that belong to the unit) -> was it changed?"""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from offload.errors import StateError
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.params.layout import Unit
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.keeping import EngineKeeper
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from offload.errors import StateError, StorageError
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
-from zero.accessors import ConfigAccessors, ValueAccessors
 from zero.accumulating import Accumulates
 from zero.activations import Activations
 from zero.assembly import Assembly
@@ -24,7 +23,7 @@ from zero.checkpoint.engine import Checkpoints
 from zero.config import Config
 from zero.data import LoadsData
 from zero.ending import Ends
-from zero.exchange import Alone, Exchange
+from zero.exchanging.exchange import Alone, Exchange
 from zero.generation import Generates
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
@@ -34,12 +33,13 @@ from zero.optim.scheduling import scheduler_for
 from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
 from zero.replanning import Census
-from zero.reporting import Reports
+from zero.reports.reporting import Reports
 from zero.scaling import ScalesLoss
 from zero.state_kinds import TO_RUN, TO_TRAIN, OffloadStateTypeEnum
-from zero.storage import Storage
+from zero.store.storage import Storage
 from zero.surface import Surface
 from zero.tracing import Traced, Tracer, traced
+from zero.values.accessors import ConfigAccessors, ValueAccessors
 
 logger = logging.getLogger("zero")
 

@@ -20,11 +20,11 @@ from zero.config.auto import Facts, auto_lines, facts_of, resolve_auto
 from zero.device import compute_device
 from zero.distributed.joining import join_or_stay_alone
 from zero.engine import ZeroEngine
+from zero.exchanging.partners import open_exchange
 from zero.optim.named import trained_from
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.scheduling import check_scheduler
 from zero.params.initialisation import suspended
-from zero.partners import open_exchange
 
 logger = logging.getLogger("zero")
 

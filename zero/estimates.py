@@ -19,9 +19,9 @@ from zero.config import Config, load_config
 from zero.machine import Machine
 from zero.params.layout import UnitContent, build_layout
 from zero.placement import place
-from zero.plan import DEVICE, HOST, NVME, Plan
-from zero.planner import Planner
 from zero.planning import plan_model
+from zero.plans.plan import DEVICE, HOST, NVME, Plan
+from zero.plans.planner import Planner
 
 TIERS = ("nvme", "cpu", "none")
 FP32_BYTES = 4

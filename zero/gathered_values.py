@@ -13,11 +13,11 @@ from torch import nn
 from offload.errors import StateError
 from offload.masters import remainder_dtype
 from offload.messages import bytes_of, tensor_of
-from zero.adoption import Piece
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.params.layout import Slot, Unit
 from zero.placement import Placement
-from zero.stored_values import StoredValues
+from zero.store.adoption import Piece
+from zero.store.stored_values import StoredValues
 
 CHUNK_NUMEL = 1 << 20
 """Elements that travel at once; with their states, 14 bytes each at most."""

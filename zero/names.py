@@ -36,9 +36,9 @@ from zero.params.leaf_modules import (
 )
 from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
 from zero.pretrained import load_pretrained
+from zero.reports.statistics import Statistics
 from zero.resumable import RepeatingLoader
 from zero.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
-from zero.statistics import Statistics
 
 __all__ = [
     "GatheredParameters",

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from zero.config import Config
-from zero.covering import cover_model
 from zero.machine import Machine
 from zero.optim.named import rule_of_config
 from zero.params.layout import Layout, build_layout
 from zero.params.units import CoveredUnit, Leaf, collect_leaves, nested_numel
 from zero.placement import Placement, place
-from zero.plan import Plan
-from zero.planner import Planner
+from zero.plans.covering import cover_model
+from zero.plans.plan import Plan
+from zero.plans.planner import Planner
 from zero.record import ADAM_STATES
 
 

@@ -9,7 +9,7 @@ from zero.config.precision_block import DTYPES
 from zero.optim.loss_scale import LossScaler, autocast_dtype
 from zero.params.layout import Layout, Space
 from zero.placement import Placement
-from zero.plan import Plan
+from zero.plans.plan import Plan
 
 COLUMNS = ("", "elements", "weights", "master", "gradients", "added up in", "between ranks", "states")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "8-bit blocks"}

@@ -17,7 +17,6 @@ from torch import nn
 
 from offload.errors import ConfigError, StateError
 from offload.safetensors_file import Entry, SafetensorsFile, open_checkpoint
-from zero.adoption import Adoption, Piece
 from zero.keeping import EngineKeeper
 from zero.params.buffers import persistent_buffers
 from zero.params.provisional import provisional_source
@@ -25,6 +24,7 @@ from zero.params.released import is_kept
 from zero.params.tiles import engine_keeper
 from zero.params.units import Leaf, collect_leaves
 from zero.replanning import FollowsModel
+from zero.store.adoption import Adoption, Piece
 
 CHUNK_NUMEL = 4 << 20
 NAMES_SHOWN = 4

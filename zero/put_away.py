@@ -19,7 +19,7 @@ from offload.sizes import format_bytes
 from zero.machine import read_machine
 from zero.optim.gradients import Gradients
 from zero.state_kinds import RECORDS, OffloadStateTypeEnum
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 WEIGHTS, GRADIENTS = OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads
 BUFFERS, STATES = OffloadStateTypeEnum.contiguous_grad_buffer, OffloadStateTypeEnum.optim_states

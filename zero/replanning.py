@@ -30,14 +30,14 @@ from offload.pinned import return_freed_memory
 from offload.sizes import format_bytes
 from zero.assembly import Assembly
 from zero.config import Config
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.gathered_values import agree_on_change
 from zero.offloading import OffloadsStates
 from zero.optim.carrying import GradientCarrier
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.units import Leaf
 from zero.schedule.hooks import in_backward
-from zero.storage import Storage
+from zero.store.storage import Storage
 from zero.tracing import Tracer
 
 logger = logging.getLogger("zero")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.machine import Machine
 from zero.params.provisional import provisional_source
 

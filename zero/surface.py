@@ -13,13 +13,13 @@ from zero.assembly import Assembly
 from zero.config import Config
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.given import given_config
-from zero.kept_states import MASTERS, EngineStates
 from zero.optim.states import Groups
 from zero.optim.step import Stepper
 from zero.parameter_offload import ParameterOffload, no_external_parameters
-from zero.parameter_values import ParameterValues
 from zero.schedule.coordinator import Coordinator
 from zero.state_kinds import OffloadStateTypeEnum
+from zero.values.parameters import ParameterValues
+from zero.values.states import MASTERS, EngineStates
 
 
 class Surface:

@@ -19,7 +19,7 @@ from offload.errors import ConfigError, StateError
 from offload.planes import Traffic
 from offload.timeline import COMPUTE, Recording
 from offload.trace_events import check_target, trace_document, write_trace
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 

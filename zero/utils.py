@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from zero.fragments import (
+from zero.params.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+from zero.resumable import RepeatingLoader
+from zero.values.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -17,17 +28,6 @@ from zero.fragments import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from zero.params.leaf_modules import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-    z3_leaf_parameter,
-)
-from zero.resumable import RepeatingLoader
 
 __all__ = [
     "RepeatingLoader",

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from zero.accessors import ConfigAccessors
 from zero.config import load_config
+from zero.values.accessors import ConfigAccessors
 
 
 class Engine(ConfigAccessors):

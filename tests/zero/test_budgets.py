@@ -13,9 +13,9 @@ from zero.config import load_config
 from zero.machine import Machine
 from zero.params.layout import Layout, UnitContent, build_layout
 from zero.placement import Placement
-from zero.plan import NVME as ON_NVME
-from zero.plan import Plan
-from zero.planner import Planner
+from zero.plans.plan import NVME as ON_NVME
+from zero.plans.plan import Plan
+from zero.plans.planner import Planner
 
 NVME = ("nvme", "nvme")
 MACHINE = Machine(

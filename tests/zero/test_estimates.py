@@ -13,8 +13,8 @@ import zero
 from offload.errors import ConfigError
 from zero.config import load_config
 from zero.estimates import ENDLESS
-from zero.plan import DEVICE, HOST, NVME
 from zero.planning import plan_model
+from zero.plans.plan import DEVICE, HOST, NVME
 
 TIERS = ("nvme", "cpu", "none")
 

@@ -16,7 +16,7 @@ from offload.errors import ConfigError
 from offload.probe import Setting
 from offload.tuning import Tuning, store
 from zero.config import load_config
-from zero.io_tuning import open_tuned, tune_io
+from zero.store.io_tuning import open_tuned, tune_io
 from zero.tools import cli
 
 KIB = 1 << 10

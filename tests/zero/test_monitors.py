@@ -16,7 +16,7 @@ from models import ADAMW, BATCH, build, make_config, tokens
 
 from offload.errors import ConfigError
 from zero.config import load_config
-from zero.monitors import Monitors
+from zero.reports.monitors import Monitors
 
 Open = Callable[..., Any]
 TAGS = {"Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/grad_norm"}

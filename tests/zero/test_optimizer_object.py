@@ -13,8 +13,8 @@ from models import build, make_config, tokens
 from torch import nn
 
 from offload.errors import BudgetError, ConfigError
-from zero import kept_states
 from zero.machine import Machine, read_machine
+from zero.values import states as kept_states
 
 Open = Callable[..., Any]
 TIERS = {"device": ("none", "none"), "cpu": ("cpu", "cpu"), "nvme": ("nvme", "nvme")}

@@ -18,8 +18,8 @@ from reference import layout_of
 from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patchy, train
 
 from offload.errors import ConfigError, StateError
-from zero.fragments import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from zero.ops.lion import Lion
+from zero.values.fragments import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 
 STEPS = 20
 TIERS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"))

@@ -17,8 +17,8 @@ from zero.config import load_config
 from zero.machine import Machine
 from zero.params.layout import Layout, UnitContent, build_layout
 from zero.placement import Placement
-from zero.plan import DEVICE, HOST, NVME, Plan
-from zero.planner import Planner
+from zero.plans.plan import DEVICE, HOST, NVME, Plan
+from zero.plans.planner import Planner
 
 TIERS = ("none", "cpu", "nvme")
 BLOCK = 4096

@@ -21,9 +21,9 @@ from offload.errors import ConfigError
 from zero.config import load_config
 from zero.machine import Machine, read_machine
 from zero.planning import plan_model
+from zero.plans.traffic import StepTraffic, step_traffic
 from zero.tools import cli
 from zero.tools.plan import Rates, build_on_meta, measure_update_rate, step_time
-from zero.traffic import StepTraffic, step_traffic
 
 Open = Callable[..., Any]
 TESTS = str(Path(__file__).parents[1])

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.schedule.policy import Limits, Moves, make_room, plan_prefetch, reuse_distance
+from zero.plans.limits import Limits
+from zero.schedule.policy import Moves, make_room, plan_prefetch, reuse_distance
 
 UNITS = range(7)
 units = st.sampled_from(list(UNITS))

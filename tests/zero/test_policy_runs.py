@@ -13,7 +13,8 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance
+from zero.plans.limits import Limits
+from zero.schedule.policy import make_room, plan_prefetch, reuse_distance
 
 UNITS = range(5)
 traces = st.lists(st.sampled_from(list(UNITS)), min_size=1, max_size=12)

@@ -371,7 +371,7 @@ def test_a_disk_that_fails_leaves_the_old_plan_and_the_next_forward_tries_again(
     if where == "read":
         engine.inject(AioFault(errno=5, fail_rate=1.0, ops=("read",), skip=5))
     else:
-        from zero.adoption import Adoption
+        from zero.store.adoption import Adoption
 
         real, calls = Adoption._adopt_group, iter(range(100))
 

@@ -29,7 +29,7 @@ from zero.checkpoint.metadata import METADATA_FILE, WrittenBox, read_metadata
 from zero.checkpoint.rank_part import written_boxes
 from zero.checkpoint.source import MODEL
 from zero.checkpoint.writing import ExtentWriter
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 
 FOLDER = ".frozen"
 """Of a save_dir."""

@@ -17,7 +17,6 @@ from torch import nn
 
 from offload.errors import ConfigError, DamagedError
 from offload.garbage import no_collection
-from zero.adoption import Adoption, Piece
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.boxes import short_boxes
@@ -31,6 +30,7 @@ from zero.checkpoint.source import MODEL, OPTIMIZER, STEP, Saved, Source, state_
 from zero.checkpoint.together import Together
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
+from zero.store.adoption import Adoption, Piece
 
 logger = logging.getLogger("zero")
 

@@ -12,11 +12,11 @@ from torch import nn
 from offload import masters
 from offload.errors import StateError, StorageError, ZeroInfinityError
 from offload.messages import bytes_of, tensor_of
-from zero.adoption import Piece
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.gathered_values import runs_of
 from zero.params.layout import Slot, Unit
-from zero.stored_values import StoredValues
+from zero.store.adoption import Piece
+from zero.store.stored_values import StoredValues
 
 CHUNK_NUMEL = 1 << 20
 """Elements in hand at once."""

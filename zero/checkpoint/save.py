@@ -26,7 +26,7 @@ from zero.checkpoint.metadata import METADATA_FILE, WrittenBox, make_metadata
 from zero.checkpoint.rank_part import RankPart, data_file, failure_file, list_file, read_list
 from zero.checkpoint.source import MODEL
 from zero.checkpoint.together import Together
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 
 logger = logging.getLogger("zero")
 

@@ -10,8 +10,8 @@ from typing import Any
 from offload.errors import StateError, ZeroInfinityError
 from zero.assembly import Assembly
 from zero.checkpoint.snapshot_state import capture, restore
-from zero.checkpoint.snapshots import Snapshots
 from zero.schedule.hooks import in_backward
+from zero.snapshots import Snapshots
 
 logger = logging.getLogger("zero")
 

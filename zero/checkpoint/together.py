@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from offload.errors import DamagedError, StateError
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from offload.worker import Worker
 from zero.checkpoint.extents import RUN_BYTES, STATE, Extent, Part, block_bounds
 from zero.params.layout import Layout, Unit
 from zero.record import Record
-from zero.storage import Storage
-from zero.stored_values import StagedGroup, stage_group
+from zero.store.storage import Storage
+from zero.store.stored_values import StagedGroup, stage_group
 
 BLOCKS = 8
 """Runs in memory at once."""

@@ -1,4 +1,4 @@
-"""`deepspeed.monitor`: a script's own monitors, by DeepSpeed's names, over `zero.monitors`.
+"""`deepspeed.monitor`: a script's own monitors, by DeepSpeed's names, over `zero.reports.monitors`.
 
 monitor = MonitorMaster(DeepSpeedConfig("ds_config.json").monitor_config)
 monitor.write_events([("Valid/accuracy", 0.5, samples)])
@@ -11,7 +11,7 @@ from typing import Any
 
 from zero import ranks
 from zero.config.logging_block import Comet, CsvMonitor, TensorBoard, Wandb
-from zero.monitors import Event, Monitors
+from zero.reports.monitors import Event, Monitors
 
 BLOCKS: dict[str, type[Any]] = {"tensorboard": TensorBoard, "comet": Comet, "wandb": Wandb, "csv_monitor": CsvMonitor}
 

@@ -6,7 +6,7 @@ import math
 import struct
 
 from offload.errors import StateError
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 
 HEAD = struct.Struct("<qd")
 """Number of the step, sum of squares."""

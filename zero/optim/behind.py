@@ -27,7 +27,7 @@ from offload.planes import settle_all
 from offload.streams import Fence
 from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline, Told
 from zero.params.layout import Layout, SubGroup, Unit
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from offload.sizes import BLOCK_NUMEL, align_up
 from zero.optim.contributions import CHUNK_NUMEL
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Slot
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 Place = tuple[UnitGradient, Slot, int]
 """Where the gradient of a parameter, or of a tile of it, lies, and how many contributions it holds."""

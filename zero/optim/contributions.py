@@ -23,8 +23,8 @@ from offload.sizes import BLOCK_NUMEL
 from offload.streams import Fence
 from zero.optim import sums as sums_of
 from zero.params.layout import Slot, Unit
-from zero.pools import WIDE_CHUNK_NUMEL, WIDE_CHUNKS
-from zero.storage import Storage
+from zero.plans.pools import WIDE_CHUNK_NUMEL, WIDE_CHUNKS
+from zero.store.storage import Storage
 
 CHUNK_NUMEL = 256 * 1024
 """A multiple of the block."""

@@ -25,8 +25,8 @@ from offload.planes import Plane
 from offload.streams import Fence
 from zero.optim.contributions import BlockSums, Contribution, ContributionStore
 from zero.params.layout import Layout, Slot, Unit
-from zero.pools import gradient_sums_bytes
-from zero.storage import Storage
+from zero.plans.pools import gradient_sums_bytes
+from zero.store.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)

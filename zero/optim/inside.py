@@ -21,7 +21,7 @@ from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import SubGroup, Unit
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 

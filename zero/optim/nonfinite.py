@@ -10,10 +10,10 @@ import torch
 from offload import kernels
 from offload.copies import read_plane
 from offload.sizes import BLOCK_NUMEL
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Slot
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 NAMES_MAX = 3
 """More would not help: what comes later in backward is made of what came before."""

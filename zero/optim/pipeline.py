@@ -35,8 +35,8 @@ from zero.optim.places import Places
 from zero.optim.rules import Rule, Run
 from zero.optim.spare import SpareGradients
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
-from zero.staging import Staged, Staging
-from zero.storage import Storage
+from zero.store.staging import Staged, Staging
+from zero.store.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)

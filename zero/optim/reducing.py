@@ -25,12 +25,12 @@ from offload import kernels
 from offload.arena import Block
 from offload.mover import Transfer
 from offload.streams import Fence
-from zero.exchange import Exchange, Turn
+from zero.exchanging.exchange import Exchange, Turn
 from zero.optim.contributions import zero_gaps
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.optim.reduction_order import ReductionOrder
 from zero.params.layout import Layout, Slot, Unit
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from offload.arena import Block
 from offload.binding import exact_alias
 from offload.streams import Fence
 from zero.params.layout import Layout, SubGroup, Unit
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 LENT_SHARE = 2 / 3
 """Of the memory of gradients, from the front: what is written at the end of forward has left it in time for them."""

@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from offload.errors import StateError, StorageError, tell, was_told
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.optim.agreement import agree_on_step
 from zero.optim.behind import DueUpdates
 from zero.optim.clipping import clip_coefficient
@@ -29,7 +29,7 @@ from zero.optim.nonfinite import agree_on_nonfinite
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import Layout, SubGroup, Unit
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 

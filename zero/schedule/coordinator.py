@@ -16,14 +16,15 @@ from offload.binding import exact_alias
 from offload.errors import StateError, tell
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
+from zero.plans.limits import Limits
 from zero.schedule.counters import FetchCounters
 from zero.schedule.editors import LendsUnits
 from zero.schedule.hot import HotUnits
 from zero.schedule.lending import LendsRows
 from zero.schedule.loading import Arrival, Loader
-from zero.schedule.policy import Limits, make_room, plan_prefetch, reuse_distance, until
+from zero.schedule.policy import make_room, plan_prefetch, reuse_distance, until
 from zero.schedule.trace import GENERATE, Trace
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 
 class Coordinator(LendsRows, LendsUnits):
@@ -343,9 +344,8 @@ class Coordinator(LendsRows, LendsUnits):
 
     def _waiting(self) -> set[int]:
         """Recomputed units that no open call uses: gradients will bring them back."""
-        return {
-            i for i in self._recomputed if not (self._forward_uses[i] or self._backward_uses[i] or self._recomputing[i])
-        }
+        open_calls = self._forward_uses | self._backward_uses | self._recomputing
+        return {i for i in self._recomputed if not open_calls[i]}
 
     def _used(self, index: int) -> bool:
         return bool(self._forward_uses[index] or self._backward_uses[index] or index in self._recomputed)

@@ -7,11 +7,11 @@ from abc import abstractmethod
 from offload.arena import Block
 from offload.errors import BudgetError
 from zero.params.layout import Layout, Unit
+from zero.plans.limits import Limits
 from zero.schedule.counters import FetchCounters
 from zero.schedule.loading import Loader
-from zero.schedule.policy import Limits
 from zero.schedule.shortage import no_room
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 
 class LendsRows:

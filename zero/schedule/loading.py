@@ -15,12 +15,12 @@ from offload.errors import StateError, StorageError, tell, was_told
 from offload.mover import Transfer
 from offload.pinned import aligned_copy
 from offload.streams import Fence
-from zero.exchange import Exchange, Turn
-from zero.neighbours import Neighbours
+from zero.exchanging.exchange import Exchange, Turn
+from zero.exchanging.neighbours import Neighbours
 from zero.optim.behind import DueUpdates
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 
 @dataclass(slots=True)

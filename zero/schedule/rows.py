@@ -23,7 +23,7 @@ from zero.params.layout import Unit
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, open_frame
 from zero.schedule.hooks import in_backward
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 
 class RowEvents(Protocol):

@@ -31,9 +31,9 @@ from zero.config.sizes import parse_bytes
 from zero.device import compute_device
 from zero.machine import Machine, read_machine
 from zero.params.layout import Layout
-from zero.plan import DEVICE, HOST, NVME, Plan
 from zero.planning import plan_model
-from zero.traffic import StepTraffic, step_traffic
+from zero.plans.plan import DEVICE, HOST, NVME, Plan
+from zero.plans.traffic import StepTraffic, step_traffic
 
 RATE_NUMEL = 4 << 20
 RATE_ROUNDS = 3

@@ -24,7 +24,7 @@ from offload.durable import Files
 from offload.errors import ConfigError, StateError, StorageError
 from zero.checkpoint import loading, rank_part
 from zero.checkpoint.folders import Checkpoints
-from zero.exchange import Alone
+from zero.exchanging.exchange import Alone
 from zero.optim.pipeline import StepArguments
 
 Open = Callable[..., Any]

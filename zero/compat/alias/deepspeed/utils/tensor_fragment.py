@@ -1,6 +1,6 @@
 """`deepspeed.utils.tensor_fragment`."""
 
-from zero.fragments import (
+from zero.values.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,

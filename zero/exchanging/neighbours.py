@@ -13,9 +13,9 @@ import torch
 
 from offload.errors import StateError
 from offload.streams import Fence
-from zero.exchange import NEAR, Exchange, Turn
+from zero.exchanging.exchange import NEAR, Exchange, Turn
 from zero.params.layout import Layout, Unit
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 
 class Neighbours:

@@ -11,7 +11,7 @@ from offload.arena import Arena, MemoryRegion
 from offload.sharing import SharedRegion
 from offload.sizes import PAGE_BYTES, align_up
 from zero.params.layout import Layout, Unit
-from zero.plan import DEVICE, Plan
+from zero.plans.plan import DEVICE, Plan
 
 
 class SharedPlaces(Protocol):

@@ -10,8 +10,8 @@ from offload.pieces import PieceStore, Swap
 from offload.planes import Disk
 from offload.slabs import Slabs, SwapArea
 from offload.streams import Streams
-from zero.activation_plan import KNOB
-from zero.plan import DEVICE, NVME, Plan
+from zero.plans.activations import KNOB
+from zero.plans.plan import DEVICE, NVME, Plan
 
 
 def open_activations(

@@ -21,8 +21,8 @@ from offload.pinned import return_freed_memory
 from offload.planes import settle_all
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.record import Record
-from zero.staging import Staged, Staging
-from zero.storage import Storage
+from zero.store.staging import Staged, Staging
+from zero.store.storage import Storage
 
 STORES = 1
 """Sub-groups on their way to the disk while another is made."""

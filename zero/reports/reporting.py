@@ -19,12 +19,12 @@ import torch
 from offload.sizes import format_bytes
 from zero import ranks
 from zero.config import Config
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.flops_profiler import OneForward
 from zero.forward_profiler import FlopsProfiler
-from zero.monitors import Event, Monitors
 from zero.params.layout import Layout
-from zero.statistics import LoopCounters, Statistics, collect
+from zero.reports.monitors import Event, Monitors
+from zero.reports.statistics import LoopCounters, Statistics, collect
 
 logger = logging.getLogger("zero")
 

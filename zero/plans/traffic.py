@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero.params.layout import Layout, Unit
-from zero.plan import DEVICE, NVME, Plan
+from zero.plans.plan import DEVICE, NVME, Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from zero.config import Config
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.precision_block import DTYPES
 from zero.config.zero_block import ZeroConfig
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.keeping import EngineKeeper
-from zero.parameter_values import ParameterValues
 from zero.params.released import name_of
+from zero.values.parameters import ParameterValues
 
 
 class ZeroAccessors:

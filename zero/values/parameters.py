@@ -17,13 +17,13 @@ from offload.errors import StateError
 from offload.messages import bytes_of, tensor_of
 from zero.assembly import Assembly
 from zero.editing import Put
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.gathered_values import runs_of
-from zero.gradient_values import GradientValues
 from zero.params.gathering import GatheredParameters
 from zero.params.layout import Slot, Unit
 from zero.params.released import name_of
 from zero.record import Record
+from zero.values.gradients import GradientValues
 
 
 class Run(NamedTuple):

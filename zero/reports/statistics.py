@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from offload import kernels
 from zero.schedule.counters import FetchCounters
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 SECONDS_PER_DAY = 86_400
 

@@ -11,7 +11,7 @@ from torch import nn
 from offload.errors import BudgetError
 from offload.sizes import format_bytes
 from zero.machine import read_machine
-from zero.parameter_values import ParameterValues
+from zero.values.parameters import ParameterValues
 
 MASTERS = {
     1: "single_partition_of_fp32_groups",

@@ -8,7 +8,7 @@ from offload.sizes import PAGE_BYTES, align_up
 from offload.slabs import STEP_BYTES
 from zero.config import Config
 from zero.config.activation_block import ActivationCheckpointing
-from zero.plan import DEVICE, HOST, NVME, ActivationPlan, tier_of
+from zero.plans.plan import DEVICE, HOST, NVME, ActivationPlan, tier_of
 
 KNOB = "activation_checkpointing.activation_bytes"
 

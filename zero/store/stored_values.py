@@ -12,11 +12,11 @@ from offload.copies import read_plane
 from offload.errors import StateError
 from offload.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL, align_up
-from zero.adoption import Piece
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.record import Record
-from zero.staging import Staged, Staging
-from zero.storage import Storage
+from zero.store.adoption import Piece
+from zero.store.staging import Staged, Staging
+from zero.store.storage import Storage
 
 
 class StoredValues:

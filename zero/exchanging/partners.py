@@ -13,9 +13,9 @@ from offload.streams import open_streams
 from zero.comm import Comm
 from zero.config import Config
 from zero.config.precision_block import DTYPES
-from zero.exchange import Alone, Collectives, Exchange, Wire
+from zero.exchanging.exchange import Alone, Collectives, Exchange, Wire
+from zero.exchanging.sharing import SharedMemory
 from zero.placement import place, why_not_near
-from zero.sharing import SharedMemory
 
 logger = logging.getLogger("zero")
 

@@ -16,8 +16,8 @@ import torch
 
 from offload.sizes import format_bytes
 from zero.params.layout import Layout, Space, SubGroup
+from zero.plans.limits import Limits
 from zero.record import ADAM_STATES, RecordFormat
-from zero.schedule.policy import Limits
 
 DEVICE, HOST, NVME = "device", "host", "nvme"
 

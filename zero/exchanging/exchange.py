@@ -7,7 +7,7 @@ are taken in the same order on every rank, and exchanged in that order, whatever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,11 +19,10 @@ from offload.messages import bytes_of, tensor_of
 from offload.streams import Fence
 from zero.comm import Comm
 from zero.distributed.groups import Payload
-from zero.optim.behind import DueUpdates
-from zero.params.layout import Layout, Unit
+from zero.params.layout import Layout, SubGroup, Unit
 from zero.placement import ONE_RANK, Placement
-from zero.storage import Storage
-from zero.whole_gradients import SharedPlaces
+from zero.store.storage import Storage
+from zero.store.whole_gradients import SharedPlaces
 
 Turn = tuple[Any, ...]
 """What an exchange needs to know of its place in the order."""
@@ -33,6 +32,25 @@ NEAR = "gather inside nodes"
 
 HOST_CHUNK_BYTES = 16 << 20
 """Of a slice, at a time, where values are read on the host."""
+
+
+class Updates(Protocol):
+    """What an exchange needs of the updates behind the step: other ranks may wait for what they store."""
+
+    stored: Callable[[int], None]
+    """To be called, on the mover's loop, with a unit whose weights of the last step are where they live."""
+    stopped: bool
+    """The engine closes: no further update begins."""
+
+    @property
+    def all_settled(self) -> bool:
+        """True when nothing is due or under way."""
+
+    def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
+        """The sub-groups of these units (None: all) that are due or under way. For any thread."""
+
+    async def bring(self, groups: Iterable[SubGroup]) -> None:
+        """Update sub-groups now. Raises StorageError if one of them is still due."""
 
 
 class Exchange(Protocol):
@@ -46,7 +64,7 @@ class Exchange(Protocol):
     memory: SharedPlaces | None
     """Where what all ranks see is to be allocated; None: nothing is shared."""
 
-    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
         """The storage is made, on every rank. All ranks come here."""
 
     def adopted(self) -> None:
@@ -120,7 +138,7 @@ class Alone:
     def __init__(self, placement: Placement = ONE_RANK) -> None:
         self.placement = placement
 
-    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
         """See `Exchange`."""
 
     def adopted(self) -> None:
@@ -240,7 +258,7 @@ class Collectives(AmongRanks):
         self._room = asyncio.Lock()
         self._arriving: Callable[[int], torch.Tensor] | None = None
 
-    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
         """See `Exchange`."""
         self._arriving = storage.whole_gradients.arriving
 

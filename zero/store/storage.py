@@ -21,14 +21,14 @@ from offload.streams import open_streams
 from offload.swapfile import SwapSpace
 from offload.timeline import Timeline
 from offload.two_slots import Pair, TwoSlotPlane
-from zero.activation_store import open_activations
 from zero.config import Config
-from zero.io_tuning import open_tuned, tune_io
 from zero.params.layout import Layout, Space, SubGroup, Unit
-from zero.plan import DEVICE, HOST, NVME, Plan
-from zero.pools import gradient_sums_bytes
+from zero.plans.plan import DEVICE, HOST, NVME, Plan
+from zero.plans.pools import gradient_sums_bytes
+from zero.store.activations import open_activations
+from zero.store.io_tuning import open_tuned, tune_io
+from zero.store.whole_gradients import SharedPlaces, WholeGradients
 from zero.swap_paths import ready_swap_paths, wants_pinning
-from zero.whole_gradients import SharedPlaces, WholeGradients
 
 
 @dataclass(frozen=True, slots=True)

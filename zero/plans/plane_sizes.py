@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from zero.params.layout import Layout, Space, SubGroup, Unit
-from zero.plan import DEVICE, HOST, NVME, Plan, PlanRow
-from zero.pools import PoolSizes
+from zero.plans.plan import DEVICE, HOST, NVME, Plan, PlanRow
+from zero.plans.pools import PoolSizes
 from zero.record import RecordFormat
 
 

@@ -7,18 +7,18 @@ import torch
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import BLOCK_NUMEL, align_up, format_bytes
 from offload.streams import shares_host_memory
-from zero.activation_plan import plan_activations
 from zero.config import Config
 from zero.machine import Machine
 from zero.params.layout import Layout, Unit
 from zero.placement import ONE_RANK, Placement
-from zero.plan import DEVICE, HOST, NVME, Plan, tier_of
-from zero.plan_check import check_fits, check_live_limit
-from zero.plane_sizes import PlaneSizes, rows_of
-from zero.pools import PoolSizes, prefix_that_fits
+from zero.plans.activations import plan_activations
+from zero.plans.check import check_fits, check_live_limit
+from zero.plans.limits import Limits
+from zero.plans.plan import DEVICE, HOST, NVME, Plan, tier_of
+from zero.plans.plane_sizes import PlaneSizes, rows_of
+from zero.plans.pools import PoolSizes, prefix_that_fits
+from zero.plans.snapshots import plan_snapshots
 from zero.record import ADAM_STATES
-from zero.schedule.policy import Limits
-from zero.snapshot_plan import plan_snapshots
 
 SUB_GROUP_NUMEL_MAX = 4 << 20
 RECORDS_IN_FLIGHT = 4

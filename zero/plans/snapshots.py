@@ -5,8 +5,8 @@ from __future__ import annotations
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 from zero.config.offload_block import OffloadOptimizerConfig
-from zero.plan import NVME, Plan
-from zero.plane_sizes import PlaneSizes
+from zero.plans.plan import NVME, Plan
+from zero.plans.plane_sizes import PlaneSizes
 
 
 def plan_snapshots(plan: Plan, sizes: PlaneSizes, offload: OffloadOptimizerConfig) -> int:

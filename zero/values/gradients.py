@@ -11,11 +11,11 @@ from offload.copies import read_plane, write_plane
 from offload.errors import StateError
 from offload.messages import bytes_of, tensor_of
 from offload.sizes import BLOCK_NUMEL, align_up
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.gathered_values import CHUNK_NUMEL, runs_of
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Slot, Unit
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 
 class GradientValues:

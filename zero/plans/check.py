@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.errors import BudgetError, ConfigError
 from zero.machine import Machine
 from zero.params.layout import Unit
-from zero.plan import DEVICE, HOST, Plan
+from zero.plans.plan import DEVICE, HOST, Plan
 
 
 def check_fits(

@@ -11,7 +11,7 @@ from offload.errors import StateError
 from offload.planes import Plane
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Streams
-from zero.storage import Storage
+from zero.store.storage import Storage
 
 
 class Staged:

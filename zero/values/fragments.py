@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from zero.keeping import EngineKeeper
-from zero.parameter_values import ParameterValues
 from zero.params.released import is_kept
 from zero.params.tiles import engine_keeper
+from zero.values.parameters import ParameterValues
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

@@ -26,11 +26,11 @@ from typing import Any
 from offload.errors import ConfigError, StateError, StorageError
 from offload.snapshot_files import Manifest, SnapshotFiles, SnapshotSwap
 from zero.config import Config
-from zero.exchange import Exchange
+from zero.exchanging.exchange import Exchange
 from zero.params.layout import Layout
-from zero.plan import Plan
+from zero.plans.plan import Plan
 from zero.record import ADAM_STATES
-from zero.storage import Storage
+from zero.store.storage import Storage
 from zero.swap_paths import ready_swap_paths
 
 logger = logging.getLogger("zero")
@@ -82,7 +82,7 @@ class Snapshots:
         """Spent on snapshots so far, on the training thread."""
 
     def open_swap(self, capacity_bytes: int, speeds: Sequence[float] | None) -> SnapshotSwap:
-        """The swap space in the snapshot's files; see `zero.storage.OpenSnapshot`."""
+        """The swap space in the snapshot's files; see `zero.store.storage.OpenSnapshot`."""
         geometry = None if self._found is None else self._found.body["stripes"]
         return SnapshotSwap(self._files, capacity_bytes, speeds, geometry)
 

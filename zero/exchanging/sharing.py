@@ -34,12 +34,11 @@ from offload.swapfile import PeerSwap, SwapGeometry
 from offload.two_slots import TwoSlotPlane
 from zero.comm import Comm
 from zero.distributed.groups import Payload
-from zero.exchange import AmongRanks, Turn, Wire
-from zero.optim.behind import DueUpdates
+from zero.exchanging.exchange import AmongRanks, Turn, Updates, Wire
 from zero.params.layout import Layout, Unit
 from zero.placement import Placement
-from zero.storage import Storage
-from zero.whole_gradients import SharedPlaces
+from zero.store.storage import Storage
+from zero.store.whole_gradients import SharedPlaces
 
 WAIT_SECONDS_MAX = 1800.0
 """As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds."""
@@ -126,7 +125,7 @@ class SharedMemory(AmongRanks):
         """Per space, what is on the disk, where the planes have two slots."""
         self._epoch, self._reductions, self._ended = 0, 0, False
 
-    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
         """Find the others' slices. All ranks come here, once their storage is made."""
         comm, placement = self._comm, self.placement
         share = partial(comm.agree, "sharing")

@@ -1,0 +1,1 @@
+"""What the ranks of one engine exchange."""

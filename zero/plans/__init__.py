@@ -1,0 +1,1 @@
+"""What goes where and how much of it: decided before anything is allocated."""

@@ -1,0 +1,1 @@
+"""What an engine says of its run."""

@@ -1,0 +1,1 @@
+"""What users read and write of single parameters: weights, exact values, states, gradients."""
