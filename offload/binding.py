@@ -10,7 +10,8 @@ storage that torch owns and copying; that costs a second copy of what is bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -90,6 +91,19 @@ class FlatStorage:
     def bound(self) -> bool:
         """True between `bind` and `unbind`."""
         return self._bound is not None
+
+    @contextmanager
+    def viewable(self) -> Iterator[None]:
+        """More views of `flat` can be made inside, for use while it is bound."""
+        if CAN_SWAP or self.bound:
+            yield
+            return
+        storage = self.flat.untyped_storage()
+        storage.resize_(self._nbytes)
+        try:
+            yield
+        finally:
+            storage.resize_(0)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` looks into this storage."""

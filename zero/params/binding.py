@@ -45,7 +45,8 @@ class BoundUnit:
         with torch.no_grad():
             parameter.data = self._storage.views[position]
         mark(parameter, keeper, slot.name, persistent=self.unit.persistent)
-        show_shard(parameter)
+        with self._storage.viewable():
+            show_shard(parameter)
         set_released(parameter)
 
     def bind(self, data: torch.Tensor) -> None:
