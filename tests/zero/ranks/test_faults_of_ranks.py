@@ -58,7 +58,7 @@ def told(job: Callable[[], None]) -> tuple[str, float]:
 # ---- errors -----------------------------------------------------------------------------------
 
 
-def start_where_the_folder_is(place: Place, folders: list[str]) -> tuple[str, float]:
+def start_where_it_is_a_folder(place: Place, folders: list[str]) -> tuple[str, float]:
     kept: list[BaseException] = []  # whoever looks at the error keeps all that its frames hold
 
     def start() -> None:
@@ -73,9 +73,11 @@ def start_where_the_folder_is(place: Place, folders: list[str]) -> tuple[str, fl
 
 @both
 def test_all_ranks_learn_that_one_could_not_initialize(fresh: RankPool, nvme_path: Path, place: Place) -> None:
-    first, second = fresh.run(start_where_the_folder_is, place, [str(nvme_path / "missing"), str(nvme_path)])
-    assert "ConfigError" in first[0] and "missing" in first[0]
-    assert "rank 0 has failed" in second[0] and "missing" in second[0]
+    no_folder = nvme_path / "no_folder"
+    no_folder.write_text("")
+    first, second = fresh.run(start_where_it_is_a_folder, place, [str(no_folder), str(nvme_path)])
+    assert "ConfigError" in first[0] and "no_folder" in first[0]
+    assert "rank 0 has failed" in second[0] and "no_folder" in second[0]
     assert second[1] < SOON_SECONDS
 
 
