@@ -257,6 +257,7 @@ def test_a_name_is_known_in_any_spelling(word: str, kind: str) -> None:
         ({"type": "OneBitAdam"}, "1-bit optimizers are not available; use AdamW"),
         ({"type": "Lamb"}, "norms of whole parameters; use AdamW"),
         ({"type": "Muon"}, "whole matrices; use AdamW"),
+        ({"type": "Muon", "params": {"momentum": 0.9}}, r"1 problem\n.*whole matrices"),  # its keys are no problem
         ({"type": "RMSpropp"}, "the nearest is RMSprop"),
         ({"type": "SGD", "params": {"momentun": 0.9}}, "optimizer.params.momentun.*'momentum'"),
         ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas.*it is of Adam, AdamW"),

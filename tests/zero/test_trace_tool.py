@@ -114,7 +114,7 @@ def test_a_script_that_takes_too_few_steps_is_told_and_an_older_file_is_not_take
         (["--nvme-path", ".", "--warmup", "-1"], "--warmup >= 0"),
         (["--nvme-path", ".", "--json", "missing/t.json"], "missing/t.json"),
         (["--nvme-path", ".", "--png", "missing/t.png"], "missing/t.png"),
-        (["--nvme-path", "missing"], "missing"),
+        (["--nvme-path", "a_file"], "a_file"),
         (["--nvme-path", ".", "--hidden", "100"], "multiple of 64"),
         (["--draw", "missing.json"], "--png"),
         (["--draw", "missing.json", "--png", "t.png"], "missing.json"),
@@ -128,6 +128,7 @@ def test_a_mistake_is_one_line_that_names_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").write_text("")
     assert cli.main(["trace", *options]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("zero: ") and words in error

@@ -188,7 +188,8 @@ class OptimizerConfig(Block):
                 nearest = difflib.get_close_matches(key, known, n=1)
                 hint = f"the nearest is {nearest[0]}" if nearest else f"it is of {', '.join(owners)}"
                 keys = ", ".join(known)
-                raise problem(f"a key of {self.type} ({keys})", at=f"params.{key}", got=key, fix=f"{hint}; remove it")
+                expected, fix = f"a key of {self.type} ({keys})", f"{hint}; remove it"
+                raise problem(expected, at=f"params.{key}", got=key, fix=fix, keys=("type", "params"))
         return self
 
     @property
