@@ -186,7 +186,7 @@ def waiting(engine: Any) -> Callable[[], bool]:
 
 def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
     """Interrupt `action` while it waits for updates of the last step; they go on."""
-    engine.inject(SLOW)
+    engine.inject(replace(SLOW, delay_seconds=0.4))  # a busy machine may be late with the interrupt
     with interrupted_when(waiting(engine)):
         action()
     assert not engine._stepper.updates.all_settled, "the delays are to outlast the interrupt"
