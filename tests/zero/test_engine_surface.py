@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import ADAMW, build, make_config, tokens
-from torch import Tensor, nn
+from models import ADAMW, build, tokens
+from on_tiers import config_of, equal, masters, on_every_tier, train
+from torch import nn
 
 import zero
 from offload.errors import ConfigError, StateError
@@ -21,27 +22,6 @@ from zero.params.face import ZeroParamStatus
 from zero.params.released import ReleasedParameter
 
 Open = Callable[..., Any]
-TIERS = {"device": ("none", "none"), "cpu": ("cpu", "cpu"), "nvme": ("nvme", "nvme")}
-on_every_tier = pytest.mark.parametrize("tier", TIERS)
-
-
-def config_of(tier: str, nvme_path: Path, **more: Any) -> dict[str, Any]:
-    return make_config(TIERS[tier], nvme_path, **more)
-
-
-def train(engine: Any, *indices: int) -> Any:
-    for index in indices:
-        engine.backward(engine(tokens(index)))
-        engine.step()
-    return engine
-
-
-def masters(engine: Any) -> dict[str, Tensor]:
-    return {name: engine.full_master(name) for name, p in engine.module.named_parameters() if p.requires_grad}
-
-
-def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 # ---- the group of one rank --------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import GPT, build, make_config, tokens
+from models import GPT, build, tokens
+from on_tiers import config_of, equal, masters, on_every_tier, train
 from torch import Tensor
 
 import zero
@@ -17,27 +18,6 @@ from offload.errors import StateError
 from zero.compat.initialize import lend_names
 
 Open = Callable[..., Any]
-TIERS = {"device": ("none", "none"), "cpu": ("cpu", "cpu"), "nvme": ("nvme", "nvme")}
-on_every_tier = pytest.mark.parametrize("tier", TIERS)
-
-
-def config_of(tier: str, nvme_path: Path, **more: Any) -> dict[str, Any]:
-    return make_config(TIERS[tier], nvme_path, **more)
-
-
-def train(engine: Any, *indices: int) -> Any:
-    for index in indices:
-        engine.backward(engine(tokens(index)))
-        engine.step()
-    return engine
-
-
-def masters(engine: Any) -> dict[str, Tensor]:
-    return {name: engine.full_master(name) for name, p in engine.module.named_parameters() if p.requires_grad}
-
-
-def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def generate(model: GPT, length: int = 6) -> Tensor:
