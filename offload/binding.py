@@ -17,21 +17,9 @@ import torch
 
 from offload.errors import StateError
 from offload.pinned import map_poison, tensor_over
+from offload.poison import DeviceArray, map_on_device
 
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-class _CudaArray:
-    """Lets torch build a storage of exactly some bytes over device memory that `owner` holds."""
-
-    def __init__(self, owner: torch.Tensor) -> None:
-        self._owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (owner.numel(),),
-            "typestr": "|u1",
-            "data": (owner.data_ptr(), False),
-            "version": 2,
-        }
 
 
 def exact_alias(data: torch.Tensor) -> torch.Tensor:
@@ -39,7 +27,7 @@ def exact_alias(data: torch.Tensor) -> torch.Tensor:
     if data.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=data.device)
     if data.device.type == "cuda":
-        return torch.as_tensor(_CudaArray(data), device=data.device)
+        return torch.as_tensor(DeviceArray(data.data_ptr(), data.numel(), data), device=data.device)
     return torch.from_numpy(data.numpy())
 
 
@@ -50,7 +38,9 @@ class Poison:
         if device.type == "cpu":
             self._data = tensor_over(map_poison(nbytes))
         else:
-            self._data = torch.full((max(nbytes, 1),), 0xFF, dtype=torch.uint8, device=device)
+            mapped = map_on_device(device, max(nbytes, 1))
+            whole = torch.full((max(nbytes, 1),), 0xFF, dtype=torch.uint8, device=device) if mapped is None else mapped
+            self._data = whole
 
     def of(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of exactly `nbytes` with its own storage over the poison."""

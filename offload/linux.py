@@ -9,6 +9,7 @@ import os
 MFD_CLOEXEC, MFD_ALLOW_SEALING, MFD_NOEXEC_SEAL = 1, 2, 8
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 SYS_PIDFD_OPEN = 434
 """The same on all processors."""
 
@@ -31,6 +32,18 @@ def memory_file(*, sealable: bool = False) -> int:
         if descriptor >= 0:
             return descriptor
     raise _error()
+
+
+def punch_hole(descriptor: int, offset: int, nbytes: int) -> None:
+    """Give the room of a file's bytes [offset, offset + nbytes) back to its file system; they read as zero.
+
+    Raises:
+        OSError: the file system cannot.
+    """
+    punch = ctypes.CDLL(None, use_errno=True).fallocate
+    punch.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if punch(descriptor, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, offset, nbytes) != 0:
+        raise _error()
 
 
 def open_lifeline() -> int:

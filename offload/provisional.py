@@ -17,11 +17,17 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError, StorageError
+from offload.linux import punch_hole
+from offload.sizes import PAGE_BYTES, align_up
 from offload.swapfile import check_folder, free_bytes
 
 
 class ProvisionalFile:
-    """An append-only file without a name; its space returns when it is closed or the process ends."""
+    """An append-only file without a name; its space returns when it is released or closed, or the process ends.
+
+    Attributes:
+        releases: the file system takes parts of it back before it is closed.
+    """
 
     def __init__(self, paths: Sequence[Path | str]) -> None:
         if not paths:
@@ -33,6 +39,7 @@ class ProvisionalFile:
             os.unlink(name)
             self._fd = fd
         self._end_bytes = 0
+        self.releases = _can_punch(self._fd)
 
     def append(self, values: torch.Tensor) -> int:
         """Store a tensor's bytes; returns where.
@@ -60,6 +67,17 @@ class ProvisionalFile:
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` stored at `offset`. Raises StorageError."""
         return read_once(self._fd, offset, numel, dtype, partial(self._failure, "reading initial values"))
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Nobody reads these bytes any more: the file system has the room of whole pages of them again."""
+        begin, end = align_up(offset, PAGE_BYTES), (offset + nbytes) // PAGE_BYTES * PAGE_BYTES
+        if self.releases and self._fd >= 0 and begin < end:
+            punch_hole(self._fd, begin, end - begin)
+
+    @property
+    def device(self) -> int:
+        """Number of the file system's device."""
+        return os.stat(self._folder).st_dev
 
     def close(self) -> None:
         """Free the space. Idempotent."""
@@ -110,6 +128,14 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
 def _has_tmpfile(folder: Path) -> bool:
     try:
         os.close(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def _can_punch(fd: int) -> bool:
+    try:
+        punch_hole(fd, 0, PAGE_BYTES)
     except OSError:
         return False
     return True

@@ -13,9 +13,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from offload.errors import ConfigError, StateError, StorageError
 from offload.probe import mixed_speed
@@ -75,6 +76,8 @@ class SwapSpace:
         paths: existing folders, best on different drives.
         capacity_bytes: reserved at once, so a full disk fails before training does.
         speeds: bytes per second of each path's device, to stripe by; None: measured if there are several devices.
+        coming: device number -> bytes that others there give back while the space is filled. Where it needs them it is
+            reserved by `reserve`, once it is full.
 
     Raises:
         ConfigError: a path is missing or not writable, or has no room ("need X, have Y at PATH").
@@ -86,8 +89,15 @@ class SwapSpace:
     """
 
     read_only = False
+    _unreserved = False
 
-    def __init__(self, paths: Sequence[Path | str], capacity_bytes: int, speeds: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path | str],
+        capacity_bytes: int,
+        speeds: Sequence[float] | None = None,
+        coming: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self.direct = True
         self._files: list[SwapFile] = []
         folders = [check_folder(path) for path in paths]
@@ -95,11 +105,17 @@ class SwapSpace:
             raise ConfigError("swap space: nvme_path is empty; give at least one folder")
         self._capacity_bytes = 0
         self._map = StripeMap(stripe_weights(folders, speeds))
-        check_room(folders, self._lengths(capacity_bytes))
+        needs = self._lengths(capacity_bytes)
+        check_room(folders, needs, coming)
         try:
             for folder in folders:
                 self._files.append(self._create(folder))
-            self.extend(capacity_bytes)
+            if lacks_room(folders, needs):
+                self._capacity_bytes, self._unreserved = align_up(capacity_bytes, PAGE_BYTES), True
+                for file, nbytes in zip(self._files, needs, strict=True):
+                    os.ftruncate(file.fd, nbytes)
+            else:
+                self.extend(capacity_bytes)
         except BaseException:
             self.close()
             raise
@@ -127,6 +143,15 @@ class SwapSpace:
             _reserve(file, max(length, PAGE_BYTES), begin)
         self._capacity_bytes = end
         return begin
+
+    def reserve(self) -> None:
+        """Reserve what had no room when the space was made. Raises StorageError: somebody else has taken it."""
+        self._check_open()
+        if not self._unreserved:
+            return
+        self._unreserved = False
+        for file, length in zip(self._files, self._lengths(self._capacity_bytes), strict=True):
+            _reserve(file, max(length, PAGE_BYTES), 0)
 
     def spans(self, offset: int, nbytes: int) -> Iterator[Span]:
         """The file ranges behind [offset, offset + nbytes), in order, neighbours in one file merged."""
@@ -254,25 +279,36 @@ def check_folder(path: Path | str) -> Path:
     return folder
 
 
-def check_room(folders: Sequence[Path], needs: Sequence[int]) -> None:
+def check_room(folders: Sequence[Path], needs: Sequence[int], coming: Mapping[int, int] = MappingProxyType({})) -> None:
     """Refuse a swap space that the file systems cannot hold, before a byte is written.
 
     Args:
         folders: where its files will be.
         needs: bytes in each.
+        coming: device number -> bytes that will be free there in time.
 
     Raises:
         ConfigError: "need X, have Y at PATH".
     """
-    devices = [folder.stat().st_dev for folder in folders]
-    for folder, device in zip(folders, devices, strict=True):
-        have = free_bytes(folder)
-        need = sum(nbytes for nbytes, other in zip(needs, devices, strict=True) if other == device)
+    for folder, need, have in _rooms(folders, needs):
+        have += coming.get(folder.stat().st_dev, 0)
         if have < need:
             raise ConfigError(
                 f"nvme_path: need {need:,} bytes, have {have:,} at {folder}; free some space, add another path, "
                 "or keep a plane in host memory with offload_param or offload_optimizer device cpu"
             )
+
+
+def lacks_room(folders: Sequence[Path], needs: Sequence[int]) -> bool:
+    """True if some file system has no room for as many bytes now."""
+    return any(have < need for _, need, have in _rooms(folders, needs))
+
+
+def _rooms(folders: Sequence[Path], needs: Sequence[int]) -> Iterator[tuple[Path, int, int]]:
+    """(folder, bytes needed on its device, bytes free there)."""
+    devices = [folder.stat().st_dev for folder in folders]
+    for folder, device in zip(folders, devices, strict=True):
+        yield folder, sum(n for n, other in zip(needs, devices, strict=True) if other == device), free_bytes(folder)
 
 
 def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> list[float]:

@@ -39,10 +39,10 @@ from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
 from zero.params.layout import Slot, Unit
-from zero.params.provisional import forget, provisional_source
+from zero.params.provisional import forget, provisional_source, room_to_come
 from zero.params.tiles import Tile, TiledKeeper
 from zero.params.units import CoveredUnit, Leaf, collect_leaves
-from zero.planning import lay_out, make_plan
+from zero.planning import lay_out, planner_of
 from zero.precision import dtype_table
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.hooks import ModuleHooks
@@ -146,9 +146,10 @@ class Assembly:
         self._covered, self.layout = lay_out(model, self.leaves, trainable, config, placement)
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
         machine = agree_on_machine(owner.exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
-        self.plan = make_plan(
-            (self._covered, self.layout), config, machine, owner.device, owner.in_place, placement, owner.rule.states
-        )
+        self.plan = planner_of(
+            *(model, (self._covered, self.layout), config, machine, owner.device, owner.in_place, placement),
+            owner.rule.states,
+        ).make()
         level = logging.INFO if previous is None else logging.DEBUG
         logger.log(level, "%s", self.plan.table())
         dtypes = dtype_table(self.layout, self.plan, config, placement, owner.device, owner.scaler)
@@ -158,7 +159,10 @@ class Assembly:
         self.snapshots = open_snapshots(config, self.layout, self.plan, owner.exchange)
         named = self.snapshots.open_swap if self.snapshots else None
         try:
-            self.storage = Storage(self.layout, self.plan, config, owner.device, owner.exchange.memory, named)
+            coming = room_to_come(leaf.parameter for leaf in self.leaves) if previous is None else {}
+            self.storage = Storage(
+                *(self.layout, self.plan, config, owner.device, owner.exchange.memory, named), coming=coming
+            )
         except BaseException:
             if self.snapshots is not None:
                 self.snapshots.close()
@@ -242,6 +246,8 @@ class Assembly:
         from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
         take_first_ranks_values(self._owner.exchange, self.parameters())
         Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take).run()
+        if self.storage.disk is not None:
+            self.storage.disk.swap.reserve()
         self._owner.exchange.adopted()
         return_freed_memory()
         keep_freed_memory()

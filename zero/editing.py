@@ -93,13 +93,13 @@ class UnitEditor:
         """All of them are to be visible at once, with a copy of each to see what was edited."""
         units = [self._layout.units[index] for index in indices if not self._opened[index]]
         needed = 2 * sum(unit.nbytes for unit in units if not self._bound[unit.index].bound)
-        machine = read_machine(self._storage.device)
-        if needed > machine.device_bytes:
+        free_bytes = read_machine(self._storage.device).device_bytes
+        if free_bytes is not None and needed > free_bytes:
             names = ", ".join(unit.name for unit in units[:3]) + (", ..." if len(units) > 3 else "")
             raise BudgetError(
                 f"GatheredParameters: {len(units)} units ({names}) need {format_bytes(needed)} on "
                 f"{self._storage.device}, the values and a copy to see what was edited; "
-                f"{format_bytes(machine.device_bytes)} are free there. Gather fewer parameters at a time, or look at "
+                f"{format_bytes(free_bytes)} are free there. Gather fewer parameters at a time, or look at "
                 "them one by one with engine.named_full_parameters()"
             )
 

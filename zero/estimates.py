@@ -18,6 +18,7 @@ from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.machine import Machine
 from zero.params.layout import UnitContent, build_layout
+from zero.params.units import Uses
 from zero.placement import place
 from zero.planning import plan_model
 from zero.plans.plan import DEVICE, HOST, NVME, Plan
@@ -28,7 +29,7 @@ FP32_BYTES = 4
 LAYERS = 8
 """Of a model of which only the size is known: the cover cuts no unit smaller than an eighth without need."""
 ENDLESS = Machine(
-    available_bytes=1 << 62, available_source="no limit", memlock_bytes=None, device_bytes=1 << 62, rss_bytes=0
+    available_bytes=1 << 62, available_source="no limit", memlock_bytes=None, device_bytes=None, rss_bytes=0
 )
 
 
@@ -267,4 +268,4 @@ def _cold_plan(total: int, largest: int, config: Config, setup: Setup) -> Plan:
         for i, numel in enumerate(sizes)
     ]
     layout = build_layout(contents, placement)
-    return Planner(layout, config, ENDLESS, torch.device("cuda"), True, 0, placement).make()
+    return Planner(layout, config, ENDLESS, torch.device("cuda"), True, Uses.in_turn(layout), placement).make()

@@ -74,6 +74,7 @@ class EngineKeeper:
         self.rows: RowLender | None = None
         """Lends rows of packed experts; None before there are any to lend."""
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
+        self._slot_of = {id(p): s for b in bound for p, s in zip(b.parameters, b.unit.slots, strict=True)}
         self._bound_of = {b.unit.index: b for b in bound}
         self._wholes = wholes
         self._dtype_of = {id(p): p.dtype for p in wholes}
@@ -122,8 +123,7 @@ class EngineKeeper:
     def part(self, parameter: nn.Parameter) -> slice:
         """What of it lies in this rank's slice of its unit; it may be empty."""
         bound = self._bound_of[self._unit_of[id(parameter)]]
-        position = next(n for n, p in enumerate(bound.parameters) if p is parameter)
-        slot, placement = bound.unit.slots[position], self._editor.placement
+        slot, placement = self._slot_of[id(parameter)], self._editor.placement
         run = runs_of(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
         return run[placement.shard_index]
 

@@ -20,8 +20,8 @@ class Machine:
     """Which of the two it is."""
     memlock_bytes: int | None
     """RLIMIT_MEMLOCK; None: unlimited."""
-    device_bytes: int
-    """Free memory of the compute device; on a CPU-only machine the host's."""
+    device_bytes: int | None
+    """Free memory of the compute device; on a CPU-only machine the host's. None: nobody knows."""
     rss_bytes: int
     """Resident memory of this process now: the baseline the plan comes on top of."""
 

@@ -11,7 +11,7 @@ from zero.config import Config
 from zero.machine import Machine
 from zero.optim.named import rule_of_config
 from zero.params.layout import Layout, build_layout
-from zero.params.units import CoveredUnit, Leaf, collect_leaves, nested_numel
+from zero.params.units import CoveredUnit, Leaf, collect_leaves, uses_of
 from zero.placement import Placement, place
 from zero.plans.covering import cover_model
 from zero.plans.plan import Plan
@@ -43,7 +43,8 @@ def lay_out(
     return covered, build_layout([unit.content for unit in covered], placement)
 
 
-def make_plan(
+def planner_of(
+    model: nn.Module,
     laid_out: tuple[list[CoveredUnit], Layout],
     config: Config,
     machine: Machine,
@@ -51,10 +52,11 @@ def make_plan(
     in_place: bool,
     placement: Placement,
     states: tuple[str, ...],
-) -> Plan:
-    """One rank's plan for a layout.
+) -> Planner:
+    """Who makes one rank's plan for a layout.
 
     Args:
+        model: the whole tree.
         laid_out: from `lay_out`.
         config: validated configuration.
         machine: what can be had.
@@ -62,17 +64,20 @@ def make_plan(
         in_place: units whose home memory the device can address are used there without a copy.
         placement: who shares each unit.
         states: names of the optimizer's state planes.
-
-    Raises:
-        ConfigError: a knob that cannot work with this model; names it.
-        BudgetError: it does not fit; names the knob to turn.
     """
     covered, layout = laid_out
-    return Planner(layout, config, machine, device, in_place, nested_numel(covered, layout), placement, states).make()
+    uses = uses_of(model, covered, layout)
+    return Planner(layout, config, machine, device, in_place, uses, placement, states)
 
 
 def plan_model(
-    model: nn.Module, config: Config, machine: Machine, device: torch.device, world_size: int = 1
+    model: nn.Module,
+    config: Config,
+    machine: Machine,
+    device: torch.device,
+    world_size: int = 1,
+    *,
+    least: bool = False,
 ) -> tuple[Layout, Plan]:
     """The plan that `zero.initialize` would make for training all of a model that requires gradients.
 
@@ -82,6 +87,7 @@ def plan_model(
         machine: what one rank can have.
         device: where units are computed on.
         world_size: number of ranks; the plan is that of the first.
+        least: what the model takes at least, whether or not the machine has it.
 
     Raises:
         ConfigError: a knob or a parameter that cannot be; names it.
@@ -92,4 +98,5 @@ def plan_model(
     rule = rule_of_config(config)
     covered, layout = lay_out(model, collect_leaves(model), trainable, config, placement)
     states = ADAM_STATES if rule is None else rule.states
-    return layout, make_plan((covered, layout), config, machine, device, True, placement, states)
+    planner = planner_of(model, (covered, layout), config, machine, device, True, placement, states)
+    return layout, planner.make_least() if least else planner.make()

@@ -95,7 +95,7 @@ class PutAway:
                 self._gradients.take_up(index, self._waiting[index])
                 del self._waiting[index]
         except torch.OutOfMemoryError as error:
-            free_bytes = read_machine(storage.device).device_bytes
+            free_bytes = read_machine(storage.device).device_bytes or 0
             raise BudgetError(
                 f"reload_states: {', '.join(sorted(kinds))} do not fit on {storage.device} any more, "
                 f"{format_bytes(free_bytes)} are free there: let go of what others have there, then call it again"

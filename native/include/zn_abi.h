@@ -310,6 +310,13 @@ uint32_t zn_cpu_crc32c(uint32_t crc, const void *in, int64_t nbytes);
 int32_t zn_cuda_host_register(void *ptr, int64_t nbytes);
 int32_t zn_cuda_host_unregister(void *ptr);
 
+/* Device addresses that read as NaN in every float type and share one granule of memory, for `device`, the current
+ * one. `nbytes` is a multiple of the granule. zn_cuda_poison_granule: its bytes, or -ENOSYS where the driver cannot
+ * map memory so: allocate instead. The device must be done with a range before it is unmapped. */
+int64_t zn_cuda_poison_granule(int32_t device);
+int32_t zn_cuda_poison_map(void **out, int64_t nbytes, int32_t device);
+int32_t zn_cuda_poison_unmap(void *ptr, int64_t nbytes, int32_t device);
+
 /* As the CPU functions of the same name, bit for bit. `segments` is a device pointer (and therefore
  * not checked); `moments` is a host pointer to a struct of device pointers. */
 int32_t zn_cuda_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32,

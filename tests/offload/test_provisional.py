@@ -28,6 +28,18 @@ def file(tmp_path: Path) -> Iterator[ProvisionalFile]:
     opened.close()
 
 
+def test_released_bytes_are_the_file_systems_again_and_the_others_stay(file: ProvisionalFile, tmp_path: Path) -> None:
+    if not file.releases:
+        pytest.skip("this file system punches no holes")
+    parts = [torch.randint(0, 255, (4 * MIB + 100,), dtype=torch.uint8) for _ in range(3)]
+    offsets = [file.append(part) for part in parts]
+    blocks = os.fstat(file._fd).st_blocks
+    file.release(offsets[1], parts[1].numel())
+    assert 4 * MIB - 8192 <= 512 * (blocks - os.fstat(file._fd).st_blocks) <= 4 * MIB + 8192
+    for index in (0, 2):
+        assert torch.equal(file.read(offsets[index], parts[index].numel(), torch.uint8), parts[index])
+
+
 @pytest.fixture
 def small_fs(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""

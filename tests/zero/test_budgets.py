@@ -12,6 +12,7 @@ from offload.errors import BudgetError
 from zero.config import load_config
 from zero.machine import Machine
 from zero.params.layout import Layout, UnitContent, build_layout
+from zero.params.units import Uses
 from zero.placement import Placement
 from zero.plans.plan import NVME as ON_NVME
 from zero.plans.plan import Plan
@@ -67,7 +68,7 @@ def test_a_little_more_host_memory_is_never_refused_and_never_costs_traffic(name
     for host in range(4096, 100_000_000, step):
         config = load_config({**base, "memory_budget": {"host": host}})
         try:
-            plan = Planner(layout, config, MACHINE, torch.device("cpu"), True, 0).make()
+            plan = Planner(layout, config, MACHINE, torch.device("cpu"), True, Uses.in_turn(layout)).make()
         except BudgetError as refusal:
             assert not accepted, f"{accepted:,} bytes were accepted, {host:,} are refused: {refusal}"
             continue

@@ -20,6 +20,7 @@ import pytest
 import torch
 from models import ADAMW, build, make_config, tokens, trainability
 from reference import Hyper, Reference, differences, layout_of, snapshot
+from torch import nn
 
 import zero
 from offload.errors import StateError, ZeroInfinityError
@@ -283,6 +284,40 @@ def test_a_full_file_system_is_refused_before_the_first_byte(small_disk: Path) -
         zero.initialize(model=model, config=make_config(NVME, small_disk, zero={"stage3_max_live_parameters": 10**8}))
     assert used_bytes(small_disk) == before
     assert [name for name in os.listdir(small_disk) if name != "lost+found"] == []
+
+
+class Deep(nn.Module):
+    """Equal layers of `width` squared parameters."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().sum()
+
+
+def test_a_model_built_on_the_disk_needs_no_room_there_beside_its_final_place(small_disk: Path) -> None:
+    """Initial values give their room back as they move: 4 bytes a parameter do not come on top of 12."""
+    width, free_bytes = 256, os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+    layers = int(0.92 * free_bytes) // (12 * width**2)
+    assert 16 * layers * width**2 > 1.1 * free_bytes
+    config = make_config(NVME, small_disk, zero={"stage3_max_live_parameters": 10**8})
+    with zero.Init(config_dict_or_path=config):
+        torch.manual_seed(5)
+        model = Deep(layers, width)
+    torch.manual_seed(5)
+    plain = Deep(layers, width)
+    with zero.initialize(model=model, config=config)[0] as engine:
+        for parameter, value in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(zero.utils.safe_get_full_fp32_param(parameter), value)
+        engine.backward(engine(torch.ones(1, width, dtype=torch.bfloat16)))
+        engine.step()
+        # What is promised is reserved by now: nobody can take it.
+        room = os.statvfs(small_disk)
+        assert room.f_bavail * room.f_frsize < free_bytes - 12 * layers * width**2 + (1 << 20)
 
 
 def test_a_file_system_filled_by_others_before_the_start_is_refused_too(small_disk: Path) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 
 import zero
 from offload.aio import AioFault
-from offload.errors import ConfigError, StateError, StorageError
+from offload.errors import BudgetError, StateError, StorageError
 from zero.params.released import ReleasedParameter, is_kept
 
 Open = Callable[..., Any]
@@ -398,10 +398,10 @@ def test_a_disk_that_fails_leaves_the_old_plan_and_the_next_forward_tries_again(
 
 def test_a_change_that_does_not_fit_is_refused_and_can_be_taken_back(open_engine: Open, nvme_path: Path) -> None:
     model: Any = build("gpt")
-    engine = open_engine(model, make_config(("nvme", "nvme"), nvme_path))
+    engine = open_engine(model, make_config(("nvme", "nvme"), nvme_path, memory_budget={"device": 600_000}))
     run(engine, range(2))
-    model.huge = nn.Conv1d(400, 400, 1)  # alone more than the live limit, and no Linear, which would be tiled
-    with pytest.raises(ConfigError, match="huge"):
+    model.huge = nn.Conv1d(400, 400, 1)  # alone more than the budget, and no Linear, which would be tiled
+    with pytest.raises(BudgetError, match=r"memory_budget\.device.*huge"):
         engine(tokens(2))
     del model.huge
     run(engine, range(2, 4))

@@ -13,7 +13,7 @@ from models import Block, build
 from torch import Tensor, nn
 
 from zero.params.layout import build_layout
-from zero.params.units import CoveredUnit, CoverRules, can_root, collect_leaves, cover, nested_numel
+from zero.params.units import CoveredUnit, CoverRules, Uses, can_root, collect_leaves, cover, uses_of
 from zero.placement import Placement
 
 
@@ -254,12 +254,39 @@ def test_a_bare_linear_is_one_unit() -> None:
     assert names_of(unit) == {"weight", "bias"} and unit.scopes[0] is model
 
 
-def test_nested_elements_are_those_of_units_in_use_around_others() -> None:
-    model: Any = build("gpt")
-    units = covered(model)
-    layout = build_layout([unit.content for unit in units], Placement())
-    around = [placed.numel for unit, placed in zip(units, layout.units, strict=True) if "position" in names_of(unit)]
-    assert nested_numel(units, layout) == sum(around) == 4096
+def uses_under(model: nn.Module, threshold: int, frozen: tuple[str, ...] = ()) -> Uses:
+    units = covered(model, rules(persistence_numel=threshold), frozen)
+    return uses_of(model, units, build_layout([unit.content for unit in units], Placement()))
+
+
+def test_what_is_in_use_around_others_is_what_the_modules_above_hold_themselves() -> None:
+    uses = uses_under(build("gpt"), 0)
+    assert uses.around_max == 4096, "the root's `position` is in use while its blocks are called"
+    assert uses.most == max(uses.together[1:]) + 4096
+
+
+@pytest.mark.parametrize("threshold", [0, 40, 100_000])
+@pytest.mark.parametrize("frozen", [(), ("blocks.0.norm.weight", "blocks.1.norm.weight")], ids=["trained", "mixed"])
+def test_a_block_of_several_units_is_around_no_other(threshold: int, frozen: tuple[str, ...]) -> None:
+    """Norms that stay, and frozen parts beside trained ones, are used with their block: nothing encloses it."""
+    model = Blocks()
+    uses = uses_under(model, threshold, frozen)
+    assert uses.around_max == 0
+    assert uses.most == max(uses.together, default=0)
+    assert len(uses.together) == (len(model.blocks) if threshold < 1_000 else 0)
+
+
+class Blocks(nn.Module):
+    """Nothing but blocks: the root owns no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8, 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 # ---- any tree ---------------------------------------------------------------------------------

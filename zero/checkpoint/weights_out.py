@@ -19,7 +19,7 @@ from offload.safetensors_writer import Tensor
 from zero.checkpoint.plane_reader import PlaneReader, Relay
 from zero.checkpoint.sharding import MAX_SHARD_SIZE, plan_shards, stem_of
 from zero.checkpoint.weights_files import write_together
-from zero.params.opaque import decodes, is_wrapper
+from zero.params.opaque import decoding_names, is_wrapper
 from zero.replanning import FollowsModel
 from zero.schedule.hooks import in_backward
 
@@ -50,7 +50,7 @@ def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[Entry]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = [(name, p) for name, p in module._parameters.items() if p is not None]
         own = [(name, p) for name, p in own if p.requires_grad or not exclude_frozen]
-        kept = module._non_persistent_buffers_set
+        kept, decoding = module._non_persistent_buffers_set, decoding_names(module)
         own += [(name, b) for name, b in module._buffers.items() if b is not None and name not in kept]
         for name, tensor in own:
             full = f"{prefix}.{name}" if prefix else name
@@ -59,7 +59,7 @@ def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[Entry]:
                     f"{full}: a {type(tensor).__name__} cannot be written as plain weights; leave it out with "
                     "exclude_frozen_parameters=True, or save the model with the library that has quantised it"
                 )
-            entries.append(Entry(full, tensor, firsts.setdefault(id(tensor), full), decodes(module, name)))
+            entries.append(Entry(full, tensor, firsts.setdefault(id(tensor), full), name in decoding))
     return entries
 
 

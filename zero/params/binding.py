@@ -39,11 +39,10 @@ class BoundUnit:
 
     def adopt(self, slot: Slot, keeper: Keeper) -> None:
         """Turn one parameter into a released view of this unit; its old memory is let go."""
-        position = self.unit.slots.index(slot)
-        parameter = self.parameters[position]
+        parameter = self.parameters[slot.position]
         set_present(parameter)
         with torch.no_grad():
-            parameter.data = self._storage.views[position]
+            parameter.data = self._storage.views[slot.position]
         mark(parameter, keeper, slot.name, persistent=self.unit.persistent)
         with self._storage.viewable():
             show_shard(parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zero.params.opaque import decodes
+from zero.params.opaque import decoding_names
 
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -15,10 +15,11 @@ def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
     frequencies, say) that need their precision. So do those that belong to quantised storage.
     """
     for module in model.modules():
+        decoding = decoding_names(module)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 persistent = name not in module._non_persistent_buffers_set
-                computed = persistent and buffer.is_floating_point() and not decodes(module, name)
+                computed = persistent and buffer.is_floating_point() and name not in decoding
                 cast = dtype if dtype is not None and computed else buffer.dtype
                 module._buffers[name] = buffer.to(device=device, dtype=cast)
 

@@ -10,6 +10,7 @@ only, never on a tier, a budget or the machine: that is what makes tiers bit-equ
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ class Slot:
     """Position of the parameter in the engine's list of parameters."""
     first_numel: int = 0
     """The parameter's elements from here on are in the slot: not 0 in tiles of a large one, but the first."""
+    position: int = 0
+    """Of the slot among those of its unit."""
 
     @property
     def name(self) -> str:
@@ -119,7 +122,10 @@ class Space:
 
     def overlapping(self, begin: int, end: int) -> Iterator[Unit]:
         """Units with coordinates in [begin, end), in order."""
-        return (unit for unit in self.units if unit.begin < end and begin < unit.end)
+        for index in range(bisect_right(self.units, begin, key=lambda unit: unit.end), len(self.units)):
+            if self.units[index].begin >= end:
+                return
+            yield self.units[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +225,12 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement) -> Layou
     units: list[Unit] = []
     for index, content in enumerate(contents):
         align_numel = ALIGN_BYTES // content.dtype.itemsize
-        slots, position = [], 0
-        for parameter, names, shape in content.parameters:
-            position = align_up(position, align_numel)
-            slots.append(Slot(names, shape, shape.numel(), position, parameter, content.first_numel))
-            position += shape.numel()
-        numel = align_up(max(position, 1), BLOCK_NUMEL * placement.world_size)
+        slots, end = [], 0
+        for position, (parameter, names, shape) in enumerate(content.parameters):
+            begin = align_up(end, align_numel)
+            end = begin + shape.numel()
+            slots.append(Slot(names, shape, shape.numel(), begin, parameter, content.first_numel, position))
+        numel = align_up(max(end, 1), BLOCK_NUMEL * placement.world_size)
         key = (content.dtype, content.trainable)
         begin = ends.get(key, 0)
         shard_numel = numel // placement.shard_size

@@ -34,9 +34,11 @@ def holds_packed(module: nn.Module) -> bool:
     return any(tensor is not None and (is_wrapper(tensor) or is_packed(tensor)) for tensor in own)
 
 
-def decodes(module: nn.Module, name: str) -> bool:
-    """True when the module's tensor of that name belongs to quantised storage, so that its dtype is not ours."""
-    return name not in _COMPUTED and holds_packed(module)
+def decoding_names(module: nn.Module) -> frozenset[str]:
+    """The module's own tensors that belong to quantised storage, so that their dtype is not ours."""
+    if not holds_packed(module):
+        return frozenset()
+    return frozenset(name for name in (*module._parameters, *module._buffers) if name not in _COMPUTED)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -55,7 +57,7 @@ def inner_tensors(tensor: torch.Tensor, name: str) -> Iterator[tuple[str, torch.
 
 
 def opaque_names(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Of a whole state dict (meta tensors will do): the names of what belongs to quantised storage, see `decodes`."""
+    """As `decoding_names`, for a whole state dict (meta tensors will do)."""
     modules = {name.rpartition(".")[0] for name, tensor in tensors.items() if is_packed(tensor)}
     parts = ((name, *name.rpartition(".")[::2]) for name in tensors)
     return {name for name, module, own in parts if module in modules and own not in _COMPUTED}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -171,9 +171,16 @@ class ProvisionalKeeper:
         """True if the values are those of a file that all ranks read."""
         return self._places[parameter].file is not self._file
 
+    def room_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """(device, bytes) that the file system has back once the parameter is adopted; None: not before all are."""
+        place = self._places[parameter]
+        return (self._file.device, place.nbytes) if place.file is self._file and self._file.releases else None
+
     def adopted(self, parameter: nn.Parameter) -> None:
-        """An engine has stored the values; the last one frees the file, if no more can come."""
-        self._places.pop(parameter, None)
+        """An engine has stored the values: their room is free. The last one frees the file, if no more can come."""
+        place = self._places.pop(parameter, None)
+        if place is not None and place.file is self._file:
+            self._file.release(place.offset_bytes, place.nbytes)
         if not self._places and not self.grows:
             self._file.close()
 
@@ -209,6 +216,20 @@ def provisional_source(parameter: nn.Parameter) -> ProvisionalKeeper | None:
         if isinstance(keeper, ProvisionalKeeper):
             return keeper
     return None
+
+
+def room_to_come(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
+    """Device number -> bytes of provisional files there that are free before the last parameter is adopted.
+
+    A parameter's are free when all of it has been stored, so the largest may still be there at the end.
+    """
+    found: dict[int, list[int]] = {}
+    for parameter in parameters:
+        keeper = provisional_source(parameter)
+        if keeper is not None and (room := keeper.room_of(parameter)) is not None:
+            device, nbytes = room
+            found.setdefault(device, []).append(nbytes)
+    return {device: sum(sizes) - max(sizes) for device, sizes in found.items()}
 
 
 def forget(parameter: nn.Parameter) -> None:

@@ -5,7 +5,8 @@ parameters form one and the walk goes on into its children. A ModuleList of like
 (transformer blocks, experts) is a boundary: each of its children is covered on its own, so a block
 is one unit and one expert is one unit. Only a module whose own forward is called can root a unit. A leaf
 module is one unit whatever its size. Experts packed into 3-D parameters are a unit that is fetched by rows, or
-when somebody touches a parameter of it, but not because its module is called.
+when somebody touches a parameter of it, but not because its module is called. Parameters that never leave the
+device are no part of that: those of the whole model are packed into a few units, in model order.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from torch import nn
 from offload.sizes import BLOCK_NUMEL, align_up
 from zero.params.layout import Layout, UnitContent
 from zero.params.leaf_modules import z3_leaf_module
-from zero.params.opaque import decodes, inner_tensors
+from zero.params.opaque import decoding_names, inner_tensors
 from zero.params.tiles import Tile, can_tile, row_ranges
+
+PERSISTENT_NUMEL_MAX = 1 << 20
+"""Elements of a unit of parameters that never leave the device: edited, reduced and updated as one."""
 
 
 @dataclass(slots=True)
@@ -46,6 +50,8 @@ class CoveredUnit:
 
     content: UnitContent
     scopes: list[nn.Module]
+    root: nn.Module
+    """The module in whose calls the uses are."""
     tile: Tile | None = None
     """What holds the unit's parameter, where that is some rows of one of the model's."""
 
@@ -75,10 +81,11 @@ def collect_leaves(model: nn.Module) -> list[Leaf]:
     """Every parameter once, in model order, with its tied names and owners; of a wrapper what it wraps."""
     leaves: dict[int, Leaf] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
+        decoding = decoding_names(module)
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            opaque = decodes(module, name)
+            opaque = name in decoding
             for full_name, tensor in inner_tensors(parameter, f"{module_name}.{name}" if module_name else name):
                 leaf = leaves.setdefault(id(tensor), Leaf(len(leaves), cast(nn.Parameter, tensor), opaque=opaque))
                 leaf.opaque &= opaque
@@ -130,18 +137,20 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: Cove
         numel_max = min(numel_max, rules.numel_max)
     by_id = {id(leaf.parameter): leaf for leaf in leaves}
     taken: set[int] = set()
+    persistent: list[Leaf] = []
     units: list[CoveredUnit] = []
     for found in _groups(model, _Place("", model), numel_max):
-        group = []
+        group: list[Leaf] = []
         for tensor in (tensor for parameter in found.parameters for _, tensor in inner_tensors(parameter, "")):
             if id(tensor) not in taken:
                 taken.add(id(tensor))
-                group.append(by_id[id(tensor)])
+                stays = 0 < rules.persistence_numel >= tensor.numel()
+                (persistent if stays else group).append(by_id[id(tensor)])
         for leaf in [] if z3_leaf_module(found.root) else _too_large(group, rules):
             group.remove(leaf)
             units.extend(_tile_units(found, leaf, id(leaf.parameter) in trainable, rules))
         units.extend(_uniform_units(found, group, trainable, rules))
-    return units
+    return [*_persistent_units(model, persistent, trainable, rules), *units]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,25 +217,52 @@ def _subtree_numel(module: nn.Module) -> int:
 
 
 def _uniform_units(found: _Group, group: list[Leaf], trainable: set[int], rules: CoverRules) -> Iterator[CoveredUnit]:
-    """Split a group so that a unit holds one dtype, one trainability and one persistence."""
-    kinds: dict[tuple[torch.dtype, bool, bool], list[Leaf]] = {}
-    for leaf in group:
-        p = leaf.parameter
-        persistent = 0 < rules.persistence_numel >= p.numel()
-        is_trainable = id(p) in trainable
-        kinds.setdefault((rules.dtype_of(leaf, is_trainable), is_trainable, persistent), []).append(leaf)
-    for (dtype, is_trainable, persistent), members in kinds.items():
-        suffix = "" if len(kinds) == 1 else f"[{'+'.join(_kind_words(dtype, is_trainable, persistent))}]"
+    """Split a group so that a unit holds one dtype and one trainability."""
+    kinds = _by_kind(group, trainable, rules)
+    for (dtype, is_trainable), members in kinds.items():
+        suffix = "" if len(kinds) == 1 else f"[{_kind_words(dtype, is_trainable)}]"
         content = UnitContent(
             found.name + suffix,
-            tuple((leaf.index, tuple(leaf.names), leaf.parameter.shape) for leaf in members),
+            _entries(members),
             dtype,
             is_trainable,
-            persistent,
-            found.siblings,
-            0 if persistent else found.expert_rows,
+            persistent=False,
+            siblings=found.siblings,
+            expert_rows=found.expert_rows,
         )
-        yield CoveredUnit(content, _scopes(found.root, members))
+        yield CoveredUnit(content, _scopes(found.root, members), found.root)
+
+
+def _persistent_units(
+    model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: CoverRules
+) -> Iterator[CoveredUnit]:
+    """What never leaves the device, packed: one for each module would be mostly padding."""
+    for (dtype, is_trainable), members in _by_kind(leaves, trainable, rules).items():
+        runs: list[list[Leaf]] = [[]]
+        numel = 0
+        for leaf in members:
+            numel += leaf.parameter.numel()
+            if runs[-1] and numel > PERSISTENT_NUMEL_MAX:
+                runs.append([])
+                numel = leaf.parameter.numel()
+            runs[-1].append(leaf)
+        for number, run in enumerate(runs):
+            name = f"persistent {number}[{_kind_words(dtype, is_trainable)}]"
+            content = UnitContent(name, _entries(run), dtype, is_trainable, persistent=True)
+            yield CoveredUnit(content, _scopes(model, run), model)
+
+
+def _by_kind(leaves: list[Leaf], trainable: set[int], rules: CoverRules) -> dict[tuple[torch.dtype, bool], list[Leaf]]:
+    """(dtype, is it trained) -> its parameters."""
+    kinds: dict[tuple[torch.dtype, bool], list[Leaf]] = {}
+    for leaf in leaves:
+        is_trainable = id(leaf.parameter) in trainable
+        kinds.setdefault((rules.dtype_of(leaf, is_trainable), is_trainable), []).append(leaf)
+    return kinds
+
+
+def _entries(leaves: list[Leaf]) -> tuple[tuple[int, tuple[str, ...], torch.Size], ...]:
+    return tuple((leaf.index, tuple(leaf.names), leaf.parameter.shape) for leaf in leaves)
 
 
 def _too_large(group: list[Leaf], rules: CoverRules) -> list[Leaf]:
@@ -257,12 +293,11 @@ def _tile_units(found: _Group, leaf: Leaf, trainable: bool, rules: CoverRules) -
             siblings=found.siblings,
             first_numel=begin * width,
         )
-        yield CoveredUnit(content, [tile], tile)
+        yield CoveredUnit(content, [tile], found.root, tile)
 
 
-def _kind_words(dtype: torch.dtype, trainable: bool, persistent: bool) -> list[str]:
-    words = [str(dtype).removeprefix("torch."), "trained" if trainable else "frozen"]
-    return [*words, "persistent"] if persistent else words
+def _kind_words(dtype: torch.dtype, trainable: bool) -> str:
+    return f"{str(dtype).removeprefix('torch.')}+{'trained' if trainable else 'frozen'}"
 
 
 def _scopes(root: nn.Module, members: list[Leaf]) -> list[nn.Module]:
@@ -275,11 +310,49 @@ def _scopes(root: nn.Module, members: list[Leaf]) -> list[nn.Module]:
     return scopes
 
 
-def nested_numel(covered: list[CoveredUnit], layout: Layout) -> int:
-    """Elements of units whose use encloses other units' uses: direct parameters of containers."""
-    total = 0
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """What is in use together, in elements of units that come and go."""
+
+    together: tuple[int, ...]
+    """Of each module that roots such units: the sum of them, in model order."""
+    around_max: int
+    """The most that is in use around another's use: direct parameters of the modules above it."""
+    most: int
+    """The most that any one use holds together with what is around it."""
+
+    @classmethod
+    def in_turn(cls, layout: Layout, around_max: int = 0) -> Uses:
+        """Of units that are used one after the other, inside uses of `around_max` elements."""
+        numels = tuple(unit.numel for unit in layout.units if not unit.persistent)
+        return cls(numels, around_max, max(numels, default=0) + around_max)
+
+
+def uses_of(model: nn.Module, covered: list[CoveredUnit], layout: Layout) -> Uses:
+    """What has to be on the device together when each module that roots units is called from the ones above it."""
+    rooted: dict[nn.Module, int] = {}
+    held: dict[nn.Module, int] = {}
+    tiles: list[tuple[nn.Module, int]] = []
     for unit, placed in zip(covered, layout.units, strict=True):
-        inside = {id(p) for p in unit.scopes[0].parameters()}
-        own = {index for index, _, _ in unit.content.parameters}
-        total += placed.numel if len(inside) > len(own) and not placed.persistent else 0
-    return total
+        if placed.persistent:
+            continue
+        if unit.tile is not None:
+            tiles.append((unit.root, placed.numel))
+            continue
+        rooted[unit.root] = rooted.get(unit.root, 0) + placed.numel
+        # Packed experts come when somebody asks for rows; the call of their module does not hold them.
+        held[unit.root] = held.get(unit.root, 0) + (0 if placed.expert_rows else placed.numel)
+    around: dict[nn.Module, int] = {}
+    pending = [(model, 0)]
+    while pending:
+        module, outside = pending.pop()
+        if around.get(module, -1) < outside:  # else it is shared, and called from within less here
+            around[module] = outside
+            pending += [(child, outside + held.get(module, 0)) for child in module.children()]
+    uses = [(around[root], numel) for root, numel in rooted.items()]
+    uses += [(around[root] + held.get(root, 0), numel) for root, numel in tiles]
+    return Uses(
+        tuple(numel for _, numel in uses),
+        max((outside for outside, _ in uses), default=0),
+        max((outside + numel for outside, numel in uses), default=0),
+    )

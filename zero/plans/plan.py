@@ -114,6 +114,8 @@ class Plan:
     second_slot_bytes: int = 0
     """Of `swap_bytes`: where updates inside backward write, or snapshots are."""
     swap_bytes: int = 0
+    host_bounded: bool = False
+    """Host memory is budgeted or short: what is not foreseen goes to NVMe."""
     activations: ActivationPlan = ActivationPlan()
     rows: tuple[PlanRow, ...] = ()
     notes: list[str] = field(default_factory=list)

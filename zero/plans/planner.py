@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 
 from offload.errors import BudgetError, ConfigError
@@ -10,9 +14,10 @@ from offload.streams import shares_host_memory
 from zero.config import Config
 from zero.machine import Machine
 from zero.params.layout import Layout, Unit
+from zero.params.units import Uses
 from zero.placement import ONE_RANK, Placement
 from zero.plans.activations import plan_activations
-from zero.plans.check import check_fits, check_live_limit
+from zero.plans.depth import FREE_SHARE, Depth, depths
 from zero.plans.limits import Limits
 from zero.plans.plan import DEVICE, HOST, NVME, Plan, tier_of
 from zero.plans.plane_sizes import PlaneSizes, rows_of
@@ -20,13 +25,25 @@ from zero.plans.pools import PoolSizes, prefix_that_fits
 from zero.plans.snapshots import plan_snapshots
 from zero.record import ADAM_STATES
 
+logger = logging.getLogger("zero")
+
 SUB_GROUP_NUMEL_MAX = 4 << 20
+SUB_GROUPS_MAX = 1 << 15
+"""Of a space that is cut fine because memory is short."""
 RECORDS_IN_FLIGHT = 4
 STAGING_CHUNK_BYTES = 2 << 20
 STAGING_CHUNKS = 8
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 AUTO_SHARE = 0.8
 """Part of the free memory that an "auto" budget takes; the rest is for activations and others."""
+
+
+class _Short(Exception):
+    """A plan does not fit: what the user is told if no other does, and what this one needs."""
+
+    def __init__(self, message: str, need_bytes: int, *, of_device: bool = False) -> None:
+        super().__init__(message)
+        self.need_bytes, self.of_device = need_bytes, of_device
 
 
 class Planner:
@@ -38,7 +55,7 @@ class Planner:
         machine: what can be had.
         device: where units are computed on.
         in_place: units whose home memory the device can address are used there without a copy.
-        nested_numel: elements of units whose use encloses other units' use (direct parameters of containers).
+        uses: what of the layout's units is in use together.
         placement: who shares each unit.
         states: names of the optimizer's state planes.
     """
@@ -50,7 +67,7 @@ class Planner:
         machine: Machine,
         device: torch.device,
         in_place: bool,
-        nested_numel: int,
+        uses: Uses,
         placement: Placement = ONE_RANK,
         states: tuple[str, ...] = ADAM_STATES,
     ) -> None:
@@ -63,24 +80,52 @@ class Planner:
         in_fp32 = config.accumulation_dtype == torch.float32 or (placement.gradients_deferred and not placement.alone)
         self.wide = in_fp32 and (config.gradient_accumulation_steps or 1) > 1
         self.on_cpu = shares_host_memory(device)
-        self.nested_numel, self.placement = nested_numel, placement
+        self.uses, self.placement = uses, placement
         self.host_budget = self._budget(config.memory_budget.host, machine.available_bytes)
         self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
         self.movable = [unit for unit in layout.units if not unit.persistent]
         self.trained = [unit for unit in layout.units if unit.trainable]
         self.states = states
         self.sizes = PlaneSizes(layout, self.state_dtype, states, wide=self.wide)
-        self.pools = PoolSizes(layout, on_gpu=not self.on_cpu, wide=self.wide, placement=placement)
+        self.pools = PoolSizes(layout, device, on_gpu=not self.on_cpu, wide=self.wide, placement=placement)
+        self.largest = max(self.movable, key=lambda unit: unit.numel, default=None)
 
     def make(self) -> Plan:
-        """The plan, checked against budgets and machine.
+        """The plan, checked against budgets and machine: the first that fits of those that take less and less.
 
         Raises:
             ConfigError: a knob that cannot work with this model; names it.
-            BudgetError: it does not fit; names the knob to turn.
+            BudgetError: none fits; names the knob to turn, and the least that would do.
+        """
+        refusals: list[_Short] = []
+        for depth, host_share in self._efforts():
+            try:
+                return self._draft(depth, host_share)
+            except _Short as refusal:
+                refusals.append(refusal)
+        # What the last ones lack, who ask for least: of the device, or of the host in one way or the other.
+        of_device = [refusal for refusal in refusals[-2:] if refusal.of_device]
+        raise BudgetError(str(min(of_device or refusals, key=lambda refusal: refusal.need_bytes)))
+
+    def make_least(self) -> Plan:
+        """The plan that takes least of a machine with room for it, whatever this one has."""
+        least = self._depths()[-1]
+        try:
+            return self._draft(least, 0.0)
+        except _Short as short:
+            self.machine = replace(self.machine, available_bytes=short.need_bytes, device_bytes=None)
+            return self._draft(least, 1.0)
+
+    def _draft(self, depth: Depth, host_share: float | None) -> Plan:
+        """A plan, checked.
+
+        Args:
+            depth: of what passes through the device.
+            host_share: of the host memory that is free, which the plan may take at most; what it has no room for of the
+                gradients goes to NVMe. None: gradients lie in host memory, and more than is there is refused.
         """
         plan = Plan(
-            self._limits(),
+            self._limits(depth),
             gradient_wide=self.wide,
             accumulation=self.config.accumulation_dtype,
             state_dtype=self.state_dtype,
@@ -91,12 +136,14 @@ class Planner:
         plan.records_in_flight = self._records_in_flight()
         plan.two_slots = self._wants_two_slots()
         plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
-        rest = self._place_host(plan)
+        rest = self._place_host(plan, depth, host_share)
         plan.whole = frozenset(unit.index for unit in self.layout.units if self._lies_whole(unit, plan))
-        self._size_pools(plan)
+        self._size_pools(plan, depth)
         self._cache_records(plan, rest, self._states_on_device(plan))
         groups = [group for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True) if tier == DEVICE]
-        plan.update_pool_bytes = self.pools.updates(groups, self._staged_on_device(), plan.records_in_flight)
+        plan.update_pool_bytes = self.pools.updates(
+            groups, self._staged_on_device(plan.host_bounded), plan.records_in_flight
+        )
         plan.swap_bytes = sum(
             self.sizes.weight_bytes(unit) for unit in self.layout.units if plan.weight_tiers[unit.index] == NVME
         )
@@ -115,7 +162,7 @@ class Planner:
         written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)
         if written:
             plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
-        check_fits(plan, self.machine, self.host_budget, self.device_budget, on_cpu=self.on_cpu)
+        self._check_fits(plan)
         return plan
 
     def _records_in_flight(self) -> int:
@@ -148,60 +195,121 @@ class Planner:
             for group in plan.in_swap(self.layout)
         )
 
+    def _check_fits(self, plan: Plan) -> None:
+        """Refuse what the machine cannot hold; note what may go slower.
+
+        Raises:
+            BudgetError: names the knob to turn.
+        """
+        machine, host, device = self.machine, plan.tier_bytes(HOST), plan.tier_bytes(DEVICE)
+        for name, need, budget in (("host", host, self.host_budget), ("device", device, self.device_budget)):
+            if budget is not None and need > budget:
+                message = f"memory_budget.{name}: the plan needs at least {need:,} bytes, the budget is {budget:,}"
+                raise _Short(message, need, of_device=name == "device")
+        need = host + (device if self.on_cpu else 0)
+        if need > machine.available_bytes:
+            raise self._host_short(need, plan.table())
+        if not self.on_cpu and machine.device_bytes is not None and device > machine.device_bytes:
+            raise _Short(
+                f"the plan needs at least {device:,} bytes of device memory, {machine.device_bytes:,} are free; "
+                f"{self._what_could_move(on_host=False)}\n{plan.table()}",
+                device,
+                of_device=True,
+            )
+        if not self.on_cpu and machine.memlock_bytes is not None and host > machine.memlock_bytes:
+            # A note and no refusal: most drivers pin memory without asking this limit.
+            plan.notes.append(
+                f"RLIMIT_MEMLOCK is {machine.memlock_bytes:,} bytes, the plan pins {host:,}; if the driver "
+                "refuses to pin, copies are slower: raise it with ulimit -l"
+            )
+
     # ---- what is asked for --------------------------------------------------------------------
 
     def _device_share(self) -> float:
         """Share of the states that is on the device by the user's word."""
         return 1.0 if self.state_tier == DEVICE else 1.0 - self.config.zero_optimization.offload_optimizer.ratio
 
-    def _budget(self, wish: int | str | None, free_bytes: int) -> int | None:
-        return int(free_bytes * AUTO_SHARE) if wish == "auto" else None if wish is None else int(wish)
+    def _budget(self, wish: int | str | None, free_bytes: int | None) -> int | None:
+        return int((free_bytes or 0) * AUTO_SHARE) if wish == "auto" else None if wish is None else int(wish)
 
     # ---- device -------------------------------------------------------------------------------
 
-    def _limits(self) -> Limits:
+    def _limits(self, depth: Depth) -> Limits:
         zero = self.config.zero_optimization
-        largest = max(self.movable, key=lambda unit: unit.numel, default=None)
-        largest_numel = largest.numel if largest else 0
-        live = zero.stage3_max_live_parameters
-        total = sum(unit.numel for unit in self.movable)
-        if live is None:
-            live = self._derived_live_numel(largest_numel)
-        elif largest is not None:
-            check_live_limit(largest, live)
-        prefetch = zero.stage3_prefetch_bucket_size
-        reuse = zero.stage3_max_reuse_distance
+        live = min(depth.live_numel, sum(unit.numel for unit in self.movable))
+        prefetch, reuse = zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance
+        ahead = max(live // 4, self.largest.numel if self.largest else 0)
         return Limits(
-            live_numel_max=min(live, total),
-            prefetch_numel=largest_numel if prefetch is None else prefetch,
+            live_numel_max=live,
+            prefetch_numel=ahead if prefetch is None else prefetch,
             reuse_numel_max=live if reuse is None else reuse,
         )
 
-    def _derived_live_numel(self, largest_numel: int) -> int:
-        """Four neighbours: one in use, one or two ahead, one kept; less if the device budget says so."""
-        numels = [unit.numel for unit in self.movable]
-        live = max((sum(numels[i : i + 4]) for i in range(len(numels))), default=0) + self.nested_numel
-        if self.device_budget is None or self._used_at_home(self.param_tier):
-            return live
-        fixed = sum(self.sizes.weight_bytes(u) for u in self.layout.units if u.persistent or self.param_tier == DEVICE)
+    def _efforts(self) -> Iterator[tuple[Depth, float | None]]:
+        """(depth, share of the host's free memory) of the plans to try, the best first."""
+        found = self._depths()
+        yield from ((depth, None) for depth in found[:2])
+        yield from ((depth, AUTO_SHARE) for depth in found)
+        yield from ((found[-1], share) for share in (1.0, None))
+
+    def _depths(self) -> list[Depth]:
+        """What the device may be asked for, deepest first: see the rule in `zero.plans.depth`."""
+        explicit, budget, free = self._soft_live_numel(), self.device_budget, self.machine.device_bytes
+        deep, *less = depths(self.uses, self.largest.numel if self.largest else 0)
+        if explicit is not None:
+            deep = replace(deep, live_numel=explicit)
+        found = [deep, *(depth.within(explicit) for depth in less)]
+        spare = 0
+        if budget is not None:
+            found = [depth for depth in found if self._device_bytes(depth) <= budget]
+            if not found:
+                raise self._device_refusal(less[-1].within(explicit))
+            spare = budget - self._device_bytes(found[0])
+        elif free is not None and explicit is None:
+            spare = self._fixed_device_bytes() + int(free * FREE_SHARE) - self._device_bytes(deep)
+            if spare < 0:
+                del found[0]
+        if spare > 0 and explicit is None and (budget is not None or not self.on_cpu):
+            found[0] = found[0].deeper(spare // max((unit.dtype.itemsize for unit in self.movable), default=2))
+        return found
+
+    def _soft_live_numel(self) -> int | None:
+        """`stage3_max_live_parameters`, or what one call holds where that is more; None: it is derived."""
+        explicit = self.config.zero_optimization.stage3_max_live_parameters
+        if explicit is not None and explicit < self.uses.most and self.largest is not None:
+            logger.warning(
+                "zero_optimization.stage3_max_live_parameters: %s are fewer elements than one call of the model uses; "
+                "%s are gathered there (largest unit: %s, %s elements). Only weights that nothing but nn.Linear and "
+                "nn.Embedding owns are cut into tiles; see zero.TiledLinear",
+                *(f"{explicit:,}", f"{self.uses.most:,}", self.largest.name, f"{self.largest.numel:,}"),
+            )
+            return self.uses.most
+        return explicit
+
+    def _device_bytes(self, depth: Depth) -> int:
+        """What the device is asked for at that depth, before spare memory is spent on states."""
+        in_place = {unit.index for unit in self.movable if not unit.numel or self._used_at_home(self.param_tier)}
+        pools = self.pools.units(self.movable, in_place, depth) + self.pools.gradients(depth.gradients)
+        return self._fixed_device_bytes() + pools + self.pools.exchange() + self._passing_bytes()
+
+    def _fixed_device_bytes(self) -> int:
+        """What is on the device whatever the depth."""
+        units = (u for u in self.layout.units if u.persistent or self.param_tier == DEVICE)
+        fixed = sum(map(self.sizes.weight_bytes, units)) + self._deferred_bytes()
         if self.state_tier == DEVICE:
             fixed += sum(self.sizes.gradient_bytes(unit) for unit in self.trained)
-        fixed += int(self._device_share() * self.sizes.records_bytes(self._full_sub_group_numel()))
-        width = max((unit.dtype.itemsize for unit in self.movable), default=2)
-        gradient_pool = self.pools.gradients() + self.pools.exchange() + self._passing_bytes()
-        fits = (self.device_budget - fixed - gradient_pool) // width - largest_numel
-        need = largest_numel + self.nested_numel
-        if fits < need:
-            least = fixed + gradient_pool + (need + largest_numel) * width
-            raise BudgetError(
-                f"memory_budget.device: {self.device_budget:,} bytes cannot hold the largest unit "
-                f"({largest_numel:,} elements) beside what stays on the device; it takes at least {least:,}"
-            )
-        total = sum(numels)
-        return min(fits, total)
+        return fixed + int(self._device_share() * self.sizes.records_bytes(self._full_sub_group_numel()))
 
-    def _staged_on_device(self) -> int:
-        widened = self.wide or (self.host_budget is not None and self._uses_disk())
+    def _device_refusal(self, least: Depth) -> BudgetError:
+        name, numel = (self.largest.name, self.largest.numel) if self.largest else ("none", 0)
+        return BudgetError(
+            f"memory_budget.device: {self.device_budget:,} bytes cannot hold the largest unit ({name}, {numel:,} "
+            f"elements) and its gradient beside what stays on the device; it takes at least "
+            f"{self._device_bytes(least):,}, or units cut smaller by zero_optimization.stage3_max_live_parameters"
+        )
+
+    def _staged_on_device(self, bounded: bool) -> int:
+        widened = self.wide or (bounded and self._uses_disk())
         return self.pools.staged_width(self.param_tier != DEVICE, self.state_tier != DEVICE, widened)
 
     def _passing_bytes(self) -> int:
@@ -209,20 +317,24 @@ class Planner:
         on_device = self.state_tier == DEVICE or self._device_share() > 0 or self.device_budget is not None
         groups = self.layout.sub_groups(self._full_sub_group_numel()) if on_device else ()
         near_bytes = sum(self.pools.near_parts(self.movable).values())
-        updates_bytes = self.pools.updates(groups, self._staged_on_device(), RECORDS_IN_FLIGHT)
+        updates_bytes = self.pools.updates(groups, self._staged_on_device(bounded=True), RECORDS_IN_FLIGHT)
         return near_bytes + self.pools.stand_in() + updates_bytes
 
-    def _size_pools(self, plan: Plan) -> None:
+    def _deferred_bytes(self) -> int:
+        """Of whole gradients that are added up before they are reduced."""
+        deferred = self.placement.gradients_deferred and not self.placement.alone and self.wide
+        return sum(unit.numel * 4 for unit in self.trained) if deferred else 0
+
+    def _size_pools(self, plan: Plan, depth: Depth) -> None:
         in_place = {
             unit.index for unit in self.movable if not unit.numel or self._used_at_home(plan.weight_tiers[unit.index])
         }
-        plan.unit_pool_bytes = self.pools.units(self.movable, in_place, plan.limits.live_numel_max)
+        plan.unit_pool_bytes = self.pools.units(self.movable, in_place, depth)
         # Used when a gradient cannot be collected where it is stored; a second backward needs it always.
-        plan.gradient_pool_bytes = self.pools.gradients()
+        plan.gradient_pool_bytes = self.pools.gradients(depth.gradients)
         plan.exchange_bytes = self.pools.exchange()
         plan.near_parts = self.pools.near_parts(self.movable)
-        if self.placement.gradients_deferred and not self.placement.alone and self.wide:
-            plan.deferred_bytes = sum(unit.numel * 4 for unit in self.trained)
+        plan.deferred_bytes = self._deferred_bytes()
 
     def _lies_whole(self, unit: Unit, plan: Plan) -> bool:
         several = unit.shard_numel != unit.numel
@@ -238,11 +350,15 @@ class Planner:
 
     # ---- host ---------------------------------------------------------------------------------
 
-    def _place_host(self, plan: Plan) -> int | None:
-        """Spend the host budget: what must be there, the working set, then caches in a fixed order.
+    def _place_host(self, plan: Plan, depth: Depth, host_share: float | None) -> int | None:
+        """Spend what the host has: what must be there, the working set, then caches in a fixed order.
+
+        Without a budget only gradients are cached: they are in host memory unless it is short.
 
         Returns what is left for state records; None without a budget.
         """
+        limit = self._host_limit_bytes(depth, host_share)
+        plan.host_bounded = limit is not None
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
         plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
         can_spill = gradient_home == HOST and self._uses_disk()
@@ -250,28 +366,54 @@ class Planner:
         if self.param_tier == HOST:
             fixed += sum(self.sizes.weight_bytes(unit) for unit in self.movable)
         gradients = sum(self.sizes.gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
-        budget = self.host_budget
-        if budget is None:
-            spill, rest = False, None
-        else:
-            spill = can_spill
-            rest = budget - fixed - (0 if spill else gradients)
+        spill = can_spill and limit is not None
+        rest = None if limit is None else limit - fixed - (0 if spill else gradients)
         numel, full = self._sub_group_numel(plan, rest, spill)
         plan.sub_groups = self.layout.sub_groups(numel)
         plan.arena_bytes = self._arena_bytes(plan, numel, spill)
-        if rest is not None and budget is not None:
+        if rest is not None and limit is not None:
             rest -= self._working_bytes(plan, numel, spill)
             if rest < 0:
-                raise BudgetError(
-                    f"memory_budget.host: {budget:,} bytes are too few; this model takes at least "
-                    f"{budget - rest:,} with offload_param {self.param_tier} and offload_optimizer {self.state_tier}"
-                )
-        if rest is not None and not full:
+                raise self._host_refusal(depth, limit - rest)
+        if rest is not None and (not full or host_share == 1.0):  # on the last bytes nothing is cached
             rest = 0
-        rest = self._cache_weights(plan, rest)
+        budgeted = self.host_budget is not None
+        left = self._cache_weights(plan, rest if budgeted else None)
         if spill:
-            rest = self._cache_gradients(plan, rest or 0)
-        return rest
+            left = self._cache_gradients(plan, (left if budgeted else rest) or 0)
+        return left if budgeted else None
+
+    def _host_limit_bytes(self, depth: Depth, host_share: float | None) -> int | None:
+        """What the plan may take of host memory; None: it is checked afterwards."""
+        if host_share is None:
+            return self.host_budget
+        free = int(self.machine.available_bytes * host_share) - (self._device_bytes(depth) if self.on_cpu else 0)
+        return free if self.host_budget is None else min(self.host_budget, free)
+
+    def _host_refusal(self, depth: Depth, need: int) -> _Short:
+        """The host cannot have `need` bytes, the least that the plan takes."""
+        where = f"with offload_param {self.param_tier} and offload_optimizer {self.state_tier}"
+        if self.host_budget is not None and need > self.host_budget:
+            budget = f"memory_budget.host: {self.host_budget:,} bytes are too few"
+            return _Short(f"{budget}; this model takes at least {need:,} {where}", need)
+        return self._host_short(need + (self._device_bytes(depth) if self.on_cpu else 0))
+
+    def _host_short(self, need: int, table: str = "") -> _Short:
+        """The machine has no `need` bytes of host memory."""
+        have = f"{self.machine.available_source} leaves {self.machine.available_bytes:,}"
+        advice = self._what_could_move(on_host=True)
+        return _Short(f"the plan needs at least {need:,} bytes of host memory, {have}; {advice}\n{table}".strip(), need)
+
+    def _what_could_move(self, *, on_host: bool) -> str:
+        """How to need less of the host's memory, or else of the device's."""
+        blocks = (("offload_param", self.param_tier), ("offload_optimizer", self.state_tier))
+        here = {DEVICE, HOST} if on_host and self.on_cpu else {HOST if on_host else DEVICE}
+        away = [f'{block}.device "{NVME}"' for block, tier in blocks if tier in here]
+        if away:
+            return f"set {' and '.join(away)}"
+        if on_host and not self.on_cpu:
+            return "all planes are on NVMe; end what else uses memory, or spread the model over more nodes"
+        return "all planes are elsewhere; cut units smaller by zero_optimization.stage3_max_live_parameters"
 
     def _sub_group_numel(self, plan: Plan, rest: int | None, spill: bool) -> tuple[int, bool]:
         """(elements of a sub-group, is that the full size).
@@ -282,21 +424,30 @@ class Planner:
         full = self._full_sub_group_numel()
         if rest is None or self._working_bytes(plan, full, spill) <= rest:
             return full, True
-        numel = BLOCK_NUMEL
+        numel = self._least_sub_group_numel(full)
         while 2 * numel < full and self._working_bytes(plan, 2 * numel, spill) <= rest:
             numel *= 2
         return numel, numel == full
 
+    def _least_sub_group_numel(self, full: int) -> int:
+        """A power of two blocks: tables and Python's objects for each sub-group are to stay small beside the model."""
+        numel = BLOCK_NUMEL
+        while 2 * numel <= full and numel * SUB_GROUPS_MAX < self._largest_space_numel():
+            numel *= 2
+        return numel
+
+    def _largest_space_numel(self) -> int:
+        return max((space.numel for space in self.layout.spaces if space.trainable), default=BLOCK_NUMEL)
+
     def _full_sub_group_numel(self) -> int:
         """Elements of a sub-group where memory is no concern."""
-        largest_space = max((space.numel for space in self.layout.spaces if space.trainable), default=BLOCK_NUMEL)
-        full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-largest_space // RECORDS_IN_FLIGHT), BLOCK_NUMEL))
+        full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-self._largest_space_numel() // RECORDS_IN_FLIGHT), BLOCK_NUMEL))
         explicit = self.config.zero_optimization.sub_group_size
         if explicit is not None:
             full = min(full, explicit)
         return max(full // BLOCK_NUMEL, 1) * BLOCK_NUMEL
 
-    def _staged_bytes(self, numel: int, spill: bool) -> int:
+    def _staged_bytes(self, numel: int, spill: bool, bounded: bool) -> int:
         """Arena bytes of a sub-group of `numel` elements in flight: whatever of it may not be in memory."""
         needs = [0]
         for space in self.layout.spaces:
@@ -304,7 +455,7 @@ class Planner:
                 nbytes = self.sizes.format(space).nbytes(numel) if self.state_tier == NVME else 0
                 nbytes += numel * space.dtype.itemsize if self._weights_staged() else 0
                 # An unannounced second backward widens a gradient, on disk when memory is budgeted.
-                nbytes += 4 * numel if spill or (self.host_budget is not None and self._uses_disk()) else 0
+                nbytes += 4 * numel if spill or (bounded and self._uses_disk()) else 0
                 needs.append(nbytes)
         return max(needs)
 
@@ -329,7 +480,7 @@ class Planner:
 
     def _arena_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
         # One page per leased part: a record, its weights and its gradients are leased apart.
-        slot = align_up(self._staged_bytes(numel, spill), 4096)
+        slot = align_up(self._staged_bytes(numel, spill, plan.host_bounded), 4096)
         return plan.records_in_flight * (slot + 3 * 4096 if slot else 0) + self._staging_bytes()
 
     def _working_bytes(self, plan: Plan, numel: int, spill: bool) -> int:

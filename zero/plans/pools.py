@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+import torch
+
+from offload.poison import poison_bytes
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.placement import ONE_RANK, Placement
+from zero.plans.depth import Depth
 
 WIDE_CHUNK_NUMEL, WIDE_CHUNKS = 1 << 20, 3
 """Elements of a gradient that are widened at once on a GPU, and how many such chunks are on their way."""
@@ -21,48 +25,57 @@ class PoolSizes:
     """Sizes for one model.
 
     Args:
+        device: where units are computed on.
         on_gpu: the device's memory is not the host's.
         wide: gradients are accumulated in fp32 from the start.
         placement: who shares each unit.
     """
 
-    def __init__(self, layout: Layout, *, on_gpu: bool, wide: bool, placement: Placement = ONE_RANK) -> None:
-        self._layout, self._on_gpu, self._wide, self._placement = layout, on_gpu, wide, placement
+    def __init__(
+        self, layout: Layout, device: torch.device, *, on_gpu: bool, wide: bool, placement: Placement = ONE_RANK
+    ) -> None:
+        self._layout, self._device, self._on_gpu = layout, device, on_gpu
+        self._wide, self._placement = wide, placement
         self._trained = [unit for unit in layout.units if unit.trainable]
 
     def stand_in(self) -> int:
-        """Bytes that released parameters look at; on the CPU its pages share one small block."""
-        return max((unit.nbytes for unit in self._layout.units), default=0) if self._on_gpu else 0
+        """What released parameters look at takes of the device."""
+        return poison_bytes(max((unit.nbytes for unit in self._layout.units), default=0), self._device)
 
     def sums(self) -> int:
-        """Pinned bytes of the host for all block sums: a GPU can write to no other memory there."""
-        return sum(map(gradient_sums_bytes, self._trained)) if self._on_gpu else 0
+        """Bytes of the host for all block sums; pinned with a GPU, which can write to no other memory there."""
+        return sum(map(gradient_sums_bytes, self._trained))
 
-    def units(self, movable: Sequence[Unit], in_place: Collection[int], live_numel_max: int) -> int:
+    def units(self, movable: Sequence[Unit], in_place: Collection[int], depth: Depth) -> int:
         """Room for units that are gathered, and for rows of experts.
 
         Args:
             movable: the units that come and go.
             in_place: those (indices) that are used where they live.
-            live_numel_max: elements gathered at a time.
+            depth: elements gathered at a time, and room against holes.
         """
         pooled = [unit for unit in movable if unit.index not in in_place]
-        # One largest unit of slack: holes between blocks of unequal size then never stop a gather.
-        slack = max((unit.numel for unit in pooled), default=0)
-        numel = min(live_numel_max + slack, sum(unit.numel for unit in pooled))
+        numel = min(depth.live_numel + depth.slack_numel, sum(unit.numel for unit in pooled))
         width = max((unit.dtype.itemsize for unit in pooled), default=0)
         # Rows are gathered also where whole units are used in place: two layers' at most, as when one is recomputed.
         rows = 2 * max((unit.nbytes for unit in movable if unit.expert_rows and unit.index in in_place), default=0)
         return numel * width + rows
 
-    def gradients(self) -> int:
-        """Room for flat gradients of the largest unit; on a GPU with their sums, and with chunks widened there."""
-        count = 2 if self._placement.alone else 3  # one is always zero: what a rank gives that has none
-        flat = count * max((unit.numel * unit.dtype.itemsize for unit in self._trained), default=0)
+    def gradients(self, count: int) -> int:
+        """Room for `count` flat gradients of the largest unit and for those of what is always there.
+
+        On a GPU with their sums, and with chunks widened there.
+        """
+        largest = max((unit.nbytes for unit in self._trained), default=0)
+        # Neighbours among these are open together while gradients come in the reverse order of the model.
+        small = 2 * max((unit.nbytes for unit in self._trained if unit.persistent and unit.nbytes < largest), default=0)
+        if not self._placement.alone:
+            count += 1  # one is always zero: what a rank gives that has none
+        flat = count * largest + small
         if not self._on_gpu or not flat:
             return flat
         sums = max(align_up(gradient_sums_bytes(unit), PAGE_BYTES) for unit in self._trained)
-        return flat + 2 * sums + (WIDE_CHUNKS * WIDE_CHUNK_NUMEL * 4 if self._wide else 0)
+        return flat + (count + 2) * sums + (WIDE_CHUNKS * WIDE_CHUNK_NUMEL * 4 if self._wide else 0)
 
     def near_parts(self, movable: Iterable[Unit]) -> dict[int, int]:
         """Bytes of this rank's part of each unit (index) among its neighbours, where they share weights out again."""

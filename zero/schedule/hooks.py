@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import BoundUnit
+from zero.params.units import can_root
 from zero.schedule.compiling import edge, inside, register
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, exchange, open_frame, tensors_in
@@ -86,6 +87,33 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         return dict, (dict(self),)
 
 
+def _outside(root: nn.Module, fetched: dict[nn.Module, set[int]]) -> set[nn.Module]:
+    """Modules around fetched units or beside them: what one of them borrows is in use until it returns.
+
+    Args:
+        root: the model.
+        fetched: scope -> its units that come and go.
+    """
+    if not any(fetched.values()):
+        return set()
+    below: dict[nn.Module, set[int]] = {}
+
+    def units_below(module: nn.Module) -> set[int]:
+        if module not in below:
+            below[module] = set().union(*(units_below(c) | fetched.get(c, set()) for c in module.children()))
+        return below[module]
+
+    found: set[nn.Module] = set()
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        own = fetched.get(module)
+        if module not in found and not (own and units_below(module) <= own):
+            pending += module.children()
+        found.add(module)
+    return {module for module in found if can_root(module)}
+
+
 class ModuleHooks:
     """Installs and removes the hooks of one model.
 
@@ -104,7 +132,12 @@ class ModuleHooks:
         events: BackwardEvents,
         timeline: Timeline,
     ) -> None:
-        self._root, self._scopes, self._bound = root, {root: [], **scopes}, bound
+        self._root, self._bound = root, bound
+        fetched = {module: {i for i in units if not bound[i].unit.persistent} for module, units in scopes.items()}
+        outside = _outside(root, fetched)
+        self._scopes = {root: [], **{module: [] for module in outside}, **scopes}
+        self._quiet = {module for module, units in fetched.items() if not units} - outside - {root}
+        """Modules inside a fetched one, with nothing but what is always bound: they matter when called alone."""
         self._coordinator, self._events, self._timeline = coordinator, events, timeline
         self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
         self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
@@ -167,7 +200,7 @@ class ModuleHooks:
         return {
             module
             for module, units in self._scopes.items()
-            if units and all((module, index) in around for index in units)
+            if module is not self._root and all((module, index) in around for index in units)
         }
 
     def remove(self) -> None:
@@ -234,6 +267,8 @@ class ModuleHooks:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module not in self._scopes:
                 return  # a copy of one of ours, hooks and all: it has parameters of its own
+            if self._calls and module in self._quiet:
+                return
             grad = torch.is_grad_enabled()
             call = OpenCall(module, in_backward())
             self._calls.append(call)

@@ -71,11 +71,11 @@ class Storage:
         device: torch.device,
         shared: SharedPlaces | None = None,
         open_snapshot: OpenSnapshot | None = None,
+        coming: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.layout, self.plan, self.device, self._shared = layout, plan, device, shared
         self._open_snapshot = open_snapshot
         self._flats: dict[int, torch.Tensor] = {}
-        self._budgeted = config.memory_budget.host is not None
         self._pinned = device.type == "cuda" and wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
         self._on_device = frozenset(group for group, tier in tiers if tier == DEVICE)
@@ -86,7 +86,7 @@ class Storage:
         self.timeline = Timeline()
         self.at_end: list[Callable[[], None]] = []
         self.at_rest: list[Callable[[], None]] = []
-        self.disk = self._open_disk(config)
+        self.disk = self._open_disk(config, coming)
         aio = self.disk.aio if self.disk else None
         self.streams = open_streams(device, self.timeline)
         if aio is None:
@@ -144,7 +144,7 @@ class Storage:
         """
         nbytes = unit.shard_numel * 4
         in_memory = self.plan.gradient_tiers[unit.index] != NVME
-        if in_memory and not self._budgeted:
+        if in_memory and not self.plan.host_bounded:
             memory = self._region(self.plan.gradient_tiers[unit.index], nbytes).take(nbytes)
             home = Home(unit.begin, unit.end, memory)
         elif self.disk is not None:
@@ -255,7 +255,7 @@ class Storage:
 
     # ---- construction -------------------------------------------------------------------------
 
-    def _open_disk(self, config: Config) -> Disk | None:
+    def _open_disk(self, config: Config, coming: Mapping[int, int]) -> Disk | None:
         if not self.plan.swap_bytes:
             return None
         aio = config.aio
@@ -269,7 +269,8 @@ class Storage:
             single_submit=aio.single_submit,
             overlap_events=aio.overlap_events,
         )
-        swap = (self._open_snapshot or partial(SwapSpace, paths))(self.plan.swap_bytes, tuned.speeds)
+        make_swap = self._open_snapshot or partial(SwapSpace, paths, coming=coming)
+        swap = make_swap(self.plan.swap_bytes, tuned.speeds)
         try:
             return Disk(open_tuned(options, tuned), swap)
         except BaseException:

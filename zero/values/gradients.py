@@ -39,7 +39,7 @@ class GradientValues:
     def read(self, unit: Unit, slot: Slot) -> torch.Tensor | None:
         """The mean over all ranks, (slot.numel,) fp32 on the host; None if no rank has any. All ranks come here."""
         state, waiting = self._state(unit), self._gradients.waiting().get(unit.index)
-        had = bool(state.contributions[unit.slots.index(slot)])
+        had = bool(state.contributions[slot.position])
         answers = self._exchange.agree(f"gradient of {slot.name}", json.dumps([had, waiting is not None]).encode())
         told = [json.loads(answer) for answer in answers]
         if not any(had for had, _ in told):
@@ -93,7 +93,7 @@ class GradientValues:
         self._gradients.drop_waiting(unit, slot)
         first = unit.origin + slot.offset_numel + begin
         last = first + values.numel()
-        state.contributions[unit.slots.index(slot)] = max(state.contributions[unit.slots.index(slot)], 1)
+        state.contributions[slot.position] = max(state.contributions[slot.position], 1)
         state.summed = True
         # A new gradient is zero elsewhere; of one that is there only the blocks that change are rewritten.
         lo, hi = (unit.begin, unit.end) if fresh else _blocks(unit, first, last)
