@@ -505,6 +505,52 @@ def test_what_a_constructor_still_looks_at_is_not_spilled_under_it(
     assert_built_alike(open_engine, nvme_path, Holds)
 
 
+def test_what_a_constructor_has_edited_is_spilled_again_while_it_goes_on(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a root that initialises all of its parts would have the whole model in memory."""
+    from zero.params import provisional
+
+    present: list[int] = []
+
+    class Edits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+            for part in self.parts:
+                nn.init.normal_(part.weight)
+                part.bias.data.fill_(2.0)
+                present.append(sum(not isinstance(p, ReleasedParameter) for p in self.parameters()))
+
+    monkeypatch.setattr(provisional, "FETCHED_BYTES_MAX", 100)
+    with zero.Init(config_dict_or_path=make_config(NVME, nvme_path)):
+        Edits()
+    assert max(present) <= 2
+    assert_built_alike(open_engine, nvme_path, Edits)
+
+
+def test_a_class_that_is_decorated_inside_is_cut_like_any_other(nvme_path: Path) -> None:
+    """Transformers imports a model's file when it is asked for, and its decorators put constructors around ours."""
+    with zero.Init(config_dict_or_path=make_config(NVME, nvme_path)):
+
+        class Experts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(4, 4))
+
+        inner = Experts.__init__
+
+        def around(self: Any) -> None:
+            inner(self)
+            self.config = 1
+
+        Experts.__init__ = around  # type: ignore[method-assign]
+        experts = Experts()
+        assert isinstance(experts.weight, ReleasedParameter)
+        experts.weight = nn.Parameter(torch.zeros(4, 4))
+    assert isinstance(experts.weight, ReleasedParameter)
+
+
 def test_one_line_says_what_cutting_a_whole_model_cost(
     open_engine: Open, nvme_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

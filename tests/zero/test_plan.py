@@ -20,7 +20,7 @@ from zero.params.layout import Layout, UnitContent, build_layout
 from zero.params.units import Uses
 from zero.placement import Placement
 from zero.plans.plan import DEVICE, HOST, NVME, Plan
-from zero.plans.planner import Planner
+from zero.plans.planner import AUTO_SHARE, Planner
 
 TIERS = ("none", "cpu", "nvme")
 BLOCK = 4096
@@ -375,7 +375,7 @@ def test_gradients_go_to_nvme_as_far_as_the_host_is_short(pair: tuple[str, str],
     gradients = sum(row.nbytes for row in roomy.rows if (row.tier, row.plane) == (HOST, "gradients"))
     spilled = []
     for lacking in range(1, gradients // 10 * 9, gradients // 10):
-        machine = replace(MACHINE, available_bytes=need - lacking)
+        machine = replace(MACHINE, available_bytes=int((need - lacking) / AUTO_SHARE))
         plan = replace(wish, machine=machine).plan()
         assert plan.host_bounded or device == CPU, "what passes through the device is host memory there, and goes first"
         spilled.append(sum(row.nbytes for row in plan.rows if (row.tier, row.plane) == (NVME, "gradients")))

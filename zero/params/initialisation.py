@@ -90,6 +90,8 @@ class Init:
         self._keeper: ProvisionalKeeper | None = None
         self._made: list[weakref.ref[nn.Module]] = []
         """Modules whose constructors have run inside."""
+        self._constructing: set[int] = set()
+        """Modules (ids) whose constructors run."""
         self._watches = self._paths is not None or self._dtype is not None or self.announces
         if module is not None and self._watches:
             self._keeper = ProvisionalKeeper(self._paths) if self._paths is not None else None
@@ -172,11 +174,18 @@ class Init:
 
         @functools.wraps(original)
         def constructor(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            original(module, *args, **kwargs)
+            # Only the outermost constructor sees the finished module. It need not be the class's own any more: a
+            # decorator may have put another around it.
+            outermost = id(module) not in watcher._constructing
+            watcher._constructing.add(id(module))
+            try:
+                original(module, *args, **kwargs)
+            finally:
+                if outermost:
+                    watcher._constructing.discard(id(module))
             if watcher._keeper is not None:
                 watcher._keeper.spill_unseen()  # one further out may hold what it has taken from a parameter
-            # Only the outermost constructor sees the finished module.
-            if type(module).__dict__.get("__init__", type(module).__init__) is constructor:
+            if outermost:
                 watcher._made.append(weakref.ref(module))
                 for parameter in list(module.parameters()):  # children's too: some may have been replaced
                     watcher._cut(parameter)

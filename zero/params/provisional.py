@@ -245,9 +245,16 @@ def _provisional_name(parameter: nn.Parameter) -> str:
 
 
 def _is_looked_at(parameter: nn.Parameter) -> bool:
-    """True when a tensor that somebody holds shares the parameter's memory, so that writes to it would be lost."""
+    """True when a tensor that somebody holds shares the parameter's memory, so that writes to it would be lost.
+
+    The parameter itself holds one, its `ds_tensor`.
+    """
     alone = torch.empty(1)
-    return _uses(parameter) > _uses(alone)
+    hide_shard(parameter)
+    looked_at = _uses(parameter) > _uses(alone)
+    if looked_at:
+        show_shard(parameter)
+    return looked_at
 
 
 def _uses(tensor: torch.Tensor) -> int:

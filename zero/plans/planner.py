@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,6 +36,18 @@ STAGING_CHUNKS = 8
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 AUTO_SHARE = 0.8
 """Part of the free memory that an "auto" budget takes; the rest is for activations and others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How a plan is tried."""
+
+    depth: Depth
+    """Of what passes through the device."""
+    host_share: float
+    """Of the host memory that is free, which the plan may take at most."""
+    spills: bool
+    """Gradients go to NVMe as far as that share has no room; else they lie in host memory."""
 
 
 class _Short(Exception):
@@ -98,9 +110,9 @@ class Planner:
             BudgetError: none fits; names the knob to turn, and the least that would do.
         """
         refusals: list[_Short] = []
-        for depth, host_share in self._efforts():
+        for effort in self._efforts():
             try:
-                return self._draft(depth, host_share)
+                return self._draft(effort)
             except _Short as refusal:
                 refusals.append(refusal)
         # What the last ones lack, who ask for least: of the device, or of the host in one way or the other.
@@ -111,19 +123,14 @@ class Planner:
         """The plan that takes least of a machine with room for it, whatever this one has."""
         least = self._depths()[-1]
         try:
-            return self._draft(least, 0.0)
+            return self._draft(Effort(least, 0.0, spills=True))
         except _Short as short:
             self.machine = replace(self.machine, available_bytes=short.need_bytes, device_bytes=None)
-            return self._draft(least, 1.0)
+            return self._draft(Effort(least, 1.0, spills=True))
 
-    def _draft(self, depth: Depth, host_share: float | None) -> Plan:
-        """A plan, checked.
-
-        Args:
-            depth: of what passes through the device.
-            host_share: of the host memory that is free, which the plan may take at most; what it has no room for of the
-                gradients goes to NVMe. None: gradients lie in host memory, and more than is there is refused.
-        """
+    def _draft(self, effort: Effort) -> Plan:
+        """A plan, checked. Raises _Short."""
+        depth = effort.depth
         plan = Plan(
             self._limits(depth),
             gradient_wide=self.wide,
@@ -136,7 +143,7 @@ class Planner:
         plan.records_in_flight = self._records_in_flight()
         plan.two_slots = self._wants_two_slots()
         plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
-        rest = self._place_host(plan, depth, host_share)
+        rest = self._place_host(plan, effort)
         plan.whole = frozenset(unit.index for unit in self.layout.units if self._lies_whole(unit, plan))
         self._size_pools(plan, depth)
         self._cache_records(plan, rest, self._states_on_device(plan))
@@ -162,7 +169,7 @@ class Planner:
         written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)
         if written:
             plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
-        self._check_fits(plan)
+        self._check_fits(plan, effort.host_share)
         return plan
 
     def _records_in_flight(self) -> int:
@@ -195,7 +202,7 @@ class Planner:
             for group in plan.in_swap(self.layout)
         )
 
-    def _check_fits(self, plan: Plan) -> None:
+    def _check_fits(self, plan: Plan, host_share: float) -> None:
         """Refuse what the machine cannot hold; note what may go slower.
 
         Raises:
@@ -207,7 +214,7 @@ class Planner:
                 message = f"memory_budget.{name}: the plan needs at least {need:,} bytes, the budget is {budget:,}"
                 raise _Short(message, need, of_device=name == "device")
         need = host + (device if self.on_cpu else 0)
-        if need > machine.available_bytes:
+        if need > int(machine.available_bytes * host_share):
             raise self._host_short(need, plan.table())
         if not self.on_cpu and machine.device_bytes is not None and device > machine.device_bytes:
             raise _Short(
@@ -245,12 +252,14 @@ class Planner:
             reuse_numel_max=live if reuse is None else reuse,
         )
 
-    def _efforts(self) -> Iterator[tuple[Depth, float | None]]:
-        """(depth, share of the host's free memory) of the plans to try, the best first."""
+    def _efforts(self) -> Iterator[Effort]:
+        """The plans to try, the best first."""
         found = self._depths()
-        yield from ((depth, None) for depth in found[:2])
-        yield from ((depth, AUTO_SHARE) for depth in found)
-        yield from ((found[-1], share) for share in (1.0, None))
+        if self.host_budget is None:  # else the user has decided what is left for activations and others
+            yield from (Effort(depth, AUTO_SHARE, spills=False) for depth in found[:2])
+            yield from (Effort(depth, AUTO_SHARE, spills=True) for depth in found)
+        yield from (Effort(depth, 1.0, spills=False) for depth in found)
+        yield Effort(found[-1], 1.0, spills=True)
 
     def _depths(self) -> list[Depth]:
         """What the device may be asked for, deepest first: see the rule in `zero.plans.depth`."""
@@ -350,14 +359,14 @@ class Planner:
 
     # ---- host ---------------------------------------------------------------------------------
 
-    def _place_host(self, plan: Plan, depth: Depth, host_share: float | None) -> int | None:
+    def _place_host(self, plan: Plan, effort: Effort) -> int | None:
         """Spend what the host has: what must be there, the working set, then caches in a fixed order.
 
         Without a budget only gradients are cached: they are in host memory unless it is short.
 
         Returns what is left for state records; None without a budget.
         """
-        limit = self._host_limit_bytes(depth, host_share)
+        limit = self._host_limit_bytes(effort)
         plan.host_bounded = limit is not None
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
         plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
@@ -374,8 +383,10 @@ class Planner:
         if rest is not None and limit is not None:
             rest -= self._working_bytes(plan, numel, spill)
             if rest < 0:
-                raise self._host_refusal(depth, limit - rest)
-        if rest is not None and (not full or host_share == 1.0):  # on the last bytes nothing is cached
+                raise self._host_refusal(effort.depth, limit - rest)
+        if rest is not None and (
+            not full or (effort.spills and effort.host_share == 1.0)
+        ):  # of the last bytes none are spare
             rest = 0
         budgeted = self.host_budget is not None
         left = self._cache_weights(plan, rest if budgeted else None)
@@ -383,11 +394,12 @@ class Planner:
             left = self._cache_gradients(plan, (left if budgeted else rest) or 0)
         return left if budgeted else None
 
-    def _host_limit_bytes(self, depth: Depth, host_share: float | None) -> int | None:
+    def _host_limit_bytes(self, effort: Effort) -> int | None:
         """What the plan may take of host memory; None: it is checked afterwards."""
-        if host_share is None:
+        if not effort.spills:
             return self.host_budget
-        free = int(self.machine.available_bytes * host_share) - (self._device_bytes(depth) if self.on_cpu else 0)
+        free = int(self.machine.available_bytes * effort.host_share)
+        free -= self._device_bytes(effort.depth) if self.on_cpu else 0
         return free if self.host_budget is None else min(self.host_budget, free)
 
     def _host_refusal(self, depth: Depth, need: int) -> _Short:
