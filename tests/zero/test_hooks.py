@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from models import make_config
 from torch import Tensor, nn
 
+import zero
 from zero.schedule.frame import tensors_in
 
 Open = Callable[..., Any]
@@ -573,6 +574,67 @@ BORROWINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "functional": lambda x, w: F.linear(x, w * 2),
     "expand": lambda x, w: (x.unsqueeze(1) * w.unsqueeze(0).expand(x.shape[0], -1, -1)).sum(-1),
 }
+
+
+class Head(nn.Module):
+    """Owns nothing, or next to nothing, and computes with a weight that lies elsewhere."""
+
+    def __init__(self, table: nn.Embedding, own: bool) -> None:
+        super().__init__()
+        self._table = [table]
+        self.scale = nn.Parameter(torch.ones(1)) if own else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self._table[0].weight)
+        return y if self.scale is None else y * self.scale
+
+
+class TwoHeads(nn.Module):
+    """Its root calls a table, heads that borrow it, and a layer."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 64)
+        self.heads = nn.ModuleDict({"one": Head(self.table, own), "two": Head(self.table, own)})
+        self.tail = nn.Linear(64, 64)
+        self.look: Callable[[], Any] = lambda: None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for head in self.heads.values():
+            self.look()
+            x = head(x)
+        self.look()
+        return self.tail(x).square().mean()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["without parameters", "with one that stays"])
+@pytest.mark.parametrize("keys", [{}, {"stage3_max_live_parameters": 8192}], ids=["default limits", "tight"])
+def test_what_a_module_borrows_goes_when_that_module_returns(
+    open_engine: Open, nvme_path: Any, own: bool, keys: dict[str, Any]
+) -> None:
+    """Not when the root does: a large table would be held through the whole model."""
+    config = make_config(("nvme", "nvme"), nvme_path)
+    keys = {"stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0, **keys}
+    for name in ("stage3_max_live_parameters", "stage3_prefetch_bucket_size"):
+        config["zero_optimization"].pop(name, None)
+    config["zero_optimization"].update(keys)
+    torch.manual_seed(1)
+    model = TwoHeads(own)
+    plain = copy.deepcopy(model)
+    engine = open_engine(model, config)
+    ids = torch.arange(12)
+    (table,) = [unit.index for unit in engine.units if "table.weight" in {slot.name for slot in unit.slots}]
+    in_use: list[bool] = []
+    model.look = lambda: in_use.append(engine._coordinator.in_forward_use(table))
+    loss = engine(ids)
+    assert in_use == [False, False, False]
+    engine.backward(loss)
+    plain = plain.bfloat16()
+    plain(ids).backward()
+    for name, parameter in plain.named_parameters():
+        mine = zero.utils.safe_get_full_grad(engine.module.get_parameter(name))
+        assert mine is not None and torch.equal(mine, parameter.grad.float()), name
 
 
 @pytest.mark.parametrize("borrowing", BORROWINGS)

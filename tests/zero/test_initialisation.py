@@ -551,6 +551,16 @@ def test_a_class_that_is_decorated_inside_is_cut_like_any_other(nvme_path: Path)
     assert isinstance(experts.weight, ReleasedParameter)
 
 
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_start_that_takes_long_shows_how_far_it_is(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slow: bool
+) -> None:
+    if slow:
+        monkeypatch.setattr("zero.store.adoption.SHOWN_AFTER_SECONDS", 0.0)
+    open_engine(build("gpt"), make_config(NVME, nvme_path))
+    assert ("values moved to their places" in capsys.readouterr().err) is slow
+
+
 def test_one_line_says_what_cutting_a_whole_model_cost(
     open_engine: Open, nvme_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

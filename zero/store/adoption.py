@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from offload import masters
 from offload.copies import CHUNK_BYTES, clear_alone, copy_alone
 from offload.pinned import return_freed_memory
 from offload.planes import settle_all
+from zero import ranks
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.record import Record
 from zero.store.staging import Staged, Staging
@@ -26,6 +28,8 @@ from zero.store.storage import Storage
 
 STORES = 1
 """Sub-groups on their way to the disk while another is made."""
+SHOWN_AFTER_SECONDS = 5.0
+"""A bar shows how far it is from then on."""
 RETURN_NUMEL = 16 << 20
 """Handing freed memory back walks the whole heap, so it is done once for so many elements stored."""
 
@@ -99,7 +103,19 @@ class Adoption:
             streams.wait(made)  # a model that was made on the device may still be in the making
 
         self._storage.mover.run("waiting for initial values", follow())
+        with tqdm(
+            total=sum(space.numel for space in self._layout.spaces),
+            desc="values moved to their places",
+            unit=" elements",
+            unit_scale=True,
+            delay=SHOWN_AFTER_SECONDS,
+            disable=ranks.rank() > 0,
+        ) as bar:
+            self._move_all(bar)
+
+    def _move_all(self, bar: tqdm[Any]) -> None:
         for group in self._storage.plan.sub_groups:
+            bar.update(group.end - group.begin)
             if not self._concerns(self._layout.spaces[group.space].overlapping(group.begin, group.end)):
                 continue
             self._storage.mover.run("storing initial values", self._adopt_group(group))
@@ -114,6 +130,7 @@ class Adoption:
                 for unit in filter(lambda unit: self._concerns([unit]), space.units):
                     self._storage.mover.run(f"storing {unit.name}", self._adopt_frozen(index, unit))
                     self._finish(space, unit.begin, unit.end)
+                    bar.update(unit.shard_numel)
 
     def _concerns(self, units: Iterable[Unit]) -> bool:
         only = self._only
