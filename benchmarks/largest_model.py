@@ -69,7 +69,7 @@ def real_run(report: Report, bench: Bench, options: argparse.Namespace, name: st
     figures = series.rounds[0]["ours"].figures
     plan = figures["baseline_rss_bytes"] + figures["plan_bytes"]["host"] + figures["plan_bytes"]["device"]
     moved = {way: figures[f"nvme_{way}_bytes"] for way in ("read", "write")}
-    seconds = figures["seconds"]
+    seconds = series.rounds[0]["ours"].seconds
     parts = {
         f"{figures['parameters'] / 1e9:.2f} B parameters, {figures['trained_parameters'] / 1e9:.3f} B trained": "",
         f"in {run.limit_gib:g} GiB, killed": f"{kills}",

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from benchmarks.machine import read_disk
 
 
@@ -71,6 +74,22 @@ def timed_steps(step: Callable[[], Any], *, warmup: int, steps: int, path: str |
         result["device_read_bytes"] = moved_by_all.read_bytes / steps
         result["device_write_bytes"] = moved_by_all.write_bytes / steps
     return result
+
+
+def saved_bytes(model: nn.Module, loss: Callable[[], torch.Tensor]) -> int:
+    """Bytes of the storages autograd keeps for one backward of `loss()`, the parameters' own apart."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss().backward()
+    return sum(kept.values())
 
 
 def process_io() -> dict[str, int]:

@@ -52,6 +52,15 @@ class RealRun:
             **{"sequence": self.sequence, "warmup": warmup, "steps": steps},
         }
 
+    def of_width(self, width: int, layers: int) -> RealRun:
+        """The same kind of model, small: heads of 64, a vocabulary of 8192, and 8 experts where there are any."""
+        small = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
+        small |= {"num_key_value_heads": width // 128, "head_dim": 64, "vocab_size": 8192}
+        small |= {"intermediate_size": 3 * width, "moe_intermediate_size": width // 2, "num_experts": 8}
+        known = self.model
+        changes = {key: value for key, value in small.items() if key in known or key == "head_dim"}
+        return replace(self, changes={**self.changes, **changes, "tie_word_embeddings": False})
+
     def tenth(self) -> RealRun:
         """The same with a tenth of the layers: the working set is that of the whole."""
         layers = max(self.model["num_hidden_layers"] // 10, 2)
@@ -64,3 +73,12 @@ RUNS = {
     "30B-A3B": RealRun("qwen3-30b-a3b", limit_gib=8, sequence=16, tuning="lora"),
 }
 """Llama-3.1-8B whole with 8-bit moments; the most that 80 GB of disk hold with fp32 moments; adapters on a mixture."""
+
+KINDS = {
+    "dense": RealRun("llama-3.1-8b", limit_gib=0, sequence=64),
+    "LoRA": RealRun("llama-3.1-8b", limit_gib=0, sequence=64, tuning="adapters"),
+    "experts": RealRun("qwen3-30b-a3b", limit_gib=0, sequence=64),
+}
+"""What peak memory is held against the plan for."""
+WIDTHS = {"small": (768, 12), "medium": (1280, 16), "large": (2048, 24)}
+"""(hidden size, layers)."""

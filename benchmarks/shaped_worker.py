@@ -1,6 +1,7 @@
 """One training run of a published model's shape, in a process of its own: `python -m benchmarks.shaped_worker SPEC`.
 
-SPEC is JSON: `config` (ours), `model` (the keys of a Hugging Face config), `tuning` (full, or lora over a quantised
+SPEC is JSON: `contestant` (ours, or activations: what plain torch takes beside weights and gradients), `config` (ours),
+`model` (the keys of a Hugging Face config), `tuning` (full; adapters: LoRA by PEFT; lora: adapters over a quantised
 base), `sequence`, `warmup`, `steps`, `path`. Weights are random: what is measured is bytes, memory and time.
 """
 
@@ -9,14 +10,18 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
 import zero
-from benchmarks.loop import emit, peak_rss_bytes, timed_steps
+from benchmarks.loop import emit, peak_rss_bytes, saved_bytes, timed_steps
 from benchmarks.quantised import lora_over_codes
+from offload.pinned import return_freed_memory
 
 COUNTERS = (
     *("forward_seconds", "backward_seconds", "optimizer_seconds", "exposed_wait_seconds"),
@@ -24,24 +29,27 @@ COUNTERS = (
 )
 
 
-def build(spec: dict[str, Any]) -> nn.Module:
-    """The model, its values on NVMe; of a quantised one the base is frozen codes."""
+def build(spec: dict[str, Any], **changes: Any) -> nn.Module:
+    """The model as the user's code makes it."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(**spec["model"])
+    config = transformers.AutoConfig.for_model(**{**spec["model"], **changes})
     config.use_cache = False
-    with zero.Init(config_dict_or_path=spec["config"]):
-        if spec["tuning"] == "full":
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-        else:
-            model = lora_over_codes(config)
+    if spec["tuning"] == "lora":
+        return lora_over_codes(config)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    if spec["tuning"] == "adapters":
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))  # type: ignore[arg-type]
     return model
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     """Build, train and count."""
     began = time.perf_counter()
-    model = build(spec)
+    with zero.Init(config_dict_or_path=spec["config"]):
+        model = build(spec)
     built = time.perf_counter()
     emit("built", seconds=built - began, peak_rss_bytes=peak_rss_bytes())
     engine = zero.initialize(model=model, config=spec["config"])[0]
@@ -55,8 +63,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         nonlocal before
         if engine.global_steps == spec["warmup"]:
             before = engine.statistics()
-        tokens = torch.randint(0, spec["model"]["vocab_size"], (1, spec["sequence"]), generator=generator)
-        loss = engine(input_ids=tokens.to(engine.device), labels=tokens.to(engine.device)).loss
+        tokens = tokens_of(spec, generator).to(engine.device)
+        loss = engine(input_ids=tokens, labels=tokens).loss
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
@@ -80,11 +88,46 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         }
 
 
+def tokens_of(spec: dict[str, Any], generator: torch.Generator) -> torch.Tensor:
+    """One sample."""
+    return torch.randint(0, spec["model"]["vocab_size"], (1, spec["sequence"]), generator=generator)
+
+
+def activations(spec: dict[str, Any]) -> dict[str, Any]:
+    """Memory of a step of plain torch beside weights and gradients: `activation_bytes`.
+
+    A model of one layer is run for real and its process watched; each further layer adds what autograd keeps for it.
+    """
+    tokens = tokens_of(spec, torch.Generator().manual_seed(0))
+
+    def make(layers: int) -> nn.Module:
+        model = build(spec, num_hidden_layers=layers).bfloat16()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        return model
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    saved = [saved_bytes(model, partial(loss_of, model)) for model in map(make, (1, 2))]
+    model = make(1)
+    return_freed_memory()
+    before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    for _ in range(3):
+        loss_of(model).backward()
+    grown = peak_rss_bytes() - before
+    further = (spec["model"]["num_hidden_layers"] - 1) * (saved[1] - saved[0])
+    return {"seconds": 0.0, "activation_bytes": grown + further, "grown_bytes": grown}
+
+
 def main() -> None:
     """Run what the specification says and print its figures."""
     spec = json.loads(sys.argv[1])
     torch.manual_seed(0)
-    emit("done", **run(spec), peak_rss_bytes=peak_rss_bytes(), torch=torch.__version__)
+    contestant = {"ours": run, "activations": activations}[spec.get("contestant", "ours")]
+    emit("done", **contestant(spec), peak_rss_bytes=peak_rss_bytes(), torch=torch.__version__)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import psutil
 import torch
 
 import zero
-from benchmarks.loop import emit, peak_rss_bytes, timed_steps
+from benchmarks.loop import emit, peak_rss_bytes, saved_bytes, timed_steps
 from benchmarks.models import GPT, Samples
 from benchmarks.shapes import Shape
 from offload.aio import AioOptions, open_aio
@@ -106,7 +107,9 @@ def activations(spec: dict[str, Any]) -> dict[str, Any]:
     """
     shape = Shape(**spec["shape"])
     samples = Samples(shape)
-    saved = [_saved_bytes(GPT(replace(shape, layers=layers)).bfloat16(), samples) for layers in (1, 2)]
+    models = [GPT(replace(shape, layers=layers)).bfloat16() for layers in (1, 2)]
+    saved = [saved_bytes(model, partial(_loss, model, samples)) for model in models]
+    del models
     return_freed_memory()
     model = GPT(replace(shape, layers=1)).bfloat16()
     return_freed_memory()
@@ -125,20 +128,9 @@ def activations(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _saved_bytes(model: GPT, samples: Samples) -> int:
-    """Bytes of the storages autograd keeps for one backward, the parameters' own apart."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(samples.next()).backward()
-    return sum(kept.values())
+def _loss(model: GPT, samples: Samples) -> torch.Tensor:
+    loss: torch.Tensor = model(samples.next())
+    return loss
 
 
 def disk(spec: dict[str, Any]) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class ZeroConfig(Block):
     stage3_param_persistence_threshold: Count = 100_000
     """Parameters with fewer elements stay gathered."""
     stage3_max_live_parameters: Count | None = None
-    """[elements] most on the device at once. None: about four units; so is 0, with which DeepSpeed keeps least."""
+    """[elements] most on the device at once, but what one call uses. None, and 0 (DeepSpeed: least): derived."""
     stage3_max_reuse_distance: Count | None = None
     """[elements] a unit that is used again sooner stays. None: the live limit."""
 

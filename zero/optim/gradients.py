@@ -52,8 +52,8 @@ class UnitGradient:
     """Of what the plane holds, in host memory."""
     summed: bool = False
     """Something has been stored since the last step."""
-    arrived: list[int] = field(default_factory=list)
-    """Slots whose latest contribution waits in `buffer`."""
+    arrived: dict[int, None] = field(default_factory=dict)
+    """Slots, in order, whose latest contribution waits in `buffer`."""
     buffer: torch.Tensor | None = None
     """Flat gradient, unit.numel elements of unit.dtype."""
     block: Block | None = None
@@ -139,7 +139,7 @@ class Gradients:
         else:
             place.zero_()
             place.view(slot.shape)[rows] = gradient.to(place.dtype)
-        state.arrived.append(position)
+        state.arrived[position] = None
         self.order[index, position] = None
         return len(state.arrived) == len(state.unit.slots)
 
@@ -177,7 +177,7 @@ class Gradients:
         for position in state.arrived:
             state.contributions[position] += 1
         state.buffer = state.block = state.stream = None
-        state.arrived, state.summed = [], True
+        state.arrived, state.summed = {}, True
         return item
 
     def _put(self, state: UnitGradient, item: Contribution, home: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ class Gradients:
                 if holder is not None and holder.block is not None:
                     holder.block.release(self._streams.fence())
             state.storing = state.buffer = state.block = state.stream = None
-            state.arrived = []
+            state.arrived = {}
             self._begin_anew(state)
         self.order.clear()
 

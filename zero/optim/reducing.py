@@ -96,7 +96,7 @@ class ReducedGradients(Gradients):
             state.contributions[position] += 1
         self._wait(state, Waiting(state.buffer, state.block))
         state.buffer = state.block = state.stream = None
-        state.arrived = []
+        state.arrived = {}
         if self._reducing and self._in_backward:
             if self._starting:
                 self._order.see(index)
