@@ -49,7 +49,7 @@ class RealRun:
         """What `benchmarks.shaped_worker` is told."""
         return {
             **{"model": self.model, "config": self.config(path), "tuning": self.tuning, "path": str(path)},
-            **{"sequence": self.sequence, "warmup": warmup, "steps": steps},
+            **{"sequence": self.sequence, "warmup": warmup, "steps": steps, "checkpointing": self.limit_gib > 0},
         }
 
     def of_width(self, width: int, layers: int) -> RealRun:
