@@ -138,7 +138,7 @@ def test_faults_are_counted_for_each_step(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_memory_flat_holds_the_peak_against_plan_and_activations(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    content = answer(monkeypatch, tmp_path, "memory_flat", *TINY[2:], "--shapes", "tiny")
+    content = answer(monkeypatch, tmp_path, "memory_flat", *TINY[2:], "--shapes", "tiny", "--kinds")
     (mark,) = content["marks"]
     (parts,) = content["figures"].values()
     bound = parts["before the plan"] + parts["plan"] + parts["activations"]
@@ -187,7 +187,7 @@ def test_what_passes_the_limit_is_killed_and_counted() -> None:
 
 @needs_groups
 def test_largest_model_trains_in_the_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    content = answer(monkeypatch, tmp_path, "largest_model", *TINY, "--limit-gib", "2")
+    content = answer(monkeypatch, tmp_path, "largest_model", *TINY, "--runs", "--gpt", "--rival-shapes", "168M", "--limit-gib", "2")
     assert content["figures"]["tiny (0.00 B parameters) in 2 GiB"]["kills"] == 0
     assert set(marks(content)) == {"tiny: step / bytes of the step alone"}
 
