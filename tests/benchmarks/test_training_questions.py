@@ -187,7 +187,8 @@ def test_what_passes_the_limit_is_killed_and_counted() -> None:
 
 @needs_groups
 def test_largest_model_trains_in_the_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    content = answer(monkeypatch, tmp_path, "largest_model", *TINY, "--runs", "--gpt", "--rival-shapes", "168M", "--limit-gib", "2")
+    only = ("--runs", "--gpt", "--rival-shapes", "168M")
+    content = answer(monkeypatch, tmp_path, "largest_model", *TINY, *only, "--limit-gib", "2")
     assert content["figures"]["tiny (0.00 B parameters) in 2 GiB"]["kills"] == 0
     assert set(marks(content)) == {"tiny: step / bytes of the step alone"}
 

@@ -7,8 +7,9 @@
    `memory_budget.device` the rest of the budget goes to gathered units. Without one a GPU's does as far as this keeps
    the whole plan within a fifth of its free memory; a CPU's device memory is the host's and is not spent so.
 2. *Lean*: three neighbours, two gradients. It is the deepest without a budget where deep is more than that fifth.
-3. *Short*: two neighbours, one gradient.
-4. *Least*: what one call holds, one gradient. Nothing is read ahead.
+3. *Short*: two neighbours, one gradient. Like lean it takes no more than half of what is free: the rest is for
+   activations, and for gradients as autograd makes them.
+4. *Least*: what one call holds, one gradient. Nothing is read ahead. It takes what it needs.
 
 More gathered elements are spent on keeping units from their forward to their backward, and a quarter of them on
 reading ahead. A depth changes speed and memory, never the layout and never a result.
@@ -23,6 +24,10 @@ from zero.params.units import Uses
 
 FREE_SHARE = 0.2
 """Part of a device's free memory that a plan without a budget fills on purpose; the rest is for activations."""
+
+
+PASSING_SHARE = 0.5
+"""Part of it that passes through a device which has no room for more; only what one call needs may be more."""
 
 
 @dataclass(frozen=True, slots=True)

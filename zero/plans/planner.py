@@ -17,7 +17,7 @@ from zero.params.layout import Layout, Unit
 from zero.params.units import Uses
 from zero.placement import ONE_RANK, Placement
 from zero.plans.activations import plan_activations
-from zero.plans.depth import FREE_SHARE, Depth, depths
+from zero.plans.depth import FREE_SHARE, PASSING_SHARE, Depth, depths
 from zero.plans.limits import Limits
 from zero.plans.plan import DEVICE, HOST, NVME, Plan, tier_of
 from zero.plans.plane_sizes import PlaneSizes, rows_of
@@ -274,10 +274,12 @@ class Planner:
             if not found:
                 raise self._device_refusal(less[-1].within(explicit))
             spare = budget - self._device_bytes(found[0])
-        elif free is not None and explicit is None:
-            spare = self._fixed_device_bytes() + int(free * FREE_SHARE) - self._device_bytes(deep)
-            if spare < 0:
-                del found[0]
+        elif free is not None:
+            passing = {depth: self._device_bytes(depth) - self._fixed_device_bytes() for depth in found}
+            share = FREE_SHARE if explicit is None else PASSING_SHARE
+            spare = int(free * share) - passing[found[0]]
+            modest = [depth for depth in found[1:-1] if passing[depth] <= int(free * PASSING_SHARE)]
+            found = [*(found[:1] if spare >= 0 else []), *modest, found[-1]]
         if spare > 0 and explicit is None and (budget is not None or not self.on_cpu):
             found[0] = found[0].deeper(spare // max((unit.dtype.itemsize for unit in self.movable), default=2))
         return found
