@@ -214,7 +214,7 @@ class Planner:
                 message = f"memory_budget.{name}: the plan needs at least {need:,} bytes, the budget is {budget:,}"
                 raise _Short(message, need, of_device=name == "device")
         need = host + (device if self.on_cpu else 0)
-        if need > int(machine.available_bytes * host_share):
+        if need > self._free_host_bytes(host_share):
             raise self._host_short(need, plan.table())
         if not self.on_cpu and machine.device_bytes is not None and device > machine.device_bytes:
             raise _Short(
@@ -400,9 +400,14 @@ class Planner:
         """What the plan may take of host memory; None: it is checked afterwards."""
         if not effort.spills:
             return self.host_budget
-        free = int(self.machine.available_bytes * effort.host_share)
-        free -= self._device_bytes(effort.depth) if self.on_cpu else 0
+        free = self._free_host_bytes(effort.host_share) - (self._device_bytes(effort.depth) if self.on_cpu else 0)
         return free if self.host_budget is None else min(self.host_budget, free)
+
+    def _free_host_bytes(self, host_share: float) -> int:
+        """What is free of the host's memory; of a share of it a gradient as autograd makes it, beside ours, is kept."""
+        parameters = (s.numel * unit.dtype.itemsize for unit in self.trained for s in unit.slots)
+        beside = max(parameters, default=0) if self.on_cpu and host_share < 1.0 else 0
+        return int(self.machine.available_bytes * host_share) - beside
 
     def _host_refusal(self, depth: Depth, need: int) -> _Short:
         """The host cannot have `need` bytes, the least that the plan takes."""
