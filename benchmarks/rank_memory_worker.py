@@ -67,6 +67,7 @@ def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
     }
     found = {name: sum(map(memory_bytes, planes)) for name, planes in kinds.items()}
     found["weights"] += other_slices_bytes(storage)
+    found["block sums of gradients"] = sum(state.sums.data.nbytes for state in engine._gradients.states())
     found["slices in flight between ranks"] = in_flight_bytes(storage, engine.exchange)
     pools = {
         "gathered units": storage.unit_pool,
