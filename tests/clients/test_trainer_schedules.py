@@ -59,7 +59,7 @@ def test_fp16_is_the_same_on_every_tier_and_near_fp32(clients: Any, plain: Plain
         assert run["skipped"] == 0
         assert run["loss"] == runs[0]["loss"]
         assert gap(run["weights"], runs[0]["weights"]) == 0
-    # The threshold, "auto" at stage 3, decides what lies in a block, and the norm's squares are added up block by block.
+    # The threshold ("auto" at stage 3) decides what lies in a block, and squares are added up block by block.
     assert runs[1]["grad_norm"] == runs[0]["grad_norm"] and runs[3]["grad_norm"] == runs[2]["grad_norm"]
     for run in runs[2:]:
         assert run["grad_norm"] == pytest.approx(runs[0]["grad_norm"], rel=1e-14)
