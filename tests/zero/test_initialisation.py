@@ -551,6 +551,18 @@ def test_a_class_that_is_decorated_inside_is_cut_like_any_other(nvme_path: Path)
     assert isinstance(experts.weight, ReleasedParameter)
 
 
+def test_the_bar_makes_no_semaphore_that_a_killed_rank_would_leave() -> None:
+    code = (
+        "import multiprocessing.synchronize as s\n"
+        "def made(*a, **k): raise SystemExit('a semaphore was made')\n"
+        "s.SemLock.__init__ = made\n"
+        "from zero.store.adoption import Bar\n"
+        "with Bar(total=3, delay=0.0) as bar: bar.update(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("slow", [True, False])
 def test_a_start_that_takes_long_shows_how_far_it_is(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slow: bool

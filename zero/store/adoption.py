@@ -8,9 +8,10 @@ planes hold comes with its exact master and its states.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +33,12 @@ SHOWN_AFTER_SECONDS = 5.0
 """A bar shows how far it is from then on."""
 RETURN_NUMEL = 16 << 20
 """Handing freed memory back walks the whole heap, so it is done once for so many elements stored."""
+
+
+class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
+    """A bar of one process: tqdm's own lock is a named semaphore, which a killed rank would leave behind."""
+
+    _lock = threading.RLock()
 
 
 class Piece(NamedTuple):
@@ -103,7 +110,7 @@ class Adoption:
             streams.wait(made)  # a model that was made on the device may still be in the making
 
         self._storage.mover.run("waiting for initial values", follow())
-        with tqdm(
+        with Bar(
             total=sum(space.numel for space in self._layout.spaces),
             desc="values moved to their places",
             unit=" elements",
@@ -113,7 +120,7 @@ class Adoption:
         ) as bar:
             self._move_all(bar)
 
-    def _move_all(self, bar: tqdm[Any]) -> None:
+    def _move_all(self, bar: Bar) -> None:
         for group in self._storage.plan.sub_groups:
             bar.update(group.end - group.begin)
             if not self._concerns(self._layout.spaces[group.space].overlapping(group.begin, group.end)):
