@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from offload.errors import StateError
 from zero.exchanging.exchange import Exchange
 from zero.machine import Machine
 from zero.params.provisional import provisional_source
@@ -46,9 +47,22 @@ def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> M
 
 
 def take_first_ranks_values(exchange: Exchange, parameters: Iterable[nn.Parameter]) -> None:
-    """Give every rank the first one's initial values: the others may have drawn other random numbers."""
+    """Give every rank the first one's initial values: the others may have drawn other random numbers.
+
+    Raises:
+        StateError: ranks that share a file of values have built different parameters.
+    """
     if exchange.placement.alone:
         return
+    parameters = list(parameters)
+    sources = {id(source): source for p in parameters if (source := provisional_source(p)) is not None}
+    digests = exchange.agree("initial values", b"".join(source.settle() for source in sources.values()))
+    if len(set(digests)) > 1:
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise StateError(
+            f"zero.Init: rank {other} has built other parameters than rank 0, or in another order; ranks share one "
+            "file of initial values, so each builds the same model"
+        )
     for parameter in parameters:
         source = provisional_source(parameter)
         if source is None:

@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[ProvisionalFile]:
-    opened = ProvisionalFile([tmp_path])
+    opened = ProvisionalFile.on_disk([tmp_path])
     yield opened
     opened.close()
 
@@ -33,9 +33,9 @@ def test_released_bytes_are_the_file_systems_again_and_the_others_stay(file: Pro
         pytest.skip("this file system punches no holes")
     parts = [torch.randint(0, 255, (4 * MIB + 100,), dtype=torch.uint8) for _ in range(3)]
     offsets = [file.append(part) for part in parts]
-    blocks = os.fstat(file._fd).st_blocks
+    blocks = os.fstat(file.descriptor).st_blocks
     file.release(offsets[1], parts[1].numel())
-    assert 4 * MIB - 8192 <= 512 * (blocks - os.fstat(file._fd).st_blocks) <= 4 * MIB + 8192
+    assert 4 * MIB - 8192 <= 512 * (blocks - os.fstat(file.descriptor).st_blocks) <= 4 * MIB + 8192
     for index in (0, 2):
         assert torch.equal(file.read(offsets[index], parts[index].numel(), torch.uint8), parts[index])
 
@@ -100,7 +100,7 @@ def test_the_file_has_no_name_and_its_space_returns(
     if not has_tmpfile:
         monkeypatch.setattr(provisional, "_has_tmpfile", lambda folder: False)
     before = os.statvfs(small_fs).f_bfree
-    file = ProvisionalFile([small_fs])
+    file = ProvisionalFile.on_disk([small_fs])
     file.append(values_of(MIB, torch.uint8))
     assert list(small_fs.iterdir()) == []
     assert os.statvfs(small_fs).f_bfree < before
@@ -111,7 +111,7 @@ def test_the_file_has_no_name_and_its_space_returns(
 
 
 def test_a_full_file_system_is_an_error_with_path_offset_errno_and_room(small_fs: Path) -> None:
-    file = ProvisionalFile([small_fs])
+    file = ProvisionalFile.on_disk([small_fs])
     first = values_of(MIB, torch.uint8)
     offset = file.append(first)
     with pytest.raises(StorageError) as caught:
@@ -158,4 +158,4 @@ def test_a_closed_file_raises(file: ProvisionalFile) -> None:
 @pytest.mark.parametrize("paths", [[], ["absent"]])
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, paths: list[str]) -> None:
     with pytest.raises(ConfigError, match="nvme_path"):
-        ProvisionalFile([tmp_path / name for name in paths])
+        ProvisionalFile.on_disk([tmp_path / name for name in paths])

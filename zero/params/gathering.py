@@ -42,7 +42,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         """Bring the values in; all of them, or an error and none."""
-        if self._announced:
+        if self._announced or self._by_keeper:
             check_rank(self._modifier_rank)
         try:
             for keeper, parameters in self._by_keeper.values():

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from zero import ranks
 from zero.config import Config, load_config
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.reading import read_source
@@ -28,6 +29,7 @@ from zero.params.face import announce
 from zero.params.opaque import is_wrapper
 from zero.params.provisional import ProvisionalKeeper, provisional_source
 from zero.params.released import is_kept
+from zero.params.waiting_file import open_waiting_file
 from zero.swap_paths import make_ready
 
 Source = str | os.PathLike[str] | dict[str, Any] | Config | None
@@ -41,12 +43,13 @@ class Init:
     """Context manager: modules constructed inside go to storage as their constructors return.
 
     What is registered later, outside of any constructor (`from_pretrained` loads so), goes there when the context
-    ends. With `offload_param.device` none or cpu there is nothing to save by spilling, and construction is left
-    alone. The signature is DeepSpeed's.
+    ends. With `offload_param.device` none or cpu there is nothing to save by spilling on one rank, and construction is
+    left alone. Of several ranks all enter and build the same model: those of a node hold it once together, on disk or
+    in host memory, with the values of the node's first rank. The signature is DeepSpeed's.
 
     Args:
         module: one that exists already: it is spilled now, as it is.
-        data_parallel_group: accepted; there is one rank.
+        data_parallel_group: accepted; it is the default group.
         mem_efficient_linear: accepted; a Linear needs no help here.
         remote_device: "none", "cpu" or "nvme", instead of `offload_param.device`; the config has the folder.
         pin_memory: accepted; the config decides.
@@ -55,11 +58,12 @@ class Init:
         enabled: False makes the context do nothing.
         dtype: what floating parameters are when the context ends: constructed in fp32, then cast. None leaves them as
             they are, and the trained ones keep their fp32 bits in the master.
-        mpu: accepted; there is one rank.
+        mpu: accepted; it is the default group.
         unused: DeepSpeed's further keywords for groups of ranks and quantised communication; accepted.
 
     Raises:
         ConfigError: the config, `remote_device` or `dtype` cannot be; says what can.
+        StateError: another rank does not come, or builds something else.
 
     Attributes:
         announces: parameters that stay in memory get DeepSpeed's attributes too, as soon as they are made.
@@ -94,7 +98,7 @@ class Init:
         """Modules (ids) whose constructors run."""
         self._watches = self._paths is not None or self._dtype is not None or self.announces
         if module is not None and self._watches:
-            self._keeper = ProvisionalKeeper(self._paths) if self._paths is not None else None
+            self._keeper = self._opened()
             self._made = [weakref.ref(child) for child in module.modules()]
             self._cut_made()
 
@@ -102,12 +106,19 @@ class Init:
         """Start watching constructors."""
         if not self._watches:
             return self
-        if self._paths is not None:
-            self._keeper = ProvisionalKeeper(self._paths)
+        self._keeper = self._opened()
+        if self._keeper is not None:
             self._keeper.grows = True
         self._watch()
         _open.append(self)
         return self
+
+    def _opened(self) -> ProvisionalKeeper | None:
+        """Who keeps what is cut; None: it stays in memory. All ranks come here."""
+        if self._paths is None:
+            return None
+        file, everywhere = open_waiting_file(self._paths)
+        return None if file is None else ProvisionalKeeper(file, everywhere=everywhere)
 
     def _watch(self) -> None:
         if self._keeper is not None:
@@ -228,15 +239,17 @@ def _check_keywords(remote_device: str | None, dtype: torch.dtype | None, unused
 
 
 def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...] | None:
-    """Where values go while nobody knows their place; None: they stay in memory."""
+    """Where values go while nobody knows their place: folders, none for memory of the node; None: they stay."""
     if source is None:
         if remote_device == "nvme":
             raise ConfigError('zero.Init: remote_device "nvme" needs config_dict_or_path: its offload_param.nvme_path')
         return None
-    offload = _without_batch(source).zero_optimization.offload_param
+    zero = _without_batch(source).zero_optimization
+    offload = zero.offload_param
     device = remote_device or str(getattr(offload.device, "value", offload.device))
     if device != "nvme":
-        return None
+        shares = zero.stage == 3 and zero.shared_host_memory is not False and ranks.world_size() > 1
+        return () if shares else None
     if not offload.nvme_path:
         raise ConfigError('zero.Init: remote_device "nvme": zero_optimization.offload_param.nvme_path is not set')
     return tuple(make_ready(map(str, offload.nvme_path)))

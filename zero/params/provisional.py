@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.binding import FlatStorage, Poison
+from offload.common_file import CommonFile
 from offload.errors import StateError
 from offload.pinned import return_freed_memory
 from offload.provisional import ProvisionalFile
@@ -27,6 +28,7 @@ from zero.params.released import (
     set_released,
     show_shard,
 )
+from zero.params.waiting_file import WaitingFile
 
 LARGE_BYTES = 1 << 20
 """From this size on a spilled parameter's memory is handed back to the kernel at once."""
@@ -56,6 +58,10 @@ class Spilled:
 class ProvisionalKeeper:
     """Keeps the values of parameters that no engine has adopted yet.
 
+    Args:
+        file: has them.
+        everywhere: all ranks read the same file.
+
     Attributes:
         fetches: True while an `Init` context is open. Constructors and `Module.apply` then find the
             values of every parameter as if they had never been spilled.
@@ -64,8 +70,8 @@ class ProvisionalKeeper:
 
     partitions = True
 
-    def __init__(self, paths: tuple[str, ...]) -> None:
-        self._file = ProvisionalFile(paths)
+    def __init__(self, file: WaitingFile, *, everywhere: bool) -> None:
+        self._file, self._everywhere = file, everywhere
         # Weak: a constructor may replace a parameter, to tie it say, and nobody adopts the one that is gone.
         self._places: MutableMapping[nn.Parameter, Spilled] = WeakTensorKeyDictionary()
         self._open: MutableMapping[nn.Parameter, int] = WeakTensorKeyDictionary()
@@ -169,12 +175,19 @@ class ProvisionalKeeper:
 
     def common(self, parameter: nn.Parameter) -> bool:
         """True if the values are those of a file that all ranks read."""
-        return self._places[parameter].file is not self._file
+        return self._everywhere or self._places[parameter].file is not self._file
+
+    def settle(self) -> bytes:
+        """No rank edits the values any more: those of the file count. Returns a digest of what this rank has built."""
+        return self._file.settle() if isinstance(self._file, CommonFile) else b""
 
     def room_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """(device, bytes) that the file system has back once the parameter is adopted; None: not before all are."""
-        place = self._places[parameter]
-        return (self._file.device, place.nbytes) if place.file is self._file and self._file.releases else None
+        file, place = self._file, self._places[parameter]
+        # Of a common file not before all ranks have adopted it, and one may be far ahead of another.
+        if place.file is not file or not isinstance(file, ProvisionalFile) or not file.releases:
+            return None
+        return file.device, place.nbytes
 
     def adopted(self, parameter: nn.Parameter) -> None:
         """An engine has stored the values: their room is free. The last one frees the file, if no more can come."""

@@ -169,7 +169,7 @@ def test_an_edit_before_initialize_is_the_modifier_ranks_on_all(
     assert all(torch.equal(held[name].to(seen[name].dtype), seen[name]) for name in held)
 
 
-@each_once(place=(Place(0), Place(3)))
+@each_once(place=(Place(0), Place(3), Place(3, "nvme", "nvme")))
 def test_a_modifier_rank_that_is_none_is_an_error_before_initialize_too(
     rank_pool: Pool, nvme_path: Any, place: Place
 ) -> None:

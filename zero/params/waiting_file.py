@@ -1,0 +1,80 @@
+"""Where the values of a model that is built under `Init` wait for an engine: a file of the rank's, or of its node's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+from offload.common_file import CommonFile
+from offload.descriptors import node_identity, same_node
+from offload.errors import StateError
+from offload.provisional import ProvisionalFile
+from zero import ranks
+from zero.distributed import backend
+
+WaitingFile: TypeAlias = ProvisionalFile | CommonFile
+_opened = itertools.count()
+"""Files that the ranks of this process's group have opened together: all ranks have opened the same number."""
+
+
+def open_waiting_file(folders: Sequence[str]) -> tuple[WaitingFile | None, bool]:
+    """A file for initial values, which the ranks of a node have in common. All ranks come here.
+
+    Args:
+        folders: the first one has it; none: host memory, which pays where ranks share it only.
+
+    Returns:
+        The file, None where values stay with their parameters; and whether it is every rank's.
+
+    Raises:
+        ConfigError: nothing can be stored in the folder.
+        StateError: other ranks do not come; names the first.
+        PeerError: ranks of this node lose each other.
+    """
+    world_size = ranks.world_size()
+    if world_size == 1:
+        return (ProvisionalFile.on_disk(folders) if folders else None), True
+    said = _Said(range(world_size))
+    place = json.dumps([node_identity().decode(), list(folders)]).encode()
+    neighbours = [rank for rank, answer in enumerate(said.share(place)) if answer == place]
+    share = _Said(neighbours, said).share
+    if len(neighbours) == 1 or not same_node(share):
+        return (ProvisionalFile.on_disk(folders) if folders else None), False
+    own = ProvisionalFile.on_disk(folders) if folders else ProvisionalFile.in_memory()
+    index = neighbours.index(ranks.rank())
+    return CommonFile.meet(own, index, len(neighbours), share), len(neighbours) == world_size
+
+
+class _Said:
+    """What ranks say to each other through the store of the default group: its tensors may have to be on a GPU.
+
+    Args:
+        members: global ranks, this one among them.
+        before: whose file it is about; None: a new one.
+    """
+
+    def __init__(self, members: Sequence[int], before: _Said | None = None) -> None:
+        self._members = members
+        self._store: Any = backend.store_of(None)
+        self._name: str = f"zero/init/{next(_opened)}" if before is None else f"{before._name}/node"
+        self._count = 0
+
+    def share(self, payload: bytes) -> list[bytes]:
+        """Everybody's payload, in the order of the members."""
+        key = f"{self._name}/{self._count}"
+        self._count += 1
+        self._store.set(f"{key}/{ranks.rank()}", payload)
+        return [self._said_by(member, f"{key}/{member}") for member in self._members]
+
+    def _said_by(self, member: int, key: str) -> bytes:
+        try:
+            return bytes(self._store.get(key))
+        except RuntimeError as error:
+            seconds = self._store.timeout / timedelta(seconds=1)
+            raise StateError(
+                f"zero.Init: rank {member} has not come in {seconds:.0f} s, or has ended: every rank builds its model "
+                "under zero.Init, with the same configuration"
+            ) from error
