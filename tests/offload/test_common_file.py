@@ -1,4 +1,4 @@
-"""Initial values that peers have in common: what the first stored is what every peer reads, and nothing is written twice."""
+"""Initial values that peers have in common: what the first stored is what all read, and nothing is written twice."""
 
 from __future__ import annotations
 
