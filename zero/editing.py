@@ -163,7 +163,8 @@ class UnitEditor:
             self.store_edits()
         finally:
             if changes:
-                self._coordinator.rewritten([change.unit.index for change in changes])
+                unstored = {edit.unit.index for edit in self._unstored}
+                self._coordinator.rewritten([change.unit.index for change in changes], unstored)
         if refused:
             raise StateError(f"GatheredParameters: {'; '.join(refused)}")
 
@@ -240,6 +241,7 @@ class UnitEditor:
         own = unit.own(after)
         await write_plane(plane, unit.begin, unit.end, own, self._storage.arena)
         await self._forget_masters(unit, unit.own(before), own)
+        self._exchange.stored(unit.index)
 
     async def _forget_masters(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
         space = self._layout.space_of(unit)

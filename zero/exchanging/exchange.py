@@ -7,7 +7,7 @@ are taken in the same order on every rank, and exchanged in that order, whatever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,6 +45,9 @@ class Updates(Protocol):
     @property
     def all_settled(self) -> bool:
         """True when nothing is due or under way."""
+
+    def at_home(self, index: int) -> bool:
+        """True when the unit's weights of the last step are where they live."""
 
     def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
         """The sub-groups of these units (None: all) that are due or under way. For any thread."""
@@ -104,8 +107,15 @@ class Exchange(Protocol):
             changing: will this rank's slice of a unit (an index) change?
         """
 
-    def rewritten(self) -> None:
-        """Weights have changed on every rank by other means than a step; what is gathered from now on is as of that."""
+    def rewritten(self, unstored: Collection[int] = ()) -> None:
+        """Weights have changed on every rank by other means than a step; what is gathered from now on is as of that.
+
+        Args:
+            unstored: units (indices) whose new weights are not yet where they live, until `stored` says so.
+        """
+
+    def stored(self, index: int) -> None:
+        """On the mover's loop: a unit's rewritten weights are where they live."""
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """Every rank's `payload`, in rank order. Blocks until all have called it."""
@@ -169,7 +179,10 @@ class Alone:
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """See `Exchange`."""
 
-    def rewritten(self) -> None:
+    def rewritten(self, unstored: Collection[int] = ()) -> None:
+        """See `Exchange`."""
+
+    def stored(self, index: int) -> None:
         """See `Exchange`."""
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
@@ -333,7 +346,10 @@ class Collectives(AmongRanks):
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """See `Exchange`."""
 
-    def rewritten(self) -> None:
+    def rewritten(self, unstored: Collection[int] = ()) -> None:
+        """See `Exchange`."""
+
+    def stored(self, index: int) -> None:
         """See `Exchange`."""
 
     def payload(self) -> Mapping[str, Payload]:

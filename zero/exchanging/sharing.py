@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import astuple
 from functools import partial
@@ -222,21 +222,32 @@ class SharedMemory(AmongRanks):
         """See `Exchange`."""
         return _lies_in(flat, self._regions.pools[self._comm.rank])
 
-    def rewritten(self) -> None:
+    def rewritten(self, unstored: Collection[int] = ()) -> None:
         """See `Exchange`."""
-        self._epoch += 1
-        for unit in self._layout.units:
-            self._publish(unit.index, frozen_too=True)
+
+        async def advance() -> None:
+            self._advance(lambda index: index in unstored or not self._updates.at_home(index), frozen_too=True)
+
+        # On the mover's loop, where updates of the last step end: none ends between the new epoch and the look at it.
+        self._storage.mover.run("telling other ranks what was rewritten", advance())
+
+    def stored(self, index: int) -> None:
+        """See `Exchange`."""
+        self._publish(index, frozen_too=True)
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """See `Exchange`."""
+        self._advance(changing)
+
+    def _advance(self, changing: Callable[[int], bool], *, frozen_too: bool = False) -> None:
+        """A new epoch, of which this rank's slices are there but those that are `changing`."""
         self._epoch += 1
         waiting = False
         for unit in self._layout.units:
             if changing(unit.index):
                 waiting = True
             else:
-                self._publish(unit.index)
+                self._publish(unit.index, frozen_too=frozen_too)
         if waiting:
             self._storage.mover.post("updates that other ranks wait for", self._listen(self._epoch))
 

@@ -33,9 +33,9 @@ class LendsUnits:
         if index in self._live and not self._used(index):
             self._release(index)
 
-    def rewritten(self, indices: Collection[int] | None = None) -> None:
-        """The stored weights of these units (None: all) change on every rank, by other means than a step."""
-        self._loader.rewritten(indices)
+    def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
+        """See `Loader.rewritten`."""
+        self._loader.rewritten(indices, unstored)
 
     def hold(self, index: int) -> None:
         """The unit is bound by an editor: uses find it present and leave it alone."""

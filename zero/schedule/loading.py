@@ -152,12 +152,17 @@ class Loader:
         self._near.forget(unit.index for unit in self._layout.units if unit.trainable)
         self._exchange.step_taken(lambda index: not self._updates.at_home(index))
 
-    def rewritten(self, indices: Collection[int] | None = None) -> None:
-        """The stored weights of these units (None: all) change on every rank, by other means than a step."""
+    def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
+        """The stored weights of these units (None: all) change on every rank, by other means than a step.
+
+        Args:
+            indices: of the units.
+            unstored: those of them that this rank could not store yet.
+        """
         indices = range(len(self._layout.units)) if indices is None else indices
         self._near.forget(indices)
         self._partial |= self._storage.plan.whole.intersection(indices)
-        self._exchange.rewritten()
+        self._exchange.rewritten(unstored)
 
     def complete_persistent(self) -> None:
         """Bring the units that are always bound up to date: this rank's slices, and those of the others."""
@@ -219,13 +224,14 @@ class Loader:
         try:
             if arrival.transfer is not None:
                 arrival.transfer.settle()
+            placement = self._exchange.placement
+            if modified and placement.shares_memory and placement.weights_sharded:
+                raise StateError(
+                    f"unit {unit.name}: forward has modified its weights in place, and the ranks of this node read "
+                    "each other's slices where they lie, at any time. Set zero_optimization.shared_host_memory to false"
+                )
             if modified and arrival.block is not None:
                 self._store_modified(unit, arrival.data)
-            elif modified and unit.index in self._storage.plan.whole:
-                raise StateError(
-                    f"unit {unit.name}: forward has modified its weights in place, and the ranks of this node hold one "
-                    "copy of them: each rank would modify it. Set zero_optimization.shared_host_memory to false"
-                )
             elif modified:
                 self._changed(unit.index)
         finally:  # an interrupt may have ended the wait: then something still moves

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import seeded
 from ranks import RankPool
 from ranks_runs import Place, Run, engine_config, quiet
@@ -78,7 +80,69 @@ def shrink_in_forward(place: Place, nvme_path: str) -> str:
     return ""
 
 
-def test_forward_may_not_modify_the_one_copy_that_all_ranks_see(rank_pool: Pool, nvme_path: Any) -> None:
-    for told in rank_pool(2).run(shrink_in_forward, Place(3), str(nvme_path)):
+@pytest.mark.parametrize("where", ["none", "nvme"])
+def test_forward_may_not_modify_what_other_ranks_read_at_any_time(rank_pool: Pool, nvme_path: Any, where: str) -> None:
+    for told in rank_pool(2).run(shrink_in_forward, Place(3, where, where), str(nvme_path)):
         assert "in place" in told
         assert "shared_host_memory" in told
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+def double(kind: str, weight: nn.Parameter) -> None:
+    import zero
+    from zero import utils
+
+    if kind == "gathered":
+        with zero.GatheredParameters([weight], modifier_rank=0):
+            weight.data.mul_(2)
+    elif kind == "full":
+        utils.safe_set_full_fp32_param(weight, 2 * utils.safe_get_full_fp32_param(weight))
+    else:
+        utils.safe_set_local_fp32_param(weight, 2 * utils.safe_get_local_fp32_param(weight))
+
+
+def edit_while_updates_are_due(place: Place, nvme_path: str, kind: str, slow: int) -> list[tuple[float, float]]:
+    """Losses right after a step and an edit of one weight, and those of the weights that all ranks then have."""
+    import zero
+
+    with seeded(3):
+        model, x = Stack(), torch.randn(5, 32)
+    told = []
+    quiet()
+    config = engine_config(Run(bf16=True), place, nvme_path)
+    with zero.initialize(model=model, config=config)[0] as engine, torch.no_grad():
+        for index in range(4):
+            with torch.enable_grad():
+                engine.backward(engine(x.bfloat16()))
+            engine.step()
+            double(kind, model.layers[index].weight)
+            if dist.get_rank() == slow:
+                time.sleep(0.3)  # its updates wait for the forward that needs them
+            loss = engine(x.bfloat16()).item()
+            with zero.GatheredParameters(model.parameters()):
+                plain = Stack().bfloat16()
+                plain.load_state_dict(model.state_dict())
+            told.append((loss, plain(x.bfloat16()).item()))
+    return told
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("kind", ["gathered", "full", "local"])
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_after_an_edit_a_rank_reads_what_the_others_have_updated(
+    rank_pool: Pool, nvme_path: Any, where: str, kind: str, slow: int
+) -> None:
+    # Each weight is updated on its own, when it is fetched and not ahead.
+    place = Place(3, where, where, more=(("sub_group_size", 512), ("stage3_prefetch_bucket_size", 0)))
+    for told in rank_pool(2).run(edit_while_updates_are_due, place, str(nvme_path), kind, slow):
+        assert [loss for loss, _ in told] == [plain for _, plain in told]
