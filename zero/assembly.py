@@ -107,8 +107,8 @@ class Owner(Protocol):
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when the next step updates the parameters."""
 
-    def check_scaled(self) -> None:
-        """Raise if the loss of the backward that begins should have been scaled."""
+    def parts_of_backward(self, scaled: bool) -> int:
+        """What gradients of a backward that the engine has not started are divided by; raises if it had to start it."""
 
     def reduces(self) -> bool:
         """True when gradients of the backward under way are to be reduced as soon as they can be."""
@@ -201,7 +201,7 @@ class Assembly:
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
         self.watch = BackwardWatch(
             *(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready_to_run, owner.reduces),
-            owner.check_scaled,
+            owner.parts_of_backward,
         )
         self.watch.at_begin = owner.bring_back_to_train
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)

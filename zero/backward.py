@@ -24,14 +24,15 @@ class BackwardWatch:
     Args:
         ahead: updates units inside backward, or None.
         check_open: raises if the engine is closed; given what was attempted.
-        check_scaled: called when a backward begins that the engine has not started; raises if its loss should have been
-            scaled.
+        parts: called when a backward begins that the engine has not started, with whether its loss came from
+            `engine.scale`: what its gradients are still to be divided by. Raises if the loss should have been scaled.
         ready: the same, and binds what is always bound; for models that are called past their engine.
         boundary: will the next step update the parameters?
 
     Attributes:
         generation: steps taken so far; a graph made before the last one is stale.
         torn: a transfer failed inside a backward since the gradients were last cleared.
+        scaled: the backward that runs, or is about to, is of a loss that the engine has scaled and divided.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class BackwardWatch:
         check_open: Callable[[str], None],
         ready: Callable[[str], None],
         boundary: Callable[[], bool],
-        check_scaled: Callable[[], None],
+        parts: Callable[[bool], int],
     ) -> None:
         self._coordinator, self._gradients, self._ahead, self._boundary = coordinator, gradients, ahead, boundary
-        self._check_open, self._ready, self._check_scaled = check_open, ready, check_scaled
+        self._check_open, self._ready, self._count_parts = check_open, ready, parts
         self._running = False
         self._handles: list[RemovableHandle] = []
         self.at_end: Callable[[], None] | None = None
@@ -53,7 +54,9 @@ class BackwardWatch:
         self.at_begin: Callable[[], None] = lambda: None
         """Called when one begins."""
         self.generation = 0
-        self.torn = False
+        self.torn = self.scaled = False
+        self._parts = 1
+        """Of the backward under way; see `parts`."""
 
     def install(self, bound: list[BoundUnit]) -> None:
         """Receive the gradient of every parameter."""
@@ -76,6 +79,7 @@ class BackwardWatch:
     @contextmanager
     def outermost(self) -> Iterator[None]:
         """The engine runs a backward inside; it is over at the end, well or not."""
+        self._parts = 1
         self._begin()
         try:
             yield
@@ -127,7 +131,7 @@ class BackwardWatch:
         """A backward that the engine did not start (`loss.backward()`): be told when it ends."""
         if self._running:
             return
-        self._check_scaled()
+        self._parts = self._count_parts(self.scaled)
         self._begin()
 
         def finished() -> None:
@@ -142,6 +146,7 @@ class BackwardWatch:
         self._gradients.begin_backward(boundary=self._boundary())
 
     def _end(self) -> None:
+        self.scaled, self._parts = False, 1
         try:
             self._gradients.end_backward()
         finally:
@@ -173,5 +178,5 @@ class BackwardWatch:
         self._announce()
         if self._ahead is not None:
             self._ahead.void(unit.index)
-        if self._gradients.arrive(unit.index, position, gradient, rows):
+        if self._gradients.arrive(unit.index, position, gradient, rows, self._parts):
             self._gradients.flush(unit.index)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from offload.errors import StateError
+from zero.backward import BackwardWatch
 from zero.config import Config
 from zero.optim.loss_scale import LossScaler, autocast_dtype, make_scaler
 from zero.optim.scheduling import step_scheduler
@@ -33,8 +34,7 @@ class ScalesLoss:
     _step_applied = False
     _schedule_arguments: Mapping[str, Any] = {}
     """For the scheduler, with the step that was asked for last."""
-    _scaled_seen = False
-    """Gradients have passed a scaled loss since the last forward and the last step."""
+    _watch: BackwardWatch
     _loss_is_finite: torch.Tensor | None = None
 
     def _make_scaler(self) -> None:
@@ -84,24 +84,31 @@ class ScalesLoss:
         scaled = loss * self.scaler.cur_scale
 
         def passed(gradient: torch.Tensor) -> torch.Tensor:
-            self._scaled_seen = True
+            self._watch.scaled = True
             return gradient / accumulation if accumulation > 1 else gradient
 
         if scaled.requires_grad:
             scaled.register_hook(passed)  # type: ignore[no-untyped-call]
         return scaled
 
-    def check_scaled(self) -> None:
-        """Raise StateError if the backward that begins is of a loss that had to be scaled and is not."""
-        if self.updater is not None and self.scaler.is_needed and not self._scaled_seen:
+    def parts_of_backward(self, scaled: bool) -> int:
+        """The accumulation steps, unless the loss of this `loss.backward()` is `scaled`, and so divided already.
+
+        Raises:
+            StateError: it had to be scaled.
+        """
+        if scaled:
+            return 1
+        if self.updater is not None and self.scaler.is_needed:
             raise StateError(
                 "backward: the loss is not scaled, and fp16 gradients would vanish; call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
+        return self._config.gradient_accumulation_steps
 
     def _loss_was_finite(self) -> bool:
         """Of all losses since the last step; from here on the next one's count."""
-        finite, self._loss_is_finite, self._scaled_seen = self._loss_is_finite, None, False
+        finite, self._loss_is_finite = self._loss_is_finite, None
         return finite is None or bool(finite)
 
     @contextmanager
@@ -111,7 +118,6 @@ class ScalesLoss:
         Torch would keep the copies it casts until the end of the outermost context: with weights that come and go that
         is the whole model.
         """
-        self._scaled_seen = False
         kind = self.device.type
         dtype = autocast_dtype(self._config, self.device)
         if dtype is None and not torch.is_autocast_enabled(kind):

@@ -138,7 +138,7 @@ def test_plain_torch_calls_train_as_the_engines_do(open_engine: Open, nvme_path:
         for part in range(1 + step % 2):
             (ours(tokens(2 * step + part))).backward()
             theirs.set_gradient_accumulation_boundary(part == step % 2)
-            theirs.backward(theirs(tokens(2 * step + part)), scale_wrt_gas=False)
+            theirs.backward(theirs(tokens(2 * step + part)))
         ours.optimizer.step()
         ours.optimizer.zero_grad()
         theirs.step()

@@ -115,7 +115,9 @@ class Gradients:
 
     # ---- arrival ------------------------------------------------------------------------------
 
-    def arrive(self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> bool:
+    def arrive(
+        self, index: int, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None, parts: int = 1
+    ) -> bool:
         """Take one parameter's gradient. True when every slot of the unit has arrived.
 
         Args:
@@ -123,6 +125,7 @@ class Gradients:
             position: the slot inside the unit.
             gradient: in the parameter's shape; may be let go afterwards.
             rows: of the first dimension, that `gradient` is for; the others' gradient is zero. None: it is for all.
+            parts: it is divided by them.
         """
         state = self._units[index]
         if position in state.arrived:
@@ -139,6 +142,8 @@ class Gradients:
         else:
             place.zero_()
             place.view(slot.shape)[rows] = gradient.to(place.dtype)
+        if parts > 1:
+            place.div_(parts)
         state.arrived[position] = None
         self.order[index, position] = None
         return len(state.arrived) == len(state.unit.slots)

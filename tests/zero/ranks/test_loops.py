@@ -225,3 +225,26 @@ def test_buffers_are_rank_0s_before_each_training_forward_as_under_ddp(
         assert ours[rank].keys() == theirs[rank].keys()
         for name, buffer in ours[rank].items():
             torch.testing.assert_close(buffer, theirs[rank][name], rtol=1e-5, atol=1e-6, msg=f"rank {rank}: {name}")
+
+
+# ---- loss.backward() --------------------------------------------------------------------------
+
+
+def in_turns(place: Place, nvme_path: str, bare: bool) -> dict[str, torch.Tensor]:
+    import zero
+
+    quiet()
+    run = Run(accumulation=2, bf16=True)
+    model = motley()
+    with zero.initialize(model=model, config=engine_config(run, place, nvme_path))[0] as engine:
+        for index in range(4):
+            loss = engine(batch(index, dist.get_rank()))
+            loss.backward() if bare else engine.backward(loss)
+            engine.step()
+        return {name: engine.full_master(name) for name, trained in trainability(model) if trained}
+
+
+@of_every_stage
+def test_a_bare_backward_is_the_engines(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    bare, by_engine = (rank_pool(2).run(in_turns, place, str(nvme_path), way)[0] for way in (True, False))
+    assert differences(bare, by_engine) == []
