@@ -112,7 +112,7 @@ class BackwardWatch:
     def unit_passed(self, index: int) -> None:
         """Gradients have passed a whole call that uses the unit: it is needed no longer for that call."""
         if self._coordinator.end_backward_use(index):
-            self._gradients.flush(index)
+            self._gradients.passed(index)
             if self._ahead is not None:
                 self._ahead.complete(self._coordinator.unit(index))
 
@@ -172,11 +172,11 @@ class BackwardWatch:
 
     def rows_passed(self, index: int) -> None:
         """Gradients have passed a call that used rows of the unit."""
-        self._gradients.flush(index)
+        self._gradients.passed(index)
 
     def _receive(self, unit: Unit, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         self._announce()
         if self._ahead is not None:
             self._ahead.void(unit.index)
         if self._gradients.arrive(unit.index, position, gradient, rows, self._parts):
-            self._gradients.flush(unit.index)
+            self._gradients.passed(unit.index)

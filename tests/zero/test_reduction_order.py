@@ -67,9 +67,11 @@ def test_a_second_backward_of_the_same_number_follows_what_all_ranks_had_in_the_
     assert reduced(order, [1, 3, 0, 2], set()) == [3, 1, 0]
 
 
-def test_without_room_the_next_of_the_order_is_reduced_though_it_is_not_there() -> None:
+def test_for_a_unit_that_a_backward_had_not_nobody_waits_any_more() -> None:
     order = ReductionOrder([2, 1, 0])
-    order.begin_backward()
-    assert order.complete(1, {1}) == []
-    assert order.force({1}) == [2, 1]
-    assert order.complete(2, {2}) == []  # once more, at the end, for it came after its turn
+    for had in ([2, 0], [2, 1, 0]):
+        order.begin_step()
+        order.begin_backward()
+        order.agree([had, had])
+    order.begin_step()
+    assert reduced(order, [2, 1, 0], set()) == [2, 0]

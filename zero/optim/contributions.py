@@ -226,6 +226,7 @@ class ContributionStore:
         sums: BlockSums,
         *,
         first: bool,
+        rounds: bool = False,
     ) -> None:
         """Store `scale` times the sum of `sources` as this rank's slice of a gradient, or add it there.
 
@@ -236,13 +237,16 @@ class ContributionStore:
             scale: of the sum.
             sums: rewritten.
             first: the plane holds nothing for this step yet.
+            rounds: what is added is rounded to the unit's dtype before.
 
         Raises:
             StorageError: of the first chunk that failed.
         """
         plane, dtype = home
+        if rounds and not self._streams.shared:  # on a device the sources are this rank's alone
+            sources, scale, rounds = [_rounded_sum(sources[0], sources, scale, unit.dtype)], 1.0, False
         memory = plane.memory(unit.begin, unit.end)
-        if self.can_address(memory, sources[0]) and memory is not None:
+        if not rounds and self.can_address(memory, sources[0]) and memory is not None:
             into = sums if self._streams.shared else BlockSums(torch.empty_like(sums.data, device=memory.device))
             whole = into.part(0, unit.shard_numel)
             stored = memory.view(dtype)
@@ -255,8 +259,10 @@ class ContributionStore:
             sources, scale = sources[:1], 1.0
         error: StorageError | None = None
         for lo in range(0, unit.shard_numel, CHUNK_NUMEL):
-            parts = [part[lo : lo + CHUNK_NUMEL] for part in sources]
-            error = await self._store_chunk(unit, home, parts, scale, sums, lo, first) or error
+            parts, factor = [part[lo : lo + CHUNK_NUMEL] for part in sources], scale
+            if rounds:
+                parts, factor = [_rounded_sum(torch.empty_like(parts[0]), parts, scale, unit.dtype)], 1.0
+            error = await self._store_chunk(unit, home, parts, factor, sums, lo, first) or error
         if error is not None:
             raise error
 
@@ -307,6 +313,12 @@ class ContributionStore:
                 await wide.write(lo, hi, block.data[: (hi - lo) * 4])
             finally:
                 block.release()
+
+
+def _rounded_sum(into: torch.Tensor, sources: list[torch.Tensor], scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """The scaled sum as a gradient of `dtype` would hold it, in `into`, which is like the sources and may be one."""
+    kernels.reduce_ranks(into, sources, scale=scale)
+    return into if into.dtype == dtype else into.copy_(into.to(dtype))
 
 
 def zero_gaps(flat: torch.Tensor, unit: Unit, arrived: Iterable[Slot], lo: int) -> None:

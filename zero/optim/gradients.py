@@ -169,6 +169,10 @@ class Gradients:
             item.fence, state.storing = self._streams.fence(), item
             self._start(state, item)
 
+    def passed(self, index: int) -> None:
+        """Everything that a use of the unit contributes has arrived, or the unit is complete."""
+        self.flush(index)
+
     def _widens(self, state: UnitGradient) -> bool:
         """True when what is held has to become fp32 before something is added."""
         return state.dtype != torch.float32 and self._storage.plan.accumulation == torch.float32

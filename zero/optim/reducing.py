@@ -2,16 +2,20 @@
 
 [Note: order of reductions] A reduction needs all ranks, so all must start the same ones in the same order, whatever
 order their own backwards take. The order of a backward is what the ranks agreed on after the one before: units that
-all of them had, as the first rank had them; at first it is the layout's, from its end. A unit whose turn has not come
-waits; at the end of backward the rest of the order follows, with zeros for what a rank has not got, then what anybody
-has that is not in the order. A rank that has no room to wait gives zeros at once.
+all of them have always had, as the first rank had them; at first it is the layout's, from its end. A unit whose turn
+has not come waits, in host memory if the pool has no room; at the end of backward the rest of the order follows, with
+zeros for what a rank has not got, then what anybody has that is not in the order.
 
-[Note: whole gradients] Stages 0 and 1 reduce once a step: until then each rank adds up whole gradients in fp32. A
-second contribution to a unit that still waits for its turn is added up in the same way.
+[Note: what is rounded] The bits must not depend on that order, for a run that was resumed has another. So each rank
+gives a parameter's first gradient of a backward to one reduction, whose mean is rounded to the unit's dtype, also where
+it is added to an earlier backward's in fp32. Further gradients of the same backward (a block that is recomputed several
+times) are added up in fp32 and reduced at its end in fp32, whether the first still waits or not. What is reduced with
+zeros on every rank counts for nothing.
 
-[Note: dtype] All ranks reduce a unit in one dtype, though some may have added up several contributions, and others have
-none: in fp32 if backwards of this step have been deferred, and at the end of backward if any rank has fp32; else in the
-dtype of the unit.
+[Note: whole gradients] Stages 0 and 1 reduce once a step: until then each rank adds up whole gradients in fp32.
+
+[Note: dtype] All ranks reduce a unit in one dtype: in fp32 what is said above, and everything if backwards of this step
+have been deferred; else in the dtype of the unit.
 """
 
 from __future__ import annotations
@@ -67,6 +71,12 @@ class ReducedGradients(Gradients):
         self._exchange, self._placement = exchange, exchange.placement
         self._order = ReductionOrder([unit.index for unit in reversed(layout.units) if unit.trainable])
         self._waiting: dict[int, Waiting] = {}
+        self._given: dict[int, set[int]] = {}
+        """Unit -> positions of the slots whose first gradient of this backward waits or is reduced."""
+        self._further: dict[int, torch.Tensor] = {}
+        """Unit -> the sum of its further gradients of this backward, fp32 (unit.numel,)."""
+        self._blank: list[int] = []
+        """Units of which this rank has reduced zeros in this backward, into nothing."""
         self._reducing = self._in_backward = self._starting = False
         self.deferred = bool(storage.plan.deferred_bytes)
         self._nothing: Block | None = None
@@ -78,6 +88,8 @@ class ReducedGradients(Gradients):
         if self._nothing is None and self._units:
             self._zeros(next(iter(self._units.values())).unit)
         self._in_backward = True
+        self._given.clear()
+        self._blank.clear()
         self._reducing = boundary or not self._placement.gradients_deferred
         if self._reducing:
             self._order.begin_backward()
@@ -85,7 +97,7 @@ class ReducedGradients(Gradients):
             self.deferred = True
 
     def flush(self, index: int) -> None:
-        """See `Gradients`. What has arrived waits for its turn."""
+        """See `Gradients`. What has arrived waits."""
         state = self._units.get(index)
         if state is None or state.buffer is None:
             return
@@ -94,10 +106,20 @@ class ReducedGradients(Gradients):
         zero_gaps(state.buffer, state.unit, arrived, 0)
         for position in state.arrived:
             state.contributions[position] += 1
-        self._wait(state, Waiting(state.buffer, state.block))
+        newest = Waiting(state.buffer, state.block)
+        if self._in_backward and self._reducing:
+            given = self._given.setdefault(index, set())
+            self._add_further(state.unit, newest, [p for p in state.arrived if p in given])
+            arrived = [state.unit.slots[position] for position in state.arrived if position not in given]
+            given.update(state.arrived)
+        self._wait(state, newest, arrived)
         state.buffer = state.block = state.stream = None
         state.arrived = {}
-        if self._reducing and self._in_backward:
+
+    def passed(self, index: int) -> None:
+        """See `Gradients`. What has arrived may be reduced when its turn comes."""
+        self.flush(index)
+        if self._in_backward and self._reducing and index in self._given:
             if self._starting:
                 self._order.see(index)
             else:
@@ -107,8 +129,12 @@ class ReducedGradients(Gradients):
         """See `Gradients`. All ranks come here."""
         self.flush_all()
         if self._in_backward and self._reducing:
+            for index in self._given:
+                self._order.see(index)
             self._start_all(self._order.rest())
-            self._order.agree(self._reduce_rest("end of backward", self._order.seen))
+            seen = self._reduce_rest("end of backward", self._order.seen)
+            self._order.agree(seen)
+            self._forget_blank(set[int]().union(*seen))
         self._in_backward = False
 
     def complete(self) -> None:
@@ -129,6 +155,7 @@ class ReducedGradients(Gradients):
             if waiting.block is not None:
                 waiting.block.release(self._streams.fence())
         self._waiting.clear()
+        self._further.clear()
         super().clear()
         self._begin_step()
 
@@ -174,7 +201,7 @@ class ReducedGradients(Gradients):
         """As in one rank; and what waits for its turn with no room left waits elsewhere."""
         pool = self._storage.gradient_pool
         block = pool.try_lease(nbytes)
-        steps = (self._settle_all, self._flush_others, self._settle_all, self._go_on, self._settle_all, self._move_out)
+        steps = (self._settle_all, self._flush_others, self._settle_all, self._move_out)
         for make_room in steps:
             if block is None:
                 make_room(state)
@@ -194,12 +221,22 @@ class ReducedGradients(Gradients):
             if other is not state or self._starting:
                 self.flush(other.unit.index)
 
-    def _wait(self, state: UnitGradient, newest: Waiting) -> None:
-        """Let a contribution wait; with an earlier one, or until a step comes, it is added up in fp32."""
+    def _wait(self, state: UnitGradient, newest: Waiting, arrived: list[Slot]) -> None:
+        """Let what has arrived wait: beside what has before, in this backward; until a step comes it is added up."""
         held = self._waiting.get(state.unit.index)
-        if held is None and self._reducing:
+        if self._reducing and held is None and arrived:
             self._waiting[state.unit.index] = newest
             return
+        if self._reducing and held is not None and held.flat.dtype != torch.float32:
+            for slot in arrived:
+                held.flat[slot.offset_numel : slot.end_numel].copy_(newest.flat[slot.offset_numel : slot.end_numel])
+        elif arrived:
+            self._add_up(state, held, newest)
+        if newest.block is not None:
+            newest.block.release(self._streams.fence())
+
+    def _add_up(self, state: UnitGradient, held: Waiting | None, newest: Waiting) -> None:
+        """Several backwards, in fp32."""
         if held is None or held.flat.dtype != torch.float32 or held.block is not None:
             self._settle(state)  # an earlier sum may still be read
             wide = self._storage.whole_gradients.deferred(state.unit)
@@ -208,24 +245,24 @@ class ReducedGradients(Gradients):
             wide = held.flat
         if held is not None:
             kernels.accumulate(wide, newest.flat)
-        for holder in (held, newest):
-            if holder is not None and holder.block is not None:
-                holder.block.release(self._streams.fence())
+            if held.block is not None:
+                held.block.release(self._streams.fence())
         self._waiting[state.unit.index] = Waiting(wide, None)
 
-    def _go_on(self, state: UnitGradient) -> None:
-        """What waits does so for units that may not come on this rank: they are zero then."""
-        while not self._starting and any(held.block is not None for held in self._waiting.values()):
-            due = self._order.force(self._waiting) if self._reducing and self._in_backward else []
-            if not due:
-                return
-            self._start_all(due)
+    def _add_further(self, unit: Unit, newest: Waiting, positions: list[int]) -> None:
+        """Take from `newest` the gradients of parameters that have had one in this backward."""
+        for slot in (unit.slots[position] for position in positions):
+            if unit.index not in self._further:
+                self._further[unit.index] = torch.zeros(unit.numel, dtype=torch.float32, device=newest.flat.device)
+            part = newest.flat[slot.offset_numel : slot.end_numel]
+            self._further[unit.index][slot.offset_numel : slot.end_numel] += part
+            part.zero_()
 
     def _move_out(self, state: UnitGradient) -> None:
-        """What is in no order waits for the end of backward, in other memory if need be."""
+        """What waits for a turn that does not come makes room: it waits in host memory."""
         for held in self._waiting.values():
             if held.block is not None:
-                moved = held.flat.clone()
+                moved = held.flat.to("cpu", copy=True)
                 held.block.release(self._streams.fence())
                 held.flat, held.block = moved, None
 
@@ -244,27 +281,47 @@ class ReducedGradients(Gradients):
             self._starting = False
 
     def _reduce_rest(self, what: str, seen: list[int]) -> list[list[int]]:
-        """Reduce what any rank still has; returns what each had `seen`."""
+        """Reduce what any rank still has, then further gradients; returns what each had `seen`."""
         left = {index: waiting.flat.dtype == torch.float32 for index, waiting in self._waiting.items()}
-        answers = self._exchange.agree(what, json.dumps([seen, list(left.items())]).encode())
+        answers = self._exchange.agree(what, json.dumps([seen, list(left.items()), list(self._further)]).encode())
         everybodys = [json.loads(answer) for answer in answers]
         rest: dict[int, bool] = {}
-        for _, theirs in everybodys:
+        for _, theirs, _ in everybodys:
             for index, wide in theirs:
                 rest[index] = rest.get(index, False) or wide
         self._starting = True
         try:
             for index, wide in sorted(rest.items()):
                 self._reduce(index, wide=wide)
+            for index in sorted(set[int]().union(*(further for _, _, further in everybodys))):
+                self._reduce_further(index)
         finally:
             self._starting = False
-        return [seen for seen, _ in everybodys]
+        return [seen for seen, _, _ in everybodys]
+
+    def _reduce_further(self, index: int) -> None:
+        further, state = self._further.pop(index, None), self._units[index]
+        if further is not None:
+            self._settle(state)  # its memory for fp32 may still be read
+            self._waiting[index] = Waiting(self._storage.whole_gradients.deferred(state.unit).copy_(further), None)
+        self._reduce(index, wide=True)
+
+    def _forget_blank(self, seen: set[int]) -> None:
+        """What was zero on every rank was no gradient: the next one is the first."""
+        for index in self._blank:
+            if index not in seen:
+                state = self._units[index]
+                self._settle(state)
+                state.summed, state.plane = False, state.narrow_plane
+                state.dtype = self._storage.gradient_dtype(state.unit)
 
     def _reduce(self, index: int, *, wide: bool = False) -> None:
         """Start the reduction of a unit's gradient, in fp32 if `wide`; this rank's is zero if it has none."""
         state = self._units[index]
         self._settle(state)
         dtype = torch.float32 if wide or self.deferred else state.unit.dtype
+        if state.empty and index not in self._waiting:
+            self._blank.append(index)
         waiting = self._in_dtype(state, self._waiting.pop(index, None), dtype)
         if not state.empty and (self._widens(state) or dtype != state.dtype != torch.float32):
             self._widen(state)
@@ -275,13 +332,14 @@ class ReducedGradients(Gradients):
             self._streams.wait(self._streams.behind_updates())
             state.sealed = None
         self.reclaim(state.unit)
-        if not self._exchange.sees(waiting.flat):
+        if waiting.flat.device != self._device or not self._exchange.sees(waiting.flat):
             block = self._lease(state, waiting.flat.nbytes)
             copied = block.view(waiting.flat.dtype, waiting.flat.numel())
             waiting = Waiting(copied.copy_(waiting.flat), block)
         turn = self._exchange.turn("reduce", state.unit)
         item = Reduction(waiting.block)
-        job = self._run(state, item, waiting.flat, turn, self._streams.fence(), first=state.empty)
+        rounds = state.dtype != dtype  # what is added in fp32 is rounded before, as it would be if it came first
+        job = self._run(state, item, waiting.flat, turn, self._streams.fence(), first=state.empty, rounds=rounds)
         state.storing, state.summed = item, True
         item.transfer = self._storage.mover.post(f"reducing the gradient of {state.unit.name}", job)
         if not self._exchange.overlaps:
@@ -315,12 +373,21 @@ class ReducedGradients(Gradients):
         return self._nothing.view(unit.dtype, unit.numel)
 
     async def _run(
-        self, state: UnitGradient, item: Reduction, flat: torch.Tensor, turn: Turn, made: Fence, *, first: bool
+        self,
+        state: UnitGradient,
+        item: Reduction,
+        flat: torch.Tensor,
+        turn: Turn,
+        made: Fence,
+        *,
+        first: bool,
+        rounds: bool,
     ) -> None:
         unit, scale = state.unit, self._exchange.scale
         try:
             async with self._exchange.reduce(turn, unit, flat, made) as sources:
-                await self._store.store_sum(unit, (state.plane, state.dtype), sources, scale, state.sums, first=first)
+                home = state.plane, state.dtype
+                await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
                 if item.block is None and self._nothing is not None and flat.dtype == unit.dtype:
                     self._zeros(unit).zero_()  # sums on the way may have been made there
         finally:

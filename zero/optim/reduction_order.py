@@ -19,6 +19,8 @@ class ReductionOrder:
         self._number = -1
         self._next = 0
         self._seen: list[int] = []
+        self._irregular: set[int] = set()
+        """Units that some backward had not; nobody waits for them any more."""
 
     def begin_step(self) -> None:
         """The next backward is the first of a step."""
@@ -43,12 +45,6 @@ class ReductionOrder:
         """A unit has a gradient now; what is due is asked for later."""
         if unit not in self._seen:
             self._seen.append(unit)
-
-    def force(self, waiting: Iterable[int]) -> list[int]:
-        """There is no room to wait: the next of the order, there or not, and what of `waiting` follows it."""
-        first = self._order[self._next : self._next + 1]
-        self._next += len(first)
-        return first + self.go_on(waiting)
 
     def go_on(self, waiting: Iterable[int]) -> list[int]:
         """Units to be reduced now, in order, of those that have a gradient and are not reduced yet."""
@@ -76,4 +72,5 @@ class ReductionOrder:
     def agree(self, seen: list[list[int]]) -> None:
         """The next backward of this number follows what the ranks (in rank order) had in this one."""
         everywhere = set(seen[0]).intersection(*seen[1:])
-        self._orders[self._number] = [unit for unit in seen[0] if unit in everywhere]
+        self._irregular |= set(self._order) - everywhere
+        self._orders[self._number] = [unit for unit in seen[0] if unit in everywhere - self._irregular]
