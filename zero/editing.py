@@ -108,6 +108,7 @@ class UnitEditor:
         self._coordinator.let_go(index)
         if bound.bound:
             # In use by a forward around us, or persistent: edits happen in place.
+            bound.show()
             self.before_in_place()
             self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)

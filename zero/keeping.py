@@ -108,17 +108,19 @@ class EngineKeeper:
         """
         index = self._unit_of[id(parameter)]
         self._owner.ready_to_run(f"parameter {name_of(parameter)}")
-        if self._coordinator.bound(index):
+        if in_backward() or self._hooks.in_call:
+            self._hooks.begin_look(index)
             return
-        if not (in_backward() or self._hooks.in_forward):
+        if not self._coordinator.bound(index):
             raise StateError(
                 f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) is released: its values are not on "
                 "the device outside forward and backward; wrap the access in zero.GatheredParameters([parameter])"
             )
-        self._hooks.borrow(index)
+        self._coordinator.look(index)
 
-    def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
-        """Nothing to do: the call that borrowed them answers for their backward."""
+    def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
+        """The operation was a use of its own, unless more than its result needs the values."""
+        return self._hooks.end_look(given, result)
 
     def part(self, parameter: nn.Parameter) -> slice:
         """What of it lies in this rank's slice of its unit; it may be empty."""

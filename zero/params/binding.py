@@ -51,10 +51,19 @@ class BoundUnit:
     def bind(self, data: torch.Tensor) -> None:
         """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values."""
         self._storage.bind(data)
-        for parameter in self.parameters:
-            set_present(parameter)
+        self.show()
         self._versions = self._count_versions()
         self._replaced = False
+
+    def show(self) -> None:
+        """The values are present, and a module that owns them is called, or an editor has them: no keeper is asked."""
+        for parameter in self.parameters:
+            set_present(parameter)
+
+    def hide(self) -> None:
+        """The values are present by chance: whoever looks at them asks the keeper, so that the use is known."""
+        for parameter in self.parameters:
+            set_released(parameter)
 
     @property
     def modified(self) -> bool:
@@ -73,6 +82,10 @@ class BoundUnit:
         Returns:
             What cannot be kept, in words: another shape has no room here.
         """
+        with torch._C.DisableTorchFunctionSubclass():  # no question to the keeper, if they are hidden
+            return self._recapture()
+
+    def _recapture(self) -> list[str]:
         given: list[tuple[torch.Tensor, torch.Tensor]] = []
         refused: list[str] = []
         for slot, parameter, view in zip(self.unit.slots, self.parameters, self._storage.views, strict=True):
@@ -109,6 +122,5 @@ class BoundUnit:
 
     def unbind(self) -> torch.Tensor:
         """Release the parameters; returns the memory that was bound."""
-        for parameter in self.parameters:
-            set_released(parameter)
+        self.hide()
         return self._storage.unbind()

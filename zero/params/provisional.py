@@ -121,10 +121,11 @@ class ProvisionalKeeper:
             self._fetched.append(parameter)
             self._fetched_bytes += parameter.numel() * parameter.element_size()
 
-    def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
-        """The call is over: if it has become much, what it did not need is spilled."""
+    def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
+        """If it has become much, what was not needed is spilled."""
         if self._fetched_bytes > FETCHED_BYTES_MAX:
             self.spill_unseen({id(parameter) for parameter in parameters})
+        return result
 
     def spill_unseen(self, needed: Collection[int] = ()) -> None:
         """Spill again what was fetched, but what is `needed` (ids) or what somebody still looks at."""

@@ -57,8 +57,14 @@ class Keeper(Protocol):
     def touch(self, parameter: nn.Parameter) -> None:
         """Bring the values in for the present forward or backward, or raise StateError."""
 
-    def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
-        """`result` was computed from parameters that `touch` brought in."""
+    def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
+        """An operation on parameters that `touch` brought in is over; returns what is to be used as its result.
+
+        Args:
+            parameters: those that this keeper has, present since `touch`.
+            given: all tensors that the operation was given, as they were.
+            result: any tree; None if it raised.
+        """
 
     def part(self, parameter: nn.Parameter) -> slice:
         """Of the parameter's elements those that are this rank's."""
@@ -269,21 +275,25 @@ def _untouched(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool) -> Any:
     """Run `func` after the keepers have brought in what it needs; where they cannot, aliases stay released."""
-    sources = [t.source if isinstance(t, ReleasedAlias) else t for t in _tensors((args, kwargs))]
+    given = _tensors((args, kwargs))
+    sources = [t.source if isinstance(t, ReleasedAlias) else t for t in given]
     keepers: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
-    for parameter in sources:
-        if isinstance(parameter, ReleasedParameter):
-            keeper = keeper_of(parameter)
-            try:
-                keeper.touch(parameter)
-            except StateError:
-                if aliasing:
-                    return _alias(_untouched(func, args, kwargs), parameter)
-                raise
-            keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
-    result = _untouched(func, args, kwargs)
-    for keeper, parameters in keepers.values():
-        keeper.touched(parameters, result)
+    result: Any = None
+    try:
+        for parameter in sources:
+            if isinstance(parameter, ReleasedParameter):
+                keeper = keeper_of(parameter)
+                try:
+                    keeper.touch(parameter)
+                except StateError:
+                    if aliasing:
+                        return _alias(_untouched(func, args, kwargs), parameter)
+                    raise
+                keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
+        result = _untouched(func, args, kwargs)
+    finally:
+        for keeper, parameters in keepers.values():
+            result = keeper.touched(parameters, given, result)
     return result
 
 

@@ -132,8 +132,9 @@ class TiledKeeper:
             "zero_optimization.stage3_max_live_parameters"
         )
 
-    def touched(self, parameters: list[nn.Parameter], result: Any) -> None:
+    def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
         """Nothing: it never is."""
+        return result
 
     def part(self, parameter: nn.Parameter) -> slice:
         """All: a rank has some of each tile, which is no one run of the whole."""

@@ -51,6 +51,8 @@ class Coordinator(LendsRows, LendsUnits):
         """Units that a backward has brought in; they stay until a backward use of them ends, or the backward."""
         self._recomputing: Counter[int] = Counter()
         """Open calls of a recomputation."""
+        self._seen: set[int] = set()
+        """Units that somebody has looked at with gradients outside any call: they stay until a backward has passed."""
         self._lent_numel = 0
         """Rows of packed experts that are in use."""
         self._held: set[int] = set()
@@ -157,9 +159,15 @@ class Coordinator(LendsRows, LendsUnits):
             self._keep_or_release(index, self.trace.upcoming_in_backward(forward_follows=self.accumulating))
         return True
 
+    def look(self, index: int) -> None:
+        """A bound unit is looked at outside any call; a graph may need its values in the next backward."""
+        if torch.is_grad_enabled() and index in self._live:
+            self._seen.add(index)
+
     def end_backward(self) -> None:
         """The outermost backward is over: whatever hooks did or did not see, no use is open."""
-        open_uses = {index for index, count in self._backward_uses.items() if count} | self._recomputed
+        open_uses = {index for index, count in self._backward_uses.items() if count} | self._recomputed | self._seen
+        self._seen.clear()
         self._backward_uses.clear()
         self._recomputed.clear()
         self._recomputing.clear()
@@ -225,6 +233,7 @@ class Coordinator(LendsRows, LendsUnits):
             StateError: a unit is in use, or a parameter was given another shape; it keeps its values.
         """
         self.check_idle()
+        self._seen.clear()
         self.trace.forget_forwards()
         for index in list(self._arrivals):
             self._discard(index)
@@ -250,6 +259,7 @@ class Coordinator(LendsRows, LendsUnits):
         if index in self._live or index in self._held:
             counters.hits += 1
             if index in self._live:
+                self._bound[index].show()
                 self._loader.follow(self._live[index])
             return
         arrival = self._arrivals.get(index)
@@ -335,7 +345,7 @@ class Coordinator(LendsRows, LendsUnits):
         return [*self._live, *self._arrivals]
 
     def _in_use(self) -> set[int]:
-        return {i for i in self._live if self._used(i)}
+        return {i for i in self._live if self._used(i) or i in self._seen}
 
     def _movable(self) -> list[int]:
         """What can make room: units that are not in use; without any, those that only wait for gradients."""
@@ -364,6 +374,10 @@ class Coordinator(LendsRows, LendsUnits):
         return list(until(uses, 2 * self._limits.live_numel_max + self._limits.prefetch_numel, self._numel))
 
     def _keep_or_release(self, index: int, upcoming: Iterator[int]) -> None:
+        if index in self._live:
+            self._bound[index].hide()
+        if index in self._seen:
+            return
         colder = self._hot.offer(index, self._in_use()) if index in self._live else None
         if colder is not None:
             for other in colder:

@@ -17,7 +17,7 @@ class LendsUnits:
     _loader: Loader
 
     @abstractmethod
-    def _used(self, index: int) -> bool: ...
+    def _in_use(self) -> set[int]: ...
 
     @abstractmethod
     def _release(self, index: int) -> None: ...
@@ -30,7 +30,7 @@ class LendsUnits:
         self._loader.drain()
         if index in self._arrivals:
             self._discard(index)
-        if index in self._live and not self._used(index):
+        if index in self._live and index not in self._in_use():
             self._release(index)
 
     def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:

@@ -3,8 +3,9 @@
 [Note: what a use is] In forward, a use of a unit lasts from the outermost call of a module that owns
 one of its parameters to that call's return. In backward it lasts from the moment gradients reach such
 a call to the moment they have passed it (see frame.py). Weights that a module borrows, reading
-another module's parameter directly, are used by the innermost call that is open. A forward inside a backward
-(recomputation) ends no use.
+another module's parameter directly, are used by the innermost call that is open; by one operation alone where it can be
+seen that nothing but its result needs them (`sum(p.square().sum() for p in model.parameters())`). A forward inside a
+backward (recomputation) ends no use.
 """
 
 from __future__ import annotations
@@ -142,6 +143,8 @@ class ModuleHooks:
         self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
         self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
         self._calls: list[OpenCall] = []
+        self._look: OpenCall | None = None
+        """The operation under way that reads parameters of units which no open call uses."""
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         """Modules whose parameters are watched; some may have left the tree since."""
@@ -156,6 +159,11 @@ class ModuleHooks:
     def in_forward(self) -> bool:
         """True while the root's forward runs."""
         return self._root_depth > 0
+
+    @property
+    def in_call(self) -> bool:
+        """True while a module's forward runs."""
+        return bool(self._calls)
 
     def install(self) -> None:
         """Put the hooks on. Until then the model is as it was."""
@@ -232,12 +240,46 @@ class ModuleHooks:
         if in_backward():
             self._coordinator.begin_recompute(index)
         elif self._calls and not self._coordinator.in_forward_use(index):
-            call = self._calls[-1]
-            self._coordinator.begin_forward_use(index, backward_follows=torch.is_grad_enabled())
-            call.begun.append(index)
-            call.units.append(index)
-            if torch.is_grad_enabled() and call.sentinel is None:
-                self._open_frame(call)
+            self._use(index, self._calls[-1])
+
+    def _use(self, index: int, call: OpenCall) -> None:
+        """A forward use of the unit that ends with the call."""
+        self._coordinator.begin_forward_use(index, backward_follows=torch.is_grad_enabled())
+        call.begun.append(index)
+        call.units.append(index)
+        if torch.is_grad_enabled() and call.sentinel is None:
+            self._open_frame(call)
+
+    def begin_look(self, index: int) -> None:
+        """An operation inside a call reads the unit, past the module that owns it; `end_look` follows it."""
+        if in_backward() or self._coordinator.in_forward_use(index):
+            self.borrow(index)
+            return
+        self._look = self._look or OpenCall(self._calls[-1].module, recompute=False)
+        self._use(index, self._look)
+
+    def end_look(self, given: list[Any], result: Any) -> Any:
+        """The operation is over; returns its result with what follows its gradient.
+
+        The units go, and come again for its backward. They stay until the innermost call returns where that is not
+        enough: a view of them leaves the operation, or it has changed what it was given, or there is no result.
+        """
+        look, self._look = self._look, None
+        if look is None:
+            return result
+        tensors = tensors_in(result)
+        stays = result is None or any(
+            any(tensor is old for old in given) or any(self._bound[index].holds(tensor) for index in look.units)
+            for tensor in tensors
+        )
+        if look.sentinel is not None and not stays:
+            result = close_frame(look.sentinel, result, self._reached(look))
+        look.close()
+        for index in reversed(look.begun):
+            if stays:
+                self._use(index, self._calls[-1])  # before the operation's own use ends
+            self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
+        return result
 
     def _read(self, parameter: nn.Parameter) -> None:
         """`module.weight` was read; outside a forward that is nobody's business."""
