@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -202,16 +203,22 @@ class SharedExchange:
                 number,
                 what=what,
                 deadline_seconds=self._deadline_seconds,
-                urge=self._check_others,
+                urge=partial(self._check_others, self._column(number, column), number),
             )
         except WatchdogError as error:
             raise WatchdogError(f"{error}; last offered by each peer: {self._board.read_all(LATEST)}") from error
 
-    def _check_others(self) -> None:
-        """Raise PeerError if somebody has given up, or whatever `check` raises."""
+    def _check_others(self, column: int, awaited: int) -> None:
+        """Raise PeerError if somebody has failed, or has left without `awaited`; or whatever `check` raises."""
         self._check()
-        numbers = self._board.read_all(FAILED)
-        if failed := [peer for peer, number in enumerate(numbers) if number and peer != self._board.index]:
+        board = self._board
+        numbers = board.read_all(FAILED)  # looked up first: what a peer published before it left counts
+        failed = [
+            peer
+            for peer, number in enumerate(numbers)
+            if number and peer != board.index and not (number == LEFT and board.read(peer, column) >= awaited)
+        ]
+        if failed:
             names = ", ".join(f"{self._board.name(peer)} {_how_it_ended(numbers[peer])}" for peer in failed)
             raise PeerError(f"{names}; its own error says why", failed)
 

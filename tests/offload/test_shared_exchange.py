@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -373,3 +374,40 @@ def test_peers_may_read_the_same_slice() -> None:
         return found
 
     assert all_run(4, job) == [[[10 * peer + index % 2] * 2 for peer in range(4)] for index in range(4)]
+
+
+def test_a_peer_that_has_read_may_leave_while_others_have_not() -> None:
+    """Number 0 leaves as soon as it may; number 1 still waits for number 2, and looks who has left meanwhile."""
+
+    def job(index: int, share: Share, parent: Parent) -> list[list[int]]:
+        region = SharedRegion(4096, "gradients")
+        regions = exchange_regions(index, 3, share, region)
+        exchange = SharedExchange.join(index, 3, share, regions, (0, 1))
+        region.data[:4] = index
+
+        async def play() -> list[list[int]]:
+            found: list[list[int]] = []
+
+            async def one() -> None:
+                async with exchange.reduce(1, 0, 4) as slices:
+                    found.extend(piece.tolist() for piece in slices)
+                    if index == 2:
+                        await asyncio.sleep(0.5)
+
+            if index == 0:  # it publishes that it has read, and is gone before the last one has
+                task = asyncio.create_task(one())
+                while not found:
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(0.05)
+                exchange.close()
+                with contextlib.suppress(StateError):
+                    await task
+            else:
+                await one()
+            return found
+
+        found = asyncio.run(play())
+        exchange.close()
+        return found
+
+    assert all_run(3, job) == [[[peer] * 4 for peer in range(3)]] * 3
