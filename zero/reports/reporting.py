@@ -162,6 +162,7 @@ class Reports:
     _step: Any
     _storage: Any
     _coordinator: Any
+    _closed: bool
     _layout: Layout
     _ahead: Any
 
@@ -233,6 +234,8 @@ class Reports:
 
         With `comms_logger` and its `prof_all` false, only `prof_ops`.
         """
+        if not self._closed:
+            self._coordinator.settle()  # what is on its way is counted on one rank, and on another not yet
         block, moved = self._config.comms_logger, self.exchange.payload()
         names = sorted(moved) if block is None or block.prof_all else [n for n in block.prof_ops if n in moved]
         summary = {

@@ -217,6 +217,12 @@ class Coordinator(LendsRows, LendsUnits):
         self.trace.expect_forward(phase)
         self._prefetch(with_backward=with_backward)
 
+    def settle(self) -> None:
+        """Wait until what was begun ahead is there, or will not be."""
+        for arrival in self._arrivals.values():
+            if arrival.transfer is not None:
+                arrival.transfer.settle()
+
     def check_idle(self) -> None:
         """Raise StateError if a unit is in use: a step or a close was asked for inside forward or backward."""
         busy = [self._layout.units[i].name for i in self._live if self._used(i)]

@@ -112,8 +112,7 @@ def test_one_rank_says_what_both_have_done_and_no_number_changes(
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_summary_is_what_collectives_moved_of_each_kind(rank_pool: Pool, nvme_path: Path, stage: int) -> None:
-    # Without prefetching: at the end nothing is on its way that one rank has counted and the other has not.
-    keys = {"shared_host_memory": False, "stage3_prefetch_bucket_size": 0}
+    keys = {"shared_host_memory": False}
     answers = rank_pool(2).run(run, stage, str(nvme_path), "", False, keys)
     summary, numel = answers[0]["summary"], answers[0]["payload_numel"]
     assert {kind: counted["numel"] for kind, counted in summary.items()} == numel
