@@ -35,6 +35,7 @@ from zero.params.layout import Unit
 from zero.replanning import Census
 from zero.reports.reporting import Reports
 from zero.scaling import ScalesLoss
+from zero.schedule.compiling import apart
 from zero.state_kinds import TO_RUN, TO_TRAIN, OffloadStateTypeEnum
 from zero.store.storage import Storage
 from zero.surface import Surface
@@ -130,9 +131,10 @@ class ZeroEngine(
     @traced("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched, unless `fp16.auto_cast` is set."""
-        self.ready("forward", TO_RUN)
-        self._follow()
-        self._share_buffers()
+        with apart():
+            self.ready("forward", TO_RUN)
+            self._follow()
+            self._share_buffers()
         try:
             with self._forward.running(), self.activations.forward(), self._precisely(), self._profiled():
                 return self.module(*self._cast_inputs(args), **kwargs)

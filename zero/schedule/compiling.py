@@ -1,4 +1,4 @@
-"""Where our hooks stand when torch.compile compiles (parts of) the model.
+"""Where our hooks stand when torch.compile compiles (parts of) the model, or a transform of torch.func runs it.
 
 Units are fetched and released at the edges of the module that roots them, so a compiled block is one graph
 between two edges: `edge` makes a hook that Dynamo breaks its graph at and never looks into. Inside a root,
@@ -8,13 +8,34 @@ need: `inside` makes a hook that vanishes while Dynamo traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def transformed() -> bool:
+    """True inside `torch.func.grad`, `vmap` and their like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def apart() -> AbstractContextManager[bool]:
+    """Inside, tensors are plain: a transform would wrap the engine's own. Gives whether one runs."""
+    return _cleared() if transformed() else _PLAIN
+
+
+_PLAIN = nullcontext(False)
+
+
+@contextmanager
+def _cleared() -> Iterator[bool]:
+    with temporarily_clear_interpreter_stack():
+        yield True
 
 
 def edge(hook: Hook) -> Hook:

@@ -6,6 +6,9 @@ a call to the moment they have passed it (see frame.py). Weights that a module b
 another module's parameter directly, are used by the innermost call that is open; by one operation alone where it can be
 seen that nothing but its result needs them (`sum(p.square().sum() for p in model.parameters())`). A forward inside a
 backward (recomputation) ends no use.
+
+[Note: transforms] Inside a transform of torch.func nobody can see gradients pass: torch refuses the nodes of a frame.
+What is used there stays until the next backward has ended, or the next step.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import BoundUnit
 from zero.params.units import can_root
-from zero.schedule.compiling import edge, inside, register
+from zero.schedule.compiling import apart, edge, inside, register, transformed
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, exchange, open_frame, tensors_in
 
@@ -244,11 +247,22 @@ class ModuleHooks:
 
     def _use(self, index: int, call: OpenCall) -> None:
         """A forward use of the unit that ends with the call."""
-        self._coordinator.begin_forward_use(index, backward_follows=torch.is_grad_enabled())
+        self._begin_use(index, call)
+        if torch.is_grad_enabled() and call.sentinel is None and not transformed():
+            self._open_frame(call)
+
+    def _begin_use(self, index: int, call: OpenCall) -> None:
+        with apart() as inside_transform:
+            self._coordinator.begin_forward_use(index, backward_follows=torch.is_grad_enabled())
+            if inside_transform:
+                self._coordinator.look(index)
         call.begun.append(index)
         call.units.append(index)
-        if torch.is_grad_enabled() and call.sentinel is None:
-            self._open_frame(call)
+
+    def _end_uses(self, call: OpenCall) -> None:
+        with apart():
+            for index in reversed(call.begun):  # what began first encloses the others
+                self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
 
     def begin_look(self, index: int) -> None:
         """An operation inside a call reads the unit, past the module that owns it; `end_look` follows it."""
@@ -269,17 +283,18 @@ class ModuleHooks:
             return result
         tensors = tensors_in(result)
         stays = result is None or any(
-            any(tensor is old for old in given) or any(self._bound[index].holds(tensor) for index in look.units)
-            for tensor in tensors
+            any(tensor is old for old in given) or self._holds(look.units, tensor) for tensor in tensors
         )
         if look.sentinel is not None and not stays:
             result = close_frame(look.sentinel, result, self._reached(look))
         look.close()
-        for index in reversed(look.begun):
-            if stays:
-                self._use(index, self._calls[-1])  # before the operation's own use ends
-            self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
+        for index in look.begun if stays else ():
+            self._use(index, self._calls[-1])  # before the operation's own use ends
+        self._end_uses(look)
         return result
+
+    def _holds(self, units: list[int], tensor: torch.Tensor) -> bool:
+        return not transformed() and any(self._bound[index].holds(tensor) for index in units)
 
     def _read(self, parameter: nn.Parameter) -> None:
         """`module.weight` was read; outside a forward that is nobody's business."""
@@ -292,9 +307,10 @@ class ModuleHooks:
             return
         self._root_depth += 1
         if self._root_depth == 1:
-            self._events.forward_begins()
             self._backward_follows = torch.is_grad_enabled()
-            self._coordinator.begin_forward(training=module.training, backward_follows=self._backward_follows)
+            with apart():
+                self._events.forward_begins()
+                self._coordinator.begin_forward(training=module.training, backward_follows=self._backward_follows)
 
     def _end_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward() or module is not self._root:
@@ -303,7 +319,8 @@ class ModuleHooks:
         if self._root_depth == 0:
             self._forget_calls()
             # What has run without gradients runs again soon, a token or a batch later.
-            self._coordinator.end_forward(None if self._backward_follows or output is None else "eval")
+            with apart():
+                self._coordinator.end_forward(None if self._backward_follows or output is None else "eval")
 
     def _pre_forward(self, units: list[int]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -311,18 +328,16 @@ class ModuleHooks:
                 return  # a copy of one of ours, hooks and all: it has parameters of its own
             if self._calls and module in self._quiet:
                 return
-            grad = torch.is_grad_enabled()
             call = OpenCall(module, in_backward())
             self._calls.append(call)
             for index in units:
                 if call.recompute:
                     self._coordinator.begin_recompute(index, by_call=True)
+                    call.units.append(index)
                 else:
-                    self._coordinator.begin_forward_use(index, backward_follows=grad)
-                    call.begun.append(index)
-                call.units.append(index)
+                    self._begin_use(index, call)
             call.forward_ns = time.perf_counter_ns()
-            if grad and units:
+            if torch.is_grad_enabled() and units and not transformed():
                 call.versions = [(t, t._version, t.grad_fn) for t in tensors_in((args, kwargs), 2)]
                 self._open_frame(call)
 
@@ -347,8 +362,7 @@ class ModuleHooks:
             call.close()
             if call.recompute:
                 self._coordinator.end_recompute(units)
-            for index in reversed(call.begun):  # what began first encloses the others
-                self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
+            self._end_uses(call)
             return output
 
         return hook
@@ -381,8 +395,8 @@ class ModuleHooks:
 
     def _own_memory(self, call: OpenCall, output: Any) -> Any:
         """A call may return (a view of) a parameter; what leaves it must outlive the unit's release."""
-        flats = [self._bound[index] for index in call.units if not self._bound[index].unit.persistent]
-        inside = [t for t in tensors_in(output) if any(unit.holds(t) for unit in flats)]
+        units = [index for index in call.units if not self._bound[index].unit.persistent]
+        inside = [tensor for tensor in tensors_in(output) if self._holds(units, tensor)]
         return exchange(output, {id(tensor): tensor.clone() for tensor in inside}) if inside else output
 
     def _watch_modified(self, call: OpenCall, reached: Callable[[], None]) -> None:
