@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from offload.errors import StateError, WatchdogError
+from offload.interrupts import uninterrupted
 from offload.stats import Stopwatch
 from offload.timeline import STALLS, Timeline
 
@@ -117,7 +118,8 @@ class Mover:
         self._check_not_mine(what)
         with self.exposed.running(), self._timeline.span(STALLS, what):
             since, known, warned = time.perf_counter(), self._progress(), False
-            while not _ended(future, min(WARN_SECONDS, RAISE_SECONDS) / 30):
+            while not _ended(future, min(WARN_SECONDS, RAISE_SECONDS) / 300):
+                uninterrupted.deliver_late()
                 reached = self._progress()
                 if reached != known:
                     since, known, warned = time.perf_counter(), reached, False

@@ -19,6 +19,7 @@ from torch import nn
 
 from offload.activations import ActivationStore, Handle
 from offload.errors import StorageError
+from offload.interrupts import whole
 from offload.saved_views import storage_key
 from offload.sizes import PAGE_BYTES, align_up
 from zero.config.activation_block import ActivationCheckpointing
@@ -120,6 +121,7 @@ class Activations:
         if self.store is not None and self._model is not None:
             self._fixed = self._flats.union(storage_key(buffer) for buffer in self._model.buffers())
 
+    @whole
     def _pack(self, tensor: torch.Tensor) -> Handle | _AsIs:
         store = self.store
         if store is None or not store.takes(tensor) or storage_key(tensor) in self._fixed:
@@ -131,6 +133,7 @@ class Activations:
                 store.add_room(self.block.number_checkpoints * each_bytes)
         return store.keep(tensor)
 
+    @whole
     def _unpack(self, packed: Handle | _AsIs) -> torch.Tensor:
         if isinstance(packed, _AsIs):
             return packed.get()

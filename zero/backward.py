@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import BudgetError, StateError, StorageError
+from offload.interrupts import uninterrupted, whole
 from zero.optim.gradients import Gradients
 from zero.optim.inside import UpdatesInBackward
 from zero.params.binding import BoundUnit
@@ -80,7 +81,8 @@ class BackwardWatch:
     def outermost(self) -> Iterator[None]:
         """The engine runs a backward inside; it is over at the end, well or not."""
         self._parts = 1
-        self._begin()
+        with uninterrupted:
+            self._begin()
         try:
             yield
         except (StorageError, BudgetError):
@@ -88,8 +90,9 @@ class BackwardWatch:
             self.torn = True
             raise
         finally:
-            self._running = False
-            self._end()
+            with uninterrupted:
+                self._running = False
+                self._end()
 
     def tear(self) -> None:
         """What a backward needs cannot be had: the gradients it has not reached will be missing."""
@@ -121,6 +124,7 @@ class BackwardWatch:
         self.end_stray()
         self._ready("forward")
 
+    @whole
     def end_stray(self) -> None:
         """End a backward that raised: torch drops the callback that would have said so."""
         if self._running:
@@ -134,6 +138,7 @@ class BackwardWatch:
         self._parts = self._count_parts(self.scaled)
         self._begin()
 
+        @whole
         def finished() -> None:
             self._running = False
             self._end()
@@ -158,6 +163,7 @@ class BackwardWatch:
         # Weak: torch keeps these hooks where Python's collector does not look, and they must not keep the engine.
         watching = weakref.ref(self)
 
+        @whole
         def receive(parameter: torch.Tensor) -> None:
             watch = watching()
             gradient, parameter.grad = parameter.grad, None

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offload.errors import StateError, StorageError
+from offload.interrupts import uninterrupted, whole
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
 from zero.accumulating import Accumulates
@@ -131,7 +132,7 @@ class ZeroEngine(
     @traced("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched, unless `fp16.auto_cast` is set."""
-        with apart():
+        with uninterrupted, apart():
             self.ready("forward", TO_RUN)
             self._follow()
             self._share_buffers()
@@ -154,7 +155,8 @@ class ZeroEngine(
             StateError: the graph was made before the last step, or the engine is closed.
             StorageError: a transfer failed.
         """
-        self.ready("backward", TO_TRAIN)
+        with uninterrupted:
+            self.ready("backward", TO_TRAIN)
         accumulation = self._config.gradient_accumulation_steps
         if scale_wrt_gas and accumulation > 1:
             loss = self._part_of(loss, accumulation)
@@ -165,6 +167,7 @@ class ZeroEngine(
                 self._scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss
 
+    @whole
     @traced("step")
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """On an accumulation boundary: norm, clipping, and the update of every sub-group. Else only counts.
@@ -192,6 +195,7 @@ class ZeroEngine(
         self._take_step()
         self._report_step()
 
+    @whole
     def synchronize(self) -> None:
         """Wait until the last step is complete and the gradients since are stored, on every tier.
 
@@ -202,6 +206,7 @@ class ZeroEngine(
         self._stepper.finish()
         self._gradients.settle()
 
+    @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated since the last step."""
         if not self._closed:
@@ -212,6 +217,7 @@ class ZeroEngine(
             self._forget_written()
             self._watch.torn = False
 
+    @whole
     @traced("step")
     def _optimizer_step(self) -> None:
         """`optimizer.step()`: a step now, whatever the micro-step counter says."""
@@ -316,6 +322,7 @@ class ZeroEngine(
             self._coordinator.bind_persistent()
             self._persistent_bound = True
 
+    @whole
     def current(self, what: str, units: Iterable[int] | None = None) -> None:
         """`ready`, and these units (None: all) are stored as of the last step. As `ready`, raises."""
         self.ready(what)

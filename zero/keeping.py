@@ -10,6 +10,7 @@ from torch import nn
 
 from offload import masters
 from offload.errors import StateError
+from offload.interrupts import whole
 from zero.editing import Put, UnitEditor
 from zero.gathered_values import runs_of
 from zero.params.binding import BoundUnit
@@ -100,6 +101,7 @@ class EngineKeeper:
 
     # ---- the face of released parameters ------------------------------------------------------
 
+    @whole
     def touch(self, parameter: nn.Parameter) -> None:
         """Fetch inside forward or backward; elsewhere say what to do.
 
@@ -129,12 +131,14 @@ class EngineKeeper:
         run = runs_of(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
         return run[placement.shard_index]
 
+    @whole
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins."""
         units = self._units_of(parameters)
         self._owner.current("GatheredParameters", units)
         self._editor.open(units)
 
+    @whole
     def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
         """`GatheredParameters` ends."""
         self._editor.close(self._units_of(parameters), modifier_rank)

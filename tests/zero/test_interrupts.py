@@ -10,6 +10,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_an_interrupted_forward_leaves_no_trace(open_engine: Open, nvme_path: Pa
     reference = train(reference_of(engine), 0, 1, 2)
     train(engine, 0)
     if where == "in a fetch":
-        engine.inject(SLOW)
+        engine.inject(replace(SLOW, delay_seconds=1.0))  # shorter waits are no place where an interrupt gets through
         with interrupted_when(waiting(engine)):
             engine(tokens(7))
         engine.inject(None)

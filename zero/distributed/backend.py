@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offload.interrupts import uninterrupted
+
 Handle: TypeAlias = Any
 """A torch process group."""
 Work: TypeAlias = Any
@@ -209,6 +211,7 @@ def finish(work: Work, check: Callable[[], None]) -> None:
     done = threading.Event()
     when_done(work, done.set)
     while not done.wait(POLL_SECONDS):
+        uninterrupted.deliver_late()
         check()
     work.wait()
 

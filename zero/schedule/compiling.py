@@ -16,6 +16,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
+from offload.interrupts import whole
+
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
@@ -39,8 +41,11 @@ def _cleared() -> Iterator[bool]:
 
 
 def edge(hook: Hook) -> Hook:
-    """A hook at which a compiled region ends: it runs as plain Python, and so does all that it calls."""
-    disabled: Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    """A hook at which a compiled region ends: it runs as plain Python, and so does all that it calls.
+
+    It runs to its end before any signal's handler: it changes what is bound.
+    """
+    disabled: Hook = torch.compiler.disable(whole(hook))  # type: ignore[no-untyped-call]
     return disabled
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload.interrupts import whole
 from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import BoundUnit
 from zero.params.units import can_root
@@ -227,6 +228,7 @@ class ModuleHooks:
                 module._parameters = dict(module._parameters)
         self._watched.clear()
 
+    @whole
     def reset(self) -> None:
         """No forward is running, whatever calls were seen to begin: one was interrupted."""
         self._root_depth = 0
@@ -238,6 +240,7 @@ class ModuleHooks:
             call.close()
         self._calls.clear()
 
+    @whole
     def borrow(self, index: int) -> None:
         """The innermost open call uses the unit although its module does not own it."""
         if in_backward():
@@ -264,6 +267,7 @@ class ModuleHooks:
             for index in reversed(call.begun):  # what began first encloses the others
                 self._coordinator.end_forward_use(index, backward_follows=torch.is_grad_enabled())
 
+    @whole
     def begin_look(self, index: int) -> None:
         """An operation inside a call reads the unit, past the module that owns it; `end_look` follows it."""
         if in_backward() or self._coordinator.in_forward_use(index):
@@ -272,6 +276,7 @@ class ModuleHooks:
         self._look = self._look or OpenCall(self._calls[-1].module, recompute=False)
         self._use(index, self._look)
 
+    @whole
     def end_look(self, given: list[Any], result: Any) -> Any:
         """The operation is over; returns its result with what follows its gradient.
 
@@ -368,6 +373,7 @@ class ModuleHooks:
         return hook
 
     def _passed(self, call: OpenCall) -> Callable[[], None]:
+        @whole
         def passed() -> None:
             self._record("backward", call, call.backward_ns)
             call.backward_ns = 0  # a retained graph may be walked again
@@ -385,6 +391,7 @@ class ModuleHooks:
     def _reached(self, call: OpenCall) -> Callable[[], None]:
         generation, events, coordinator = self._events.generation, self._events, self._coordinator
 
+        @whole
         def reached() -> None:
             events.before_backward(generation)
             for index in call.units:

@@ -16,6 +16,7 @@ from torch import nn
 
 from offload.arena import Block
 from offload.binding import FlatStorage, exact_alias
+from offload.interrupts import uninterrupted, whole
 from offload.sizes import ALIGN_BYTES, align_up
 from zero.optim.behind import DueUpdates
 from zero.params.binding import BoundUnit
@@ -134,8 +135,9 @@ class RowLender:
         begun: list[Loan] = []
         try:
             for loan in loans.values():
-                self._begin_forward(loan, recompute)
-                begun.append(loan)
+                with uninterrupted:
+                    self._begin_forward(loan, recompute)
+                    begun.append(loan)
             sentinel = None
             if torch.is_grad_enabled():
                 sentinel = open_frame(self._passed(begun), self._coordinator.device)
@@ -144,9 +146,10 @@ class RowLender:
                 result = close_frame(sentinel, result, self._reached(begun))
             return result
         finally:
-            for loan in begun:
-                loan.forward_uses -= 1
-                self._settle(loan)
+            with uninterrupted:
+                for loan in begun:
+                    loan.forward_uses -= 1
+                    self._settle(loan)
 
     def end_backward(self) -> None:
         """A backward is over: whatever it did or did not pass, none of its uses is open."""
@@ -181,6 +184,7 @@ class RowLender:
         rows.requires_grad_()
         events, unit, numbers = self._events, loan.unit, torch.tensor(loan.rows, device=rows.device)
 
+        @whole
         def receive(leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None:
@@ -192,6 +196,7 @@ class RowLender:
     def _reached(self, loans: list[Loan]) -> Callable[[], None]:
         generation = self._events.generation
 
+        @whole
         def reached() -> None:
             self._events.before_backward(generation)
             for loan in loans:
@@ -203,6 +208,7 @@ class RowLender:
         return reached
 
     def _passed(self, loans: list[Loan]) -> Callable[[], None]:
+        @whole
         def passed() -> None:
             for loan in loans:
                 if loan.backward_uses:

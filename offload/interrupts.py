@@ -1,0 +1,99 @@
+"""Signals while the engine changes its state: their handlers run when the change is complete.
+
+[Note: where an interrupt may end something] Python runs a signal's handler between any two bytecodes of the main
+thread, and Ctrl-C raises there. Half of a change would be left: a unit that is bound and listed nowhere, a block that
+nobody gives back. So what changes state runs inside `uninterrupted`, which keeps signals until it ends. Waiting for a
+disk or for other ranks may take for ever; there, and there alone, `deliver_late` lets them through: what waits is
+written for that.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # what `signal` wraps, without making enums: ten times faster
+import functools
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+SIGNALS = tuple(
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+LATE_SECONDS = 0.2
+"""So old a signal ends a wait."""
+_MAIN = threading.main_thread().ident
+
+
+class _Uninterrupted:
+    """The context: one for the process, that its main thread enters; elsewhere it does nothing."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._before: dict[int, Any] = {}
+        """Signal -> the handler that there was, where ours is."""
+        self._kept: list[tuple[int, FrameType | None]] = []
+        self._since = 0.0
+        self._handler = self._keep
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != _MAIN:
+            return
+        if self._depth == 0:
+            for number in SIGNALS:
+                before = _signal.getsignal(number)
+                if callable(before) and before is not self._handler:  # else nothing new runs that could raise
+                    self._before[number] = before
+                    _signal.signal(number, self._handler)
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if threading.get_ident() != _MAIN:
+            return
+        if self._depth == 1:
+            # Who is inside may have put other handlers there: they stay.
+            for number, before in self._before.items():
+                if _signal.getsignal(number) is self._handler:
+                    _signal.signal(number, before)
+        self._depth -= 1
+        if self._depth == 0:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Run the handlers of what was kept; the first that raises ends it."""
+        while self._kept:
+            number, frame = self._kept.pop(0)
+            self._before[number](number, frame)
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        if self._depth == 0:  # between a handler and the depth: nothing has changed yet
+            self._before[number](number, frame)
+            return
+        if not self._kept:
+            self._since = time.monotonic()
+        self._kept.append((number, frame))
+
+    def deliver_late(self) -> None:
+        """Run the handlers of what has been kept for long, if this is the thread that they are for."""
+        if self._kept and threading.get_ident() == _MAIN and time.monotonic() - self._since >= LATE_SECONDS:
+            self._deliver()
+
+
+uninterrupted = _Uninterrupted()
+
+
+def whole(function: Function) -> Function:
+    """`function` runs to its end before any signal's handler."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with uninterrupted:
+            return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
