@@ -15,6 +15,7 @@ from zero.compat.logs import logger
 from zero.compat.version import VERSION
 from zero.config import tolerating_unknown_keys
 from zero.distributed.joining import init_distributed
+from zero.params.released import save_released_as_empty
 
 SIGNATURE = inspect.signature(zero.initialize)
 
@@ -36,6 +37,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     say_who_answers()
     with tolerating_unknown_keys():
         engine, optimizer, loader, scheduler = zero.initialize(**given)
+    save_released_as_empty()
     lend_names(engine, given["optimizer"])
     say_if_nothing_is_clipped(engine)
     return engine, optimizer, loader, scheduler

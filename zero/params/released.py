@@ -8,6 +8,8 @@ forward or backward) or raises an error that names the parameter and the call to
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from offload.errors import StateError
 from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
 
+logger = logging.getLogger("zero")
 KEEPER = "_zero_keeper"
 NAME = "_zero_name"
 
@@ -122,8 +125,9 @@ class ReleasedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: what would be written is not the value."""
-        raise _cannot(self, "pickled or saved")
+        """Refuse, or be empty: see `save_released_as_empty`."""
+        empty: Any = nn.Parameter(_saved(self, self.dtype), self.requires_grad)
+        return empty.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say that the values are elsewhere, without fetching them."""
@@ -155,9 +159,10 @@ class ReleasedAlias(torch.Tensor):
         return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in _ALIASING_ATTRIBUTES)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse, unless the values are here."""
+        """Refuse or be empty, unless the values are here."""
         if isinstance(self.source, ReleasedParameter):
-            raise _cannot(self.source, "pickled or saved")
+            empty: Any = _saved(self.source, self.dtype)
+            return empty.__reduce_ex__(protocol)
         return _untouched(torch.Tensor.detach, (self,), {}).as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -181,6 +186,35 @@ class Shard(ReleasedAlias):
         if owner is None:
             raise StateError("ds_tensor: the parameter that it was a view of is gone")
         return owner  # type: ignore[no-any-return]
+
+
+_saved_as_empty = False
+
+
+def save_released_as_empty() -> None:
+    """From now on what is released is pickled and saved as a tensor without elements, after one warning.
+
+    As DeepSpeed does, whose scripts save a whole `state_dict` and then gather each parameter anyway. Without this call
+    saving what is released is an error: nobody finds an empty file later.
+    """
+    global _saved_as_empty
+    _saved_as_empty = True
+
+
+@functools.cache
+def _warn_of_empty_values() -> None:
+    logger.warning(
+        "released parameters are saved as empty tensors; engine.save_16bit_model, save_checkpoint, or saving inside "
+        "GatheredParameters keep the values"
+    )
+
+
+def _saved(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """What is written in place of a released parameter, or of what looks at it."""
+    if not _saved_as_empty:
+        raise _cannot(parameter, "pickled or saved")
+    _warn_of_empty_values()
+    return torch.empty(0, dtype=dtype)
 
 
 def keeper_of(parameter: nn.Parameter) -> Keeper:

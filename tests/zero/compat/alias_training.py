@@ -242,6 +242,38 @@ def lent() -> dict[str, Any]:
     }
 
 
+def chat() -> dict[str, Any]:
+    """How DeepSpeed-Chat saves at stage 3: the state dict, which has no values, then each parameter gathered."""
+    import io
+
+    heard = Heard()
+    logging.getLogger("zero").addHandler(heard)
+    engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, **ADAMW})
+    train(engine)
+    engine.tput_timer.update_epoch_count()
+
+    def written(what: Any) -> dict[str, Any]:
+        file = io.BytesIO()
+        torch.save(what, file)
+        file.seek(0)
+        read: dict[str, Any] = torch.load(file)
+        return read
+
+    states = [written(engine.module.state_dict(keep_vars=keep)) for keep in (False, True)]
+    shapes = [list(value.shape) for state in states for value in state.values()]
+    gathered = {}
+    for name, parameter in engine.module.named_parameters():
+        away = [parameter] if parameter.ds_status == deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE else []
+        with deepspeed.zero.GatheredParameters(away):
+            gathered[name] = parameter.data.clone()
+    read, whole = written(gathered), dict(engine.named_full_parameters())
+    return {
+        "shapes": shapes,
+        "warnings": len([line for line in heard.lines if "saved as empty" in line]),
+        "gathered": all(torch.equal(read[name], value) for name, value in whole.items()) and len(read) == 4,
+    }
+
+
 def saved() -> dict[str, Any]:
     """A checkpoint as clients look at it, and weights out of it by the script that lies beside it."""
     import os

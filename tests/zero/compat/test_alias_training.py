@@ -16,7 +16,7 @@ CHILD = Path(__file__).parent / "alias_training.py"
 @cache
 def found() -> dict[str, Any]:
     """One child makes all calls: they have a process in common in clients too."""
-    functions = ("accelerator", "protocol", "unharmed", "forms", "cloned", "lent", "saved")
+    functions = ("accelerator", "protocol", "unharmed", "forms", "cloned", "lent", "chat", "saved")
     answer: dict[str, Any] = json.loads(said(str(CHILD), *functions, env=OPTED_IN).splitlines()[-1])
     return answer
 
@@ -96,6 +96,11 @@ def test_engine_and_configuration_have_what_scripts_read() -> None:
     what_instead = ("gradient_clipping", "statistics()", "save_checkpoint")
     assert all(words in line for words, line in zip(what_instead, told["refused"], strict=True))
     assert told["blocks"] == [False, True, False, False, False, False] and told["comms"] and not told["unknown"]
+
+
+def test_a_state_dict_of_released_parameters_is_saved_empty_with_one_warning() -> None:
+    told = found()["chat"]
+    assert told["shapes"] == [[0]] * 8 and told["warnings"] == 1 and told["gathered"]
 
 
 def test_cloned_trees_own_their_memory() -> None:
