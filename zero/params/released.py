@@ -49,6 +49,8 @@ _CONVERSIONS: dict[str, torch.dtype | None] = {
 _COPIES = frozenset(("cpu", "clone"))
 """Of an alias: what looks at all values and needs no more than them."""
 
+_IN_PLACE_OPERATORS = frozenset(f"__i{word}__" for word in ("add", "sub", "mul", "truediv", "div"))
+
 
 class Keeper(Protocol):
     """Knows where a released parameter's values are."""
@@ -311,14 +313,50 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             try:
                 keeper.touch(parameter)
             except StateError:
-                if aliasing:
+                unplaced, name = isinstance(keeper, Unplaced), _names(func)[0]
+                if aliasing or (unplaced and name == "__getitem__" and _is_basic(args[1])):
                     return _alias(_untouched(func, args, kwargs), parameter)
+                if unplaced and _writes(name) and parameter is sources[0]:
+                    return _written(func, args, kwargs)
                 raise
             keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
     result = _untouched(func, args, kwargs)
     for keeper, parameters in keepers.values():
         keeper.touched(parameters, result)
     return result
+
+
+def _writes(name: str) -> bool:
+    """True of a function that changes its first argument."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+
+
+def _is_basic(index: Any) -> bool:
+    """True of an index that gives a view."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run what changes a parameter that no engine has adopted yet, or changes it through an alias: values come for it.
+
+    Models initialise themselves so, and some after the context in which they were built.
+    """
+    target = _tensors((args, kwargs))[0]
+    parameter = target.source if isinstance(target, ReleasedAlias) else target
+    keeper = keeper_of(parameter)
+    keeper.open([parameter])
+    try:
+        there: Any = parameter
+        if target is not parameter:
+            with torch._C.DisableTorchFunctionSubclass():
+                there = parameter.data.as_strided(target.size(), target.stride(), target.storage_offset())
+        func(
+            *(there if a is target else a for a in args), **{k: there if v is target else v for k, v in kwargs.items()}
+        )
+    finally:
+        keeper.close([parameter])
+    return target
 
 
 def _needs_face(parameter: nn.Parameter, name: str) -> None:
