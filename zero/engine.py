@@ -361,6 +361,8 @@ class ZeroEngine(
         begun, self._closed, self._away = self._closed, True, None
         self._hooks.remove()
         self._watch.remove()
+        if self.updater is not None:
+            self.updater.lose_states()
         if begun:  # an interrupt may have stopped the first attempt
             self._storage.close()
             self.exchange.close()

@@ -25,7 +25,7 @@ from zero.params.released import ReleasedParameter, is_kept
 
 Open = Callable[..., Any]
 HYPER = Hyper(1e-2, (0.9, 0.95), 1e-8, 0.1)
-NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist")
+NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "partition_numel")
 HERE, AWAY = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
 
 
@@ -43,7 +43,7 @@ def made(open_engine: Open, nvme_path: Any, model: str = "gpt", **zero_keys: Any
 def looks_like_deepspeed(parameter: Any, status: ZeroParamStatus) -> bool:
     return (
         parameter.ds_shape == parameter.shape
-        and parameter.ds_numel == parameter.numel()
+        and parameter.ds_numel == parameter.numel() == parameter.partition_numel()
         and parameter.ds_status is status
         and parameter.ds_tensor.shape == (parameter.numel(),)
         and parameter.ds_tensor.dtype == parameter.dtype

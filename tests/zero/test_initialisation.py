@@ -220,12 +220,50 @@ def test_edits_between_init_and_initialize_are_kept(open_engine: Open, nvme_path
 def test_between_init_and_initialize_values_are_refused_with_the_way_out(nvme_path: Path) -> None:
     with zero.Init(config_dict_or_path=make_config(NVME, nvme_path)):
         model = nn.Linear(3, 4)
-    for use in (torch.norm, lambda p: p.data.fill_(1), lambda p: p.detach() + 1, nn.init.normal_):
+    for use in (torch.norm, lambda p: p.data[0].sum(), lambda p: p.detach() + 1, lambda p: torch.ones(4, 3).copy_(p)):
         with pytest.raises(StateError, match="GatheredParameters") as refusal:
             use(model.weight)
         assert "(4, 3)" in str(refusal.value)
     assert model.weight.shape == (4, 3) and model.weight.dtype == torch.float32
     assert model.to("cpu") is model and model.float() is model
+
+
+def rewritten(model: nn.Module) -> nn.Module:
+    """As `_init_weights` of transformers' models, called when the model has been built."""
+    with seeded(5):
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.data.normal_(mean=0.0, std=0.02)
+                module.weight.data[1:3].mul_(2)
+                nn.init.constant_(module.bias, 0.3)
+                module.bias.data[0] = 1.0
+                with torch.no_grad():
+                    module.bias += 0.25
+            elif isinstance(module, nn.Embedding):
+                nn.init.xavier_uniform_(module.weight)
+                module.weight.data[-1].zero_()
+                module.weight.data.t()[0].fill_(0.5)
+                module.weight.data[0].copy_(torch.ones(8))
+    return model
+
+
+def test_a_write_to_a_released_value_lands_before_there_is_an_engine(open_engine: Open, nvme_path: Path) -> None:
+    def make() -> nn.Module:
+        with seeded(4):
+            return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+
+    config = make_config(NVME, nvme_path)
+    plain = rewritten(make())
+    with zero.Init(config_dict_or_path=config):
+        model: Any = make()
+    assert spilled(rewritten(model)) and spilled(model)
+    with pytest.raises(StateError, match=r"zero\.GatheredParameters\(\[parameter\]\)"):
+        model[1].weight.data[torch.tensor([1, 2])]  # no view, so it is a look at values
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        model[1].weight.add_(1)  # as torch, outside no_grad
+    engine = open_engine(model, config)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(engine.full_master(name), parameter), name
 
 
 def test_a_model_moved_to_another_dtype_inside_keeps_its_values(open_engine: Open, nvme_path: Path) -> None:

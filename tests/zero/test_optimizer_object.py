@@ -12,7 +12,7 @@ import torch
 from models import build, make_config, tokens
 from torch import nn
 
-from offload.errors import BudgetError, ConfigError
+from offload.errors import BudgetError, ConfigError, StateError
 from zero.machine import Machine, read_machine
 from zero.values import states as kept_states
 
@@ -73,6 +73,32 @@ def test_a_state_dict_goes_on_where_it_was_taken(open_engine: Open, nvme_path: P
     other.optimizer.load_state_dict(saved)
     assert other.optimizer.param_groups[0] is group and group["lr"] == 0.002
     assert equal(masters(train(engine, 2, 3)), masters(train(other, 2, 3)))
+
+
+@on_every_tier
+def test_states_that_are_given_back_are_those_of_the_next_step(open_engine: Open, nvme_path: Path, tier: str) -> None:
+    """As Lightning does at its end, which moves each state to a device."""
+    config = make_config(TIERS[tier], nvme_path)
+    engine, other = (train(open_engine(build("gpt"), config), 0, 1) for _ in range(2))
+    for parameter, state in engine.optimizer.state.items():
+        engine.optimizer.state[parameter] = {name: value.cpu() for name, value in state.items()}
+    assert equal(masters(train(engine, 2)), masters(train(other, 2)))
+    weight = engine.module.head.weight
+    engine.optimizer.state[weight] = {**engine.optimizer.state[weight], "exp_avg": torch.ones(weight.shape)}
+    assert (engine.full_state("head.weight")["exp_avg"] == 1).all()
+    with pytest.raises(ConfigError, match="keeps"):
+        engine.optimizer.state[weight] = {"momentum_buffer": torch.ones(weight.shape)}
+
+
+def test_a_closed_engine_has_no_states(open_engine: Open, nvme_path: Path) -> None:
+    engine = train(open_engine(build("gpt"), make_config(TIERS["nvme"], nvme_path)), 0)
+    before = engine.optimizer.state_dict()
+    engine.close()
+    after = engine.optimizer.state_dict()
+    assert len(engine.optimizer.state) == 0 and after["state"] == {}
+    assert after["param_groups"] == before["param_groups"]
+    with pytest.raises(StateError, match="closed"):
+        engine.optimizer.load_state_dict(before)
 
 
 def test_it_is_what_torch_reads(open_engine: Open, nvme_path: Path) -> None:

@@ -1,34 +1,11 @@
-"""`deepspeed.checkpoint.constants` and the file names of its own checkpoints."""
+"""`deepspeed.checkpoint.utils`: the names of files in DeepSpeed's own checkpoints."""
 
 from __future__ import annotations
 
 import os
 
-OPTIMIZER_STATE_DICT = "optimizer_state_dict"
-FP32_GROUPS = "fp32_groups"
-FP32_FLAT_GROUPS = "fp32_flat_groups"
-BASE_OPTIMIZER_STATE = "base_optimizer_state"
-SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
-PARAM_GROUPS = "param_groups"
-GROUP_PADDINGS = "group_paddings"
-PARTITION_COUNT = "partition_count"
-ZERO_STAGE = "zero_stage"
-CLIP_GRAD = "clip_grad"
-LOSS_SCALER = "loss_scaler"
-PARAM = "param"
-PARAM_SHAPES = "param_shapes"
-BUFFER_NAMES = "buffer_names"
-FROZEN_PARAM_SHAPES = "frozen_param_shapes"
-FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
-MODEL_FILE_PREFIX = "mp_rank_"
-ZERO_FILE_PREFIX = "zero_pp_rank_"
-OPTIM_FILE_SUFFIX = "_optim_states.pt"
-MODEL_FILE_SUFFIX = "_model_states.pt"
-LAYER_FILE_PREFIX = "layer_"
-BF16_ZERO_FILE_PREFIX = "bf16_" + ZERO_FILE_PREFIX
-FP16_ZERO_FILE_PREFIX = "fp16_" + ZERO_FILE_PREFIX
-DS_VERSION = "ds_version"
-UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+MODEL_FILE_PREFIX, MODEL_FILE_SUFFIX = "mp_rank_", "_model_states.pt"
+ZERO_FILE_PREFIX, OPTIM_FILE_SUFFIX = "zero_pp_rank_", "_optim_states.pt"
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:

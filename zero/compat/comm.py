@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import (
@@ -39,8 +39,7 @@ from torch.distributed import (
     send,
 )
 
-from zero.compat.missing import missing_function
-from zero.distributed.joining import init_distributed
+from zero.distributed.joining import TIMEOUT_MINUTES, init_distributed
 
 __all__ = [
     "P2POp",
@@ -57,6 +56,7 @@ __all__ = [
     "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
+    "default_pg_timeout",
     "destroy_process_group",
     "gather",
     "get_all_ranks_from_group",
@@ -73,12 +73,10 @@ __all__ = [
     "has_reduce_scatter_tensor",
     "inference_all_reduce",
     "init_distributed",
-    "initialize_mesh_device",
     "irecv",
     "is_available",
     "is_initialized",
     "isend",
-    "log_summary",
     "monitored_barrier",
     "new_group",
     "recv",
@@ -89,6 +87,8 @@ __all__ = [
     "scatter",
     "send",
 ]
+
+default_pg_timeout = timedelta(minutes=TIMEOUT_MINUTES)
 
 
 def is_initialized() -> bool:
@@ -164,13 +164,9 @@ def has_reduce_scatter_tensor() -> bool:
 
 def has_all_reduce_coalesced() -> bool:
     """Whether torch has it."""
-    return hasattr(torch.distributed, "all_reduce_coalesced")
+    return hasattr(dist, "all_reduce_coalesced")
 
 
 def has_coalescing_manager() -> bool:
     """Whether torch has it."""
-    return hasattr(torch.distributed.distributed_c10d, "_coalescing_manager")
-
-
-initialize_mesh_device = missing_function("comm.initialize_mesh_device", "torch.distributed.init_device_mesh does it")
-log_summary = missing_function("comm.log_summary", "engine.statistics() tells what was moved")
+    return hasattr(dist.distributed_c10d, "_coalescing_manager")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 from offload.errors import ConfigError
 from zero.compat.monitoring import BLOCKS, DeepSpeedMonitorConfig
@@ -37,6 +38,24 @@ DeepSpeedConfigError = ConfigError
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
 DEEPSPEED_OPTIMIZERS = [ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER]
 """Of those that DeepSpeed lists, what `optimizer.type` can be here; any class of torch.optim can be too."""
+
+
+BLOCKS_BY_NAME = {
+    "activation_checkpointing_config": "activation_checkpointing",
+    "aio_config": "aio",
+    "autotuning_config": "autotuning",
+    "bfloat16_config": "bf16",
+    "checkpoint_config": "checkpoint",
+    "compile_config": "compile",
+    "float16_config": "fp16",
+    "flops_profiler_config": "flops_profiler",
+    "hybrid_engine_config": "hybrid_engine",
+    "nebula_config": "nebula",
+    "tensor_parallel_config": "tensor_parallel",
+    "timers_config": "timers",
+    "weight_quantization_config": "weight_quantization",
+}
+"""DeepSpeed's attribute of a configuration -> the block of the JSON."""
 
 
 class ZeroStageEnum(int, enum.Enum):
@@ -79,10 +98,17 @@ class DeepSpeedConfig:
         zero = self.config.zero_optimization
         self.zero_config, self.zero_optimization_stage, self.zero_enabled = zero, zero.stage, zero.stage > 0
         self._param_dict = dict(self.config._report.source)
+        logs = self._block("comms_logger")
+        self.comms_config = SimpleNamespace(comms_logger=logs, comms_logger_enabled=logs.enabled)
         self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(self.config, name) for name in BLOCKS})
 
     def __getattr__(self, name: str) -> Any:
-        """Keys of the configuration."""
+        """Keys of the configuration, and DeepSpeed's names of its blocks."""
         if name.startswith("_") or name == "config":
             raise AttributeError(name)
-        return getattr(self.config, name)
+        return self._block(BLOCKS_BY_NAME[name]) if name in BLOCKS_BY_NAME else getattr(self.config, name)
+
+    def _block(self, name: str) -> Any:
+        """A block; one that was not given has its defaults, and so is off."""
+        given = getattr(self.config, name)
+        return get_args(type(self.config).model_fields[name].annotation)[0]() if given is None else given

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from zero import ranks
 from zero.compat.missing import missing_function
-from zero.compat.unavailable import EXPERTS, SEQUENCES, TENSORS
+from zero.compat.unavailable import EXPERTS, SEQUENCES
 
 __all__ = [
     "_clone_world_group",
@@ -33,7 +33,6 @@ __all__ = [
     "get_data_parallel_world_size",
     "get_model_parallel_rank",
     "get_model_parallel_world_size",
-    "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "initialize",
@@ -44,7 +43,6 @@ _get_sequence_parallel_rank = missing_function("utils.groups._get_sequence_paral
 _get_expert_parallel_group = missing_function("utils.groups._get_expert_parallel_group", EXPERTS)
 _get_expert_data_parallel_group = missing_function("utils.groups._get_expert_data_parallel_group", EXPERTS)
 _get_local_all_to_all_group = missing_function("utils.groups._get_local_all_to_all_group", EXPERTS)
-get_tensor_model_parallel_group = missing_function("utils.groups.get_tensor_model_parallel_group", TENSORS)
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:

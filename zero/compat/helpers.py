@@ -175,3 +175,22 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     """Set `model.a.b` by its dotted name."""
     parent, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
+def convert_conv1d_to_linear(model: Any, convert_type: type[nn.Module]) -> Any:
+    """The model with each of its modules of a type, such as GPT-2's Conv1D, replaced in place by an nn.Linear.
+
+    Args:
+        model: a model, or what holds it as `module`. Not one that an engine keeps: its parameters would be new.
+        convert_type: with a `weight` of shape (in, out), and a `bias` or None.
+    """
+    whole: nn.Module = getattr(model, "module", model)
+    for name, old in [(name, old) for name, old in whole.named_modules() if isinstance(old, convert_type)]:
+        weight: nn.Parameter = old.get_parameter("weight")
+        bias: nn.Parameter | None = getattr(old, "bias", None)
+        new = nn.Linear(weight.shape[0], weight.shape[1], bias=bias is not None, device="meta")
+        new.weight = nn.Parameter(weight.data.t().contiguous(), requires_grad=weight.requires_grad)
+        if bias is not None:
+            new.bias = nn.Parameter(bias.data.reshape(-1), requires_grad=bias.requires_grad)
+        recursive_setattr(whole, name, new)
+    return model

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 import zero
 from zero import ranks
+from zero.compat.lent_names import lend_names
 from zero.compat.logs import logger
-from zero.compat.missing import refused
-from zero.compat.to_fp32 import TOOLS
 from zero.compat.version import VERSION
 from zero.config import tolerating_unknown_keys
 from zero.distributed.joining import init_distributed
+from zero.params.released import save_released_as_empty
 
 SIGNATURE = inspect.signature(zero.initialize)
 
@@ -37,23 +37,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     say_who_answers()
     with tolerating_unknown_keys():
         engine, optimizer, loader, scheduler = zero.initialize(**given)
-    lend_names(engine)
+    save_released_as_empty()
+    lend_names(engine, given["optimizer"])
     say_if_nothing_is_clipped(engine)
     return engine, optimizer, loader, scheduler
-
-
-def lend_names(engine: Any) -> None:
-    """Give an engine what clients look for in DeepSpeed's and nobody needs here."""
-    engine.checkpoint_tools = TOOLS
-    engine.sparse_tensor_module_names = set()
-    engine._get_optimizer_ckpt_name = _optimizer_file
-    engine.hooks_for_optimizer = True
-    if engine.updater is not None:
-        engine.updater.__dict__["optimizer"] = engine.updater  # DeepSpeed's wraps another one
-
-
-def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
-    raise refused("DeepSpeedEngine._get_optimizer_ckpt_name", "its checkpoints have no such file; use load_checkpoint")
 
 
 def say_if_nothing_is_clipped(engine: Any) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import base64
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from zero.launch.arguments import add_arguments
 from zero.launch.environment import FILE_NAME
+from zero.launch.hosts import choose, parse_hostfile, read_hostfile
 from zero.tools import cli
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE") or FILE_NAME
@@ -21,3 +26,41 @@ def main(args: Sequence[str] | None = None) -> int:
 def report() -> int:
     """`zero doctor`, DeepSpeed's `ds_report`. The exit status."""
     return cli.main(["doctor"])
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line of `zero run`, with DeepSpeed's names of the script and its arguments beside ours."""
+    parser = argparse.ArgumentParser(prog="deepspeed")
+    add_arguments(parser)
+    options = parser.parse_args(args)
+    options.user_script, options.user_args = options.script, options.script_args
+    return options
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
+    """Slots by host, None where there is no such file. Raises ConfigError, a ValueError: a bad line, or no host."""
+    return read_hostfile(hostfile_path) if os.path.isfile(hostfile_path) else None
+
+
+def parse_hostfile_lines(hostfile_lines: Sequence[str]) -> dict[str, int]:
+    """As `fetch_hostfile`, of lines."""
+    return parse_hostfile("\n".join(line.rstrip("\n") for line in hostfile_lines), "hostfile")
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    """The slots to use by host. Raises ConfigError, a ValueError: an unknown host or slot, or nothing left."""
+    return {node.host: list(node.slots) for node in choose(resource_pool, inclusion, exclusion)}
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """Of the slots there are by host, those to use. Raises as `parse_inclusion_exclusion`."""
+    chosen = parse_inclusion_exclusion({h: max(slots) + 1 for h, slots in host_info.items()}, include_str, exclude_str)
+    kept = {host: [slot for slot in slots if slot in host_info[host]] for host, slots in chosen.items()}
+    return {host: slots for host, slots in kept.items() if slots}
+
+
+def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
+    """Slots by host in one word for a command line."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -22,13 +23,16 @@ def missing_function(name: str, instead: str) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> NoReturn:
         raise refused(name, instead)
 
-    function.__name__ = function.__qualname__ = name.rpartition(".")[2]
+    home, _, function.__name__ = name.rpartition(".")
+    function.__qualname__, function.__module__ = function.__name__, f"deepspeed.{home}"
     function.__doc__ = f"Not available: {instead}."
     return function
 
 
 def missing_class(name: str, instead: str, base: type = object) -> Any:
     """A class that may be subclassed and asked `isinstance`, and raises when an object is made of it.
+
+    One that derives from an exception is an exception like others: nobody raises it here, and `except` may name it.
 
     Args:
         name: as `refused`.
@@ -39,4 +43,8 @@ def missing_class(name: str, instead: str, base: type = object) -> Any:
     def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         raise refused(name, instead)
 
-    return type(name.rpartition(".")[2], (base,), {"__new__": __new__, "__doc__": f"Not available: {instead}."})
+    home, _, own = name.rpartition(".")
+    body: dict[str, Any] = {"__doc__": f"Not available: {instead}.", "__module__": f"deepspeed.{home}"}
+    if not issubclass(base, BaseException):
+        body["__new__"] = __new__
+    return types.new_class(own, (base,), {}, lambda namespace: namespace.update(body))

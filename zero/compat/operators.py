@@ -83,8 +83,4 @@ BUILDERS: dict[str, Any] = {kind: _builder(kind, name) for kind, name in CLASS_N
 ALL_OPS: dict[str, OpBuilder] = {kind.NAME: kind() for kind in BUILDERS.values()}
 compatible_ops: dict[str, bool] = {name: name in THERE for name in sorted(THERE | ABSENT)}
 
-
-def __getattr__(name: str) -> Any:
-    if name in BUILDERS:
-        return BUILDERS[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+globals().update(BUILDERS)

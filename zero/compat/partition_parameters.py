@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero.compat.accelerator import get_accelerator
-from zero.compat.missing import missing_class
 from zero.config import tolerating_unknown_keys
 from zero.distributed.joining import init_distributed
 from zero.params.face import ZeroParamStatus, has_face
@@ -23,7 +22,6 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "MiCS_Init",
-    "MultipleAllGatherHandles",
     "ZeroParamStatus",
     "ZeroParamType",
     "get_accelerator",
@@ -58,9 +56,6 @@ CONSTRUCTORS: dict[str, Callable[..., Tensor]] = {
 
 partitioned_param_data_shape = [0]
 """Of a released parameter in DeepSpeed; here it keeps its own."""
-MultipleAllGatherHandles = missing_class(
-    "runtime.zero.partition_parameters.MultipleAllGatherHandles", "the engine waits for its own transfers"
-)
 
 
 class ZeroParamType(enum.Enum):

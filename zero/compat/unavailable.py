@@ -1,7 +1,12 @@
-"""What DeepSpeed has and this library has not: every name, and what to do instead."""
+"""What DeepSpeed has and this library has not: by the beginning of its name, what to do instead."""
 
 from __future__ import annotations
 
+import builtins
+import enum
+from typing import Any
+
+import torch
 from torch import nn
 
 from zero.compat.missing import missing_class, missing_function
@@ -18,99 +23,129 @@ ONE_BIT = "1-bit optimizers are not implemented; use AdamW, with communication_d
 KERNELS = "DeepSpeed's kernels are not part of it; torch's scaled_dot_product_attention and torch.compile do that"
 INFERENCE = "inference kernels are not implemented; deepspeed.init_inference streams a model larger than memory"
 HYBRID = "the hybrid engine is not implemented; engine.generation() keeps weights from token to token"
-ELASTICITY = "elastic batch sizes are not implemented; checkpoints load on any number of ranks"
-AUTOTUNING = 'autotuning is not implemented; "auto" values, `zero plan` and `zero tune` choose sizes'
-LINEAR = "it is not implemented; use peft for LoRA, and a quantised base"
-DATA = "the data efficiency library is not implemented; hand a sampler to the loader"
 UNIVERSAL = "it is not needed: a checkpoint loads at any stage, tier and number of ranks as it is"
 SWAPPERS = "DeepSpeed's swappers are not part of it; zero_optimization.offload_param and offload_optimizer are"
-
-tp_model_init = missing_function("tp_model_init", TENSORS)
-set_autotp_mode = missing_function("set_autotp_mode", TENSORS)
-
-UlyssesSPAttentionHF = missing_class("runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF", SEQUENCES)
-UlyssesSPAttentionHF.register_with_transformers = missing_function("UlyssesSPAttentionHF.register", SEQUENCES)
-UlyssesSPDataLoaderAdapter = missing_class("runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter", SEQUENCES)
-SequenceTiledCompute = missing_class("runtime.sequence_parallel.ulysses_sp.SequenceTiledCompute", SEQUENCES)
-TiledMLP = missing_class("runtime.sequence_parallel.ulysses_sp.TiledMLP", SEQUENCES)
-TiledFusedLogitsLoss = missing_class("runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss", SEQUENCES)
-sequence_tiled_compute = missing_function("runtime.sequence_parallel.ulysses_sp.sequence_tiled_compute", SEQUENCES)
-DistributedAttention = missing_class("sequence.layer.DistributedAttention", SEQUENCES, nn.Module)
-
-PipelineModule = missing_class("pipe.PipelineModule", PIPELINES, nn.Module)
-LayerSpec = missing_class("pipe.LayerSpec", PIPELINES)
-TiedLayerSpec = missing_class("pipe.TiedLayerSpec", PIPELINES, LayerSpec)
-PipelineEngine = missing_class("runtime.pipe.engine.PipelineEngine", PIPELINES)
-ProcessTopology = missing_class("runtime.pipe.topology.ProcessTopology", PIPELINES)
-PipeDataParallelTopology = missing_class("runtime.pipe.topology.PipeDataParallelTopology", PIPELINES, ProcessTopology)
-PipeModelDataParallelTopology = missing_class(
-    "runtime.pipe.topology.PipeModelDataParallelTopology", PIPELINES, ProcessTopology
-)
-PipelineParallelGrid = missing_class("runtime.pipe.topology.PipelineParallelGrid", PIPELINES)
-
-MoE = missing_class("moe.layer.MoE", EXPERTS, nn.Module)
-Experts = missing_class("moe.experts.Experts", EXPERTS, nn.Module)
-TopKGate = missing_class("moe.sharded_moe.TopKGate", EXPERTS, nn.Module)
-MOELayer = missing_class("moe.sharded_moe.MOELayer", EXPERTS, nn.Module)
-
-init_compression = missing_function("compression.compress.init_compression", COMPRESSION)
-redundancy_clean = missing_function("compression.compress.redundancy_clean", COMPRESSION)
-student_initialization = missing_function("compression.compress.student_initialization", COMPRESSION)
-
-OnebitAdam = missing_class("runtime.fp16.onebit.adam.OnebitAdam", ONE_BIT)
-OnebitLamb = missing_class("runtime.fp16.onebit.lamb.OnebitLamb", ONE_BIT)
-ZeroOneAdam = missing_class("runtime.fp16.onebit.zoadam.ZeroOneAdam", ONE_BIT)
-FusedLamb = missing_class("ops.lamb.FusedLamb", "LAMB is not implemented; use AdamW")
-
-DeepSpeedTransformerLayer = missing_class("ops.transformer.DeepSpeedTransformerLayer", KERNELS, nn.Module)
-DeepSpeedTransformerConfig = missing_class("ops.transformer.DeepSpeedTransformerConfig", KERNELS)
-replace_transformer_layer = missing_function("module_inject.replace_transformer_layer", INFERENCE)
-replace_module = missing_function("module_inject.replace_module", INFERENCE)
-DeepSpeedInferenceConfig = missing_class("inference.config.DeepSpeedInferenceConfig", INFERENCE)
-default_inference_config = missing_function("default_inference_config", INFERENCE)
-DeepSpeedHybridEngine = missing_class("runtime.hybrid_engine.DeepSpeedHybridEngine", HYBRID)
-
-compute_elastic_config = missing_function("elasticity.compute_elastic_config", ELASTICITY)
-elasticity_enabled = missing_function("elasticity.elasticity_enabled", ELASTICITY)
-Autotuner = missing_class("autotuning.Autotuner", AUTOTUNING)
-
-OptimizedLinear = missing_class("linear.OptimizedLinear", LINEAR, nn.Module)
-LoRAConfig = missing_class("linear.LoRAConfig", LINEAR)
-QuantizationConfig = missing_class("linear.QuantizationConfig", LINEAR)
-LinearModuleForZeroStage3 = missing_class(
-    "runtime.zero.linear.LinearModuleForZeroStage3", "nn.Linear needs no replacement here", nn.Module
-)
-zero3_linear_wrap = missing_function(
-    "runtime.zero.linear.zero3_linear_wrap", "torch.nn.functional.linear needs no replacement here"
-)
-DeepSpeedDataSampler = missing_class("runtime.data_pipeline.data_sampling.data_sampler.DeepSpeedDataSampler", DATA)
-convert_to_random_ltd = missing_function(
-    "runtime.data_pipeline.data_routing.helper.convert_to_random_ltd", "random layer drop is not implemented"
-)
-ds_to_universal = missing_function("checkpoint.ds_to_universal.main", UNIVERSAL)
-DeepSpeedCheckpoint = missing_class("checkpoint.DeepSpeedCheckpoint", UNIVERSAL)
-enable_universal_checkpoint = missing_function("checkpoint.enable_universal_checkpoint", UNIVERSAL)
-
 ASYNC_IO = "DeepSpeed's aio handle is not part of it; the engine has its own I/O, and `zero tune` measures it"
-aio_handle = missing_class("ops.aio.aio_handle", ASYNC_IO)
-AsyncPartitionedParameterSwapper = missing_class(
-    "runtime.swap_tensor.partitioned_param_swapper.AsyncPartitionedParameterSwapper", SWAPPERS
-)
-link_hp_params = missing_function("utils.link_hp_params", "masters are found by safe_get_full_fp32_param")
-lazy_init_hp_params_optimizer_state = missing_function("utils.lazy_init_hp_params_optimizer_state", SWAPPERS)
-ThroughputTimer = missing_class("utils.timer.ThroughputTimer", "engine.statistics() has what it counts")
-SynchronizedWallClockTimer = missing_class(
-    "utils.timer.SynchronizedWallClockTimer", "engine.statistics() has what it counts"
-)
-FP16_Optimizer = missing_class("runtime.fp16.fused_optimizer.FP16_Optimizer", "set fp16 in the configuration")
-FP16_UnfusedOptimizer = missing_class(
-    "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer", "set fp16 in the configuration"
-)
-BF16_Optimizer = missing_class("runtime.bf16_optimizer.BF16_Optimizer", "set bf16 in the configuration")
-
+COMPILE = "DeepCompile is not available; engine.compile() has torch compile the model"
+TIMERS = "engine.statistics() has what it counts"
 SCALER = "the engine scales the loss itself; set fp16 in the configuration, and read optimizer.loss_scale"
-LossScaleConfig = missing_class("runtime.fp16.loss_scaler.LossScaleConfig", SCALER)
-LossScaleProfile = missing_class("runtime.fp16.loss_scaler.LossScaleProfile", SCALER)
-LossScaler = missing_class("runtime.fp16.loss_scaler.LossScaler", SCALER)
-DynamicLossScaler = missing_class("runtime.fp16.loss_scaler.DynamicLossScaler", SCALER)
-CreateLossScaler = missing_function("runtime.fp16.loss_scaler.CreateLossScaler", SCALER)
+WRITERS = "DeepSpeed's checkpoint writers are not part of it; engine.save_checkpoint writes with the engine's own I/O"
+CONFIG = "DeepSpeedConfig(...) has the whole configuration, its blocks as attributes"
+STAGES = "DeepSpeed's own machinery of sharding is not part of it; the engine has its own, behind the same calls"
+LAUNCHER = "`zero run` starts the ranks, on one node or several; `zero run --help` tells how"
+NO_LAMB = "LAMB is not implemented; use AdamW"
+NO_PLD = "progressive layer drop is not implemented; leave layers out in the model's own forward"
+
+INSTEAD: dict[str, str] = {
+    "": "nothing here stands for it; leave it out, or do it with torch",
+    "accelerator": "get_accelerator() has the one of this process; ZERO_DEVICE chooses it",
+    "autotuning": '"auto" values, `zero plan` and `zero tune` choose sizes; autotuning is not implemented',
+    "checkpoint": UNIVERSAL,
+    "comm": "torch.distributed does it: it has the process group that init_distributed makes",
+    "comm.comm.get_comm_operation_count": TIMERS,
+    "comm.comm.get_logged_comm_ops": TIMERS,
+    "comm.comm.has_comm_data": TIMERS,
+    "comm.comm.initialize_mesh_device": "torch.distributed.init_device_mesh does it",
+    "comm.comm.log_summary": "engine.statistics() tells what was moved",
+    "comm.comm.reset_log": TIMERS,
+    "compile": COMPILE,
+    "compression": COMPRESSION,
+    "default_inference_config": INFERENCE,
+    "elasticity": "elastic batch sizes are not implemented; checkpoints load on any number of ranks",
+    "inference": INFERENCE,
+    "io": WRITERS,
+    "launcher": LAUNCHER,
+    "linear": "it is not implemented; use peft for LoRA, and a quantised base",
+    "model_implementations": INFERENCE,
+    "module_inject": INFERENCE,
+    "module_inject.auto_ep": EXPERTS,
+    "module_inject.auto_tp": TENSORS,
+    "module_inject.layers": TENSORS,
+    "module_inject.set_autotp_mode": TENSORS,
+    "module_inject.tp": TENSORS,
+    "moe": EXPERTS,
+    "nebula": WRITERS,
+    "nvme": ASYNC_IO,
+    "ops": KERNELS,
+    "ops.aio": ASYNC_IO,
+    "ops.gds": ASYNC_IO,
+    "ops.lamb": NO_LAMB,
+    "ops.op_builder": "the engine loads its own libraries; `zero doctor` shows them",
+    "ops.random_ltd": "random layer drop is not implemented",
+    "ops.sparse_attention": "sparse attention is not implemented; use torch.nn.attention.flex_attention",
+    "profiling": "the flops profiler and engine.trace have the timeline",
+    "record_tp_model_init_args": TENSORS,
+    "runtime": STAGES,
+    "runtime.activation_checkpointing": "torch.utils.checkpoint and deepspeed.checkpointing.checkpoint do it",
+    "runtime.bf16_optimizer": "set bf16 in the configuration",
+    "runtime.checkpoint_engine": WRITERS,
+    "runtime.comm": ONE_BIT,
+    "runtime.compiler": COMPILE,
+    "runtime.config": CONFIG,
+    "runtime.data_pipeline": "the data efficiency library is not implemented; hand a sampler to the loader",
+    "runtime.data_pipeline.data_routing": "random layer drop is not implemented; leave tokens out in the model",
+    "runtime.domino": TENSORS,
+    "runtime.eigenvalue": COMPRESSION,
+    "runtime.fp16": "set fp16 in the configuration",
+    "runtime.fp16.loss_scaler": SCALER,
+    "runtime.fp16.onebit": ONE_BIT,
+    "runtime.hybrid_engine": HYBRID,
+    "runtime.model_checkpointing": WRITERS,
+    "runtime.pipe": PIPELINES,
+    "runtime.progressive_layer_drop": NO_PLD,
+    "runtime.quantize": COMPRESSION,
+    "runtime.rollout": HYBRID,
+    "runtime.sequence_parallel": SEQUENCES,
+    "runtime.sparse_tensor": "gradients are reduced dense; nn.Embedding(sparse=True) is not needed",
+    "runtime.state_dict_factory": INFERENCE,
+    "runtime.swap_tensor": SWAPPERS,
+    "runtime.tensor_parallel": TENSORS,
+    "runtime.torch_autocast": "set torch_autocast in the configuration, or use torch.autocast around the forward",
+    "runtime.weight_quantizer": COMPRESSION,
+    "runtime.zero.leaf_module_config": "utils.set_z3_leaf_modules names leaf modules",
+    "runtime.zero.linear": "torch.nn.functional.linear and nn.Linear need no replacement here",
+    "runtime.zero.partition_parameters.MultipleAllGatherHandles": "the engine waits for its own transfers",
+    "sequence": SEQUENCES,
+    "set_autotp_mode": TENSORS,
+    "tp_model_init": TENSORS,
+    "utils.comms_logging": TIMERS,
+    "utils.config": CONFIG,
+    "utils.groups.get_tensor": TENSORS,
+    "utils.groups.set_tensor": TENSORS,
+    "utils.mixed_precision_linkage": "masters are found by safe_get_full_fp32_param",
+    "utils.numa": "`zero run --bind_cores_to_rank` binds ranks to their cores",
+    "utils.pin_memory": "torch's Tensor.pin_memory does it, and the engine pins its own",
+    "utils.tensor_fragment": "the safe_get_ and safe_set_ functions find a parameter's values",
+    "utils.timer": TIMERS,
+    "utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint has the whole weights",
+    "utils.zero_to_torch": "get_fp32_state_dict_from_zero_checkpoint has the whole weights",
+}
+"""Beginning of a name below `deepspeed` -> what a user can do; the longest that fits counts."""
+
+BASES: dict[str, type] = {
+    **{name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and name.endswith("Error")},
+    **{"Enum": enum.Enum, "Exception": Exception, "Function": torch.autograd.Function},
+    **{"Module": nn.Module, "Optimizer": torch.optim.Optimizer},
+}
+"""What a class that stands for nothing derives from all the same: clients ask `isinstance`, or name it in `except`."""
+
+METHODS: dict[str, tuple[str, ...]] = {
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": ("register_with_transformers",),
+}
+"""Functions of classes that are called without an object."""
+
+
+def unavailable(name: str, base: type | None) -> Any:
+    """What stands for a name: a function, or a class with this base.
+
+    Args:
+        name: below `deepspeed`.
+        base: None: it is a function.
+    """
+    instead = INSTEAD[max((begin for begin in INSTEAD if name.startswith(begin)), key=len)]
+    if base is None:
+        return missing_function(name, instead)
+    made = missing_class(name, instead, base)
+    for method in METHODS.get(name, ()):
+        setattr(made, method, missing_function(f"{name}.{method}", instead))
+    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,7 @@ class KeptStates(Protocol):
 
 
 class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
-    """`optimizer.state`: what each parameter has since its first step. Copies: change them with `safe_set_*`.
+    """`optimizer.state`: what each parameter has since its first step. Copies: give them back to change them.
 
     Args:
         kept: reads them.
@@ -51,6 +51,11 @@ class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
         numbers = {name: scalar.make() for name, scalar in self._optimizer.numbers(key).items()}
         planes = self._optimizer.made(key, self._kept.read(parameter))
         return {**numbers, "step": torch.tensor(float(self._counts[key])), **planes}
+
+    def __setitem__(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        """Replace its states; all ranks come here. Raises as `load_state_dict`."""
+        self._optimizer.check_states([states])
+        self._optimizer.take_states(parameter, states)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         """Parameters that have states."""
@@ -107,6 +112,10 @@ class HasStates:
         self._kept = kept
         self.state = LiveStates(kept, self)
 
+    def lose_states(self) -> None:
+        """The engine is closed: nothing is left of them, and clients that tidy up find them empty."""
+        self.state = {}
+
     def numbers(self, key: int) -> dict[str, Scalar]:
         """The optimizer's."""
         raise NotImplementedError
@@ -155,20 +164,23 @@ class HasStates:
         sizes, wanted = ([len(group["params"]) for group in groups] for groups in (given, self.param_groups))
         if sizes != wanted:
             raise ConfigError(f"optimizer.load_state_dict: expected groups of {wanted} parameters, got {sizes}")
-        self._check_states(state_dict["state"])
+        self.check_states(state_dict["state"].values())
         for group, options in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
         places = [place for group in given for place in group["params"]]
         for place, parameter in zip(places, self._parameters(), strict=True):
-            states = dict(state_dict["state"].get(place, {}))
-            self.forget(id(parameter))
-            if states and self._kept is not None:
-                planes = {name: states[name] for name in self.rule.states if states.get(name) is not None}
-                self.set_numbers(id(parameter), self._numbers_in(states, planes))
-                for name, value in planes.items():
-                    self._kept.write(parameter, name, value)
+            self.take_states(parameter, state_dict["state"].get(place, {}))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def take_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        """Replace the states of one parameter; empty: it has none, as before its first step."""
+        self.forget(id(parameter))
+        if states and self._kept is not None:
+            planes = {name: states[name] for name in self.rule.states if states.get(name) is not None}
+            self.set_numbers(id(parameter), self._numbers_in(states, planes))
+            for name, value in planes.items():
+                self._kept.write(parameter, name, value)
 
     def _numbers_in(self, states: Mapping[str, Any], planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What `set_numbers` takes, of a parameter's states in a `state_dict`."""
@@ -185,10 +197,10 @@ class HasStates:
                 numbers[ABSENT + name] = torch.tensor(NOTHING if name in states else MISSING, device="cpu")
         return numbers
 
-    def _check_states(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Raise ConfigError if they are those of another optimizer."""
+    def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Raise ConfigError if they, one for each parameter, are those of another optimizer."""
         known = {*self.rule.states, *self.rule.scalars}
-        for state in states.values():
+        for state in states:
             shaped = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
             needed = set(self.rule.states if isinstance(self.rule, AdamRule) else self.rule.scalars)
             if shaped and not (shaped & known and needed <= state.keys()):

@@ -5,6 +5,7 @@ They say what is so and steer nothing: whoever writes to one changes what the ne
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from enum import Enum
@@ -12,6 +13,8 @@ from typing import Any
 
 from torch import nn
 from torch.utils.weak import TensorWeakRef
+
+from zero import ranks
 
 
 class ZeroParamStatus(Enum):
@@ -27,7 +30,8 @@ AVAILABLE, NOT_AVAILABLE = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILA
 
 SHARD = "ds_tensor"
 _STATE = "__getstate__"
-_FACE = ("ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_status", "ds_active_sub_modules", SHARD, _STATE)
+_NUMEL = "partition_numel"
+_FACE = ("ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_status", "ds_active_sub_modules", _NUMEL, SHARD, _STATE)
 _numbers = itertools.count()
 
 
@@ -54,7 +58,13 @@ def put_on_face(parameter: nn.Parameter, persistent: bool, private: tuple[str, .
     face["ds_shape"], face["ds_numel"], face["ds_persist"] = parameter.shape, parameter.numel(), persistent
     face["ds_status"] = AVAILABLE  # the class of a released parameter says otherwise
     face["ds_active_sub_modules"] = set()
+    face[_NUMEL] = functools.partial(_share_numel, parameter.numel())
     face[_STATE] = _state_without(parameter, (*_FACE, *private))
+
+
+def _share_numel(numel: int) -> int:
+    """Elements of a parameter that a rank has on average, rounded up; `ds_tensor` has those of this one."""
+    return -(-numel // ranks.world_size())
 
 
 def announce(parameter: nn.Parameter) -> None:

@@ -8,6 +8,8 @@ forward or backward) or raises an error that names the parameter and the call to
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from offload.errors import StateError
 from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
 
+logger = logging.getLogger("zero")
 KEEPER = "_zero_keeper"
 NAME = "_zero_name"
 
@@ -45,6 +48,8 @@ _CONVERSIONS: dict[str, torch.dtype | None] = {
 """Name -> the dtype it converts to; None: an argument says, or it stays."""
 _COPIES = frozenset(("cpu", "clone"))
 """Of an alias: what looks at all values and needs no more than them."""
+
+_IN_PLACE_OPERATORS = frozenset(f"__i{word}__" for word in ("add", "sub", "mul", "truediv", "div"))
 
 
 class Keeper(Protocol):
@@ -128,8 +133,9 @@ class ReleasedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: what would be written is not the value."""
-        raise _cannot(self, "pickled or saved")
+        """Refuse, or be empty: see `save_released_as_empty`."""
+        empty: Any = nn.Parameter(_saved(self, self.dtype), self.requires_grad)
+        return empty.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say that the values are elsewhere, without fetching them."""
@@ -161,9 +167,10 @@ class ReleasedAlias(torch.Tensor):
         return _with_values(func, args, kwargs, aliasing=name in _ALIASING_METHODS or attribute in _ALIASING_ATTRIBUTES)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse, unless the values are here."""
+        """Refuse or be empty, unless the values are here."""
         if isinstance(self.source, ReleasedParameter):
-            raise _cannot(self.source, "pickled or saved")
+            empty: Any = _saved(self.source, self.dtype)
+            return empty.__reduce_ex__(protocol)
         return _untouched(torch.Tensor.detach, (self,), {}).as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -187,6 +194,35 @@ class Shard(ReleasedAlias):
         if owner is None:
             raise StateError("ds_tensor: the parameter that it was a view of is gone")
         return owner  # type: ignore[no-any-return]
+
+
+_saved_as_empty = False
+
+
+def save_released_as_empty() -> None:
+    """From now on what is released is pickled and saved as a tensor without elements, after one warning.
+
+    As DeepSpeed does, whose scripts save a whole `state_dict` and then gather each parameter anyway. Without this call
+    saving what is released is an error: nobody finds an empty file later.
+    """
+    global _saved_as_empty
+    _saved_as_empty = True
+
+
+@functools.cache
+def _warn_of_empty_values() -> None:
+    logger.warning(
+        "released parameters are saved as empty tensors; engine.save_16bit_model, save_checkpoint, or saving inside "
+        "GatheredParameters keep the values"
+    )
+
+
+def _saved(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """What is written in place of a released parameter, or of what looks at it."""
+    if not _saved_as_empty:
+        raise _cannot(parameter, "pickled or saved")
+    _warn_of_empty_values()
+    return torch.empty(0, dtype=dtype)
 
 
 def keeper_of(parameter: nn.Parameter) -> Keeper:
@@ -286,8 +322,11 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                 try:
                     keeper.touch(parameter)
                 except StateError:
-                    if aliasing:
+                    unplaced, name = isinstance(keeper, Unplaced), _names(func)[0]
+                    if aliasing or (unplaced and name == "__getitem__" and _is_basic(args[1])):
                         return _alias(_untouched(func, args, kwargs), parameter)
+                    if unplaced and _writes(name) and parameter is sources[0]:
+                        return _written(func, args, kwargs)
                     raise
                 keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
         result = _untouched(func, args, kwargs)
@@ -295,6 +334,39 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         for keeper, parameters in keepers.values():
             result = keeper.touched(parameters, given, result)
     return result
+
+
+def _writes(name: str) -> bool:
+    """True of a function that changes its first argument."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+
+
+def _is_basic(index: Any) -> bool:
+    """True of an index that gives a view."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts)
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run what changes a parameter that no engine has adopted yet, or changes it through an alias: values come for it.
+
+    Models initialise themselves so, and some after the context in which they were built.
+    """
+    target = _tensors((args, kwargs))[0]
+    parameter = target.source if isinstance(target, ReleasedAlias) else target
+    keeper = keeper_of(parameter)
+    keeper.open([parameter])
+    try:
+        there: Any = parameter
+        if target is not parameter:
+            with torch._C.DisableTorchFunctionSubclass():
+                there = parameter.data.as_strided(target.size(), target.stride(), target.storage_offset())
+        func(
+            *(there if a is target else a for a in args), **{k: there if v is target else v for k, v in kwargs.items()}
+        )
+    finally:
+        keeper.close([parameter])
+    return target
 
 
 def _needs_face(parameter: nn.Parameter, name: str) -> None:

@@ -205,6 +205,75 @@ def cloned() -> dict[str, Any]:
     }
 
 
+def lent() -> dict[str, Any]:
+    """What DeepSpeed's engine and configuration have besides, as scripts read it."""
+    plain = model()
+    schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}
+    engine, *_ = deepspeed.initialize(model=plain, config={**CONFIG, **ADAMW, **schedule})
+    engine.backward(engine(batch()).square().mean())
+    engine.allreduce_gradients()
+    engine.step()
+    engine.tput_timer.update_epoch_count()
+    refused = []
+    for use in (engine.clip_fp32_gradients, lambda: engine.timers("forward"), lambda: engine.checkpoint_engine.save(1)):
+        try:
+            use()
+        except NotImplementedError as error:
+            refused.append(str(error))
+    given = torch.optim.AdamW((own := model()).parameters())
+    config = deepspeed.DeepSpeedConfig(
+        {**CONFIG, "flops_profiler": {"enabled": True}, "comms_logger": {"enabled": True}}
+    )
+    blocks = ("activation_checkpointing", "flops_profiler", "autotuning", "nebula", "weight_quantization", "comms")
+    return {
+        "scheduler": [engine.scheduler_name(), engine.scheduler_params()["warmup_num_steps"]],
+        "optimizer": [engine.optimizer_params()["lr"], engine.basic_optimizer is engine.optimizer],
+        "client": [
+            engine.client_optimizer,
+            deepspeed.initialize(model=own, optimizer=given, config=CONFIG)[0].client_optimizer is given,
+        ],
+        "plain": [engine.mpu, engine.has_moe_layers, engine.tput_timer.epoch_count],
+        "group": engine.data_parallel_group is torch.distributed.group.WORLD,
+        "names": [engine.param_names[p] for p in engine.module.parameters()],
+        "refused": refused,
+        "blocks": [bool(getattr(getattr(config, f"{name}_config"), "enabled", False)) for name in blocks],
+        "comms": config.comms_config.comms_logger_enabled,
+        "unknown": hasattr(config, "nothing_config"),
+    }
+
+
+def chat() -> dict[str, Any]:
+    """How DeepSpeed-Chat saves at stage 3: the state dict, which has no values, then each parameter gathered."""
+    import io
+
+    heard = Heard()
+    logging.getLogger("zero").addHandler(heard)
+    engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, **ADAMW})
+    train(engine)
+    engine.tput_timer.update_epoch_count()
+
+    def written(what: Any) -> dict[str, Any]:
+        file = io.BytesIO()
+        torch.save(what, file)
+        file.seek(0)
+        read: dict[str, Any] = torch.load(file)
+        return read
+
+    states = [written(engine.module.state_dict(keep_vars=keep)) for keep in (False, True)]
+    shapes = [list(value.shape) for state in states for value in state.values()]
+    gathered = {}
+    for name, parameter in engine.module.named_parameters():
+        away = [parameter] if parameter.ds_status == deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE else []
+        with deepspeed.zero.GatheredParameters(away):
+            gathered[name] = parameter.data.clone()
+    read, whole = written(gathered), dict(engine.named_full_parameters())
+    return {
+        "shapes": shapes,
+        "warnings": len([line for line in heard.lines if "saved as empty" in line]),
+        "gathered": all(torch.equal(read[name], value) for name, value in whole.items()) and len(read) == 4,
+    }
+
+
 def saved() -> dict[str, Any]:
     """A checkpoint as clients look at it, and weights out of it by the script that lies beside it."""
     import os

@@ -25,7 +25,7 @@ def test_all_files_of_the_alias_are_data_of_the_wheel() -> None:
     taken = {path for pattern in re.findall(r'"(alias/[^"]+)"', line) for path in (ROOT / "zero/compat").glob(pattern)}
     there = {path for path in (ROOT / "zero/compat/alias").rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert taken >= there
-    assert len(there) > 90
+    assert {"__init__.py", "_names.py", "_ours.py", "surface.json", "deepspeed", "METADATA"} <= {p.name for p in there}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ CHILD = Path(__file__).parent / "alias_training.py"
 @cache
 def found() -> dict[str, Any]:
     """One child makes all calls: they have a process in common in clients too."""
-    functions = ("accelerator", "protocol", "unharmed", "forms", "cloned", "saved")
+    functions = ("accelerator", "protocol", "unharmed", "forms", "cloned", "lent", "chat", "saved")
     answer: dict[str, Any] = json.loads(said(str(CHILD), *functions, env=OPTED_IN).splitlines()[-1])
     return answer
 
@@ -86,6 +86,21 @@ def test_the_accelerator_answers_as_clients_ask() -> None:
     assert told["told"] == [True, True, True]
     assert told["dtypes"] == ["torch.float32", "torch.float16", "torch.bfloat16"]
     assert told["tensors"] == [[2], "torch.uint8", 2]
+
+
+def test_engine_and_configuration_have_what_scripts_read() -> None:
+    told = found()["lent"]
+    assert told["scheduler"] == ["WarmupLR", 2] and told["optimizer"] == [0.01, True]
+    assert told["client"] == [None, True] and told["plain"] == [None, False, 1] and told["group"]
+    assert told["names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    what_instead = ("gradient_clipping", "statistics()", "save_checkpoint")
+    assert all(words in line for words, line in zip(what_instead, told["refused"], strict=True))
+    assert told["blocks"] == [False, True, False, False, False, False] and told["comms"] and not told["unknown"]
+
+
+def test_a_state_dict_of_released_parameters_is_saved_empty_with_one_warning() -> None:
+    told = found()["chat"]
+    assert told["shapes"] == [[0]] * 8 and told["warnings"] == 1 and told["gathered"]
 
 
 def test_cloned_trees_own_their_memory() -> None:

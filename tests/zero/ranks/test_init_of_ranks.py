@@ -86,6 +86,29 @@ def test_ranks_of_a_node_hold_the_model_once(rank_pool: Pool, nvme_path: Any, pl
     assert [left for _, _, _, left in told] == [0, 0]
 
 
+def written_after_init(place: Place, nvme_path: str) -> bool:
+    import zero
+
+    def rewritten(model: nn.Linear) -> nn.Linear:
+        with seeded(3):
+            model.weight.data.normal_()
+            model.bias.data[1:].fill_(0.5)
+        return model
+
+    config = configured(place, nvme_path)
+    with seeded(7), zero.Init(config_dict_or_path=config):
+        model = nn.Linear(64, 64)
+    rewritten(model)
+    with zero.initialize(model=model, config=config)[0] as engine, seeded(7):
+        theirs = rewritten(nn.Linear(64, 64))
+        return all(torch.equal(engine.full_master(name), value) for name, value in theirs.named_parameters())
+
+
+@everywhere
+def test_a_write_between_init_and_initialize_lands_on_every_rank(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    assert rank_pool(2).run(written_after_init, place, str(nvme_path)) == [True, True]
+
+
 def built_apart(place: Place, nvme_path: str) -> None:
     import zero
 

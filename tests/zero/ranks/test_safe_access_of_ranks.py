@@ -170,6 +170,7 @@ def shards(place: Place, nvme_path: str) -> list[bool]:
         for _, parameter in trained(engine):
             own = utils.safe_get_local_fp32_param(parameter)
             assert own is not None and parameter.ds_tensor.shape == own.shape
+            assert parameter.partition_numel() == -(-parameter.numel() // 2)
             with zero.GatheredParameters([parameter]):
                 assert torch.equal(parameter.ds_tensor.float(), own.to(parameter.dtype).float())
             utils.safe_set_local_optimizer_state(parameter, torch.ones(parameter.ds_tensor.shape), "exp_avg")

@@ -1,36 +1,174 @@
-"""Module attributes that are imported when they are first asked for: `import deepspeed` has to cost nothing."""
+"""Where every module below `deepspeed` comes from: two tables, `_ours.py` and `surface.json`, and one finder.
+
+Modules are made when they are imported, and names looked up when they are asked for: `import deepspeed` has to cost
+nothing. Importing the package installs the finder, so children of every kind have it.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from ._ours import OURS, SAME
 
-def attributes(module: str, names: Mapping[str, str] | None = None) -> Callable[[str], Any]:
-    """A module's `__getattr__`: names from elsewhere, and its submodules.
+PACKAGE = "deepspeed"
+SOURCE = '''"""`{name}` of the alias."""
+import sys
+from deepspeed._names import fill
+fill({name!r}, sys.modules[__name__])
+if __name__ == "__main__":
+    sys.exit(sys.modules[__name__].main())
+'''
+
+
+@functools.cache
+def surface() -> dict[str, Any]:
+    """Module below `deepspeed` -> its classes, functions, values and what it exports of other modules."""
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("surface.json").read_text(encoding="utf-8"))
+    return table
+
+
+def same(path: str) -> str | None:
+    """The module of ours that this one is; None: it has names of its own."""
+    return SAME["ops.op_builder"] if path.startswith("ops.op_builder.") else SAME.get(path)
+
+
+class Names:
+    """The `__getattr__` of a module.
 
     Args:
-        module: its `__name__`; a package.
-        names: attribute -> "package.module" or "package.module:attribute".
+        path: of the module below `deepspeed`.
+        module: where values are kept.
     """
-    known = names or {}
+
+    def __init__(self, path: str, module: ModuleType) -> None:
+        self.path, self.module = path, module
+        self.name = f"{PACKAGE}.{path}" if path else PACKAGE
+        self.entry: dict[str, Any] = surface().get(path, {})
+        self.homes = _homes(OURS.get(path, {}))
+        self.exports: dict[str, str] = {}
+        self.functions: list[str] = self.entry.get("functions", "").split()
+        self.stars: list[str] = []
+        if same(path) is None:
+            there = {_full(home): names for home, names in self.entry.get("from", {}).items()}
+            self.stars = [home for home, names in there.items() if names == "*"]
+            self.exports = _homes({home: names for home, names in there.items() if names != "*"})
+
+    def __call__(self, name: str) -> Any:
+        """The value, kept in the module from then on. Raises AttributeError."""
+        if name == "__all__":
+            return sorted({*self.listed()})
+        value = self._found(name)
+        setattr(self.module, name, value)
+        return value
+
+    def listed(self) -> Iterator[str]:
+        """Public names, submodules apart."""
+        known = (self.homes, self.exports, self.entry.get("values", ()), self.entry.get("classes", ()), self.functions)
+        yield from (name for names in known for name in names if not name.startswith("_"))
+        for home in self.stars:
+            yield from importlib.import_module(home).__all__
+
+    def _found(self, name: str) -> Any:
+        if name in self.homes:
+            return _taken(self.homes[name])
+        if self.entry.get("package") and self._below(name) in surface():
+            return importlib.import_module(f"{self.name}.{name}")
+        if name in self.exports:
+            return _taken(self.exports[name])
+        if name in self.entry.get("values", ()):
+            return self.entry["values"][name]
+        if name in self.functions or name in self.entry.get("classes", ()):
+            return self._refused(name)
+        if not name.startswith("__"):
+            for home in self.stars:
+                if hasattr(importlib.import_module(home), name):
+                    return getattr(importlib.import_module(home), name)
+        raise AttributeError(f"module {self.name!r} has no attribute {name!r}")
+
+    def _below(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+    def _refused(self, name: str) -> Any:
+        from zero.compat.unavailable import BASES, unavailable
+
+        if name in self.functions:
+            return unavailable(self._below(name), None)
+        base = self.entry["classes"][name]
+        ours = base in self.entry["classes"] and base != name
+        return unavailable(
+            self._below(name), getattr(sys.modules[self.name], base) if ours else BASES.get(base, object)
+        )
+
+
+def _full(home: str) -> str:
+    return f"{PACKAGE}.{home}" if home else PACKAGE
+
+
+def _taken(place: str) -> Any:
+    home, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(home), attribute)
+
+
+def _homes(table: dict[str, str]) -> dict[str, str]:
+    """Name -> "module:attribute"."""
+    pairs = [(home, *word.partition("=")) for home, words in table.items() for word in words.split()]
+    return {theirs: f"{home}:{ours or theirs}" for home, theirs, _, ours in pairs}
+
+
+def fill(name: str, module: ModuleType) -> None:
+    """Make a new module what the tables say: one with names to look up, or the very module of ours."""
+    path = name.partition(".")[2]
+    home = same(path)
+    if home is None:
+        module.__getattr__ = Names(path, module)  # type: ignore[method-assign]
+        return
+    ours = importlib.import_module(home)
+    sys.modules[module.__name__] = ours
+    if hasattr(module, "__path__"):
+        ours.__path__ = []
+    if home.startswith("zero.compat."):
+        ours.__dict__.setdefault("__getattr__", _first_of([Names(key, ours) for key in surface() if same(key) == home]))
+
+
+def _first_of(tables: list[Names]) -> Callable[[str], Any]:
+    """A `__getattr__` for a module of several names."""
 
     def __getattr__(name: str) -> Any:
-        if name in known:
-            home, _, attribute = known[name].partition(":")
-            value: Any = importlib.import_module(home)
-            value = getattr(value, attribute) if attribute else value
-            setattr(sys.modules[module], name, value)
-            return value
-        if not name.startswith("__"):
-            path = f"{module}.{name}"
+        for table in tables:
             try:
-                return importlib.import_module(path)
-            except ModuleNotFoundError as error:
-                if error.name != path:
-                    raise
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+                return table(name)
+            except AttributeError as error:
+                last = error
+        raise last
 
     return __getattr__
+
+
+class Finder(MetaPathFinder, InspectLoader):
+    """Finds and makes the modules of `surface.json`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Of a module below `deepspeed` that DeepSpeed has."""
+        package, _, below = fullname.partition(".")
+        if package != PACKAGE or not below or below not in surface():
+            return None
+        return ModuleSpec(fullname, self, is_package=self.is_package(fullname))
+
+    def is_package(self, fullname: str) -> bool:
+        """Whether there are modules below it."""
+        return bool(surface()[fullname.partition(".")[2]].get("package"))
+
+    def get_source(self, fullname: str) -> str:
+        """What runs when it is imported, or by `python -m`."""
+        return SOURCE.format(name=fullname)

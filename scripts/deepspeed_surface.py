@@ -1,0 +1,144 @@
+"""Write what the alias knows of DeepSpeed's names: `deepspeed_surface.py SOURCE...`, each a folder with its package.
+
+The first source that has a name has its say: give the newest release first, then those with what it has lost.
+
+Module paths, public classes with their bases, functions, constants that are plain values, and what packages re-export
+go to `zero/compat/alias/deepspeed/surface.json`, one module a line. Nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+OUT = Path(__file__).resolve().parent.parent / "zero/compat/alias/deepspeed/surface.json"
+CONSTRUCTORS = {"dict": dict, "frozenset": frozenset, "list": list, "set": set, "str": str, "tuple": tuple}
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those at the top level of a module, also under `if` and `try`."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If):
+            yield from statements([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try):
+            yield from statements([*node.body, *(one for handler in node.handlers for one in handler.body)])
+
+
+def constants(tree: ast.Module) -> dict[str, Any]:
+    """Names in capitals whose value is plain data, and can be computed from such."""
+    known: dict[str, Any] = {}
+    for node in statements(tree.body):
+        if not isinstance(node, ast.Assign):
+            continue
+        try:
+            value = eval(compile(ast.Expression(node.value), "", "eval"), {"__builtins__": CONSTRUCTORS}, dict(known))
+        except Exception:  # it is computed from something else
+            continue
+        known.update({target.id: value for target in node.targets if isinstance(target, ast.Name)})
+    shown = {name: plain(value) for name, value in known.items() if name.isupper() and not name.startswith("_")}
+    return {name: value for name, value in shown.items() if value is not NotImplemented}
+
+
+def plain(value: Any) -> Any:
+    """The value if JSON gives it back as it is, else NotImplemented."""
+    try:
+        same = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        return NotImplemented
+    return value if same else NotImplemented
+
+
+def exports(tree: ast.Module, package: str) -> dict[str, str]:
+    """What a package takes from its own modules: module below `deepspeed` -> names, or *."""
+    found: dict[str, list[str]] = {}
+    for node in statements(tree.body):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        parts = package.split(".") if package else []
+        base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+        home = ".".join(part for part in (base, node.module or "") if part)
+        if not node.level and not home.startswith("deepspeed"):
+            continue
+        names = [name if (name := one.asname or one.name) == one.name else f"{name}={one.name}" for one in node.names]
+        home = home.removeprefix("deepspeed").removeprefix(".")
+        found.setdefault(home, []).extend(name for name in names if not name.startswith("_"))
+    return {home: " ".join(names) for home, names in found.items() if names}
+
+
+def described(file: Path, package: str | None) -> dict[str, Any]:
+    """A module's entry; `package` is its own name when it is one."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    nodes = list(statements(tree.body))
+    classes = {
+        node.name: base.attr if isinstance(base, ast.Attribute) else ast.unparse(base)
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
+        for base in [node.bases[0] if node.bases else ast.Name("object")]
+    }
+    functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+    entry = {
+        "package": package is not None,
+        "classes": {name: base for name, base in classes.items() if not name.startswith("_")},
+        "functions": " ".join(sorted(functions)),
+        "values": constants(tree),
+        "from": exports(tree, package) if package is not None else {},
+    }
+    return {key: value for key, value in entry.items() if value}
+
+
+def modules_of(source: Path) -> dict[str, Any]:
+    """Module below `deepspeed` -> its entry."""
+    table = {}
+    for file in sorted((source / "deepspeed").rglob("*.py")):
+        parts = file.relative_to(source / "deepspeed").with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if not parts[-1].startswith("test") and parts[-1] != "__main__":
+            table[name] = described(file, name if parts[-1] == "__init__" else None)
+    return table
+
+
+def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Both entries; where they differ, the first."""
+    both = {key: second.get(key, {}) | first.get(key, {}) for key in ("classes", "values")}
+    names = dict.fromkeys(f"{first.get('functions', '')} {second.get('functions', '')}".split())
+    homes = {**second.get("from", {}), **first.get("from", {})}
+    for home, words in second.get("from", {}).items():
+        homes[home] = " ".join(dict.fromkeys(f"{homes[home]} {words}".split()))
+    package = first.get("package", False) or second.get("package", False)
+    entry = {**both, "functions": " ".join(names), "from": homes, "package": package}
+    return {key: value for key, value in entry.items() if value}
+
+
+def drop_foreign(entry: dict[str, Any], table: dict[str, Any]) -> None:
+    """Leave out exports of what their home has from elsewhere, or computes: the alias could not find them there."""
+    for home, words in list(entry.get("from", {}).items()):
+        there = table.get(home, {})
+        has = {*there.get("classes", {}), *there.get("values", {}), *there.get("functions", "").split(), "*"}
+        has |= {word.partition("=")[0] for names in there.get("from", {}).values() for word in names.split()}
+        has |= {name.rpartition(".")[2] for name in table if name.rpartition(".")[0] == home}
+        kept = [word for word in words.split() if (word.partition("=")[2] or word) in has] if there is not entry else []
+        entry["from"].pop(home)
+        if kept:
+            entry["from"][home] = " ".join(kept)
+
+
+def main(sources: list[Path]) -> None:
+    """Read source trees and write the file."""
+    table: dict[str, Any] = {}
+    for source in sources:
+        for name, entry in modules_of(source).items():
+            table[name] = merged(table[name], entry) if name in table else entry
+    for entry in table.values():
+        drop_foreign(entry, table)
+    lines = [f"{json.dumps(name)}: {json.dumps(entry, sort_keys=True)}" for name, entry in sorted(table.items())]
+    OUT.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    print(f"{len(table)} modules, {OUT.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main([Path(word) for word in sys.argv[1:]])

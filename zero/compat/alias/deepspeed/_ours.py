@@ -1,0 +1,174 @@
+"""What of DeepSpeed's names is ours: the rest of `surface.json` is refused by name.
+
+Module below `deepspeed` -> where from -> names; `theirs=ours` where the two differ.
+"""
+
+from __future__ import annotations
+
+SAME: dict[str, str] = {
+    "comm": "zero.compat.comm",
+    "comm.comm": "zero.compat.comm",
+    "ops.op_builder": "zero.compat.operators",
+    "runtime.activation_checkpointing.checkpointing": "zero.checkpointing",
+    "runtime.engine": "zero.compat.engine",
+    "runtime.zero.partition_parameters": "zero.compat.partition_parameters",
+    "utils.groups": "zero.compat.groups",
+    "utils.logging": "zero.compat.logs",
+}
+"""Modules that are the very module of ours: clients assign into them, or compare classes by them."""
+
+FRAGMENTS = (
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
+    "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+    "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "safe_update_full_grad_vectorized"
+)
+LEAVES = (
+    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
+)
+SCHEDULES = (
+    "add_tuning_arguments get_config_from_args get_lr_from_config override_1cycle_params "
+    "override_lr_range_test_params override_params override_warmupLR_params parse_arguments"
+)
+DEBUGGING = (
+    "debug_clear_module_and_param_names debug_extract_module_and_param_names debug_module2name debug_module2name_class "
+    "debug_param2name debug_param2name_id debug_param2name_id_numel debug_param2name_id_shape "
+    "debug_param2name_id_shape_device debug_param2name_id_shape_status module_names param_names"
+)
+CONFIGS = "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
+
+OURS: dict[str, dict[str, str]] = {
+    "": {
+        "zero.arguments": "add_config_arguments",
+        "zero.compat.initialize": "initialize",
+        "zero.compat.logs": "log_dist logger",
+        "zero.inference": "init_inference",
+    },
+    "accelerator.abstract_accelerator": {"zero.compat.accelerator": "DeepSpeedAccelerator=Accelerator"},
+    "accelerator.real_accelerator": {"zero.compat.accelerator": "get_accelerator is_current_accelerator_supported"},
+    "checkpoint.utils": {
+        "zero.compat.checkpoint_names": (
+            "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"
+        ),
+        "zero.compat.cloning": "clone_tensors_for_torch_save",
+    },
+    "comm": {"deepspeed.comm.torch": "TorchBackend", "deepspeed.comm.ccl": "CCLBackend"},
+    "comm.reduce_op": {"zero.compat.comm": "ReduceOp"},
+    "comm.utils": {
+        "zero.compat.plain": "get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher"
+    },
+    "compression.helper": {
+        "zero.compat.helpers": "convert_conv1d_to_linear recursive_getattr recursive_setattr",
+    },
+    "constants": {"zero.compat.comm": "default_pg_timeout"},
+    "env_report": {"zero.compat.launcher": "cli_main=report main=report"},
+    "git_version_info": {
+        "zero.compat.version": "version=VERSION",
+        "zero.compat.versions": "accelerator_name compatible_ops git_branch git_hash installed_ops torch_info",
+    },
+    "inference.engine": {"zero.inference": "InferenceEngine"},
+    "launcher.launch": {"zero.compat.launcher": "main"},
+    "launcher.runner": {
+        "zero.compat.launcher": (
+            "DEEPSPEED_ENVIRONMENT_NAME _parse_hostfile=parse_hostfile_lines encode_world_info fetch_hostfile main "
+            "parse_args parse_inclusion_exclusion parse_resource_filter"
+        )
+    },
+    "moe.utils": {
+        "zero.compat.helpers": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"
+    },
+    "monitor.comet": {"zero.compat.monitoring": "CometMonitor"},
+    "monitor.config": {"zero.compat.monitoring": "DeepSpeedMonitorConfig get_monitor_config"},
+    "monitor.csv_monitor": {"zero.compat.monitoring": "csvMonitor"},
+    "monitor.monitor": {
+        "zero.compat.monitoring": "CometMonitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor"
+    },
+    "monitor.tensorboard": {"zero.compat.monitoring": "TensorBoardMonitor"},
+    "monitor.wandb": {"zero.compat.monitoring": "WandbMonitor"},
+    "ops": {"zero.compat.operators": "__compatible_ops__=compatible_ops"},
+    "ops.adagrad.cpu_adagrad": {"zero.ops.adagrad": "DeepSpeedCPUAdagrad"},
+    "ops.adam.cpu_adam": {"zero.ops.adam": "DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {"zero.ops.adam": "FusedAdam"},
+    "ops.aio": {"zero.compat.operators": "AsyncIOBuilder"},
+    "ops.lion.cpu_lion": {"zero.ops.lion": "DeepSpeedCPULion"},
+    "ops.lion.fused_lion": {"zero.ops.lion": "FusedLion"},
+    "profiling.flops_profiler.profiler": {
+        "zero.flops_profiler": "get_model_profile",
+        "zero.forward_profiler": "FlopsProfiler",
+    },
+    "runtime.base_optimizer": {"zero.optim.optimizer": "DeepSpeedOptimizer=ZeroOptimizer ZeROOptimizer=ZeroOptimizer"},
+    "runtime.config": {
+        "zero.compat.configs": "DEEPSPEED_OPTIMIZERS DeepSpeedConfig DeepSpeedConfigError ZeroStageEnum"
+    },
+    "runtime.config_utils": {
+        "zero.compat.plain": "dict_raise_error_on_duplicate_keys get_dict_param get_list_param get_scalar_param"
+    },
+    "runtime.dataloader": {
+        "torch.utils.data": "DeepSpeedDataLoader=DataLoader",
+        "zero.resumable": "RepeatingLoader",
+    },
+    "runtime.lr_schedules": {
+        "zero.compat.schedule_arguments": SCHEDULES,
+        "zero.lr_schedules": (
+            "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR "
+            "get_torch_optimizer=torch_optimizer"
+        ),
+    },
+    "runtime.precision_config": {
+        "zero.compat.configs": "get_bfloat16_config get_float16_config",
+        "zero.config.precision_block": "DeepSpeedBF16Config=Bf16Config DeepSpeedFP16Config=Fp16Config",
+    },
+    "runtime.utils": {
+        "zero.compat.helpers": (
+            "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm get_only_unique_item "
+            "move_to_device required_torch_version see_memory_usage set_random_seed"
+        )
+    },
+    "runtime.zero": {"zero.compat.partition_parameters": "MiCS_Init unregister_external_parameter"},
+    "runtime.zero.config": {"zero.compat.configs": f"{CONFIGS} ZeroStageEnum"},
+    "runtime.zero.offload_config": {"zero.compat.configs": f"{CONFIGS} OffloadStateTypeEnum"},
+    "runtime.zero.offload_states": {"zero.compat.helpers": "get_state_devices"},
+    "runtime.zero.parameter_offload": {"zero.parameter_offload": "DeepSpeedZeRoOffload=ParameterOffload"},
+    "runtime.zero.stage3": {
+        "zero.compat.helpers": "unwrap_model_for_generation",
+        "zero.compat.optimizer_kinds": "DeepSpeedZeroOptimizer_Stage3",
+        "zero.estimates": (
+            "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live"
+        ),
+    },
+    "runtime.zero.stage_1_and_2": {
+        "zero.compat.optimizer_kinds": "DeepSpeedZeroOptimizer",
+        "zero.estimates": (
+            "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live"
+        ),
+    },
+    "runtime.zero.tiling": {"zero.params.tiled_linear": "TiledLinear TiledLinearReturnBias"},
+    "runtime.zero.utils": {
+        "zero.compat.helpers": "ZeRORuntimeException is_zero_supported_optimizer",
+        "zero.compat.partition_parameters": "is_zero_param",
+    },
+    "utils": {
+        "zero.compat.comm": "is_initialized",
+        "zero.compat.helpers": "instrument_w_nvtx recursive_getattr recursive_setattr",
+        "zero.compat.logs": "log_dist log_dist_once logger set_log_level_from_string",
+        "zero.compat.on_device": "OnDevice",
+        "zero.params.leaf_modules": LEAVES,
+        "zero.resumable": "RepeatingLoader",
+        "zero.values.fragments": FRAGMENTS,
+    },
+    "utils.comms_logging": {"zero.compat.plain": "convert_size"},
+    "utils.debug": {"zero.compat.plain": DEBUGGING},
+    "utils.init_on_device": {"zero.compat.on_device": "OnDevice"},
+    "utils.module_utils": {"zero.compat.helpers": "recursive_getattr recursive_setattr"},
+    "utils.numa": {"zero.compat.plain": "parse_range parse_range_list"},
+    "utils.nvtx": {"zero.compat.helpers": "instrument_w_nvtx"},
+    "utils.tensor_fragment": {"zero.values.fragments": FRAGMENTS},
+    "utils.torch": {"zero.compat.helpers": "required_torch_version"},
+    "utils.z3_leaf_module": {"zero.params.leaf_modules": LEAVES},
+    "utils.zero_to_fp32": {
+        "zero.checkpoint.fp32": ("convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint"),
+        "zero.compat.checkpoint_files": "get_model_state_file get_model_state_files get_optim_files",
+        "zero.compat.to_fp32": "load_state_dict_from_zero_checkpoint main",
+    },
+}

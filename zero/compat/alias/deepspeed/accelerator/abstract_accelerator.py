@@ -1,5 +1,0 @@
-"""`deepspeed.accelerator.abstract_accelerator`."""
-
-from zero.compat.accelerator import Accelerator as DeepSpeedAccelerator
-
-__all__ = ["DeepSpeedAccelerator"]

@@ -1,5 +1,0 @@
-"""`deepspeed.comm.reduce_op`."""
-
-from zero.compat.comm import ReduceOp
-
-__all__ = ["ReduceOp"]

@@ -1,5 +1,0 @@
-"""`deepspeed.inference.engine`."""
-
-from zero.inference import InferenceEngine
-
-__all__ = ["InferenceEngine"]

@@ -1,5 +1,0 @@
-"""`deepspeed.launcher.launch`."""
-
-from zero.compat.launcher import main
-
-__all__ = ["main"]

@@ -1,5 +1,0 @@
-"""`deepspeed.moe.experts`."""
-
-from zero.compat.unavailable import Experts
-
-__all__ = ["Experts"]

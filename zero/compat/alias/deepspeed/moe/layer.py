@@ -1,5 +1,0 @@
-"""`deepspeed.moe.layer`."""
-
-from zero.compat.unavailable import MoE
-
-__all__ = ["MoE"]

@@ -1,5 +1,0 @@
-"""`deepspeed.monitor`."""
-
-from .._names import attributes
-
-__getattr__ = attributes(__name__)

@@ -1,5 +1,0 @@
-"""`deepspeed.monitor.comet`."""
-
-from zero.compat.monitoring import CometMonitor
-
-__all__ = ["CometMonitor"]

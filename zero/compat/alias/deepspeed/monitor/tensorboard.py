@@ -1,5 +1,0 @@
-"""`deepspeed.monitor.tensorboard`."""
-
-from zero.compat.monitoring import TensorBoardMonitor
-
-__all__ = ["TensorBoardMonitor"]

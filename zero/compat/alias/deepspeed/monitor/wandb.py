@@ -1,5 +1,0 @@
-"""`deepspeed.monitor.wandb`."""
-
-from zero.compat.monitoring import WandbMonitor
-
-__all__ = ["WandbMonitor"]

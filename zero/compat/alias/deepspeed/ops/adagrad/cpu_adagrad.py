@@ -1,5 +1,0 @@
-"""`deepspeed.ops.adagrad.cpu_adagrad`."""
-
-from zero.ops.adagrad import DeepSpeedCPUAdagrad
-
-__all__ = ["DeepSpeedCPUAdagrad"]

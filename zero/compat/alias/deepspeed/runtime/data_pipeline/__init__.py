@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.data_pipeline`."""
-
-from ..._names import attributes
-
-__getattr__ = attributes(__name__)

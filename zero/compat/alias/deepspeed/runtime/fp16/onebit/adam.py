@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.fp16.onebit.adam`."""
-
-from zero.compat.unavailable import OnebitAdam
-
-__all__ = ["OnebitAdam"]

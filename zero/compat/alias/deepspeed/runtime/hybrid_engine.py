@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.hybrid_engine`."""
-
-from zero.compat.unavailable import DeepSpeedHybridEngine
-
-__all__ = ["DeepSpeedHybridEngine"]

@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.pipe.module`."""
-
-from zero.compat.unavailable import LayerSpec, PipelineModule, TiedLayerSpec
-
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.sequence_parallel`."""
-
-from ..._names import attributes
-
-__getattr__ = attributes(__name__)

@@ -1,5 +1,0 @@
-"""`deepspeed.sequence.layer`."""
-
-from zero.compat.unavailable import DistributedAttention
-
-__all__ = ["DistributedAttention"]

@@ -1,0 +1,82 @@
+"""DeepSpeed's own files of a checkpoint, for clients that look into them; of a checkpoint of ours, made when asked for.
+
+Lightning's converter takes the ZeRO stage and the client state from there. Ours has neither file, so it gets one that
+says as much, in a folder that goes when the process ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero.checkpoint.manifest import NAME
+from zero.checkpoint.opening import open_folder
+from zero.compat.checkpoint_names import MODEL_FILE_SUFFIX, OPTIM_FILE_SUFFIX, get_model_ckpt_name_for_rank
+
+Folder = str | os.PathLike[str]
+
+
+def get_optim_files(checkpoint_dir: Folder) -> list[str]:
+    """Files of optimizer states in the folder of a tag, in the order of the ranks.
+
+    Of a checkpoint of ours one file, which has the stage and no states.
+
+    Raises:
+        FileNotFoundError: it is no folder of a checkpoint.
+        ConfigError: it is damaged.
+    """
+    return _files(checkpoint_dir, OPTIM_FILE_SUFFIX)
+
+
+def get_model_state_files(checkpoint_dir: Folder) -> list[str]:
+    """The same for the files of model states; ours has the client state and no weights."""
+    return _files(checkpoint_dir, MODEL_FILE_SUFFIX)
+
+
+def get_model_state_file(checkpoint_dir: Folder, zero_stage: int) -> str:
+    """The first rank's file of model states. Raises as `get_optim_files`."""
+    name = get_model_ckpt_name_for_rank(str(checkpoint_dir), "00")
+    if zero_stage == 3:
+        name = os.path.join(checkpoint_dir, f"zero_pp_rank_0_{os.path.basename(name)}")
+    return name if os.path.exists(name) else get_model_state_files(checkpoint_dir)[0]
+
+
+def _files(checkpoint_dir: Folder, suffix: str) -> list[str]:
+    folder = Path(checkpoint_dir)
+    found = sorted(map(str, folder.glob(f"*{suffix}")), key=_by_numbers)
+    if found:
+        return found
+    if not (folder / NAME).is_file():
+        raise FileNotFoundError(f"{folder}: expected the folder of a checkpoint, got no *{suffix} and no {NAME}")
+    return [_shown(folder, suffix)]
+
+
+def _by_numbers(path: str) -> list[int | str]:
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path)]
+
+
+@functools.cache
+def _made() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="zero-checkpoint-files-")
+
+
+def _shown(folder: Path, suffix: str) -> str:
+    """A file in the form of DeepSpeed's, with what is small."""
+    opened = open_folder(folder)
+    with closing(opened.source):
+        counts = {name: opened.state[name] for name in ("global_steps", "global_samples", "skipped_steps")}
+        content: dict[str, Any] = {**opened.client()["client_state"], **counts}
+        if suffix == OPTIM_FILE_SUFFIX:
+            stage = opened.state["config"]["zero_optimization"]["stage"]
+            content = {"optimizer_state_dict": {"zero_stage": stage}}
+    descriptor, path = tempfile.mkstemp(suffix, dir=_made().name)
+    os.close(descriptor)
+    torch.save(content, path)
+    return path
