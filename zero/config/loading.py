@@ -28,6 +28,8 @@ FETCHING_KEYS = (
     "zero_optimization.stage3_max_reuse_distance",
 )
 """Without effect below stage 3, where weights never leave the device."""
+BUFFERS = "data_types.buffer_dtype"
+"""Without effect where neither bf16 nor fp16 is enabled, as in DeepSpeed."""
 COMMENT_PREFIXES = ("_comment", "comment", "//")
 ORIGINS_KEY = "_comment_origins"
 """A comment that `zero config show` writes: where each value came from. A default that is unchanged stays one."""
@@ -315,6 +317,8 @@ def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
         fields = {name: known for name, known in type(block).model_fields.items() if block_of(known) is None}
         acting = {prefix + name for name, known in fields.items() if role_of(known) == "acts"}
         paths += [path for path in idle if origins.get(path) == "user" and path in acting]
+    if config.compute_dtype is None and origins.get(BUFFERS) == "user":
+        paths.append(BUFFERS)
     fetching = FETCHING_KEYS if zero.stage < 3 else ()
     paths += [path for path in fetching if origins.get(path) == "user"]
     named = [f"activation_checkpointing.{key}" for key in config.activation_checkpointing.idle]

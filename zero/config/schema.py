@@ -205,6 +205,12 @@ class Config(Block):
         return torch.bfloat16 if self.bf16.enabled else torch.float16 if self.fp16.enabled else None
 
     @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """What floating buffers become; None: they keep their dtype."""
+        wish = self.data_types.buffer_dtype
+        return None if wish is None or self.compute_dtype is None else DTYPES[wish]
+
+    @property
     def accumulation_dtype(self) -> torch.dtype:
         """What several contributions to a gradient are added up in."""
         return DTYPES[self.data_types.grad_accum_dtype or "fp32"]
@@ -313,6 +319,15 @@ class Config(Block):
         if self.bf16.enabled and self.fp16.enabled:
             raise problem(
                 "one of bf16 and fp16", fix="disable one", at="fp16.enabled", got="both enabled", keys=("bf16", "fp16")
+            )
+        named = self.data_types.param_dtype
+        if named is not None and DTYPES[named] != (self.compute_dtype or torch.float32):
+            raise problem(
+                "the dtype that bf16.enabled or fp16.enabled says",
+                fix="remove it, and enable bf16 or fp16 for 16-bit weights",
+                at="data_types.param_dtype",
+                got=f'"{named}"',
+                keys=("data_types",),
             )
         if self.accumulation_dtype not in (torch.float32, self.compute_dtype):
             raise problem(
