@@ -42,8 +42,12 @@ PHRASES = {
 }
 """Pydantic's words -> ours."""
 
+DEEPSPEED_DEFAULTS: Mapping[str, Any] = {"gradient_clipping": 1.0}
+"""Top-level keys whose default is another in the version of DeepSpeed that the alias stands for."""
+
 Unknown = Literal["error", "warn"]
 _unknown_top_level: ContextVar[Unknown] = ContextVar("unknown_top_level", default="error")
+_defaults: ContextVar[Mapping[str, Any] | None] = ContextVar("defaults", default=None)
 
 
 @contextmanager
@@ -59,6 +63,20 @@ def tolerating_unknown_keys() -> Iterator[None]:
         yield
     finally:
         _unknown_top_level.reset(token)
+
+
+@contextmanager
+def reading_as_deepspeed() -> Iterator[None]:
+    """As `tolerating_unknown_keys`, and what DeepSpeed has another default for has that one: for the alias.
+
+    A key with such a default still counts as not given.
+    """
+    token = _defaults.set(DEEPSPEED_DEFAULTS)
+    try:
+        with tolerating_unknown_keys():
+            yield
+    finally:
+        _defaults.reset(token)
 
 
 def load_config(
@@ -92,7 +110,8 @@ def load_config(
         if (config._report.world_size, config._report.ranks_per_node) == (world_size, ranks_per_node):
             return config
         return _read_again(config, world_size, ranks_per_node, config.chosen)
-    reader = _Reader(tolerant=(unknown_top_level or _unknown_top_level.get()) == "warn")
+    tolerant = (unknown_top_level or _unknown_top_level.get()) == "warn"
+    reader = _Reader(tolerant=tolerant, absent=_defaults.get() or {})
     where, content = read_source(config, reader.problems)
     return reader.load(where, content, world_size, ranks_per_node)
 
@@ -112,7 +131,7 @@ def with_choices(config: Config, chosen: Mapping[str, Choice]) -> Config:
 
 
 def _read_again(config: Config, world_size: int, ranks_per_node: int | None, chosen: Mapping[str, Choice]) -> Config:
-    reader = _Reader(tolerant=bool(config.ignored), chosen=chosen)
+    reader = _Reader(tolerant=bool(config.ignored), absent=config._report.absent, chosen=chosen)
     return reader.load("config", config._report.source, world_size, ranks_per_node)
 
 
@@ -122,6 +141,8 @@ class _Reader:
 
     tolerant: bool = False
     """Unknown keys at the top level are ignored, and listed."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """Values of top-level keys that are not given, instead of their defaults."""
     chosen: Mapping[str, Choice] = field(default_factory=dict)
     """Values for keys that are "auto"."""
     problems: list[str] = field(default_factory=list)
@@ -141,7 +162,7 @@ class _Reader:
         noted = source.get(ORIGINS_KEY)
         if isinstance(noted, Mapping):
             self.defaults = frozenset(path for path, origin in noted.items() if origin in ("default", AUTO))
-        data = self.read(Config, source)
+        data = {**self.absent, **self.read(Config, source)}
         context = {"world_size": world_size, "ranks_per_node": ranks_per_node, VERSION_KEY: _version_of(data)}
         checked = _validated(data, self, context)
         if checked is None or self.problems:
@@ -157,6 +178,7 @@ class _Reader:
             tuple(self.deprecated),
             tuple(self.ignored),
             self.chosen,
+            self.absent,
         )
         return checked._settled(report)
 
