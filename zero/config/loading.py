@@ -173,7 +173,7 @@ class _Reader:
             ranks_per_node,
             source,
             self.origins,
-            (*self.inactive, *_overruled(checked, self.origins)),
+            (*self.inactive, *_overruled(checked, self.origins, data)),
             self.reasons,
             tuple(self.deprecated),
             tuple(self.ignored),
@@ -323,8 +323,8 @@ def _line(detail: ErrorDetails, written: Mapping[str, str]) -> str:
     return f"{path}: {expected}, got {context.get('got') or shown(detail['input'])}{fix}"
 
 
-def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
-    """Keys that another key's value leaves without effect: a device, a stage."""
+def _overruled(config: Config, origins: Mapping[str, Origin], data: Mapping[str, Any]) -> list[str]:
+    """Keys that another key's value leaves without effect: a device, a stage. `data` is what was read."""
     paths: list[str] = []
     zero = config.zero_optimization
     blocks: dict[str, OffloadParamConfig | OffloadOptimizerConfig] = {
@@ -333,7 +333,8 @@ def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
     }
     for prefix, block in blocks.items():
         if block.device == "none":
-            idle = [path for path in origins if path.startswith(prefix) and path != f"{prefix}device"]
+            given = _value_at(data, f"{prefix}device") not in (None, "none")  # and does not hold: the stage is too low
+            idle = [path for path in origins if path.startswith(prefix) and (given or path != f"{prefix}device")]
         else:
             idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
         fields = {name: known for name, known in type(block).model_fields.items() if block_of(known) is None}
@@ -341,7 +342,16 @@ def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
         paths += [path for path in idle if origins.get(path) == "user" and path in acting]
     if config.compute_dtype is None and origins.get(BUFFERS) == "user":
         paths.append(BUFFERS)
+    if zero.cpu_offload_param and zero.stage < 3:
+        paths.append("zero_optimization.cpu_offload_param")
     fetching = FETCHING_KEYS if zero.stage < 3 else ()
     paths += [path for path in fetching if origins.get(path) == "user"]
     named = [f"activation_checkpointing.{key}" for key in config.activation_checkpointing.idle]
     return paths + [path for path in named if origins.get(path) == "user"]
+
+
+def _value_at(data: Mapping[str, Any], path: str) -> Any:
+    value: Any = data
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value.lower() if isinstance(value, str) else value
