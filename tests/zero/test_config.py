@@ -512,6 +512,42 @@ def test_a_refused_feature_that_is_off_is_harmless(harmless: dict[str, Any]) -> 
     load_config(harmless)
 
 
+ODD = [
+    ("fp16", {"enabled": False}, {"hysteresis": 0, "loss_scale_window": -1, "initial_scale_power": 200}),
+    ("fp16", {"enabled": "false"}, {"loss_scale": "-2", "min_loss_scale": -1, "fp16_master_weights_and_grads": True}),
+    ("bf16", {"enabled": 0}, {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}),
+    ("torch_autocast", {"enabled": False}, {"dtype": "float32"}),
+    ("flops_profiler", {"enabled": False}, {"profile_step": 0, "top_modules": 0}),
+    ("comet", {"enabled": False}, {"samples_log_interval": 0, "mode": "never"}),
+    ("zero_optimization.offload_optimizer", {"device": "none"}, {"buffer_count": 1, "ratio": 2, "super_offload": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "off", "odd"), ODD, ids=str)
+def test_values_of_a_block_that_is_switched_off_are_not_looked_at(
+    path: str, off: dict[str, Any], odd: dict[str, Any]
+) -> None:
+    plain = load_config(nested(path, off)).as_dict()
+    assert load_config(nested(path, {**off, **odd})).as_dict() == plain
+    on = {**off, "enabled": True} if "enabled" in off else {"device": "cpu"}
+    assert len(problems(nested(path, {**on, **odd}))) == len(odd)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"hysteresys": 3}, "fp16.hysteresys: unknown key; the nearest known key is 'hysteresis'"),
+        ({"hysteresis": "two"}, "fp16.hysteresis: expected a whole number"),
+        ({"hysteresis": [2]}, "fp16.hysteresis: expected a whole number"),
+        ({"auto_cast": "yes"}, "fp16.auto_cast: expected true or false"),
+        ({"enabled": "no"}, "fp16.enabled: expected true or false"),
+    ],
+)
+def test_its_keys_have_their_names_and_types_nonetheless(wrong: dict[str, Any], said: str) -> None:
+    (line,) = problems({"fp16": {"enabled": False, **wrong}})
+    assert line.startswith(said)
+
+
 # ---- single blocks -----------------------------------------------------------------------------
 
 

@@ -15,7 +15,18 @@ from pydantic_core import ErrorDetails
 
 from offload.errors import ConfigError
 from zero import ranks
-from zero.config.fields import AUTO, VERSION_KEY, Block, Deprecated, block_of, means_auto, reason_of, role_of, shown
+from zero.config.fields import (
+    AUTO,
+    VERSION_KEY,
+    Block,
+    Deprecated,
+    block_of,
+    is_of_its_kind,
+    means_auto,
+    reason_of,
+    role_of,
+    shown,
+)
 from zero.config.hints import unknown_key
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.reading import copied, read_source
@@ -286,12 +297,27 @@ def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int 
             before = len(removed)
             for detail in error.errors(include_url=False):
                 involved = _involved(detail)
-                # A contradiction with a value that was itself faulty is no news.
-                if not any(".".join(path) in removed for path in involved):
+                # A contradiction with a value that was itself faulty is no news; nor is a value that is not looked at.
+                if not any(".".join(path) in removed or _is_idle(data, path) for path in involved):
                     reader.problems.append(_line(detail, reader.written))
                 removed.update(".".join(path) for path in involved if _remove(data, path))
             if len(removed) == before:
                 return None
+
+
+def _is_idle(data: Mapping[str, Any], path: tuple[str, ...]) -> bool:
+    """Whether a faulty key may stay so: its block is switched off, and the value has at least the right type."""
+    block: type[Block] = Config
+    raw: Any = data
+    off = False
+    for name in path[:-1]:
+        inner = block_of(block.model_fields[name]) if name in block.model_fields else None
+        raw = raw.get(name)
+        if inner is None or not isinstance(raw, Mapping):
+            return False
+        block, off = inner, off or inner.is_off(raw)
+    name = path[-1]
+    return off and name != "enabled" and name in raw and is_of_its_kind(block.model_fields[name], raw[name])
 
 
 def _involved(detail: ErrorDetails) -> list[tuple[str, ...]]:

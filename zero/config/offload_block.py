@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 from typing_extensions import Self
@@ -43,6 +44,11 @@ class _Offload(Block):
     """Folders for swap files; more than one are striped. One that is not there is made."""
     pin_memory: Flag = True
     """Host memory is registered with CUDA when there is a GPU."""
+
+    @classmethod
+    def is_off(cls, raw: Mapping[Any, Any]) -> bool:
+        """The device is "none"."""
+        return isinstance(device := raw.get("device"), str) and device.lower() == "none"
 
     @model_validator(mode="after")
     def _nvme_needs_a_path(self) -> Self:
