@@ -204,6 +204,12 @@ def test_sums_in_fp32_can_be_asked_for() -> None:
         assert load_config({"reduce_scatter_with_fp32_accumulation": form}).sums_16_bit_in_fp32 is meant
 
 
+@pytest.mark.parametrize("divided", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2}])
+def test_a_sum_has_no_division_to_place(divided: dict[str, Any]) -> None:
+    assert load_config({"gradient_allreduce_op": "SUM"}, world_size=2).gradient_allreduce_op == "sum"
+    assert 'expected "mean" beside' in problem_of({"gradient_allreduce_op": "sum", **divided})
+
+
 def test_a_predivide_factor_is_above_zero() -> None:
     key = "gradient_predivide_factor"
     assert load_config({}).gradient_predivide_factor == 1.0

@@ -275,11 +275,27 @@ def test_gradients_are_added_up_in_16_bits_where_the_configuration_says_so(
     assert held == 2 * sum(unit.numel for unit in engine.units)
 
 
+@pytest.mark.parametrize(("bf16", "asked"), [(True, "fp16"), (False, "bf16")])
+def test_a_dtype_of_sums_that_is_not_the_weights_is_fp32_and_is_told(
+    open_engine: Open, nvme_path: Path, bf16: bool, asked: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = []
+    for keys in ({}, {"data_types": {"grad_accum_dtype": asked}}):
+        with caplog.at_level(logging.WARNING, "zero"):
+            engine = open_engine(build("gpt"), configured(("cpu", "cpu"), nvme_path, bf16=bf16, accumulation=2, **keys))
+        told = [message for message in caplog.messages if message.startswith("data_types.grad_accum_dtype")]
+        assert told == [f"data_types.grad_accum_dtype: {asked} without {asked}.enabled counts as fp32, in which "
+                        "gradients are added up"] * len(keys)  # fmt: skip
+        for index in range(4):
+            one_step(engine, index)
+        held.append(snapshot(engine, trainability(build("gpt"))))
+    assert differences(*held) == []
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
-        ({"data_types": {"grad_accum_dtype": "fp16"}, "bf16": {"enabled": True}}, "data_types.grad_accum_dtype"),
+        ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled"),
         ({"torch_autocast": {"enabled": True, "dtype": "float32"}}, "torch_autocast.dtype"),
         ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale"),

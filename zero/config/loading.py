@@ -39,6 +39,8 @@ FETCHING_KEYS = (
     "zero_optimization.stage3_max_reuse_distance",
 )
 """Without effect below stage 3, where weights never leave the device."""
+STATE_DTYPE = "zero_optimization.offload_optimizer.state_dtype"
+"""Acts wherever states live, on the device too."""
 BUFFERS = "data_types.buffer_dtype"
 """Without effect where neither bf16 nor fp16 is enabled, as in DeepSpeed."""
 COMMENT_PREFIXES = ("_comment", "comment", "//")
@@ -364,7 +366,7 @@ def _overruled(config: Config, origins: Mapping[str, Origin], data: Mapping[str,
         else:
             idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
         fields = {name: known for name, known in type(block).model_fields.items() if block_of(known) is None}
-        acting = {prefix + name for name, known in fields.items() if role_of(known) == "acts"}
+        acting = {prefix + name for name, known in fields.items() if role_of(known) == "acts"} - {STATE_DTYPE}
         paths += [path for path in idle if origins.get(path) == "user" and path in acting]
     if config.compute_dtype is None and origins.get(BUFFERS) == "user":
         paths.append(BUFFERS)

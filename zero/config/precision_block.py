@@ -49,13 +49,8 @@ class Bf16Config(Block):
         Flag | None, Inert("gradients are always added up as soon as they are complete")
     ] = None
     bf16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
-    bf16_optimizer_states: Annotated[
-        Flag,
-        Only(
-            (False,),
-            'set it to false; for moments in bf16 set zero_optimization.offload_optimizer.state_dtype to "bf16"',
-        ),
-    ] = False
+    bf16_optimizer_states: Flag = False
+    """The same as zero_optimization.offload_optimizer.state_dtype "bf16", while bf16 is enabled."""
 
     aliases: ClassVar = {"check_overflow": "check_grad_overflow"}
 
@@ -117,7 +112,7 @@ class DataTypes(Block):
     """`data_types`."""
 
     grad_accum_dtype: _Dtype = None
-    """What several contributions to a gradient are added up in; None: fp32."""
+    """What several contributions to a gradient are added up in; None, and what is not the weights' dtype: fp32."""
     param_dtype: _Dtype = None
     """Nothing but what bf16.enabled, fp16.enabled or neither (fp32) says already."""
     buffer_dtype: _Dtype = None
