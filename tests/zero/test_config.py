@@ -319,6 +319,10 @@ def test_batch_sizes_that_contradict_show_the_product(train: int, micro: int, st
     (line,) = problems(config, world_size=world_size)
     assert line.startswith("train_batch_size: ") and f"expected {micro * steps * world_size} (" in line
     assert f"world_size {world_size}" in line and f"got {train}" in line
+    there = "there is 1 rank" if world_size == 1 else f"there are {world_size} ranks"
+    fits = train % (micro * steps) == 0
+    assert (f"{there}, and the numbers fit {train // (micro * steps)}" in line) == fits
+    assert ("knew of no other rank" in line) == (train == micro * steps)
 
 
 def test_no_batch_size_means_one_sample_per_rank() -> None:
