@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from offload.errors import ConfigError
 from offload.safetensors_writer import Tensor
 from zero.checkpoint.export import DTYPES, SavedWeights, export
+from zero.checkpoint.finding import folder_named
 from zero.checkpoint.opening import open_folder
 from zero.checkpoint.sharding import MAX_SHARD_SIZE
 from zero.checkpoint.source import Source
@@ -135,7 +135,7 @@ def convert_zero_checkpoint_to_state_dict(
         export(
             source,
             state,
-            Path(output_dir),
+            folder_named(output_dir, "output_dir"),
             resolve_dtype(dtype),
             max_shard_size=max_shard_size,
             exclude_frozen=_excludes(state, exclude_frozen_parameters),
@@ -176,7 +176,7 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def _open(checkpoint_dir: Folder, tag: str | None) -> tuple[Source, dict[str, Any]]:
-    folder = Path(checkpoint_dir)
+    folder = folder_named(checkpoint_dir, "checkpoint_dir")
     opened = open_folder(folder if tag is None else folder / tag)
     return opened.source, opened.state
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from offload.errors import ConfigError, StateError
 from offload.safetensors_writer import Tensor
+from zero.checkpoint.finding import folder_named
 from zero.checkpoint.plane_reader import PlaneReader, Relay
 from zero.checkpoint.sharding import MAX_SHARD_SIZE, plan_shards, stem_of
 from zero.checkpoint.weights_files import write_together
@@ -98,7 +99,9 @@ class SavesWeights(FollowsModel):
                 "nothing saved in %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false", save_dir
             )
             return False
-        self._save_weights(Path(save_dir), save_filename, exclude_frozen_parameters, max_shard_size, masters=False)
+        self._save_weights(
+            folder_named(save_dir, "save_dir"), save_filename, exclude_frozen_parameters, max_shard_size, masters=False
+        )
         return True
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
@@ -117,7 +120,9 @@ class SavesWeights(FollowsModel):
         Returns:
             True.
         """
-        self._save_weights(Path(save_dir), save_filename, exclude_frozen_parameters, max_shard_size, masters=True)
+        self._save_weights(
+            folder_named(save_dir, "save_dir"), save_filename, exclude_frozen_parameters, max_shard_size, masters=True
+        )
         return True
 
     def module_state_dict(
