@@ -11,10 +11,10 @@ on a page, so that O_DIRECT can read it alone; what surrounds it lies in the pag
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -41,16 +41,34 @@ BARE = Container(b"", b"")
 def container(dtype: torch.dtype, sizes: tuple[int, ...]) -> Container:
     """The torch.save archive of a contiguous CPU tensor, without its bytes."""
     tensor = torch.empty(sizes, dtype=dtype, device="cpu")  # of virtual memory: nobody touches it
+    head, tail = surroundings(tensor, [tensor], lambda loaded: [loaded])
+    return Container(head, tail)
+
+
+def surroundings(
+    value: Any, tensors: Sequence[torch.Tensor], tensors_in: Callable[[Any], Sequence[torch.Tensor]]
+) -> list[bytes]:
+    """What the torch.save archive of a value has before the bytes of each tensor in it, and behind the last.
+
+    Args:
+        value: to be saved; the values of its tensors are not looked at.
+        tensors: in it, contiguous and on the CPU, in the order in which they are reached.
+        tensors_in: the same ones of a value that was loaded.
+    """
     fd = os.memfd_create("container", os.MFD_CLOEXEC)
     path = f"/proc/self/fd/{fd}"
     try:
         with torch.serialization.skip_data():
-            torch.save(tensor, path)
+            torch.save(value, path)
         with FakeTensorMode():
-            storage = torch.load(path, weights_only=True).untyped_storage()
-        begin = int(storage._checkpoint_offset)
-        end = begin + tensor.numel() * tensor.element_size()
-        return Container(os.pread(fd, begin, 0), os.pread(fd, os.fstat(fd).st_size - end, end))
+            loaded = tensors_in(torch.load(path, weights_only=True))
+        parts, position = [], 0
+        for tensor, found in zip(tensors, loaded, strict=True):
+            storage: Any = found.untyped_storage()  # of a fake tensor: it says where its bytes are in the file
+            begin = int(storage._checkpoint_offset)
+            parts.append(os.pread(fd, begin - position, position))
+            position = begin + tensor.nbytes
+        return [*parts, os.pread(fd, os.fstat(fd).st_size - position, position)]
     finally:
         os.close(fd)
 

@@ -1,4 +1,6 @@
-"""Safetensors files, written in one pass: no more of a model is in memory than a few blocks, nor in the page cache.
+"""Files of weights, written in one pass: no more of a model is in memory than a few blocks, nor in the page cache.
+
+They are safetensors, or, where their names ask for it, the archives that torch.save makes of a state dict.
 
 A file is written under a name of its own, beside, past the page cache where the file system allows it. Files of one
 model appear together: their index goes first and comes last, so what is there of a broken attempt is no model.
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 
+from offload.containers import surroundings
 from offload.durable import Files
 from offload.errors import ConfigError, StateError, StorageError
 from offload.messages import tensor_of
@@ -27,6 +30,8 @@ from offload.write_stream import WriteStream
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = {"format": "pt"}
 SUFFIX = ".safetensors"
+PICKLED = (".bin", ".pt", ".pth")
+"""Suffixes of torch.save archives."""
 DRAFT = ".partial"
 """At the end of a file's name while it is written; it has a dot before."""
 WAIT_SECONDS = 3600.0
@@ -40,6 +45,8 @@ class Tensor:
     name: str
     dtype: torch.dtype
     shape: torch.Size
+    aliases: tuple[str, ...] = ()
+    """Further names, which an archive of torch.save has too; safetensors hold one name for a tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -77,8 +84,21 @@ def header_of(tensors: Sequence[Tensor]) -> bytes:
     return padded_bytes.to_bytes(8, "little") + text.ljust(padded_bytes)
 
 
-class SafetensorsWriter:
-    """One file in the making.
+def around(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
+    """What a file has before the values of each tensor, and behind those of the last.
+
+    Raises:
+        ConfigError: a dtype that such files cannot hold.
+    """
+    if suffix not in PICKLED:
+        return [header_of(tensors), *[b""] * len(tensors)]
+    held = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors}
+    again = {alias: held[tensor.name] for tensor in tensors for alias in tensor.aliases}
+    return surroundings({**held, **again}, list(held.values()), lambda loaded: [loaded[name] for name in held])
+
+
+class WeightsWriter:
+    """One file in the making: safetensors, or an archive of torch.save where its suffix is one of `PICKLED`.
 
     Args:
         files: the disk.
@@ -95,18 +115,17 @@ class SafetensorsWriter:
 
     def __init__(self, files: Files, path: Path, tensors: Sequence[Tensor]) -> None:
         self._files, self.path, self.draft = files, path, path.with_name(f".{path.name}{DRAFT}")
-        header = header_of(tensors)
-        self._nbytes = len(header) + sum(tensor.nbytes for tensor in tensors)
-        self._coming = iter([tensor for tensor in tensors if tensor.nbytes])
+        self._around = around(path.suffix, tensors)
+        self._nbytes = sum(map(len, self._around)) + sum(tensor.nbytes for tensor in tensors)
+        self._coming = iter(zip(tensors, self._around, strict=False))
         self._current: Tensor | None = None
         self._missing_numel = 0
-        self._next_tensor()
         files.remove(self.draft)
         self._file = files.create(self.draft, align_up(self._nbytes, PAGE_BYTES))
         self._stream: WriteStream | None = None
         try:
             self._stream = WriteStream(files, self._file)
-            self._stream.append(tensor_of(header))
+            self._next_tensor()
         except BaseException:
             self.abandon()
             raise
@@ -154,8 +173,16 @@ class SafetensorsWriter:
             self._files.remove(self.draft)
 
     def _next_tensor(self) -> None:
-        self._current = next(self._coming, None)
-        self._missing_numel = self._current.shape.numel() if self._current is not None else 0
+        """Write what comes before the next tensor that has values; or what is behind the last."""
+        self._current, self._missing_numel = None, 0
+        while self._current is None:
+            tensor, before = next(self._coming, (None, self._around[-1]))
+            if before:
+                self._open_stream().append(tensor_of(before))
+            if tensor is None:
+                return
+            if tensor.nbytes:
+                self._current, self._missing_numel = tensor, tensor.shape.numel()
 
     def _open_stream(self) -> WriteStream:
         if self._stream is None:
@@ -178,6 +205,7 @@ class WeightsDraft:
             STEM.safetensors.index.json. Such files of an earlier model are replaced.
         expected_bytes: of all files together.
         files: the disk.
+        suffix: instead of .safetensors.
 
     The folder is locked until `abandon`: processes that write into one do so one after the other.
 
@@ -186,10 +214,13 @@ class WeightsDraft:
         StorageError: the folder cannot be made, or the file system has less room than that.
     """
 
-    def __init__(self, folder: Path, stem: str, expected_bytes: int, files: Files | None = None) -> None:
+    def __init__(
+        self, folder: Path, stem: str, expected_bytes: int, files: Files | None = None, *, suffix: str = SUFFIX
+    ) -> None:
         self._folder, self._stem, self._files = folder, re.escape(stem), files or Files()
-        self._index = folder / f"{stem}{SUFFIX}.index.json"
-        self._drafts: list[SafetensorsWriter] = []
+        self._suffix = re.escape(suffix)
+        self._index = folder / f"{stem}{suffix}.index.json"
+        self._drafts: list[WeightsWriter] = []
         self._files.make_folder(folder)
         self._lock = self._files.lock_folder(folder, WAIT_SECONDS)
         if self._lock is None:
@@ -201,16 +232,16 @@ class WeightsDraft:
 
     def _begin(self, expected_bytes: int) -> None:
         folder = self._folder
-        for name in self._present(rf"\.?{self._stem}(-.*)?\.safetensors(\.index\.json)?\.partial(-\d+)?"):
+        for name in self._present(rf"\.?{self._stem}(-.*)?{self._suffix}(\.index\.json)?\.partial(-\d+)?"):
             self._files.remove(folder / name)  # of a writer that was killed
         room = self._files.free_bytes(folder)
         if room < expected_bytes:
             doing = f"writing {expected_bytes:,} bytes of weights"
             raise StorageError(doing, errno=ENOSPC, path=str(folder), offset=0, free_bytes=room)
 
-    def file(self, name: str, tensors: Sequence[Tensor]) -> SafetensorsWriter:
+    def file(self, name: str, tensors: Sequence[Tensor]) -> WeightsWriter:
         """The next file. Raises StorageError."""
-        file = SafetensorsWriter(self._files, self._folder / name, tensors)
+        file = WeightsWriter(self._files, self._folder / name, tensors)
         self._drafts.append(file)
         return file
 
@@ -232,7 +263,7 @@ class WeightsDraft:
             self._files.write_bytes(self._index, json.dumps(index, indent=2, sort_keys=True) + "\n")
         else:
             self._files.remove(self._index)
-        for name in self._present(rf"{self._stem}(-\d{{5}}-of-\d{{5}})?\.safetensors"):
+        for name in self._present(rf"{self._stem}(-\d{{5}}-of-\d{{5}})?{self._suffix}"):
             if name not in names:
                 self._files.remove(self._folder / name)
 

@@ -22,6 +22,7 @@ from models import ADAMW, make_config, seeded, trainability
 from reference import Hyper, Layout, Reference, differences, layout_of, snapshot
 from support_models import ROWS, Checkpoint, Row, loss_in, torch_checkpoint
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from offload.errors import BudgetError, ConfigError, StateError
 
@@ -106,9 +107,9 @@ def expected(name: str, mode: str, layout: Layout) -> tuple[History, dict[str, T
     row = ROWS[name]
     model = row.make(reference_checkpoint(mode))
     names = trainability(model)
-    for module in model.modules():  # the buffers that a bf16 run keeps in bf16
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set:
+    for module in model.modules():  # torch computes no norm in bf16 whose statistics are fp32
+        for key, buffer in module._buffers.items() if isinstance(module, _NormBase) else ():
+            if buffer is not None and buffer.is_floating_point():
                 module._buffers[key] = buffer.bfloat16()
     reference = Reference(model, lambda name: HYPER, layout=layout, opaque=lambda name: name.endswith(row.opaque))
     history = train(reference, model, row, lambda gradients: None)

@@ -35,6 +35,8 @@ class Accumulates:
         """True when the next `step()` updates the parameters."""
         if self._boundary is not None:
             return self._boundary
+        if not self._config.managed_gradient_accumulation:
+            return True
         return (self.micro_steps + 1) % self._config.gradient_accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:

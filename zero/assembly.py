@@ -312,7 +312,7 @@ class Assembly:
         """Put hooks on the model; from here on the parts run it."""
         self.hooks.at_install.append(lambda: fetch_experts_by_rows(self.model))
         self.hooks.install()
-        move_buffers(self.model, self._owner.device, self._config.compute_dtype)
+        move_buffers(self.model, self._owner.device, self._config.buffer_dtype)
         self.buffers = CommonBuffers(self._owner.exchange, self.model)
         self.buffers.share()
         self.coordinator.bind_persistent()

@@ -17,6 +17,7 @@ from zero import checkpointing
 from zero.arguments import config_argument
 from zero.config import Config, load_config
 from zero.config.auto import Facts, auto_lines, facts_of, resolve_auto
+from zero.config.precision_block import DTYPES
 from zero.device import compute_device
 from zero.distributed.joining import join_or_stay_alone
 from zero.engine import ZeroEngine
@@ -121,6 +122,13 @@ def _without_autos(loaded: Config, facts: Facts) -> Config:
     resolved = resolve_auto(loaded, facts)
     for line in auto_lines(resolved):
         logger.info("%s", line)
+    wish = resolved.data_types.grad_accum_dtype
+    if wish is not None and DTYPES[wish] != resolved.accumulation_dtype:
+        logger.warning(
+            "data_types.grad_accum_dtype: %s without %s.enabled counts as fp32, in which gradients are added up",
+            wish,
+            wish,
+        )
     return resolved
 
 

@@ -18,7 +18,6 @@ from zero.device import compute_device
 from zero.engine import ZeroEngine
 from zero.entry import show_log
 from zero.keeping import take_back
-from zero.params.buffers import move_buffers
 from zero.params.released import is_kept
 from zero.pretrained import load_pretrained
 
@@ -84,7 +83,7 @@ def init_inference(
         model: built anywhere, under `zero.Init` or in memory; it is put into eval mode.
         config: path of a JSON file or a dict; every key may be given as a keyword instead:
             dtype: floating parameters become `torch.float32`, `torch.bfloat16` or `torch.float16` (or "fp32", "bf16",
-                "fp16"); None (default): as they are. DeepSpeed's default is fp16.
+                "fp16"); None (default): as they are. DeepSpeed's default is fp16. Buffers keep their dtype.
             zero: as `zero_optimization` of a training config; `offload_param` says where the weights live.
             checkpoint: folder of .safetensors files whose values the model gets, tensor by tensor.
             memory_budget, aio: as in a training config.
@@ -106,7 +105,6 @@ def init_inference(
     take_back(model.parameters())
     if options.dtype is not None:
         _cast(model, options.dtype)
-        move_buffers(model, device, options.dtype)
     if options.checkpoint is not None:
         load_pretrained(model, options.checkpoint)
     return InferenceEngine(model, options.training_config, device)

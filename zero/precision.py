@@ -33,7 +33,7 @@ def dtype_table(
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     notes = [
-        f"buffers of the state dict: {'as the model has them' if (d := config.compute_dtype) is None else NAMES[d]}"
+        f"floating buffers: {'as the model has them' if config.buffer_dtype is None else NAMES[config.buffer_dtype]}"
     ]
     cast = autocast_dtype(config, device)
     if cast is not None:

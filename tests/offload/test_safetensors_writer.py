@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from offload.durable import Files
 from offload.errors import ConfigError, StateError, StorageError
 from offload.safetensors_file import DTYPES, open_checkpoint
-from offload.safetensors_writer import SafetensorsWriter, Tensor, WeightsDraft, in_file_order
+from offload.safetensors_writer import Tensor, WeightsDraft, WeightsWriter, in_file_order
 from offload.write_stream import BLOCK_BYTES
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -108,7 +108,7 @@ def test_a_file_of_four_blocks_has_its_bits_and_begins_its_values_on_a_page(tmp_
 
 
 def test_values_out_of_turn_are_refused_and_missing_ones_too(tmp_path: Path) -> None:
-    file = SafetensorsWriter(Files(), tmp_path / "x", [Tensor("a", torch.float32, torch.Size((4,)))])
+    file = WeightsWriter(Files(), tmp_path / "x", [Tensor("a", torch.float32, torch.Size((4,)))])
     file.append(torch.ones(1))
     for wrong in (torch.ones(4), torch.ones(1).half()):
         with pytest.raises(StateError, match=r"expected up to 3 of a, torch.float32"):
@@ -125,7 +125,7 @@ def test_values_out_of_turn_are_refused_and_missing_ones_too(tmp_path: Path) -> 
 
 def test_a_dtype_that_the_format_has_not_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"w: torch.complex128 .* expected one of .*float32"):
-        SafetensorsWriter(Files(), tmp_path / "x", [Tensor("w", torch.complex128, torch.Size((4,)))])
+        WeightsWriter(Files(), tmp_path / "x", [Tensor("w", torch.complex128, torch.Size((4,)))])
     assert os.listdir(tmp_path) == []
 
 

@@ -319,6 +319,10 @@ def test_batch_sizes_that_contradict_show_the_product(train: int, micro: int, st
     (line,) = problems(config, world_size=world_size)
     assert line.startswith("train_batch_size: ") and f"expected {micro * steps * world_size} (" in line
     assert f"world_size {world_size}" in line and f"got {train}" in line
+    there = "there is 1 rank" if world_size == 1 else f"there are {world_size} ranks"
+    fits = train % (micro * steps) == 0
+    assert (f"{there}, and the numbers fit {train // (micro * steps)}" in line) == fits
+    assert ("knew of no other rank" in line) == (train == micro * steps)
 
 
 def test_no_batch_size_means_one_sample_per_rank() -> None:
@@ -438,6 +442,10 @@ def test_knobs_that_the_device_leaves_without_effect_are_listed() -> None:
         "offload_param": {"device": "none", "buffer_count": 5, "nvme_path": None},
         "offload_optimizer": {"device": "cpu", "nvme_path": "/local_nvme", "buffer_count": 4},
     }
+    on_device = {"offload_optimizer": {"device": "none", "state_dtype": "bf16", "buffer_count": 4}}
+    assert load_config({"zero_optimization": on_device}).inactive == (
+        "zero_optimization.offload_optimizer.buffer_count",
+    )
     assert set(load_config({"zero_optimization": blocks}).inactive) == {
         "zero_optimization.offload_param.buffer_count",
         "zero_optimization.offload_optimizer.nvme_path",
@@ -459,10 +467,8 @@ REFUSED = {
     "elasticity.enabled": (True, "set it to false"),
     "progressive_layer_drop.enabled": (True, "set it to false"),
     "expert_parallel.enabled": (True, "set it to false"),
-    "data_types.param_dtype": ("bf16", "bf16.enabled"),
-    "bf16.bf16_optimizer_states": (True, "set it to false"),
-    "gradient_allreduce_op": ("sum", "averaged"),
-    "managed_gradient_accumulation": (False, "gradient_accumulation_steps"),
+    "data_types.param_dtype": ("bf16", "enable bf16"),
+    "data_types.buffer_dtype": ("int8", '"fp32", "fp16" or "bf16"'),
     "sequence_parallel_size": (2, "set it to 1"),
     "tensor_parallel.autotp_size": (2, "set it to 1"),
     "inference.tensor_parallel.tp_size": (2, "set it to 1"),
@@ -472,7 +478,6 @@ REFUSED = {
     "zero_optimization.zero_quantized_nontrainable_weights": (True, "set it to false"),
     "zero_optimization.zero_hpz_partition_size": (8, "set it to 1"),
     "zero_optimization.mics_shard_size": (4, "set it to -1"),
-    "zero_optimization.offload_optimizer.super_offload": (True, "set it to false"),
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "remove it"),
     "scheduler.type": ("ReduceLROnPlateau", "yourself"),
     "sparse_attention": ({"mode": "fixed"}, "remove it"),
@@ -509,6 +514,40 @@ def test_every_refusing_key_accepts_its_own_default() -> None:
 )
 def test_a_refused_feature_that_is_off_is_harmless(harmless: dict[str, Any]) -> None:
     load_config(harmless)
+
+
+ODD = [
+    ("fp16", {"enabled": False}, {"hysteresis": 0, "loss_scale_window": -1, "initial_scale_power": 200}),
+    ("fp16", {"enabled": "false"}, {"loss_scale": "-2", "min_loss_scale": -1, "fp16_master_weights_and_grads": True}),
+    ("bf16", {"enabled": 0}, {"bf16_master_weights_and_grads": True}),
+    ("torch_autocast", {"enabled": False}, {"dtype": "float32"}),
+    ("flops_profiler", {"enabled": False}, {"profile_step": 0, "top_modules": 0}),
+    ("comet", {"enabled": False}, {"samples_log_interval": 0, "mode": "never"}),
+]
+
+
+@pytest.mark.parametrize(("path", "off", "odd"), ODD, ids=str)
+def test_values_of_a_block_that_is_switched_off_are_not_looked_at(
+    path: str, off: dict[str, Any], odd: dict[str, Any]
+) -> None:
+    plain = load_config(nested(path, off)).as_dict()
+    assert load_config(nested(path, {**off, **odd})).as_dict() == plain
+    assert len(problems(nested(path, {**off, **odd, "enabled": True}))) == len(odd)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"hysteresys": 3}, "fp16.hysteresys: unknown key; the nearest known key is 'hysteresis'"),
+        ({"hysteresis": "two"}, "fp16.hysteresis: expected a whole number"),
+        ({"hysteresis": [2]}, "fp16.hysteresis: expected a whole number"),
+        ({"auto_cast": "yes"}, "fp16.auto_cast: expected true or false"),
+        ({"enabled": "no"}, "fp16.enabled: expected true or false"),
+    ],
+)
+def test_its_keys_have_their_names_and_types_nonetheless(wrong: dict[str, Any], said: str) -> None:
+    (line,) = problems({"fp16": {"enabled": False, **wrong}})
+    assert line.startswith(said)
 
 
 # ---- single blocks -----------------------------------------------------------------------------

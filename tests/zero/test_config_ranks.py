@@ -99,22 +99,23 @@ def test_no_other_value_stands_for_the_block(wrong: Any) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_offload_needs_its_stage(stage: int, param: str, states: str) -> None:
     block = {"stage": stage, "offload_param": TIERS[param], "offload_optimizer": TIERS[states]}
-    if stage < 3 and param != "none":
-        line = problem(block)
-        assert f'expected 3, because offload_param.device is "{param}", got {stage}' in line
-        assert 'set "stage": 3' in line
-    elif stage < 1 and states != "none":
+    if stage < 1 and states != "none":
         line = problem(block)
         assert f'expected 1, 2 or 3, because offload_optimizer.device is "{states}", got 0' in line
         assert 'set "stage": 1 or higher' in line
     else:
         zero = zero_block(block)
-        assert (zero.stage, zero.offload_param.device, zero.offload_optimizer.device) == (stage, param, states)
+        held = param if stage == 3 else "none"
+        assert (zero.stage, zero.offload_param.device, zero.offload_optimizer.device) == (stage, held, states)
+        inactive = load_config({"zero_optimization": block}).inactive
+        assert ("zero_optimization.offload_param.device" in inactive) == (held != param)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_old_switches_of_offload_need_the_same_stages(stage: int) -> None:
-    assert 'set "stage": 3' in problem({"stage": stage, "cpu_offload_param": True})
+    config = load_config({"zero_optimization": {"stage": stage, "cpu_offload_param": True}})
+    assert config.zero_optimization.offload_param.device == "none"
+    assert config.inactive == ("zero_optimization.cpu_offload_param",)
     if stage:
         assert zero_block({"stage": stage, "cpu_offload": True}).offload_optimizer.device == "cpu"
     else:
@@ -201,6 +202,12 @@ def test_gradients_travel_in_one_of_three_types(bf16: bool, world_size: int) -> 
 def test_sums_in_fp32_can_be_asked_for() -> None:
     for form, meant in FLAGS:
         assert load_config({"reduce_scatter_with_fp32_accumulation": form}).sums_16_bit_in_fp32 is meant
+
+
+@pytest.mark.parametrize("divided", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2}])
+def test_a_sum_has_no_division_to_place(divided: dict[str, Any]) -> None:
+    assert load_config({"gradient_allreduce_op": "SUM"}, world_size=2).gradient_allreduce_op == "sum"
+    assert 'expected "mean" beside' in problem_of({"gradient_allreduce_op": "sum", **divided})
 
 
 def test_a_predivide_factor_is_above_zero() -> None:

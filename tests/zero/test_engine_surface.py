@@ -91,6 +91,22 @@ def test_the_config_of_an_engine_has_values_for_auto_and_always_the_stage() -> N
         assert given_config(load_config(content)) == {"zero_optimization": {"stage": stage}}
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_below_stage_3_a_tier_of_weights_has_no_effect(
+    open_engine: Open, nvme_path: Path, stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of("device", nvme_path)
+    config["zero_optimization"] = {"stage": stage}
+    expected = masters(train(open_engine(build("gpt"), config), 0, 1))
+    folder = nvme_path / "never_made"
+    config["zero_optimization"] = {"stage": stage, "offload_param": {"device": "nvme", "nvme_path": str(folder)}}
+    with caplog.at_level("INFO", "zero"):
+        engine = open_engine(build("gpt"), config)
+    assert equal(masters(train(engine, 0, 1)), expected)
+    assert not folder.exists()
+    assert "zero_optimization.offload_param.device" in caplog.text
+
+
 def test_unknown_names_are_the_models_or_attribute_errors(open_engine: Open, nvme_path: Path) -> None:
     engine = open_engine(build("gpt"), config_of("device", nvme_path))
     assert engine.trunk == engine.module.trunk

@@ -164,6 +164,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": "nvme"}, r"zero: expected an object"),
     ({"dtipe": "bf16"}, r"dtipe: unknown key; the nearest known key is 'dtype'"),
     ({"zero": {"offload_param": {"device": "tape"}}}, r"offload_param\.device: expected .*got \"tape\""),
+    ({"zero": {"stage": 2, "offload_param": {"device": "cpu"}}}, r'zero\.offload_param: expected "stage": 3'),
 ]
 
 

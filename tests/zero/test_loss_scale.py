@@ -87,6 +87,25 @@ def test_the_scale_follows_the_documented_rule(keys: dict[str, Any], overflows: 
         assert scaler.cur_hysteresis == rule.left
 
 
+@settings(max_examples=200)
+@given(rules, st.lists(st.booleans(), max_size=60))
+def test_without_hysteresis_it_is_the_rule_of_deepspeeds_stage_0(keys: dict[str, Any], overflows: list[bool]) -> None:
+    """Which halves at each overflow, and doubles after a window that begins behind the first good step."""
+    keys = {**keys, "hysteresis": 1}
+    config = {"fp16": {"enabled": True, **keys}, "zero_optimization": {"stage": 0}}
+    scaler = make_scaler(load_config(config), CPU)
+    scale, last = 2.0 ** keys["initial_scale_power"], -1
+    for index, overflow in enumerate(overflows):
+        if overflow and scaler.at_minimum:
+            return
+        scaler.update(overflow=overflow)
+        if overflow:
+            scale, last = max(scale / 2, keys["min_loss_scale"]), index
+        elif index - last > 1 and (index - last - 1) % keys["loss_scale_window"] == 0:
+            scale *= 2
+        assert scaler.cur_scale == scale
+
+
 @settings(max_examples=100)
 @given(st.integers(1, 5), st.lists(st.booleans(), max_size=40))
 def test_under_autocast_the_scale_is_that_of_torchs_grad_scaler(window: int, overflows: list[bool]) -> None:

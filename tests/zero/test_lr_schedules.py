@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import subprocess
@@ -222,13 +223,29 @@ def test_get_mom_says_the_betas_of_this_iteration() -> None:
     assert [beta2 for _, beta2 in schedule.get_mom() or ()] == [0.99, 0.99]
 
 
+@pytest.mark.parametrize("kind", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
+def test_no_steps_of_warming_up_count_as_two_and_are_told_once(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """DeepSpeed: max(2, warmup_num_steps). Clients write 0 where warming up was not asked for."""
+    total = {} if kind is WarmupLR else {"total_num_steps": 9}
+    with caplog.at_level(logging.WARNING, "zero"):
+        schedule = kind(adamw(0.1, 0.1), warmup_num_steps=0, **total)
+    (message,) = caplog.messages
+    assert message.startswith(f"{kind.__name__}: warmup_num_steps is 0 and counts as 2")
+    two = kind(adamw(0.1, 0.1), warmup_num_steps=2, **total)
+    assert len(caplog.messages) == 1
+    for _ in range(10):
+        assert schedule.get_lr() == two.get_lr()
+        schedule.step()
+        two.step()
+
+
 # ---- what cannot be ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "arguments", "named"),
     [
-        (WarmupLR, {"warmup_num_steps": 0}, "warmup_num_steps: expected an integer of at least 1, got 0"),
+        (WarmupLR, {"warmup_num_steps": -1}, "warmup_num_steps: expected an integer of at least 0, got -1"),
         (WarmupLR, {"warmup_num_steps": 2.5}, "warmup_num_steps"),
         (WarmupLR, {"warmup_num_steps": True}, "warmup_num_steps"),
         (WarmupLR, {"warmup_type": "cosine"}, '"log" or "linear", got \'cosine\''),

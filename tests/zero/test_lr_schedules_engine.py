@@ -272,7 +272,7 @@ def problems(scheduler: Any) -> list[str]:
     [
         ({"type": "WarmupLR", "params": {"total_num_steps": 1}}, '"total_num_steps" (of WarmupDecayLR, Warmup'),
         ({"type": "WarmupCosineLR", "params": {"total_num_steps": 1, "warmup_max_lr": 1}}, '"warmup_max_lr" (of '),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "scheduler.params.warmup_num_steps: "),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": -1}}, "scheduler.params.warmup_num_steps: "),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 2.5}}, "a whole number"),
         ({"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, '"log" or "linear"'),
         ({"type": "WarmupLR", "params": {"warmup_min_lr": [0, "x"]}}, "warmup_min_lr: expected a finite"),
@@ -287,6 +287,12 @@ def problems(scheduler: Any) -> list[str]:
 )  # fmt: skip
 def test_what_a_schedule_does_not_take_is_a_problem_with_its_way_out(scheduler: Any, line: str) -> None:
     assert any(line in found for found in problems(scheduler)), problems(scheduler)
+
+
+def test_a_block_may_ask_for_no_steps_of_warming_up(open_engine: Open, nvme_path: Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 0, "warmup_type": "linear"}}
+    engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path, scheduler=scheduler))
+    assert engine.lr_scheduler.warmup_num_steps == 2
 
 
 @pytest.mark.parametrize("kind", CONFIGURED)

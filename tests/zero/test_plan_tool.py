@@ -143,7 +143,7 @@ REFUSALS: dict[str, tuple[list[str], str]] = {
     "nodes": (["--world-size", "4", "--nodes", "3"], "--nodes: expected a divisor of 4, the number of ranks, got 3"),
     "no nodes": (["--nodes", "0"], "--nodes: expected a divisor of 1"),
     "stage": (["--stage", "4"], "zero_optimization.stage: expected 0, 1, 2 or 3, got 4"),
-    "stage and tier": (["--stage", "2"], 'expected 3, because offload_param.device is "nvme", got 2'),
+    "stage and tier": (["--stage", "0"], 'expected 1, 2 or 3, because offload_optimizer.device is "nvme", got 0'),
     "arguments": (["--model-args", "[1]"], "--model-args: expected an object"),
     "callable": (["--model-args", '{"what": 1}'], "models:GPT cannot be called"),
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import ADAMW, build, make_config, tokens, trainability
+from models import ADAMW, VOCAB, build, make_config, tokens, trainability
 from pairwise import in_pairs
 from reference import Hyper, LossScaleRule, Reference, differences, layout_of, snapshot
 from torch import Tensor, nn
@@ -275,11 +275,27 @@ def test_gradients_are_added_up_in_16_bits_where_the_configuration_says_so(
     assert held == 2 * sum(unit.numel for unit in engine.units)
 
 
+@pytest.mark.parametrize(("bf16", "asked"), [(True, "fp16"), (False, "bf16")])
+def test_a_dtype_of_sums_that_is_not_the_weights_is_fp32_and_is_told(
+    open_engine: Open, nvme_path: Path, bf16: bool, asked: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = []
+    for keys in ({}, {"data_types": {"grad_accum_dtype": asked}}):
+        with caplog.at_level(logging.WARNING, "zero"):
+            engine = open_engine(build("gpt"), configured(("cpu", "cpu"), nvme_path, bf16=bf16, accumulation=2, **keys))
+        told = [message for message in caplog.messages if message.startswith("data_types.grad_accum_dtype")]
+        assert told == [f"data_types.grad_accum_dtype: {asked} without {asked}.enabled counts as fp32, in which "
+                        "gradients are added up"] * len(keys)  # fmt: skip
+        for index in range(4):
+            one_step(engine, index)
+        held.append(snapshot(engine, trainability(build("gpt"))))
+    assert differences(*held) == []
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
-        ({"data_types": {"grad_accum_dtype": "fp16"}, "bf16": {"enabled": True}}, "data_types.grad_accum_dtype"),
+        ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled"),
         ({"torch_autocast": {"enabled": True, "dtype": "float32"}}, "torch_autocast.dtype"),
         ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale"),
@@ -290,6 +306,104 @@ def test_gradients_are_added_up_in_16_bits_where_the_configuration_says_so(
 def test_precisions_that_contradict_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(given)
+
+
+# ---- buffers ----------------------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """Picks an output by scores to which a buffer is added, as DeepSeek-V3 does; and buffers of other kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, 8)
+        self.inner = nn.Linear(8, 8)
+        self.norm, self.bare = nn.BatchNorm1d(8), nn.BatchNorm1d(8, affine=False)
+        self.register_buffer("correction", torch.tensor([1.0, 1.001, 1.002, 1.003, 1.0005, 0.0, 0.0, 0.0]))
+        self.register_buffer("passing", torch.linspace(0, 1, 5), persistent=False)
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("codes", torch.arange(4, dtype=torch.float32))
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.norm(self.bare(self.inner(self.table(text).flatten(0, 1))))
+        self.promoted = (x + self.correction).dtype
+        self.best = self.correction.argmax()
+        return (x[:, self.best] ** 2).mean()
+
+
+BUFFERS = {
+    "correction": torch.float32,
+    "passing": torch.float32,
+    "count": torch.int64,
+    "codes": torch.float32,
+    "norm.running_mean": torch.float32,
+    "norm.running_var": torch.float32,
+    "norm.num_batches_tracked": torch.int64,
+    "bare.running_mean": torch.float32,
+    "bare.running_var": torch.float32,
+    "bare.num_batches_tracked": torch.int64,
+}
+
+
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: buffer.dtype for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_buffers_keep_their_dtype_but_the_statistics_of_a_norm_whose_weights_are_16_bit(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, precision: str
+) -> None:
+    config = {**configured(("cpu", "cpu"), nvme_path), precision: {"enabled": True}}
+    engine = open_engine(Routed(), config)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    expected = {**BUFFERS, "norm.running_mean": half, "norm.running_var": half}
+    assert dtypes_of(engine.module) == expected
+    before = Routed()
+    assert torch.equal(engine.module.correction, before.correction)
+    one_step(engine, 0)
+    assert engine.module.best == 3, "rounded to 16 bits, four of the values are one"
+    assert engine.module.promoted == torch.float32
+    assert engine.module.bare.running_mean.abs().sum() > 0
+    held = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    engine.save_checkpoint(tmp_path / "saved")
+    other = open_engine(Routed(), config)
+    other.load_checkpoint(tmp_path / "saved")
+    assert dtypes_of(other.module) == expected
+    kept = other.module.state_dict().keys()
+    assert all(torch.equal(b, held[name]) for name, b in other.module.named_buffers() if name in kept)
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("bf16", torch.bfloat16), ("torch.float16", torch.float16)])
+def test_floating_buffers_take_the_dtype_that_the_configuration_names(
+    open_engine: Open, nvme_path: Path, asked: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {**configured(("none", "none"), nvme_path, bf16=True), "data_types": {"buffer_dtype": asked}}
+    with caplog.at_level(logging.INFO, "zero"):
+        engine = open_engine(Routed(), config)
+    expected = {name: dtype if kept.is_floating_point else kept for name, kept in BUFFERS.items()}
+    assert dtypes_of(engine.module) == expected
+    assert f"floating buffers: {'bf16' if asked == 'bf16' else 'fp16'}" in caplog.text
+
+
+def test_without_16_bit_weights_a_dtype_of_buffers_has_no_effect(open_engine: Open, nvme_path: Path) -> None:
+    config = {**configured(("none", "none"), nvme_path), "data_types": {"buffer_dtype": "bf16"}}
+    assert load_config(config).inactive == ("data_types.buffer_dtype",)
+    assert dtypes_of(open_engine(Routed(), config).module) == BUFFERS
+
+
+def test_inference_leaves_buffers_as_they_are() -> None:
+    with zero.init_inference(Routed(), dtype="bf16") as engine:
+        assert engine.module.correction.dtype == engine.module.passing.dtype == torch.float32
+        assert engine.module.norm.running_mean.dtype == torch.bfloat16
+        assert engine(tokens(0)).isfinite()
+        assert engine.module.best == 3
+
+
+@pytest.mark.parametrize("named", ["bf16", "bfloat16", "torch.bfloat16"])
+def test_a_dtype_of_parameters_may_say_what_holds_anyway(named: str) -> None:
+    assert load_config({"bf16": {"enabled": True}, "data_types": {"param_dtype": named}}).inactive == ()
+    with pytest.raises(ConfigError, match=r"data_types.param_dtype: expected the dtype .* got \"bf16\""):
+        load_config({"fp16": {"enabled": True}, "data_types": {"param_dtype": named}})
 
 
 # ---- gradients that are not finite, without a loss scale --------------------------------------
@@ -325,7 +439,11 @@ def test_with_bf16_it_is_taken_where_the_configuration_says_so(open_engine: Open
 @pytest.mark.parametrize(
     ("more", "line", "notes"),
     [
-        ({"bf16": True}, "trained bf16 fp32 = bf16 + 16 bits bf16 fp32 - fp32", ["buffers of the state dict: bf16"]),
+        (
+            {"bf16": True},
+            "trained bf16 fp32 = bf16 + 16 bits bf16 fp32 - fp32",
+            ["floating buffers: as the model has them"],
+        ),
         ({}, "trained fp32 the weights fp32 fp32 - fp32", ["as the model has them"]),
         (
             {"fp16": {"enabled": True}, "accumulation": 2},

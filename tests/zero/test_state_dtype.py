@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from offload import kernels
 from offload.errors import ConfigError
 from offload.kernels import Moments, Segment
+from zero.config import load_config
 from zero.record import RecordFormat
 
 Open = Callable[..., Any]
@@ -63,6 +64,26 @@ def test_where_narrow_moments_live_and_how_they_are_cut_changes_no_bit(
     engine = opened(open_engine, nvme_path, state_dtype, pair, model, zero={"sub_group_size": sub_group_numel})
     ours = snapshot(trained(engine), trainability(build(model)))
     assert differences(ours, expected(state_dtype, model, 0.0)) == []
+
+
+def test_deepspeeds_key_for_states_in_bf16_says_the_same(open_engine: Open, nvme_path: Path) -> None:
+    config = make_config(NVME, nvme_path)
+    config["bf16"] = {"enabled": True, "bf16_optimizer_states": True}
+    ours = snapshot(trained(open_engine(build("gpt"), config)), trainability(build("gpt")))
+    assert differences(ours, expected("bf16", "gpt", 0.0)) == []
+
+
+def test_it_holds_while_bf16_does_and_contradicts_no_other_key() -> None:
+    def held(bf16: bool, **block: Any) -> str:
+        keys = {"bf16": {"enabled": bf16, "bf16_optimizer_states": True}}
+        config = load_config({**keys, "zero_optimization": {"stage": 1, "offload_optimizer": block}})
+        assert load_config(config.as_dict()).as_dict() == config.as_dict()
+        return config.zero_optimization.offload_optimizer.state_dtype
+
+    assert held(True) == held(True, device="cpu") == held(True, state_dtype="bf16") == "bf16"
+    assert held(False) == "fp32"
+    with pytest.raises(ConfigError, match=r'bf16_optimizer_states: expected false beside .*state_dtype "8bit"'):
+        held(True, state_dtype="8bit")
 
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])

@@ -12,7 +12,7 @@ from offload import kernels
 from offload.errors import ConfigError
 from offload.safetensors_writer import Tensor
 from zero.checkpoint.extents import PIECE_NUMEL
-from zero.checkpoint.sharding import MAX_SHARD_SIZE, Shard, plan_shards, stem_of
+from zero.checkpoint.sharding import MAX_SHARD_SIZE, SAFE, Shard, checked_name, plan_shards
 from zero.checkpoint.source import MODEL, Saved, Source
 from zero.checkpoint.weights_files import write_files
 from zero.params.opaque import opaque_names
@@ -62,8 +62,14 @@ class SavedWeights:
         self.frozen = frozen | set(buffers)
         self.aliases = {name: first for name, first in aliases.items() if first in set(wanted)}
         opaque = _opaque(held) & self.frozen
+        also = {name: tuple(alias for alias, first in self.aliases.items() if first == name) for name in wanted}
         self.tensors = [
-            Tensor(name, held[name].dtype if name in opaque else _as(held[name].dtype, dtype), held[name].shape)
+            Tensor(
+                name,
+                held[name].dtype if name in opaque else _as(held[name].dtype, dtype),
+                held[name].shape,
+                also[name],
+            )
             for name in wanted
         ]
 
@@ -91,18 +97,18 @@ def export(
     out_dir: Path,
     dtype: torch.dtype,
     *,
-    filename: str = "model.safetensors",
+    filename: str = SAFE,
     max_shard_size: int | str | None = MAX_SHARD_SIZE,
     exclude_frozen: bool = False,
 ) -> list[Shard]:
-    """Write a checkpoint's weights as safetensors that `from_pretrained` reads; the files that were written.
+    """Write a checkpoint's weights as files that `from_pretrained` reads; the files that were written.
 
     Args:
         source: the checkpoint; it stays open.
         state: its `state`.
         out_dir: made if it is not there. An earlier model in it is replaced once the new one is complete.
         dtype: of floating values: float32 (the exact masters), or bfloat16 or float16 (the engine's weights).
-        filename: of the file, or of the index.
+        filename: of the file, or of the index; one in .bin, .pt or .pth makes archives of torch.save.
         max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
         exclude_frozen: leave out what is not trained.
 
@@ -111,10 +117,10 @@ def export(
         StorageError: the disk has no room, or a transfer failed; no file has appeared.
     """
     weights = SavedWeights(source, state, dtype, exclude_frozen=exclude_frozen)
-    stem = stem_of(filename)
-    shards = plan_shards(weights.tensors, stem, max_shard_size)
+    filename = checked_name(filename)
+    shards = plan_shards(weights.tensors, filename, max_shard_size)
     weights.expect(tensor for shard in shards for tensor in shard.tensors)
-    write_files(out_dir, stem, shards, weights.read)
+    write_files(out_dir, filename, shards, weights.read)
     return shards
 
 

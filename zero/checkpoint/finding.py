@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,21 @@ class Found:
     manifest: Manifest
     notes: tuple[str, ...] = ()
     """What the user should know: why it is this one and not the one that was to be expected."""
+
+
+def folder_named(value: str | os.PathLike[str], what: str) -> Path:
+    """The folder that an argument names.
+
+    Args:
+        value: what was given.
+        what: the call and its argument, for the error.
+
+    Raises:
+        ConfigError: it names none; it is a ValueError too.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ConfigError(f"{what}: expected the path of a folder, got {value!r}")
+    return Path(value)
 
 
 def check_tag(tag: object) -> str:

@@ -6,17 +6,17 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.safetensors_writer import Tensor
+from offload.safetensors_writer import PICKLED, SUFFIX, Tensor
 from zero.checkpoint.export import DTYPES, SavedWeights, export
+from zero.checkpoint.finding import folder_named
 from zero.checkpoint.opening import open_folder
-from zero.checkpoint.sharding import MAX_SHARD_SIZE
+from zero.checkpoint.sharding import MAX_SHARD_SIZE, PICKLE, SAFE
 from zero.checkpoint.source import Source
 from zero.params.released import is_kept
 
@@ -111,14 +111,15 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors that `from_pretrained` reads, a few blocks in memory at a time.
+    """Write a checkpoint's weights as files that `from_pretrained` reads, a few blocks in memory at a time.
 
     Args:
         checkpoint_dir: folder of checkpoints, or one of them.
-        output_dir: made if it is not there; gets `model.safetensors`, or shards and their index.
+        output_dir: made if it is not there; gets `model.safetensors`, or shards and their index. The name of a file
+            (`OUT/pytorch_model.bin`, `OUT/mine.safetensors`) says where and in which form instead.
         dtype: of floating values: float32, bfloat16, float16, or the name of one.
         max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
-        safe_serialization: must be True: pickled files are not written.
+        safe_serialization: False: archives of torch.save, `pytorch_model.bin`. (DeepSpeed's default.)
         tag: which; None: the one that `latest` names.
         exclude_frozen_parameters: leave out what is not trained.
 
@@ -126,17 +127,16 @@ def convert_zero_checkpoint_to_state_dict(
         ConfigError: there is no such checkpoint, it is damaged, or an argument is not available.
         StorageError: the disk has no room, or a transfer failed.
     """
-    if not safe_serialization:
-        raise ConfigError(
-            "safe_serialization: expected True, got False: pickled files are not written; from_pretrained and "
-            "safetensors.torch.load_file read what is written instead"
-        )
+    folder, filename = folder_named(output_dir, "output_dir"), SAFE if safe_serialization else PICKLE
+    if folder.suffix in (SUFFIX, *PICKLED) and not folder.is_dir():
+        folder, filename = folder.parent, folder.name
     with opened(checkpoint_dir, tag) as (source, state):
         export(
             source,
             state,
-            Path(output_dir),
+            folder,
             resolve_dtype(dtype),
+            filename=filename,
             max_shard_size=max_shard_size,
             exclude_frozen=_excludes(state, exclude_frozen_parameters),
         )
@@ -176,7 +176,7 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def _open(checkpoint_dir: Folder, tag: str | None) -> tuple[Source, dict[str, Any]]:
-    folder = Path(checkpoint_dir)
+    folder = folder_named(checkpoint_dir, "checkpoint_dir")
     opened = open_folder(folder if tag is None else folder / tag)
     return opened.source, opened.state
 

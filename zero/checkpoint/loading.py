@@ -22,6 +22,7 @@ from zero.checkpoint.accumulated import check_accumulated, load_accumulated
 from zero.checkpoint.boxes import short_boxes
 from zero.checkpoint.export import rounded
 from zero.checkpoint.extents import PIECE_NUMEL
+from zero.checkpoint.finding import folder_named
 from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.opening import Opened, open_checkpoint
 from zero.checkpoint.saving import SavesCheckpoints
@@ -231,6 +232,7 @@ class LoadsCheckpoints(SavesCheckpoints):
         """
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: custom_load_fn is not available; read values with zero.load_pretrained")
+        folder = folder_named(load_dir, "load_checkpoint: load_dir")
         failed, self.half_loaded = self.half_loaded, ""
         try:
             self._between_steps("load_checkpoint")
@@ -240,7 +242,7 @@ class LoadsCheckpoints(SavesCheckpoints):
         together = Together(self.exchange)
         states = load_optimizer_states and not load_module_only
         damaged: list[str] = []
-        while (opened := self._open(Path(load_dir), tag, together, damaged)) is not None:
+        while (opened := self._open(folder, tag, together, damaged)) is not None:
             try:
                 client = self._load(opened, together, load_module_strict, states, load_module_only)
                 if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:

@@ -19,7 +19,7 @@ from zero.assembly import Assembly
 from zero.checkpoint.accumulated import add_accumulated, ranks_shape
 from zero.checkpoint.background import BackgroundSave, SavesBehind
 from zero.checkpoint.extents import Extents
-from zero.checkpoint.finding import check_tag
+from zero.checkpoint.finding import check_tag, folder_named
 from zero.checkpoint.frozen import (
     FrozenPart,
     SharedFrozen,
@@ -86,24 +86,26 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
             True.
 
         Raises:
-            ConfigError: a bad tag, or ranks have different ones and `checkpoint.tag_validation` is "fail".
+            ConfigError: no folder is named; a bad tag, or ranks have different ones and `checkpoint.tag_validation` is
+                "fail".
             StorageError: not enough room, or the disk refused; what was there before is as it was.
             StateError: inside forward, backward or `GatheredParameters`; or it failed on another rank.
         """
+        folder = folder_named(save_dir, "save_checkpoint: save_dir")
         self._between_steps("save_checkpoint")
         name = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else tag)
-        frozen = self._save_frozen(Path(save_dir), left_out=exclude_frozen_parameters)
+        frozen = self._save_frozen(folder, left_out=exclude_frozen_parameters)
         state, extents = self._capture(client_state or {}, frozen)
         behind = self._may_save_behind(state)
         if not behind:
             self.synchronize()
-        save = CheckpointSave(self._parts, self.exchange, Path(save_dir), name, self.files)
+        save = CheckpointSave(self._parts, self.exchange, folder, name, self.files)
         save.beside, save.keep_last, save.tools = (
             frozen.beside,
             self._config.checkpoint.keep_last,
             self.checkpoint_tools,
         )
-        said = f"checkpoint {Path(save_dir) / name}: {format_bytes(extents.nbytes)} of this rank saved"
+        said = f"checkpoint {folder / name}: {format_bytes(extents.nbytes)} of this rank saved"
         try:
             save.begin(extents, state)
             if behind:

@@ -1,22 +1,20 @@
-"""Which tensor of a model goes into which safetensors file, as `save_pretrained` of transformers would have it."""
+"""Which tensor of a model goes into which file, as `save_pretrained` of transformers would have it."""
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from offload.errors import ConfigError
-from offload.safetensors_writer import SUFFIX, Tensor, header_of, in_file_order
+from offload.safetensors_writer import PICKLED, SUFFIX, Tensor, around, in_file_order
 from zero.config.sizes import parse_bytes
 
-logger = logging.getLogger("zero")
-
 MAX_SHARD_SIZE = "5GB"
-NEW_NAMES = {"pytorch_model": "model"}
-"""What a file is called where transformers looks for safetensors."""
+SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"
+"""What transformers calls the file of a model, or its index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +28,25 @@ class Shard:
     @property
     def nbytes(self) -> int:
         """Of the whole file."""
-        return len(header_of(self.tensors)) + sum(tensor.nbytes for tensor in self.tensors)
+        parts = around(PurePath(self.filename).suffix, self.tensors)
+        return sum(map(len, parts)) + sum(tensor.nbytes for tensor in self.tensors)
 
 
 def plan_shards(
-    tensors: Sequence[Tensor], stem: str, max_shard_size: int | str | None, late: Collection[str] = ()
+    tensors: Sequence[Tensor], filename: str, max_shard_size: int | str | None, late: Collection[str] = ()
 ) -> list[Shard]:
     """Cut a model into files: as many tensors in a row as fit; one that is too large has a file of its own.
 
     Args:
         tensors: in model order.
-        stem: of the files' names.
+        filename: of the file, or of the index.
         max_shard_size: bytes, or text such as "5GB"; None: one file.
         late: names that come last in their file, among those of a dtype.
 
     Raises:
         ConfigError: `max_shard_size` is no number of bytes.
     """
+    stem, suffix = os.path.splitext(filename)
     limit_bytes = bytes_of(max_shard_size)
     runs: list[list[Tensor]] = []
     current: list[Tensor] | None = None
@@ -61,7 +61,7 @@ def plan_shards(
         current.append(tensor)
         filled_bytes += tensor.nbytes
     count = len(runs) or 1
-    names = [f"{stem}-{i + 1:05d}-of-{count:05d}{SUFFIX}" for i in range(count)] if count > 1 else [stem + SUFFIX]
+    names = [f"{stem}-{i + 1:05d}-of-{count:05d}{suffix}" for i in range(count)] if count > 1 else [filename]
     return [
         Shard(name, tuple(in_file_order(sorted(run, key=lambda tensor: tensor.name in late))))
         for name, run in zip(names, runs or [[]], strict=True)
@@ -70,7 +70,12 @@ def plan_shards(
 
 def index_of(shards: Iterable[Shard]) -> dict[str, Any] | None:
     """What `model.safetensors.index.json` says; None for one file, which needs none."""
-    files = {tensor.name: shard.filename for shard in shards for tensor in shard.tensors}
+    files = {
+        name: shard.filename
+        for shard in shards
+        for tensor in shard.tensors
+        for name in (tensor.name, *(tensor.aliases if shard.filename.endswith(PICKLED) else ()))
+    }
     if len(set(files.values())) < 2:
         return None
     total_bytes = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
@@ -87,20 +92,13 @@ def bytes_of(max_shard_size: int | str | None) -> int:
         raise ConfigError(f"max_shard_size: expected {error}, got {max_shard_size!r}") from None
 
 
-def stem_of(filename: str) -> str:
-    """What files are called that somebody wants to be called `filename`, without the suffix.
-
-    Pickled files are not written: who asks for `pytorch_model.bin` gets what `from_pretrained` looks for first.
+def checked_name(filename: str) -> str:
+    """The name that somebody wants a file of weights to have, with .safetensors if it says no other form.
 
     Raises:
         ConfigError: it is no plain name.
     """
     path = PurePath(filename)
     if not path.name or path.name != filename:
-        raise ConfigError(f"save_filename: expected a name without folders such as model{SUFFIX}, got {filename!r}")
-    if path.suffix == SUFFIX:
-        return path.stem
-    stem = path.stem if path.suffix in (".bin", ".pt", ".pth") else filename
-    stem = NEW_NAMES.get(stem, stem)
-    logger.warning("weights are written as %s, not as %s: pickled files are not written", stem + SUFFIX, filename)
-    return stem
+        raise ConfigError(f"save_filename: expected a name without folders such as {SAFE}, got {filename!r}")
+    return filename if path.suffix in (SUFFIX, *PICKLED) else filename + SUFFIX

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from offload.safetensors_writer import SafetensorsWriter, Tensor, WeightsDraft
+from offload.safetensors_writer import Tensor, WeightsDraft, WeightsWriter
 from offload.sizes import format_bytes
 from zero.checkpoint.plane_reader import Relay
 from zero.checkpoint.sharding import Shard, index_of
@@ -19,13 +20,13 @@ Values = Callable[[Tensor], Iterator[torch.Tensor]]
 """What is to be written for a tensor, piece by piece, each good until the next."""
 
 
-def write_files(folder: Path, stem: str, shards: list[Shard], values: Values) -> None:
+def write_files(folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
     """Write a model's files; they appear together, or none does.
 
     Raises:
         StorageError: the disk has no room, or a transfer failed.
     """
-    draft = WeightsDraft(folder, stem, sum(shard.nbytes for shard in shards))
+    draft = _draft(folder, filename, shards)
     try:
         for shard in shards:
             file = draft.file(shard.filename, shard.tensors)
@@ -39,18 +40,18 @@ def write_files(folder: Path, stem: str, shards: list[Shard], values: Values) ->
     _report(folder, shards)
 
 
-def write_together(relay: Relay, folder: Path, stem: str, shards: list[Shard], values: Values) -> None:
+def write_together(relay: Relay, folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
     """`write_files` by the first rank, of what all ranks read."""
     if relay.placement.alone:
-        write_files(folder, stem, shards, values)
+        write_files(folder, filename, shards, values)
         return
-    total_bytes, draft = sum(shard.nbytes for shard in shards), None
+    draft = None
     try:
         with relay.keeping():
-            draft = WeightsDraft(folder, stem, total_bytes) if relay.placement.rank == 0 else None
+            draft = _draft(folder, filename, shards) if relay.placement.rank == 0 else None
         relay.exchange("making room for weights")
         for shard in shards:
-            file: SafetensorsWriter | None = None
+            file: WeightsWriter | None = None
             with relay.keeping():
                 file = draft.file(shard.filename, shard.tensors) if draft is not None else None
             for tensor in shard.tensors:
@@ -71,6 +72,11 @@ def write_together(relay: Relay, folder: Path, stem: str, shards: list[Shard], v
             draft.abandon()
     if relay.placement.rank == 0:
         _report(folder, shards)
+
+
+def _draft(folder: Path, filename: str, shards: list[Shard]) -> WeightsDraft:
+    stem, suffix = os.path.splitext(filename)
+    return WeightsDraft(folder, stem, sum(shard.nbytes for shard in shards), suffix=suffix)
 
 
 def _report(folder: Path, shards: list[Shard]) -> None:

@@ -16,8 +16,9 @@ from torch import nn
 
 from offload.errors import ConfigError, StateError
 from offload.safetensors_writer import Tensor
+from zero.checkpoint.finding import folder_named
 from zero.checkpoint.plane_reader import PlaneReader, Relay
-from zero.checkpoint.sharding import MAX_SHARD_SIZE, plan_shards, stem_of
+from zero.checkpoint.sharding import MAX_SHARD_SIZE, checked_name, plan_shards
 from zero.checkpoint.weights_files import write_together
 from zero.params.opaque import decoding_names, is_wrapper
 from zero.replanning import FollowsModel
@@ -73,7 +74,7 @@ class SavesWeights(FollowsModel):
         exclude_frozen_parameters: bool = False,
         max_shard_size: int | str | None = MAX_SHARD_SIZE,
     ) -> bool:
-        """Write the weights that the model computes with, as safetensors that `from_pretrained` reads.
+        """Write the weights that the model computes with, as files that `from_pretrained` reads.
 
         All ranks come here, the first one writes. No more than a few blocks are in memory. Tied parameters are
         stored once, under their first name; buffers are stored as in a state dict. Files of an earlier model of that
@@ -81,7 +82,8 @@ class SavesWeights(FollowsModel):
 
         Args:
             save_dir: made if it is not there.
-            save_filename: of the file, or of the index; DeepSpeed's "pytorch_model.bin" becomes "model.safetensors".
+            save_filename: of the file, or of the index. "pytorch_model.bin", and any other name in .bin, .pt or .pth,
+                makes archives of torch.save, which hold tied parameters under all their names.
             exclude_frozen_parameters: leave out what is not trained.
             max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
 
@@ -98,7 +100,9 @@ class SavesWeights(FollowsModel):
                 "nothing saved in %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false", save_dir
             )
             return False
-        self._save_weights(Path(save_dir), save_filename, exclude_frozen_parameters, max_shard_size, masters=False)
+        self._save_weights(
+            folder_named(save_dir, "save_dir"), save_filename, exclude_frozen_parameters, max_shard_size, masters=False
+        )
         return True
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
@@ -117,7 +121,9 @@ class SavesWeights(FollowsModel):
         Returns:
             True.
         """
-        self._save_weights(Path(save_dir), save_filename, exclude_frozen_parameters, max_shard_size, masters=True)
+        self._save_weights(
+            folder_named(save_dir, "save_dir"), save_filename, exclude_frozen_parameters, max_shard_size, masters=True
+        )
         return True
 
     def module_state_dict(
@@ -170,23 +176,32 @@ class SavesWeights(FollowsModel):
     def _save_weights(
         self, folder: Path, filename: str, exclude_frozen: bool, max_shard_size: int | str | None, *, masters: bool
     ) -> None:
-        stem = stem_of(filename)
+        filename = checked_name(filename)
         entries = self._resting_entries(f"saving weights in {folder}", exclude_frozen=exclude_frozen)
         by_name = {entry.name: entry for entry in entries if entry.first == entry.name}
+        aliases: dict[str, tuple[str, ...]] = {name: () for name in by_name}
+        for entry in entries:
+            if entry.first != entry.name:
+                aliases[entry.first] += (entry.name,)
         relay = Relay(self.exchange)
         with self._reader(relay, masters=masters) as reader:
             tensors = [
-                Tensor(name, _written_as(entry, _dtype_of(entry, reader), masters=masters), entry.tensor.shape)
+                Tensor(
+                    name,
+                    _written_as(entry, _dtype_of(entry, reader), masters=masters),
+                    entry.tensor.shape,
+                    aliases[name],
+                )
                 for name, entry in by_name.items()
             ]
             # One sub-group's states are in memory at a time: reading a frozen weight in between would let go of them.
             late = {name for name, entry in by_name.items() if not entry.tensor.requires_grad}
-            shards = plan_shards(tensors, stem, max_shard_size, late)
+            shards = plan_shards(tensors, filename, max_shard_size, late)
 
             def values(tensor: Tensor) -> Iterator[torch.Tensor]:
                 return _values_of(by_name[tensor.name], reader, tensor.dtype)
 
-            write_together(relay, folder, stem, shards, values)
+            write_together(relay, folder, filename, shards, values)
 
     def _resting_entries(self, what: str, *, exclude_frozen: bool) -> list[Entry]:
         """Take up changes of the model, and wait until the planes hold its values."""

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from offload.errors import ConfigError
 from zero.compat.monitoring import BLOCKS, DeepSpeedMonitorConfig
-from zero.config import load_config, tolerating_unknown_keys
+from zero.config import load_config, reading_as_deepspeed
 from zero.config.offload_block import OffloadOptimizerConfig as DeepSpeedZeroOffloadOptimizerConfig
 from zero.config.offload_block import OffloadParamConfig as DeepSpeedZeroOffloadParamConfig
 from zero.config.precision_block import Bf16Config, Fp16Config
@@ -93,7 +93,7 @@ class DeepSpeedConfig:
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         if mpu is not None or mesh_device is not None:
             raise ConfigError("DeepSpeedConfig: mpu and mesh_device are not available; leave them out")
-        with tolerating_unknown_keys():
+        with reading_as_deepspeed():
             self.config = load_config(config)
         zero = self.config.zero_optimization
         self.zero_config, self.zero_optimization_stage, self.zero_enabled = zero, zero.stage, zero.stage > 0

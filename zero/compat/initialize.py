@@ -13,7 +13,7 @@ from zero import ranks
 from zero.compat.lent_names import lend_names
 from zero.compat.logs import logger
 from zero.compat.version import VERSION
-from zero.config import tolerating_unknown_keys
+from zero.config import reading_as_deepspeed
 from zero.distributed.joining import init_distributed
 from zero.params.released import save_released_as_empty
 
@@ -22,7 +22,9 @@ SIGNATURE = inspect.signature(zero.initialize)
 
 @functools.wraps(zero.initialize)
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """`zero.initialize`, after the ranks have met, one or many; top-level keys that nobody knows are a warning.
+    """`zero.initialize`, after the ranks have met, one or many, and with the defaults of DeepSpeed.
+
+    Top-level keys that nobody knows are a warning.
 
     Raises:
         ConfigError: every problem of the configuration at once.
@@ -35,22 +37,11 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if not dist.is_initialized():
         init_distributed(distributed_port=given["distributed_port"], dist_init_required=given["dist_init_required"])
     say_who_answers()
-    with tolerating_unknown_keys():
+    with reading_as_deepspeed():
         engine, optimizer, loader, scheduler = zero.initialize(**given)
     save_released_as_empty()
     lend_names(engine, given["optimizer"])
-    say_if_nothing_is_clipped(engine)
     return engine, optimizer, loader, scheduler
-
-
-def say_if_nothing_is_clipped(engine: Any) -> None:
-    """DeepSpeed's own default has changed, and a run that was made with one does not equal a run with the other."""
-    absent = "gradient_clipping" not in engine.config
-    if absent and engine.updater is not None and ranks.rank() == 0:
-        logger.warning(
-            "gradient_clipping is not in the configuration, so gradients are not clipped; DeepSpeed 0.19.8 would clip "
-            "them to a norm of 1.0 (give it to have that), earlier ones would not"
-        )
 
 
 def say_who_answers() -> None:

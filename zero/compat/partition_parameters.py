@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero.compat.accelerator import get_accelerator
-from zero.config import tolerating_unknown_keys
+from zero.config import reading_as_deepspeed
 from zero.distributed.joining import init_distributed
 from zero.params.face import ZeroParamStatus, has_face
 from zero.params.gathering import GatheredParameters
@@ -104,7 +104,7 @@ class Init(OurInit):
             init_distributed()
         self._wraps = self.announces = bool(kwargs.get("enabled", True))
         self._before: dict[str, Any] = {}
-        with tolerating_unknown_keys():
+        with reading_as_deepspeed():
             super().__init__(*args, **kwargs)
 
     def __enter__(self) -> OurInit:

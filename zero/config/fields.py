@@ -17,7 +17,8 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -71,6 +72,14 @@ class Block(BaseModel):
             raw: this block as the user wrote it.
         """
         return ()
+
+    @classmethod
+    def is_off(cls, raw: Mapping[Any, Any]) -> bool:
+        """Whether the block, as it was read, says that nothing of it acts."""
+        try:
+            return "enabled" in cls.model_fields and not parse_flag(raw.get("enabled"))
+        except ValueError:
+            return False
 
 
 def problem(
@@ -242,6 +251,32 @@ def block_of(field: FieldInfo) -> type[Block] | None:
     """The block a key holds, or None for a key that holds a value."""
     candidates = (field.annotation, *get_args(field.annotation))
     return next((part for part in candidates if isinstance(part, type) and issubclass(part, Block)), None)
+
+
+def is_of_its_kind(field: FieldInfo, value: object) -> bool:
+    """Whether a value is of the type that a key takes, be it one that the key takes or not."""
+    return any(kind is Any or _is_of(kind, value) for kind in _kinds_of(field.annotation))
+
+
+def _is_of(kind: Any, value: object) -> bool:
+    if kind not in (bool, int, float):
+        return isinstance(value, (list, tuple) if kind is tuple else kind)
+    try:  # numbers and flags may be words
+        (parse_flag if kind is bool else parse_number)(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _kinds_of(annotation: Any) -> set[Any]:
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kinds_of(parts[0])
+    if origin is Literal:
+        return {type(part) for part in parts}
+    if origin in (Union, UnionType):
+        return set().union(*map(_kinds_of, parts)) - {type(None)}
+    return {origin or annotation}
 
 
 def role_of(field: FieldInfo) -> Role:

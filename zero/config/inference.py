@@ -164,4 +164,9 @@ def _training_config(given: Mapping[str, Any], dtype: torch.dtype | None) -> Con
         "bf16": {"enabled": dtype == torch.bfloat16},
         **{key: given[key] for key in PASSED_ON if key in given},
     }
-    return load_config(source)
+    loaded = load_config(source)
+    if "zero_optimization.offload_param.device" in loaded.inactive:
+        raise ConfigError(
+            'zero.offload_param: expected "stage": 3 beside it, where weights are sharded; leave stage out'
+        )
+    return loaded

@@ -15,7 +15,18 @@ from pydantic_core import ErrorDetails
 
 from offload.errors import ConfigError
 from zero import ranks
-from zero.config.fields import AUTO, VERSION_KEY, Block, Deprecated, block_of, means_auto, reason_of, role_of, shown
+from zero.config.fields import (
+    AUTO,
+    VERSION_KEY,
+    Block,
+    Deprecated,
+    block_of,
+    is_of_its_kind,
+    means_auto,
+    reason_of,
+    role_of,
+    shown,
+)
 from zero.config.hints import unknown_key
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.reading import copied, read_source
@@ -28,6 +39,10 @@ FETCHING_KEYS = (
     "zero_optimization.stage3_max_reuse_distance",
 )
 """Without effect below stage 3, where weights never leave the device."""
+STATE_DTYPE = "zero_optimization.offload_optimizer.state_dtype"
+"""Acts wherever states live, on the device too."""
+BUFFERS = "data_types.buffer_dtype"
+"""Without effect where neither bf16 nor fp16 is enabled, as in DeepSpeed."""
 COMMENT_PREFIXES = ("_comment", "comment", "//")
 ORIGINS_KEY = "_comment_origins"
 """A comment that `zero config show` writes: where each value came from. A default that is unchanged stays one."""
@@ -40,8 +55,12 @@ PHRASES = {
 }
 """Pydantic's words -> ours."""
 
+DEEPSPEED_DEFAULTS: Mapping[str, Any] = {"gradient_clipping": 1.0}
+"""Top-level keys whose default is another in the version of DeepSpeed that the alias stands for."""
+
 Unknown = Literal["error", "warn"]
 _unknown_top_level: ContextVar[Unknown] = ContextVar("unknown_top_level", default="error")
+_defaults: ContextVar[Mapping[str, Any] | None] = ContextVar("defaults", default=None)
 
 
 @contextmanager
@@ -57,6 +76,20 @@ def tolerating_unknown_keys() -> Iterator[None]:
         yield
     finally:
         _unknown_top_level.reset(token)
+
+
+@contextmanager
+def reading_as_deepspeed() -> Iterator[None]:
+    """As `tolerating_unknown_keys`, and what DeepSpeed has another default for has that one: for the alias.
+
+    A key with such a default still counts as not given.
+    """
+    token = _defaults.set(DEEPSPEED_DEFAULTS)
+    try:
+        with tolerating_unknown_keys():
+            yield
+    finally:
+        _defaults.reset(token)
 
 
 def load_config(
@@ -90,7 +123,8 @@ def load_config(
         if (config._report.world_size, config._report.ranks_per_node) == (world_size, ranks_per_node):
             return config
         return _read_again(config, world_size, ranks_per_node, config.chosen)
-    reader = _Reader(tolerant=(unknown_top_level or _unknown_top_level.get()) == "warn")
+    tolerant = (unknown_top_level or _unknown_top_level.get()) == "warn"
+    reader = _Reader(tolerant=tolerant, absent=_defaults.get() or {})
     where, content = read_source(config, reader.problems)
     return reader.load(where, content, world_size, ranks_per_node)
 
@@ -110,7 +144,7 @@ def with_choices(config: Config, chosen: Mapping[str, Choice]) -> Config:
 
 
 def _read_again(config: Config, world_size: int, ranks_per_node: int | None, chosen: Mapping[str, Choice]) -> Config:
-    reader = _Reader(tolerant=bool(config.ignored), chosen=chosen)
+    reader = _Reader(tolerant=bool(config.ignored), absent=config._report.absent, chosen=chosen)
     return reader.load("config", config._report.source, world_size, ranks_per_node)
 
 
@@ -120,6 +154,8 @@ class _Reader:
 
     tolerant: bool = False
     """Unknown keys at the top level are ignored, and listed."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """Values of top-level keys that are not given, instead of their defaults."""
     chosen: Mapping[str, Choice] = field(default_factory=dict)
     """Values for keys that are "auto"."""
     problems: list[str] = field(default_factory=list)
@@ -139,7 +175,7 @@ class _Reader:
         noted = source.get(ORIGINS_KEY)
         if isinstance(noted, Mapping):
             self.defaults = frozenset(path for path, origin in noted.items() if origin in ("default", AUTO))
-        data = self.read(Config, source)
+        data = {**self.absent, **self.read(Config, source)}
         context = {"world_size": world_size, "ranks_per_node": ranks_per_node, VERSION_KEY: _version_of(data)}
         checked = _validated(data, self, context)
         if checked is None or self.problems:
@@ -150,11 +186,12 @@ class _Reader:
             ranks_per_node,
             source,
             self.origins,
-            (*self.inactive, *_overruled(checked, self.origins)),
+            (*self.inactive, *_overruled(checked, self.origins, data)),
             self.reasons,
             tuple(self.deprecated),
             tuple(self.ignored),
             self.chosen,
+            self.absent,
         )
         return checked._settled(report)
 
@@ -262,12 +299,27 @@ def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int 
             before = len(removed)
             for detail in error.errors(include_url=False):
                 involved = _involved(detail)
-                # A contradiction with a value that was itself faulty is no news.
-                if not any(".".join(path) in removed for path in involved):
+                # A contradiction with a value that was itself faulty is no news; nor is a value that is not looked at.
+                if not any(".".join(path) in removed or _is_idle(data, path) for path in involved):
                     reader.problems.append(_line(detail, reader.written))
                 removed.update(".".join(path) for path in involved if _remove(data, path))
             if len(removed) == before:
                 return None
+
+
+def _is_idle(data: Mapping[str, Any], path: tuple[str, ...]) -> bool:
+    """Whether a faulty key may stay so: its block is switched off, and the value has at least the right type."""
+    block: type[Block] = Config
+    raw: Any = data
+    off = False
+    for name in path[:-1]:
+        inner = block_of(block.model_fields[name]) if name in block.model_fields else None
+        raw = raw.get(name)
+        if inner is None or not isinstance(raw, Mapping):
+            return False
+        block, off = inner, off or inner.is_off(raw)
+    name = path[-1]
+    return off and name != "enabled" and name in raw and is_of_its_kind(block.model_fields[name], raw[name])
 
 
 def _involved(detail: ErrorDetails) -> list[tuple[str, ...]]:
@@ -299,8 +351,8 @@ def _line(detail: ErrorDetails, written: Mapping[str, str]) -> str:
     return f"{path}: {expected}, got {context.get('got') or shown(detail['input'])}{fix}"
 
 
-def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
-    """Keys that another key's value leaves without effect: a device, a stage."""
+def _overruled(config: Config, origins: Mapping[str, Origin], data: Mapping[str, Any]) -> list[str]:
+    """Keys that another key's value leaves without effect: a device, a stage. `data` is what was read."""
     paths: list[str] = []
     zero = config.zero_optimization
     blocks: dict[str, OffloadParamConfig | OffloadOptimizerConfig] = {
@@ -309,13 +361,25 @@ def _overruled(config: Config, origins: Mapping[str, Origin]) -> list[str]:
     }
     for prefix, block in blocks.items():
         if block.device == "none":
-            idle = [path for path in origins if path.startswith(prefix) and path != f"{prefix}device"]
+            given = _value_at(data, f"{prefix}device") not in (None, "none")  # and does not hold: the stage is too low
+            idle = [path for path in origins if path.startswith(prefix) and (given or path != f"{prefix}device")]
         else:
             idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
         fields = {name: known for name, known in type(block).model_fields.items() if block_of(known) is None}
-        acting = {prefix + name for name, known in fields.items() if role_of(known) == "acts"}
+        acting = {prefix + name for name, known in fields.items() if role_of(known) == "acts"} - {STATE_DTYPE}
         paths += [path for path in idle if origins.get(path) == "user" and path in acting]
+    if config.compute_dtype is None and origins.get(BUFFERS) == "user":
+        paths.append(BUFFERS)
+    if zero.cpu_offload_param and zero.stage < 3:
+        paths.append("zero_optimization.cpu_offload_param")
     fetching = FETCHING_KEYS if zero.stage < 3 else ()
     paths += [path for path in fetching if origins.get(path) == "user"]
     named = [f"activation_checkpointing.{key}" for key in config.activation_checkpointing.idle]
     return paths + [path for path in named if origins.get(path) == "user"]
+
+
+def _value_at(data: Mapping[str, Any], path: str) -> Any:
+    value: Any = data
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value.lower() if isinstance(value, str) else value

@@ -13,7 +13,6 @@ from zero.config.fields import (
     Flag,
     Inert,
     Number,
-    Only,
     Whole,
     choice,
     problem,
@@ -89,10 +88,8 @@ class OffloadOptimizerConfig(_Offload):
     fast_init: Annotated[Flag | None, Inert("states are made on their tier in the first place")] = None
     ratio: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """Share of the states that is offloaded; the rest stays on the device and is updated there."""
-    super_offload: Annotated[
-        Flag, Only((False,), "SuperOffload is not available; set it to false: updates already run behind the step")
-    ] = False
-    cpuadam_cores_perc: Annotated[Number | None, Inert("it belongs to SuperOffload, which is off")] = None
+    super_offload: Annotated[Flag, Inert("updates on the CPU run behind the step anyway, and exactly")] = False
+    cpuadam_cores_perc: Annotated[Number | None, Inert("it belongs to SuperOffload, whose workers are not here")] = None
     state_dtype: Annotated[StateDtype, choice("fp32", "bf16", "8bit")] = "fp32"
     """Ours: what the two moments are stored as. bf16 and 8bit move fewer bytes, and change the numbers."""
     update_in_backward: Flag = False

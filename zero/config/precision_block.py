@@ -16,17 +16,27 @@ from zero.config.fields import (
     Only,
     Text,
     Whole,
-    choice,
     problem,
     reads,
 )
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-_AUTOCAST = {
-    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+_SPELLINGS = {
+    "fp32": ("fp32", "float32", "torch.float32", "float", "torch.float"),
     "fp16": ("fp16", "float16", "torch.float16", "half", "torch.half"),
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
 }
+
+
+def _parse_dtype(value: object) -> str | None:
+    for name, spellings in _SPELLINGS.items():
+        if value is None or str(value).lower() in spellings:
+            return None if value is None else name
+    raise ValueError('"fp32", "fp16" or "bf16"')
+
+
+_Dtype = Annotated[Literal["fp32", "fp16", "bf16"] | None, reads(_parse_dtype)]
 
 
 class Bf16Config(Block):
@@ -39,13 +49,8 @@ class Bf16Config(Block):
         Flag | None, Inert("gradients are always added up as soon as they are complete")
     ] = None
     bf16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
-    bf16_optimizer_states: Annotated[
-        Flag,
-        Only(
-            (False,),
-            'set it to false; for moments in bf16 set zero_optimization.offload_optimizer.state_dtype to "bf16"',
-        ),
-    ] = False
+    bf16_optimizer_states: Flag = False
+    """The same as zero_optimization.offload_optimizer.state_dtype "bf16", while bf16 is enabled."""
 
     aliases: ClassVar = {"check_overflow": "check_grad_overflow"}
 
@@ -86,13 +91,9 @@ class Fp16Config(Block):
 
 
 def _parse_autocast_dtype(value: object) -> str | None:
-    if value is None:
-        return None
-    word = str(value).lower()
-    for name, spellings in _AUTOCAST.items():
-        if word in spellings:
-            return name
-    raise ValueError('"bfloat16" or "float16"')
+    if value is not None and str(value).lower() not in (*_SPELLINGS["bf16"], *_SPELLINGS["fp16"]):
+        raise ValueError('"bfloat16" or "float16"')
+    return _parse_dtype(value)
 
 
 class TorchAutocast(Block):
@@ -110,10 +111,11 @@ class TorchAutocast(Block):
 class DataTypes(Block):
     """`data_types`."""
 
-    grad_accum_dtype: Annotated[Literal["fp32", "fp16", "bf16"] | None, choice("fp32", "fp16", "bf16")] = None
-    """What several contributions to a gradient are added up in; None: fp32."""
-    param_dtype: Annotated[Any, Only((), "use bf16.enabled or fp16.enabled")] = None
-    buffer_dtype: Annotated[
-        Any, Only((), "buffers of the state dict take the dtype of the weights, others keep theirs")
-    ] = None
+    grad_accum_dtype: _Dtype = None
+    """What several contributions to a gradient are added up in; None, and what is not the weights' dtype: fp32."""
+    param_dtype: _Dtype = None
+    """Nothing but what bf16.enabled, fp16.enabled or neither (fp32) says already."""
+    buffer_dtype: _Dtype = None
+    """With bf16 or fp16: what floating buffers become; None: they keep their dtype. Those of quantised storage do
+    whatever this says."""
     keep_in_fp32_modules: Annotated[Any, Only((), "use a model whose own code casts what needs fp32")] = None

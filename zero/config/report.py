@@ -36,6 +36,8 @@ class Report:
     """Lines about unknown top-level keys that were tolerated."""
     chosen: Mapping[str, Choice] = field(default_factory=dict)
     """Canonical path to what was chosen for it where it was "auto"."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """Top-level keys and the defaults that held for them instead of ours."""
 
 
 def plain(value: object) -> object:

@@ -61,7 +61,8 @@ class SchedulerParams(Block):
     warmup_min_lr: PerGroup = None
     warmup_max_lr: PerGroup = None
     """"auto" (and, in WarmupLR, no value): the learning rate of the optimizer."""
-    warmup_num_steps: Steps | None = None
+    warmup_num_steps: Annotated[Whole, Field(ge=0)] | None = None
+    """0 and 1 count as 2, as in DeepSpeed."""
     warmup_type: Annotated[Literal["log", "linear"] | None, choice("log", "linear")] = None
     warmup_min_ratio: Number | None = None
     cos_min_ratio: Number | None = None

@@ -116,14 +116,10 @@ class Config(Block):
     """Gradients are divided by the number of ranks before they travel instead of after their sum."""
     gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
     """Gradients are divided by it before they travel, and by the rest of the number of ranks after their sum."""
-    gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"],
-        Only(("mean",), "gradients are averaged; scale the loss by the number of ranks instead"),
-        choice("mean", "sum"),
-    ] = "mean"
-    managed_gradient_accumulation: Annotated[
-        Flag, Only((True,), "the engine counts micro-batches; set gradient_accumulation_steps to 1 instead")
-    ] = True
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], choice("mean", "sum")] = "mean"
+    """"sum": the gradients of all ranks are added up and not divided by their number."""
+    managed_gradient_accumulation: Flag = True
+    """False: each step() of the engine updates, however many backwards came before it."""
     sequence_parallel_size: Annotated[
         Whole,
         Only(
@@ -205,9 +201,16 @@ class Config(Block):
         return torch.bfloat16 if self.bf16.enabled else torch.float16 if self.fp16.enabled else None
 
     @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """What floating buffers become; None: they keep their dtype."""
+        wish = self.data_types.buffer_dtype
+        return None if wish is None or self.compute_dtype is None else DTYPES[wish]
+
+    @property
     def accumulation_dtype(self) -> torch.dtype:
         """What several contributions to a gradient are added up in."""
-        return DTYPES[self.data_types.grad_accum_dtype or "fp32"]
+        wish = DTYPES[self.data_types.grad_accum_dtype or "fp32"]
+        return wish if wish == self.compute_dtype else torch.float32
 
     @property
     def sums_16_bit_in_fp32(self) -> bool:
@@ -306,6 +309,15 @@ class Config(Block):
                 got=f'"fp16" with {world_size} ranks and bf16.enabled',
                 keys=("communication_data_type",),
             )
+        divided = self.prescale_gradients or self.gradient_predivide_factor != 1.0
+        if self.gradient_allreduce_op == "sum" and divided:
+            raise problem(
+                '"mean" beside prescale_gradients or gradient_predivide_factor',
+                fix="they say when gradients are divided, and a sum is not; remove one of them",
+                at="gradient_allreduce_op",
+                got='"sum"',
+                keys=("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor"),
+            )
         return self
 
     @model_validator(mode="after")
@@ -314,15 +326,34 @@ class Config(Block):
             raise problem(
                 "one of bf16 and fp16", fix="disable one", at="fp16.enabled", got="both enabled", keys=("bf16", "fp16")
             )
-        if self.accumulation_dtype not in (torch.float32, self.compute_dtype):
+        named = self.data_types.param_dtype
+        if named is not None and DTYPES[named] != (self.compute_dtype or torch.float32):
             raise problem(
-                '"fp32", or the dtype of the weights',
-                fix="set it to fp32, or enable bf16 or fp16, whichever it names",
-                at="data_types.grad_accum_dtype",
-                got=f'"{self.data_types.grad_accum_dtype}" without {self.data_types.grad_accum_dtype}.enabled',
+                "the dtype that bf16.enabled or fp16.enabled says",
+                fix="remove it, and enable bf16 or fp16 for 16-bit weights",
+                at="data_types.param_dtype",
+                got=f'"{named}"',
                 keys=("data_types",),
             )
         return self
+
+    @model_validator(mode="after")
+    def _states_in_bf16(self) -> Self:
+        """Two keys say it: `bf16.bf16_optimizer_states` and our own."""
+        zero = self.zero_optimization
+        block = zero.offload_optimizer
+        if not (self.bf16.enabled and self.bf16.bf16_optimizer_states):
+            return self
+        if "state_dtype" in block.model_fields_set and block.state_dtype != "bf16":
+            raise problem(
+                f'false beside zero_optimization.offload_optimizer.state_dtype "{block.state_dtype}"',
+                fix="remove one of them",
+                at="bf16.bf16_optimizer_states",
+                got="true",
+                keys=("bf16",),
+            )
+        states = block.model_copy(update={"state_dtype": "bf16"})
+        return self.model_copy(update={"zero_optimization": zero.model_copy(update={"offload_optimizer": states})})
 
     def _given_batch(self) -> dict[str, int]:
         return {key: getattr(self, key) for key in (TRAIN, MICRO, STEPS) if key in self.model_fields_set}

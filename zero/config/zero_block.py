@@ -148,6 +148,7 @@ class ZeroConfig(Block):
     offload_param or offload_optimizer, an explicit zero_hpz_partition_size or mics_shard_size, or a stage3_ key, it
     is 3. (DeepSpeed leaves such a block without effect.)"""
     offload_param: OffloadParamConfig = OffloadParamConfig()
+    """Without effect below stage 3, where every rank has all weights, as in DeepSpeed."""
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     sub_group_size: Count | None = None
     """Most elements one optimizer step handles at once. 0 is read as None: an empty sub-group holds nothing."""
@@ -244,6 +245,8 @@ class ZeroConfig(Block):
         # What DeepSpeed reads as "as little as possible", and configurations of clients have.
         update |= {key: None for key in ("sub_group_size", "stage3_max_live_parameters") if getattr(self, key) == 0}
         update["zero_hpz_partition_size"] = max(self.zero_hpz_partition_size, 1)
+        if update.get("stage", self.stage) != 3:
+            update["offload_param"] = self.offload_param.model_copy(update={"device": "none"})
         return self.model_copy(update=update)
 
     def _asks_for_stage_3(self) -> bool:
@@ -253,10 +256,8 @@ class ZeroConfig(Block):
 
     @model_validator(mode="after")
     def _stage_has_what_is_asked_for(self) -> Self:
-        param, states = self.offload_param.device, self.offload_optimizer.device
+        states = self.offload_optimizer.device
         needed: list[tuple[bool, str, str, str]] = [
-            (self.stage < 3 and param != "none", "3", f"offload_param.device is {shown(param)}",
-             'set "stage": 3, or remove offload_param; offload_optimizer works at stages 1 to 3'),
             (self.stage < 1 and states != "none", "1, 2 or 3", f"offload_optimizer.device is {shown(states)}",
              'set "stage": 1 or higher, or remove offload_optimizer'),
             (self.stage < 3 and self.zero_hpz_partition_size > 1, "3", "zero_hpz_partition_size is above 1",

@@ -218,12 +218,14 @@ class Wire:
         dtype: `communication_data_type`; None: as they are.
         prescale: divide by the number of ranks before the sum.
         predivide_factor: of the division, this much comes before the sum.
+        averages: False: no division, gradients are sums.
         overlaps: beside the computation.
     """
 
     dtype: torch.dtype | None = None
     prescale: bool = False
     predivide_factor: float = 1.0
+    averages: bool = True
     overlaps: bool = True
 
 
@@ -267,7 +269,8 @@ class Collectives(AmongRanks):
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
         self._near = comm.group(placement.near_ranks)
         self._before = placement.world_size if wire.prescale else wire.predivide_factor
-        self.scale, self.overlaps = self._before / placement.world_size, wire.overlaps
+        self.scale = self._before / placement.world_size if wire.averages else 1.0
+        self.overlaps = wire.overlaps
         self._room = asyncio.Lock()
         self._arriving: Callable[[int], torch.Tensor] | None = None
 

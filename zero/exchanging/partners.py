@@ -43,6 +43,7 @@ def open_exchange(config: Config, device: torch.device) -> Exchange:
         dtype=DTYPES.get(config.communication_data_type or ""),
         prescale=config.prescale_gradients,
         predivide_factor=config.gradient_predivide_factor,
+        averages=config.gradient_allreduce_op == "mean",
         overlaps=config.zero_optimization.overlap_comm,
     )
     if shares_memory:

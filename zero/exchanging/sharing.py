@@ -101,7 +101,7 @@ class SharedMemory(AmongRanks):
     Args:
         comm: of this engine.
         placement: of this rank.
-        wire: how gradients travel; they are added up in fp32, so only `overlaps` matters.
+        wire: how gradients travel; they are added up in fp32, so only `averages` and `overlaps` matter.
     """
 
     memory: SharedPlaces | None
@@ -109,7 +109,8 @@ class SharedMemory(AmongRanks):
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
         super().__init__(comm)
         self.placement, self._wire = placement, wire
-        self.scale, self.overlaps = 1.0 / placement.world_size, wire.overlaps
+        self.scale = 1.0 / placement.world_size if wire.averages else 1.0
+        self.overlaps = wire.overlaps
         self.memory = self._regions = Regions(comm)
         self._board: Board | None = None
         self._reducer: SharedExchange | None = None

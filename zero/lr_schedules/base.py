@@ -101,8 +101,8 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     raise TypeError(f"schedule: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
 
 
-def positive(schedule: Schedule, name: str, value: object) -> int:
-    """The value, if it is an integer above 0; else raises ConfigError."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+def integer(schedule: Schedule, name: str, value: object, *, least: int = 1) -> int:
+    """The value, if it is an integer of at least `least`; else raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
-    raise ConfigError(f"{type(schedule).__name__}: {name}: expected an integer of at least 1, got {value!r}")
+    raise ConfigError(f"{type(schedule).__name__}: {name}: expected an integer of at least {least}, got {value!r}")

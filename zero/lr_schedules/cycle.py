@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload.errors import ConfigError
-from zero.lr_schedules.base import PerGroup, Schedule, positive
+from zero.lr_schedules.base import PerGroup, Schedule, integer
 
 logger = logging.getLogger("zero")
 
@@ -44,7 +44,7 @@ class LRRangeTest(Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = self.per_group("lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size = positive(self, "lr_range_test_step_size", lr_range_test_step_size)
+        self.step_size = integer(self, "lr_range_test_step_size", lr_range_test_step_size)
         self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
         self.begin(self.min_lr)
 

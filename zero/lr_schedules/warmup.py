@@ -7,11 +7,12 @@ import math
 from typing import Any
 
 from offload.errors import ConfigError
-from zero.lr_schedules.base import PerGroup, Schedule, positive
+from zero.lr_schedules.base import PerGroup, Schedule, integer
 
 logger = logging.getLogger("zero")
 
 LOG, LINEAR = "log", "linear"
+LEAST_STEPS = 2
 
 
 class _Warmup(Schedule):
@@ -22,7 +23,13 @@ class _Warmup(Schedule):
         if warmup_type not in (LOG, LINEAR):
             raise ConfigError(f'{type(self).__name__}: warmup_type: expected "log" or "linear", got {warmup_type!r}')
         self.warmup_type = warmup_type
-        self.warmup_num_steps = max(2, positive(self, "warmup_num_steps", warmup_num_steps))
+        self.warmup_num_steps = max(LEAST_STEPS, integer(self, "warmup_num_steps", warmup_num_steps, least=0))
+        if warmup_num_steps == 0:
+            logger.warning(
+                "%s: warmup_num_steps is 0 and counts as %s, as in DeepSpeed: the first steps' learning rates are "
+                "not the largest; leave the scheduler out for none",
+                *(type(self).__name__, LEAST_STEPS),
+            )
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
     def _rise(self) -> float | None:
@@ -49,7 +56,7 @@ class WarmupLR(_Warmup):
         optimizer: a torch optimizer.
         warmup_min_lr: one number, or one a param group.
         warmup_max_lr: likewise; None: what the param groups have now.
-        warmup_num_steps: iterations it takes, at least 1.
+        warmup_num_steps: iterations it takes; 0 and 1 count as 2.
         warmup_type: "log" (i-th iteration: log(i + 1) / log(warmup_num_steps) of the way) or "linear".
         last_batch_iteration: the iteration to go on after; -1 begins.
 
@@ -92,7 +99,7 @@ class WarmupDecayLR(WarmupLR):
         total_num_steps: iterations of the whole training.
         warmup_min_lr: one number, or one a param group.
         warmup_max_lr: likewise.
-        warmup_num_steps: iterations of warming up, at least 1.
+        warmup_num_steps: iterations of warming up; 0 and 1 count as 2.
         warmup_type: "log" or "linear".
         last_batch_iteration: the iteration to go on after; -1 begins.
 
@@ -126,7 +133,7 @@ class WarmupCosineLR(_Warmup):
         optimizer: a torch optimizer.
         total_num_steps: iterations of the whole training.
         warmup_min_ratio: share the warming up begins with (the very first step, as in DeepSpeed, has 0).
-        warmup_num_steps: iterations of warming up, at least 1.
+        warmup_num_steps: iterations of warming up; 0 and 1 count as 2.
         cos_min_ratio: share the cosine ends with, and stays at.
         warmup_type: "log" or "linear".
         last_batch_iteration: the iteration to go on after; -1 begins.

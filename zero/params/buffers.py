@@ -1,27 +1,32 @@
-"""The model's buffers: which there are, and on the device, in the dtype the computation expects."""
+"""The model's buffers: which there are, and on the device, in the dtype that the configuration asks for."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zero.params.opaque import decoding_names
 
 
 def move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Move buffers to the device; as in DeepSpeed floating ones take the compute dtype.
+    """Move buffers to the device; floating ones become `dtype`, and keep their own if it is None, as in DeepSpeed.
 
-    Those that are no part of the state dict keep theirs: they are derived tables (rotary
-    frequencies, say) that need their precision. So do those that belong to quantised storage.
+    Running statistics are an exception: torch computes no norm of them in fp32 beside weights in 16 bits, so without a
+    `dtype` they take that of the weights. Those that belong to quantised storage always keep theirs.
     """
     for module in model.modules():
-        decoding = decoding_names(module)
+        decoding, wanted = decoding_names(module), dtype or _dtype_of_statistics(module)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                persistent = name not in module._non_persistent_buffers_set
-                computed = persistent and buffer.is_floating_point() and name not in decoding
-                cast = dtype if dtype is not None and computed else buffer.dtype
-                module._buffers[name] = buffer.to(device=device, dtype=cast)
+                cast = wanted if buffer.is_floating_point() and name not in decoding else None
+                module._buffers[name] = buffer.to(device=device, dtype=cast or buffer.dtype)
+
+
+def _dtype_of_statistics(module: nn.Module) -> torch.dtype | None:
+    """What a norm's running statistics have to be in; None: they, or another module's buffers, may stay."""
+    weight = module.weight if isinstance(module, _NormBase) else None
+    return weight.dtype if weight is not None and weight.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

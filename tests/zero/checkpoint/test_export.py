@@ -26,6 +26,7 @@ from zero.checkpoint.export import SavedWeights, export
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.fp32 import resolve_dtype
 from zero.checkpoint.source import MODEL, Saved
+from zero.compat import to_fp32
 from zero.tools.cli import main
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -224,8 +225,14 @@ def test_a_checkpoint_is_converted_to_files(saved: tuple[Path, Values], tmp_path
     zero.convert_zero_checkpoint_to_state_dict(folder, out, dtype="torch.float16", tag="global_step2")
     same(files_of(out), {name: value.half() for name, value in once.items()})
     assert os.listdir(out) == ["model.safetensors"]
-    with pytest.raises(ConfigError, match="safe_serialization"):
-        zero.convert_zero_checkpoint_to_fp32_state_dict(folder, out, safe_serialization=False)
+    pickled = tmp_path / "pickled"
+    zero.convert_zero_checkpoint_to_fp32_state_dict(folder, pickled, tag="global_step2", safe_serialization=False)
+    assert os.listdir(pickled) == ["pytorch_model.bin"]
+    same(torch.load(pickled / "pytorch_model.bin", weights_only=True), masters)
+    named = tmp_path / "deep" / "pytorch_model.bin"
+    assert to_fp32.main([str(folder), str(named), "-t", "global_step2"]) == 0
+    assert os.listdir(named.parent) == ["pytorch_model.bin"]
+    same(torch.load(named, weights_only=True), masters)
     with pytest.raises(ConfigError, match="float64"):
         resolve_dtype(torch.float64)
 
@@ -242,7 +249,7 @@ def test_signatures_are_deepspeeds() -> None:
         assert list(ours) == list(other), name
         defaults = {key: parameter.default for key, parameter in other.items()}
         if "safe_serialization" in defaults:
-            defaults["safe_serialization"] = True  # pickled files are not written
+            defaults["safe_serialization"] = True  # what from_pretrained looks for first
         assert {key: parameter.default for key, parameter in ours.items()} == defaults, name
 
 

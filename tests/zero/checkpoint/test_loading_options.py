@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpointed import Case, Odd, Training, generators_kept, odd, training
-from models import LoraLinear, make_config, seeded
+from models import LoraLinear, build, make_config, seeded
 from reference import differences
 from torch import nn
 
@@ -373,3 +373,26 @@ def test_an_engine_for_inference_loads_what_training_has_saved(saves: Path, ther
         engine.load_checkpoint(saves)
         weights = {key: value for key, value in there.items() if key.endswith("/weight")}
         assert differences({key: engine.full_parameter(key.removesuffix("/weight")) for key in weights}, weights) == []
+
+
+# ---- folders that are none ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["", None, 3])
+def test_what_names_no_folder_is_refused_before_anything_is_read_or_written(
+    open_engine: Callable[..., Any], nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path, zero={"stage": 1}))
+    for call, argument in (
+        (engine.save_checkpoint, "save_checkpoint: save_dir"),
+        (engine.load_checkpoint, "load_checkpoint: load_dir"),
+        (engine.save_16bit_model, "save_dir"),
+        (engine.save_fp32_model, "save_dir"),
+        (zero.get_fp32_state_dict_from_zero_checkpoint, "checkpoint_dir"),
+        (zero.load_state_dict_from_zero_checkpoint, "checkpoint_dir"),
+    ):
+        arguments = (nn.Linear(2, 2), folder) if call is zero.load_state_dict_from_zero_checkpoint else (folder,)
+        with pytest.raises(ValueError, match=f"{argument}: expected the path of a folder, got {folder!r}"):
+            call(*arguments)
+    assert [entry.name for entry in tmp_path.iterdir()] in ([], [nvme_path.name])

@@ -6,6 +6,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 import zero
 from offload.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
-from offload.safetensors_writer import SafetensorsWriter
+from offload.safetensors_writer import WeightsWriter
 from offload.write_stream import BLOCK_BYTES, BLOCKS
 from zero.checkpoint.plane_reader import CHUNK_NUMEL
 
@@ -252,20 +253,56 @@ def test_weights_that_are_sliced_are_saved_only_where_the_key_says_so(
 
 @pytest.mark.parametrize(
     ("asked", "written"),
-    [("pytorch_model.bin", "model.safetensors"), ("mine.safetensors", "mine.safetensors"), ("own", "own.safetensors")],
+    [("pytorch_model.bin", "pytorch_model.bin"), ("mine.safetensors", "mine.safetensors"), ("own", "own.safetensors")],
 )
-def test_a_name_for_pickled_weights_becomes_one_for_safetensors(
+def test_the_name_says_the_form_and_without_one_it_is_safetensors(
     open_engine: Open, nvme_path: Path, tmp_path: Path, asked: str, written: str
 ) -> None:
     engine = open_engine(build("gpt"), config(DEVICE, nvme_path))
     assert engine.save_fp16_model(str(tmp_path / "out"), asked)
     assert os.listdir(tmp_path / "out") == [written]
+    path = tmp_path / "out" / written
+    read = safetensors.load_file if written.endswith(".safetensors") else partial(torch.load, weights_only=True)
+    same(read(path), kept_by(engine, engine.module, masters=False))
     for wrong in ("a/b.safetensors", ""):
         with pytest.raises(ConfigError, match="save_filename"):
             engine.save_16bit_model(tmp_path / "other", wrong)
     with pytest.raises(ConfigError, match="max_shard_size"):
         engine.save_16bit_model(tmp_path / "other", max_shard_size="many")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("limit", ["5GB", "20KB"])
+def test_pickled_weights_load_strictly_into_an_ordinary_model(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, limit: str, masters: bool
+) -> None:
+    """Tied parameters under all their names, as in a state dict; shards with their index; an earlier model goes."""
+    model = make("buffered")
+    engine = open_engine(model, config(NVME, nvme_path))
+    train(engine)
+    out = tmp_path / "out"
+    save = engine.save_fp32_model if masters else engine.save_16bit_model
+    save(out, "pytorch_model.bin", max_shard_size="15KB")
+    save(out, "pytorch_model.bin", max_shard_size=limit)
+    files = sorted(os.listdir(out))
+    index = "pytorch_model.bin.index.json"
+    if limit == "5GB":
+        assert files == ["pytorch_model.bin"]
+    else:
+        count = len(files) - 1
+        assert files == [*(f"pytorch_model-{i + 1:05d}-of-{count:05d}.bin" for i in range(count)), index] and count > 1
+        told = json.loads((out / index).read_text())["weight_map"]
+        assert told.keys() == model.state_dict().keys()
+        assert all(name in torch.load(out / file, weights_only=True) for name, file in told.items())
+    found: Values = {}
+    for file in set(files) - {index}:
+        found |= torch.load(out / file, weights_only=True)
+    assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
+    plain = make("buffered")
+    plain.load_state_dict(found)
+    once = {name: value for name, value in found.items() if name != "head.weight"}
+    same(once, kept_by(engine, model, masters=masters))
 
 
 @pytest.mark.parametrize("pair", [NVME, DEVICE], ids="-".join)
@@ -369,9 +406,9 @@ def test_a_tensor_of_four_chunks_is_never_in_memory(
     engine = open_engine(model, made)
     alive: list[weakref.ref[torch.UntypedStorage]] = []
     most_bytes = pieces = 0
-    append = SafetensorsWriter.append
+    append = WeightsWriter.append
 
-    def counting(self: SafetensorsWriter, values: torch.Tensor) -> None:
+    def counting(self: WeightsWriter, values: torch.Tensor) -> None:
         nonlocal most_bytes, pieces
         alive.append(weakref.ref(values.untyped_storage()))
         held = [storage for reference in alive if (storage := reference()) is not None]
@@ -379,7 +416,7 @@ def test_a_tensor_of_four_chunks_is_never_in_memory(
         pieces += 1
         append(self, values)
 
-    monkeypatch.setattr(SafetensorsWriter, "append", counting)
+    monkeypatch.setattr(WeightsWriter, "append", counting)
     engine.save_fp32_model(tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 4 * 4 * CHUNK_NUMEL
     assert pieces >= 5 and most_bytes <= 2 * 4 * CHUNK_NUMEL

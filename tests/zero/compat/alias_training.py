@@ -120,13 +120,43 @@ def unharmed() -> dict[str, Any]:
     return {
         "group": [torch.distributed.is_initialized(), deepspeed.comm.get_world_size(), deepspeed.comm.get_rank()],
         "banner": [line for line in heard.lines if "DeepSpeed info" in line],
-        "clipping": [line for line in heard.lines if "gradients are not clipped" in line],
         "warnings": [line for line in heard.lines + ours.lines if "gradient_cliping" in line],
         "same": config == before,
         "signature": list(inspect.signature(deepspeed.initialize).parameters),
         "engine": isinstance(engine, deepspeed.DeepSpeedEngine),
         "inside": refused,
     }
+
+
+def clipped() -> dict[str, Any]:
+    """Weights after three steps of SGD on a large loss, with and without the key; and torch's, clipped and not."""
+    found: dict[str, Any] = {}
+    for name, most in (("torch, 1.0", 1.0), ("torch, none", float("inf"))):
+        plain = model()
+        own = torch.optim.SGD(plain.parameters(), lr=1e-3)
+        for _ in range(3):
+            (plain(batch()).square().mean() * 1e3).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), most)
+            own.step()
+            own.zero_grad()
+        found[name] = plain[0].weight.tolist()
+    sgd = {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
+    more: dict[str, dict[str, Any]] = {
+        "absent": {},
+        "auto": {"gradient_clipping": "auto"},
+        "0": {"gradient_clipping": 0},
+    }
+    for name, given in more.items():
+        engine, *_ = deepspeed.initialize(model=model(), config={**sgd, **given})
+        for _ in range(3):
+            engine.backward(engine(batch()).square().mean() * 1e3)
+            engine.step()
+        with deepspeed.zero.GatheredParameters(list(engine.parameters())):
+            found[name] = engine.module[0].weight.tolist()
+        found[f"{name}, given"] = engine.config.get("gradient_clipping")
+        found[f"{name}, in effect"] = engine.gradient_clipping()
+    found["configuration"] = deepspeed.DeepSpeedConfig(CONFIG).gradient_clipping
+    return found
 
 
 def protocol() -> dict[str, Any]:

@@ -16,7 +16,7 @@ CHILD = Path(__file__).parent / "alias_training.py"
 @cache
 def found() -> dict[str, Any]:
     """One child makes all calls: they have a process in common in clients too."""
-    functions = ("accelerator", "protocol", "unharmed", "forms", "cloned", "lent", "chat", "saved")
+    functions = ("accelerator", "protocol", "unharmed", "forms", "clipped", "cloned", "lent", "chat", "saved")
     answer: dict[str, Any] = json.loads(said(str(CHILD), *functions, env=OPTED_IN).splitlines()[-1])
     return answer
 
@@ -53,9 +53,14 @@ def test_initialize_makes_a_group_says_who_it_is_and_leaves_the_configuration_al
     assert all("version=" in line and "zero-infinity" in line for line in told["banner"])
 
 
-def test_a_missing_key_for_clipping_is_told_because_deepspeeds_default_has_changed() -> None:
-    (line,) = found()["unharmed"]["clipping"]
-    assert line.startswith("gradient_clipping is not in the configuration") and "1.0" in line
+def test_without_the_key_gradients_are_clipped_as_in_deepspeed_and_an_explicit_0_is_off() -> None:
+    told = found()["clipped"]
+    for name, torchs in (("absent", "torch, 1.0"), ("auto", "torch, 1.0"), ("0", "torch, none")):
+        assert told[name] == [pytest.approx(row, rel=1e-5) for row in told[torchs]], name
+    assert told["torch, 1.0"][0] != pytest.approx(told["torch, none"][0], rel=1e-3)
+    assert [told[f"{name}, in effect"] for name in ("absent", "auto", "0")] == [1.0, 1.0, 0.0]
+    assert told["absent, given"] is None
+    assert told["configuration"] == 1.0
 
 
 def test_unknown_keys_are_a_warning_at_the_top_and_an_error_inside() -> None:

@@ -128,7 +128,6 @@ FEATURES: dict[str, tuple[Any, str]] = {
     "zero_optimization.zero_quantized_gradients": (True, "communication_data_type"),
     "zero_optimization.zero_quantized_nontrainable_weights": (True, "communication_data_type"),
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "behind the step"),
-    "zero_optimization.offload_optimizer.super_offload": (True, "behind the step"),
     "aio.use_gds": (True, "io_uring"),
     "elasticity.enabled": (True, "train_batch_size"),
     "data_efficiency.enabled": (True, "sampler"),
@@ -136,7 +135,6 @@ FEATURES: dict[str, tuple[Any, str]] = {
     "sparse_attention": ({"mode": "fixed"}, "flex_attention"),
     "progressive_layer_drop.enabled": (True, "forward"),
     "amp.enabled": (True, "bf16"),
-    "gradient_allreduce_op": ("sum", "scale the loss"),
 }
 
 
@@ -151,7 +149,8 @@ def test_what_this_engine_does_not_do_is_refused_by_name_with_the_alternative(pa
 @pytest.mark.parametrize(
     ("path", "why"),
     [("pipeline.stages", "pipelines are not available"), ("eigenvalue.enabled", "quantization"),
-     ("autotuning.enabled", "plan"), ("hybrid_engine.enabled", "same weights"), ("nebula.enabled", "async_save")],
+     ("autotuning.enabled", "plan"), ("hybrid_engine.enabled", "same weights"), ("nebula.enabled", "async_save"),
+     ("zero_optimization.offload_optimizer.super_offload", "behind the step")],
 )  # fmt: skip
 def test_what_only_helps_a_feature_that_is_not_here_is_listed_with_the_reason(path: str, why: str) -> None:
     (listed,) = load_config(nested(path, True)).inactive_with_reasons

@@ -16,7 +16,7 @@ import torch
 
 import zero
 from offload.errors import ConfigError
-from zero.config import load_config, reading, tolerating_unknown_keys
+from zero.config import load_config, reading, reading_as_deepspeed, tolerating_unknown_keys
 
 CONTENT: dict[str, Any] = {
     "train_batch_size": 8,
@@ -136,6 +136,16 @@ def test_tolerance_ends_with_its_block_and_is_not_seen_by_other_threads() -> Non
         load_config(CLIENTS)
     # A configuration that was read remembers what was tolerated.
     assert load_config(config, world_size=2).ignored == config.ignored
+
+
+def test_deepspeeds_defaults_hold_where_it_is_asked_for_them_and_are_remembered() -> None:
+    with reading_as_deepspeed():
+        config = load_config({"client_key": 1})
+        assert load_config({"gradient_clipping": 0}).gradient_clipping == 0.0
+    assert config.gradient_clipping == 1.0 and config.origin("gradient_clipping") == "default"
+    assert len(config.ignored) == 1
+    assert load_config(config, world_size=2).gradient_clipping == 1.0
+    assert load_config({}).gradient_clipping == 0.0
 
 
 def test_initialize_warns_of_tolerated_keys_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from models import seeded, trainability
 from ranks import RankPool
 from ranks_model import batch, motley
-from ranks_plain import Ddp, Opposite, Outcome, beyond
+from ranks_plain import Ddp, Opposite, Outcome, Plain, beyond
 from ranks_runs import CLIPPING, HYPER, Place, Run, engine_config, outcome_of, quiet
 from reference import differences
 from torch import nn
@@ -42,12 +42,18 @@ def run_plain(kind: type, run: Run, job: Callable[..., Any], *args: Any) -> Outc
 
 
 def run_engine(run: Run, place: Place, nvme_path: str, job: Callable[..., Any], *args: Any) -> Outcome:
+    return run_engine_with({}, run, place, nvme_path, job, *args)
+
+
+def run_engine_with(
+    more: dict[str, Any], run: Run, place: Place, nvme_path: str, job: Callable[..., Any], *args: Any
+) -> Outcome:
     import zero
 
     quiet()
     model = motley()
     names = trainability(model)
-    with zero.initialize(model=model, config=engine_config(run, place, nvme_path))[0] as engine:
+    with zero.initialize(model=model, config={**engine_config(run, place, nvme_path), **more})[0] as engine:
         return outcome_of(engine, names, job(engine, *args))
 
 
@@ -87,6 +93,52 @@ def test_no_sync_changes_where_gradients_meet_and_no_number(rank_pool: Pool, nvm
     if place.stage >= 2:  # gradients are sharded, so they meet in each backward whatever the loop says
         assert differences(held["backward"].tensors, held["never"].tensors) == []
     assert differences(held["backward"].tensors, held["all"].tensors) == []
+
+
+def backwards_before_a_step(trainer: Any, micro_steps: int) -> list[float]:
+    """Whoever calls step() means it; a trainer that counts is called as it asks to be."""
+    norms, index = [], 0
+    for _ in range(STEPS):
+        for micro in range(micro_steps):
+            trainer.backward(trainer(batch(index, dist.get_rank())))
+            if isinstance(trainer, Plain) or micro == micro_steps - 1:
+                trainer.step()
+            index += 1
+        norms.append(norm_of(trainer))
+    return norms
+
+
+@of_every_stage
+def test_a_loop_that_counts_itself_steps_whenever_it_says(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    run = Run(2, 3, CLIPPING, steps=STEPS)
+    one, other = both(rank_pool, run, backwards_before_a_step, 3)
+    more = {"managed_gradient_accumulation": False}
+    ours = rank_pool(2).run(run_engine_with, more, run, place, str(nvme_path), backwards_before_a_step, 3)
+    assert beyond(ours[0], one, other) == []
+    assert differences(ours[0].tensors, ours[1].tensors) == []
+
+
+# ---- sums ---------------------------------------------------------------------------------------
+
+
+def losses_times(trainer: Any, factor: float) -> list[float]:
+    norms = []
+    for index in range(STEPS):
+        trainer.backward(trainer(batch(index, dist.get_rank(), agreed=True)) * factor)
+        trainer.step()
+        norms.append(norm_of(trainer))
+    return norms
+
+
+@pytest.mark.parametrize("place", (*PLACES, Place(3, shared=False)), ids=lambda place: place.name)
+def test_a_sum_over_ranks_is_the_mean_times_their_number(rank_pool: Pool, nvme_path: Any, place: Place) -> None:
+    """Twice the loss gives twice the gradients, to the bit."""
+    run, held = Run(2, clipping=CLIPPING, steps=STEPS), []
+    for op, factor in (("sum", 1.0), ("mean", 2.0), ("mean", 1.0)):
+        more = {"gradient_allreduce_op": op}
+        held.append(rank_pool(2).run(run_engine_with, more, run, place, str(nvme_path), losses_times, factor)[0])
+    assert differences(held[0].tensors, held[1].tensors) == [] and held[0].norms == held[1].norms
+    assert held[0].norms != held[2].norms
 
 
 # ---- batches that are not alike ---------------------------------------------------------------
