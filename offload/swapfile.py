@@ -60,7 +60,7 @@ class SwapFile:
 
     fd: int
     path: str
-    """Its folder, for errors."""
+    """Its folder, for errors; of one that has a name, the file."""
 
 
 def free_bytes(path: Path | str) -> int:
@@ -127,7 +127,7 @@ class SwapSpace:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The folders in use."""
+        """Of the files, as `SwapFile` says."""
         return tuple(file.path for file in self._files)
 
     def extend(self, nbytes: int) -> int:
