@@ -281,6 +281,40 @@ def test_evaluation_between_the_micro_batches_of_a_step_changes_nothing(open_eng
     assert_equal(engine, reference, "gpt")
 
 
+class Adding(nn.Linear):
+    """Adds what it is given to what it computes, as masks and biases are."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.relu(super().forward(x)) + bias
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Adding(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, bias)
+        return x.float().square().mean()
+
+
+def test_inputs_that_were_made_in_inference_mode_train_as_others(open_engine: Open, nvme_path: Any) -> None:
+    outcomes = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), seeded(5):
+            bias = torch.randn(4, 32, dtype=torch.bfloat16)
+        with seeded(1):
+            engine = open_engine(Weighted(), make_config(NVME, nvme_path))
+        for _ in range(3):
+            engine.backward(engine(torch.ones(4, 32, dtype=torch.bfloat16), bias))
+            engine.step()
+        outcomes.append({name: engine.full_parameter(name) for name, _ in engine.module.named_parameters()})
+        engine.close()
+    first, second = outcomes
+    assert bias.is_inference() and all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.parametrize("pair", [NVME, ("cpu", "none")], ids="-".join)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_forward_alone_computes_what_the_plain_model_computes(
