@@ -12,7 +12,7 @@ import torch
 
 from offload.archives import make_archive
 from offload.durable import Files
-from offload.errors import ConfigError, StateError, StorageError
+from offload.errors import ConfigError, StateError, StorageError, names_file_limit
 from offload.garbage import no_collection
 from offload.sizes import format_bytes
 from zero.assembly import Assembly
@@ -64,6 +64,7 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     _changed: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
     """Units in memory that changed by other means than a step: between the last two steps, and since."""
 
+    @names_file_limit("save_checkpoint")
     @no_collection()
     def save_checkpoint(
         self,
