@@ -51,13 +51,7 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(
         for index in range(3):
             engine.backward(engine(tokens(index)))
             engine.step()
-            actions: dict[str, Callable[[], Any]] = {
-                "look": lambda: engine.full_state("head.weight"),
-                "save": lambda: engine.save_checkpoint(nvme_path / "saves"),
-            }
-            if pair[0] == "nvme":
-                actions["forward"] = lambda: engine(tokens(9))
-            for action in actions.values() if forks else ():
+            for action in actions_of(engine, nvme_path, forward=pair[0] == "nvme") if forks else ():
                 told = in_a_fork(action)
                 assert told.startswith("StateError") and "was forked from the one that has the engine" in told
         outcomes.append({name: engine.full_parameter(name) for name, _ in engine.module.named_parameters()})
@@ -65,3 +59,9 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(
     first, second = outcomes
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not (nvme_path / "saves" / "latest").exists()
+
+
+def actions_of(engine: Any, path: Any, *, forward: bool) -> list[Callable[[], Any]]:
+    """What waits for the engine's threads."""
+    actions = [lambda: engine.full_state("head.weight"), lambda: engine.save_checkpoint(path / "saves")]
+    return [*actions, lambda: engine(tokens(9))] if forward else actions

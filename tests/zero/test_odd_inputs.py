@@ -281,6 +281,42 @@ def test_evaluation_between_the_micro_batches_of_a_step_changes_nothing(open_eng
     assert_equal(engine, reference, "gpt")
 
 
+class Convolutions(nn.Module):
+    def __init__(self, dimensions: int) -> None:
+        super().__init__()
+        kind = nn.Conv2d if dimensions == 2 else nn.Conv3d
+        self.convs = nn.ModuleList(kind(4, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = torch.relu(conv(x))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_weights_in_channels_last_keep_their_values_and_a_warning_says_what_they_lose(
+    open_engine: Open, nvme_path: Any, caplog: pytest.LogCaptureFixture, dimensions: int
+) -> None:
+    last = torch.channels_last if dimensions == 2 else torch.channels_last_3d
+    with seeded(2):
+        x = torch.randn(2, 4, *[5] * dimensions).contiguous(memory_format=last)
+    outcomes = []
+    for memory_format in (torch.contiguous_format, last):
+        with seeded(1):
+            model = Convolutions(dimensions).to(memory_format=memory_format)
+        with caplog.at_level("WARNING", "zero"):
+            engine = open_engine(model, make_config(NVME, nvme_path, bf16=False))
+        for _ in range(3):
+            engine.backward(engine(x))
+            engine.step()
+        told = "2 parameters (convs.0.weight, ...) come in channels_last" in caplog.text
+        assert told == (memory_format == last)
+        outcomes.append({name: engine.full_parameter(name) for name, _ in model.named_parameters()})
+        engine.close()
+    for name, value in outcomes[0].items():
+        torch.testing.assert_close(outcomes[1][name], value, msg=name)
+
+
 class Adding(nn.Linear):
     """Adds what it is given to what it computes, as masks and biases are."""
 
