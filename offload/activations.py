@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import StateError, StorageError, tell
 from offload.pieces import Piece, PieceStore
-from offload.saved_views import View, bytes_of, bytes_to_keep, storage_key
+from offload.saved_views import View, bytes_of, bytes_to_keep, storage_key, version_of
 from offload.streams import Fence, Streams
 
 KEPT_BYTES_MIN = 4096
@@ -42,7 +42,7 @@ class Kept:
         self.number, self.begin, self.end, self._gone = number, begin, end, gone
         self.pieces: list[Piece] = []
         self.watched: torch.Tensor | None = watched
-        self.key, self.version, self.torn = -1, watched._version, False
+        self.key, self.version, self.torn = -1, version_of(watched), False
         self.source: StorageWeakRef | None = None
         self.handles = self.served = 0
         self.data: torch.Tensor | None = None
@@ -55,7 +55,7 @@ class Kept:
 
     def check_whole(self) -> None:
         """Raise if the tensor was written to before its bytes were copied: torch would say the same in backward."""
-        self.torn = self.torn or (self.watched is not None and self.watched._version != self.version)
+        self.torn = self.torn or (self.watched is not None and version_of(self.watched) != self.version)
         if self.torn:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -66,7 +66,7 @@ class Kept:
     def copied(self) -> None:
         """The bytes are copied, or will be before whatever the device is given now."""
         if self.watched is not None:
-            self.torn, self.watched = self.watched._version != self.version, None
+            self.torn, self.watched = version_of(self.watched) != self.version, None
 
     def __del__(self) -> None:
         """Leave a note."""
@@ -168,7 +168,7 @@ class ActivationStore:
             self._collect()
             kept = handle.kept
             kept.check_whole()
-            if kept.data is None or kept.data._version != 0:  # somebody has written to what another handle got
+            if kept.data is None or version_of(kept.data) > 0:  # somebody has written to what another handle got
                 self._bring(kept)
             self._streams.wait(kept.fence)
             tensor = handle.view.rebuilt(self._data_of(kept), kept.begin)
@@ -243,7 +243,7 @@ class ActivationStore:
     def _find(self, tensor: torch.Tensor, view: View) -> Kept | None:
         found = self._by_key.get(storage_key(tensor))
         kept = None if found is None else found()
-        if kept is None or kept.version != tensor._version:
+        if kept is None or kept.version != version_of(tensor):
             return None
         return kept if kept.begin <= view.begin and view.end <= kept.end else None
 

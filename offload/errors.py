@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno as errno_names
 import os
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -46,7 +48,8 @@ class StorageError(ZeroInfinityError, OSError):
         free = "unknown" if free_bytes is None else f"{free_bytes:,} bytes"
         super().__init__(
             errno,
-            f"{what}: {os.strerror(errno)} ({name}) at {path}, offset {offset:,}; free space there: {free}",
+            f"{what}: {os.strerror(errno)} ({name}) at {path}, offset {offset:,}; free space there: {free}"
+            + (_more_files() if errno == errno_names.EMFILE else ""),
         )
         self.path, self.offset, self.free_bytes = path, offset, free_bytes
 
@@ -70,6 +73,34 @@ def _storage_error(*args: Any) -> StorageError:
     error = StorageError.__new__(StorageError, *args)
     OSError.__init__(error, *args)
     return error
+
+
+FILE_LIMIT = "raise it with ulimit -n"
+
+
+def _more_files() -> str:
+    soft, hard = (
+        "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,}"
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    return f"; this process may have {soft} files open (RLIMIT_NOFILE): {FILE_LIMIT}, up to {hard}"
+
+
+@contextmanager
+def names_file_limit(doing: str) -> Iterator[None]:
+    """Whatever fails inside because this process has too many files open is a StorageError that says so, and the fix.
+
+    Anything opens files: imports, event loops, libraries of others, each with an error of its own.
+    """
+    try:
+        yield
+    except Exception as error:
+        told, emfile = str(error), errno_names.EMFILE
+        if FILE_LIMIT in told or (getattr(error, "errno", None) != emfile and os.strerror(emfile) not in told):
+            raise
+        path = str(getattr(error, "filename", None) or "no file in particular")
+        what = f"{doing}: {type(error).__name__}: {told}"
+        raise StorageError(what, errno=emfile, path=path, offset=0, free_bytes=None) from error
 
 
 def tell(error: BaseException) -> None:

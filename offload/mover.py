@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 import time
 import warnings
@@ -83,18 +84,22 @@ class Mover:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zero-mover", daemon=True)
         self._thread.start()
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self._draining: concurrent.futures.Future[None] | None = None
 
     def post(self, what: str, job: Coroutine[Any, Any, T]) -> Transfer[T]:
         """Start `job` on the mover thread; returns at once.
 
         Raises:
-            StateError: the mover is closed.
+            StateError: the mover is closed, or this process is a fork of the one that has it.
         """
-        if self._closed:
+        try:
+            self._check_here(what)
+            if self._closed:
+                raise StateError(f"{what}: the engine is closed")
+        except StateError:
             job.close()
-            raise StateError(f"{what}: the engine is closed")
+            raise
         return Transfer(self, what, asyncio.run_coroutine_threadsafe(job, self._loop))
 
     def run(self, what: str, job: Coroutine[Any, Any, T]) -> T:
@@ -113,8 +118,9 @@ class Mover:
 
         Raises:
             WatchdogError: lists what is in flight.
-            StateError: called on the mover thread.
+            StateError: called on the mover thread, or in a fork.
         """
+        self._check_here(what)
         self._check_not_mine(what)
         with self.exposed.running(), self._timeline.span(STALLS, what):
             since, known, warned = time.perf_counter(), self._progress(), False
@@ -161,6 +167,14 @@ class Mover:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _check_here(self, what: str) -> None:
+        """A child of fork has the mover's memory and not its thread: it would wait for ever."""
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"{what}: this process ({os.getpid()}) was forked from the one that has the engine ({self._pid}), and "
+                "the engine's threads are not here; use it there, or send the child what it needs of the weights"
+            )
 
     def _check_not_mine(self, what: str) -> None:
         if self.is_current_thread():

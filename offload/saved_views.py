@@ -46,6 +46,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Grows with every write in place; -1: torch counts none, of a tensor that was made in inference mode."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def bytes_to_keep(tensor: torch.Tensor, view: View) -> tuple[int, int] | None:
     """The range of the storage's bytes that is worth a copy; None: the tensor alone is, packed.
 

@@ -35,7 +35,10 @@ from offload.stripes import StripeMap
 from offload.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
 
 FOLDER = "zero-snapshots"
-FORMAT = 1
+FORMAT = 2
+"""Before 2 only what was in memory had checksums."""
+FORMATS = (1, FORMAT)
+"""That can be read."""
 MANIFEST_BYTES = 64 << 10
 """Manifests are multiples of it, so that they are seldom longer than the one before."""
 LOCK_SECONDS = 15.0
@@ -247,7 +250,8 @@ class SnapshotSwap(SwapSpace):
         self._snapshot, self.direct, self._capacity_bytes = files, files.direct, 0
         folders = [folder.parent for folder in files.folders]
         self._map = StripeMap(stripe_weights(folders, speeds)) if geometry is None else StripeMap.of_counts(*geometry)
-        self._files = [SwapFile(fd, str(folder)) for fd, folder in zip(files.descriptors, files.folders, strict=True)]
+        named = zip(files.descriptors, files.folders, strict=True)
+        self._files = [SwapFile(descriptor, str(folder / "swap")) for descriptor, folder in named]
         try:
             if geometry is None:
                 for file in self._files:
@@ -338,8 +342,10 @@ def _unpacked(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
     if checksum != _checksum(text).encode():
         raise _damaged(path)
     body: dict[str, Any] = json.loads(text)
-    if body.get("format") != FORMAT:
-        raise ConfigError(f"snapshot: {path} has format {body.get('format')}; this version reads {FORMAT}")
+    if body.get("format") not in FORMATS:
+        raise ConfigError(
+            f"snapshot: {path} has format {body.get('format')}; this version reads {' and '.join(map(str, FORMATS))}"
+        )
     return body, len(text) + len(checksum) + 2
 
 

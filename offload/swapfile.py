@@ -8,6 +8,7 @@ start on that path removes those whose lock is free.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -60,7 +61,7 @@ class SwapFile:
 
     fd: int
     path: str
-    """Its folder, for errors."""
+    """Its folder, for errors; of one that has a name, the file."""
 
 
 def free_bytes(path: Path | str) -> int:
@@ -127,7 +128,7 @@ class SwapSpace:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The folders in use."""
+        """Of the files, as `SwapFile` says."""
         return tuple(file.path for file in self._files)
 
     def extend(self, nbytes: int) -> int:
@@ -199,9 +200,10 @@ class SwapSpace:
         try:
             fd = self._open_direct(path)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
         finally:
-            shutil.rmtree(run, ignore_errors=True)
+            with contextlib.suppress(OSError):  # by name: `rmtree` opens the folder, and files may be used up
+                path.unlink(missing_ok=True)
+                run.rmdir()
         return SwapFile(fd, str(folder))
 
     def _open_direct(self, path: Path) -> int:

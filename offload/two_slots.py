@@ -7,11 +7,15 @@ from then on; further writes go there too. All writers come through here, so non
 [Note: memory] What lives in memory has a pair too. Its memory is the truth, and a snapshot writes it through to the
 slot that the one before does not name. So where each run is in the files depends on coordinates only: a plan with more
 memory, or less, finds everything again.
+
+[Note: checksums] What is written is summed while the disk is busy with it, so a snapshot reads nothing again but blocks
+of which a part alone has changed, or that were never written.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +24,13 @@ import torch
 
 from offload import kernels
 from offload.arena import Arena
+from offload.block_sums import BLOCK_BYTES, UNKNOWN, BlockSums
 from offload.errors import StateError, StorageError
 from offload.pinned import map_host, tensor_over
 from offload.planes import Disk, Home, Plane, settle_all
 from offload.sizes import PAGE_BYTES
 from offload.streams import Streams
 
-CHUNK_BYTES = 2 << 20
 PAIRS_AT_ONCE = 4
 """Of what is written through or read back: enough to keep a disk busy."""
 
@@ -38,12 +42,12 @@ class Pair:
     begin: int
     end: int
     offsets: tuple[int, int]
+    sums: BlockSums
+    """Of the current slot."""
     current: int = 0
     """The slot that holds the newest values, or, of what lives in memory, those of the last write-through."""
     kept: int | None = None
     """The slot that a snapshot names."""
-    checksum: str = ""
-    """Of the current slot, where it was written from memory."""
 
 
 class TwoSlotPlane(Plane):
@@ -133,11 +137,11 @@ class TwoSlotPlane(Plane):
 
         async def write(pair: Pair) -> int:
             async with turn:
-                before = pair.checksum if seldom and pair.current == pair.kept else ""
-                if before and before == await self._look(pair, arena, None):
+                before = pair.sums.text if seldom and pair.current == pair.kept else ""
+                if before and before == (await self._look(pair, arena, None)).text:
                     return 0
                 slot = 0 if pair.kept is None else 1 - pair.kept
-                pair.checksum = await self._look(pair, arena, pair.offsets[slot])
+                pair.sums = await self._look(pair, arena, pair.offsets[slot])
                 pair.current = slot
                 return self.nbytes_of(pair)
 
@@ -158,6 +162,7 @@ class TwoSlotPlane(Plane):
         """A snapshot of before names these slots ("0" or "1" of each pair); all that is written goes to the others."""
         for index, (pair, slot) in enumerate(zip(self._pairs, slots, strict=True)):
             pair.kept = int(slot)
+            pair.sums = BlockSums(self.nbytes_of(pair))
             self._turn(index, 1 - pair.kept)
 
     @property
@@ -165,17 +170,28 @@ class TwoSlotPlane(Plane):
         """The current slots, "0" or "1" of each pair."""
         return "".join(str(pair.current) for pair in self._pairs)
 
+    async def complete_checksums(self) -> None:
+        """Know the checksum of everything on the disk; what is not known yet is read. Raises StorageError."""
+        for pair in self._pairs:
+            for begin, end in pair.sums.unknown():
+                buffer = tensor_over(map_host(end - begin))
+                await self._open_disk().read(pair.offsets[pair.current] + begin, buffer, self.name)
+                pair.sums.note(begin, buffer)
+
     @property
     def checksums(self) -> list[str]:
-        """Of each pair's current slot; "" where nobody has looked."""
-        return ["" if self._home_at(p.begin).memory is None else p.checksum for p in self._pairs]
+        """Of the blocks of each pair's current slot; "" where some are not known."""
+        return [pair.sums.text for pair in self._pairs]
 
-    async def return_to_kept(self, arena: Arena, checksums: Sequence[str]) -> None:
-        """Hold again what the snapshot holds: the disk's share at once, memory's by reading it.
+    async def return_to_kept(
+        self, arena: Arena, checksums: Sequence[str], whose: Callable[[int, int], str] = lambda begin, end: ""
+    ) -> None:
+        """Hold again what the snapshot holds; all of it is read, to see that it is what was written.
 
         Args:
             arena: what cannot be read to where it belongs passes through.
-            checksums: of the slots that the snapshot names; "" where it is unknown.
+            checksums: of the slots that the snapshot names; "" where they are unknown.
+            whose: says, for errors, what coordinates [begin, end) are.
 
         Raises:
             StateError: there is no snapshot.
@@ -183,20 +199,20 @@ class TwoSlotPlane(Plane):
         """
         turn = asyncio.Semaphore(PAIRS_AT_ONCE)
 
-        async def read(pair: Pair, checksum: str) -> None:
+        async def read(pair: Pair) -> None:
             async with turn:
-                await self._read_back(pair, arena, checksum)
+                await self._read_back(pair, arena, whose)
 
         while self._stranded:  # what could not be written is none of the snapshot's
             self._stranded.pop().written()
         reads = []
-        for index, (pair, checksum) in enumerate(zip(self._pairs, checksums, strict=True)):
+        for index, (pair, text) in enumerate(zip(self._pairs, checksums, strict=True)):
             if pair.kept is None:
                 raise StateError(f"plane {self.name}: no snapshot names [{pair.begin:,}, {pair.end:,})")
             self._turn(index, pair.kept)
-            pair.checksum = checksum
-            if self._home_at(pair.begin).memory is not None:
-                reads.append(read(pair, checksum))
+            pair.sums = BlockSums(self.nbytes_of(pair), text)
+            if text or self._home_at(pair.begin).memory is not None:
+                reads.append(read(pair))
         await settle_all(reads)
 
     def close(self) -> None:
@@ -215,13 +231,24 @@ class TwoSlotPlane(Plane):
         if self.frozen:
             raise StateError(f"plane {self.name}: a snapshot is being committed; nothing may be written until it is")
         if pair.current == pair.kept and (lo, hi) == (pair.begin, pair.end):
-            other = 1 - pair.current
-            await self._open_disk().write(pair.offsets[other], part, self.name)
+            other, sums = 1 - pair.current, BlockSums(part.numel())
+            await self._write_slot(pair.offsets[other], 0, part, sums)
+            pair.sums = sums
             self._turn(index, other)
             return
         if pair.current == pair.kept:
             await self._carry_over(index, pair)
-        await super()._transfer_swap(self._home_at(lo), lo, hi, part, write=True)
+        await self._write_slot(pair.offsets[pair.current], self.nbytes(pair.begin, lo), part, pair.sums)
+
+    async def _write_slot(self, offset: int, begin: int, part: torch.Tensor, sums: BlockSums) -> None:
+        """Write the bytes of a slot from `begin` on, and sum them meanwhile."""
+        sums.forget(begin, begin + part.numel())
+        try:
+            writing = self._open_disk().write(offset + begin, part, self.name)
+            await settle_all([writing, _note(sums, begin, part)])
+        except BaseException:
+            sums.forget(begin, begin + part.numel())
+            raise
 
     async def _carry_over(self, index: int, pair: Pair) -> None:
         """A part is about to be written: the rest has to be in the other slot too."""
@@ -229,9 +256,9 @@ class TwoSlotPlane(Plane):
             if pair.current != pair.kept:
                 return
             disk, other, nbytes = self._open_disk(), 1 - pair.current, self.nbytes_of(pair)
-            buffer = tensor_over(map_host(min(nbytes, CHUNK_BYTES)))
-            for begin in range(0, nbytes, CHUNK_BYTES):
-                part = buffer[: min(CHUNK_BYTES, nbytes - begin)]
+            buffer = tensor_over(map_host(min(nbytes, BLOCK_BYTES)))
+            for begin in range(0, nbytes, BLOCK_BYTES):
+                part = buffer[: min(BLOCK_BYTES, nbytes - begin)]
                 await disk.read(pair.offsets[pair.current] + begin, part, self.name)
                 await disk.write(pair.offsets[other] + begin, part, self.name)
             self._turn(index, other)
@@ -248,47 +275,57 @@ class TwoSlotPlane(Plane):
 
     # ---- memory -------------------------------------------------------------------------------
 
-    async def _look(self, pair: Pair, arena: Arena, offset: int | None) -> str:
-        """The checksum of what lives in memory, which is written to `offset` if that is given."""
-        memory, disk = self._memory_of(pair), self._open_disk()
-        crc, total = 0, 0
-        for begin in range(0, memory.numel(), CHUNK_BYTES):
-            source = memory[begin : begin + CHUNK_BYTES]
+    async def _look(self, pair: Pair, arena: Arena, offset: int | None) -> BlockSums:
+        """The checksums of what lives in memory, which is written to `offset` if that is given."""
+        memory, sums = self._memory_of(pair), BlockSums(self.nbytes_of(pair))
+        for begin in range(0, memory.numel(), BLOCK_BYTES):
+            source = memory[begin : begin + BLOCK_BYTES]
             block = None if _fit_for_the_disk(source) else await arena.lease_when_free(source.numel(), self.name)
             try:
                 if block is not None:
                     await self._copy(block.data, source)
                     source = block.data
-                crc, total = kernels.crc32c(source, crc), total + int(source.view(torch.int64).sum())
-                if offset is not None:
-                    await disk.write(offset + begin, source, self.name)
+                if offset is None:
+                    sums.note(begin, source)
+                else:
+                    await self._write_slot(offset, begin, source, sums)
             finally:
                 if block is not None:
                     block.release()
-        return f"{crc:08x}{total & (1 << 64) - 1:016x}"
+        return sums
 
-    async def _read_back(self, pair: Pair, arena: Arena, checksum: str) -> None:
-        memory, disk, offset = self._memory_of(pair), self._open_disk(), pair.offsets[pair.current]
-        crc, total = 0, 0
-        for begin in range(0, memory.numel(), CHUNK_BYTES):
-            target = memory[begin : begin + CHUNK_BYTES]
-            block = await arena.lease_when_free(target.numel(), self.name)
+    async def _read_back(self, pair: Pair, arena: Arena, whose: Callable[[int, int], str]) -> None:
+        """Compare what is on the disk with its checksums, and put it where it belongs."""
+        memory, offset = self.memory(pair.begin, pair.end), pair.offsets[pair.current]
+        own = tensor_over(map_host(min(self.nbytes_of(pair), BLOCK_BYTES)))
+        for begin, end, expected in pair.sums.blocks():
+            block = None if memory is None else await arena.lease_when_free(end - begin, self.name)
+            data = own[: end - begin] if block is None else block.data
             try:
-                await disk.read(offset + begin, block.data, self.name)
-                crc, total = kernels.crc32c(block.data, crc), total + int(block.data.view(torch.int64).sum())
-                await self._copy(target, block.data)
+                await self._open_disk().read(offset + begin, data, self.name)
+                found = kernels.crc32c(data)
+                if expected not in (found, UNKNOWN):
+                    raise self._damaged(pair, begin, end, f"checksum {found:08x}, expected {expected:08x}", whose)
+                if memory is not None:
+                    await self._copy(memory[begin:end], data)
             finally:
-                block.release()
-        found = f"{crc:08x}{total & (1 << 64) - 1:016x}"
-        if checksum and found != checksum:
-            raise StorageError(
-                f"snapshot: {self.name} [{pair.begin:,}, {pair.end:,}) is not what was written (checksum {found}, "
-                f"expected {checksum})",
-                errno=5,
-                path=", ".join(disk.swap.paths),
-                offset=offset,
-                free_bytes=None,
-            )
+                if block is not None:
+                    block.release()
+
+    def _damaged(self, pair: Pair, begin: int, end: int, how: str, whose: Callable[[int, int], str]) -> StorageError:
+        """The error of bytes [begin, end) of the pair's current slot."""
+        lo, hi = pair.begin, pair.end
+        if isinstance(self._width, int):
+            lo, hi = pair.begin + begin // self._width, pair.begin - (-end // self._width)
+        spans = list(self._open_disk().swap.spans(pair.offsets[pair.current] + begin, end - begin))
+        return StorageError(
+            f"snapshot: {end - begin:,} bytes of {self.name} [{lo:,}, {hi:,}){whose(lo, hi)} are not what was written "
+            f"({how})",
+            errno=errno.EIO,
+            path=" and ".join(span.path for span in spans),
+            offset=spans[0].file_offset,
+            free_bytes=None,
+        )
 
     async def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if target.device == source.device:
@@ -311,3 +348,10 @@ class TwoSlotPlane(Plane):
 def _fit_for_the_disk(memory: torch.Tensor) -> bool:
     """True when a file that is open past the page cache can be written from there."""
     return memory.device.type == "cpu" and memory.data_ptr() % PAGE_BYTES == 0 and memory.numel() % PAGE_BYTES == 0
+
+
+async def _note(sums: BlockSums, begin: int, data: torch.Tensor) -> None:
+    """`BlockSums.note`, a block at a time: the loop has other things to do."""
+    for at in range(0, data.numel(), BLOCK_BYTES):
+        sums.note(begin + at, data[at : at + BLOCK_BYTES])
+        await asyncio.sleep(0)

@@ -20,7 +20,7 @@ from torch import nn
 from offload.activations import ActivationStore, Handle
 from offload.errors import StorageError
 from offload.interrupts import whole
-from offload.saved_views import storage_key
+from offload.saved_views import storage_key, version_of
 from offload.sizes import PAGE_BYTES, align_up
 from zero.config.activation_block import ActivationCheckpointing
 from zero.params.binding import BoundUnit
@@ -36,14 +36,14 @@ class _AsIs:
     @staticmethod
     def of(tensor: torch.Tensor) -> _AsIs:
         """Detached: autograd would wait for itself if its node held its own output."""
-        return _AsIs(tensor.detach(), tensor._version)
+        return _AsIs(tensor.detach(), version_of(tensor))
 
     def get(self) -> torch.Tensor:
         """The tensor; torch does not look at versions behind hooks, so it is done here."""
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tuple(self.tensor.shape)} {self.tensor.dtype} is at version {self.tensor._version}; "
+                f"{tuple(self.tensor.shape)} {self.tensor.dtype} is at version {version_of(self.tensor)}; "
                 f"expected version {self.version} instead"
             )
         return self.tensor

@@ -244,6 +244,7 @@ class Assembly:
         """Move the model's values into the planes; each parameter is released as soon as its own are stored."""
         began = time.perf_counter()
         from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
+        _warn_of_channels_last(self.leaves)
         take_first_ranks_values(self._owner.exchange, self.parameters())
         Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take).run()
         if self.storage.disk is not None:
@@ -351,3 +352,21 @@ def _read_model(parameter: nn.Parameter, begin: int, end: int, state: bool) -> I
     """Values of a parameter that no engine keeps: `Init` has cut it, or it is an ordinary one."""
     keeper = provisional_source(parameter)
     yield Piece(begin, keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end))
+
+
+def _warn_of_channels_last(leaves: Iterable[Leaf]) -> None:
+    """A unit is one contiguous buffer: values are kept, memory formats are not."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    came = [
+        leaf.names[0]
+        for leaf in leaves
+        if not leaf.parameter.is_contiguous()
+        and leaf.parameter.dim() in formats
+        and leaf.parameter.is_contiguous(memory_format=formats[leaf.parameter.dim()])
+    ]
+    if came:
+        logger.warning(
+            "%d parameters (%s, ...) come in channels_last and are contiguous from here on: values are the same, and "
+            "convolutions turn them over at each call where they need to; inputs and activations stay as they are",
+            *(len(came), came[0]),
+        )

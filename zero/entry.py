@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, names_file_limit
 from zero import checkpointing
 from zero.arguments import config_argument
 from zero.config import Config, load_config
@@ -33,6 +33,7 @@ PIPELINE_MARKS = ("forward_funcs", "_layer_specs", "_topo")
 """Attributes of DeepSpeed's PipelineModule."""
 
 
+@names_file_limit("initialize")
 def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     args: Any = None,
     model: nn.Module | None = None,
@@ -74,6 +75,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     Raises:
         ConfigError: every problem of the configuration at once.
         BudgetError: the plan does not fit; nothing was allocated.
+        StorageError: the swap space cannot be reserved, or this process may open no more files.
     """
     if model is None:
         raise ConfigError("initialize: model is missing")

@@ -21,13 +21,15 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from offload.errors import ConfigError, StateError, StorageError
 from offload.snapshot_files import Manifest, SnapshotFiles, SnapshotSwap
+from offload.two_slots import TwoSlotPlane
 from zero.config import Config
 from zero.exchanging.exchange import Exchange
-from zero.params.layout import Layout
+from zero.params.layout import Layout, Space
 from zero.plans.plan import Plan
 from zero.record import ADAM_STATES
 from zero.store.storage import Storage
@@ -37,6 +39,8 @@ logger = logging.getLogger("zero")
 
 WARY_SNAPSHOTS = 10
 """After a void one so many are committed inside their step."""
+NAMES_MAX = 4
+"""Parameters that an error names."""
 
 
 @dataclass(slots=True)
@@ -162,6 +166,8 @@ class Snapshots:
         if not pending.written:
             self._write_through(persistent=False)
             pending.written = True
+        for plane in storage.twice:
+            storage.mover.run("checksums of a snapshot", plane.complete_checksums())
         storage.mover.run("putting a snapshot on stable storage", storage.disk.sync())
         geometry = storage.disk.swap.geometry
         body = {
@@ -170,7 +176,7 @@ class Snapshots:
             "folders": [str(folder) for folder in self._files.folders],
             "stripes": [list(geometry.counts), geometry.stripe_bytes],
             "slots": [plane.slots for plane in storage.twice],
-            "checksums": [plane.checksums for plane in storage.twice],
+            "block_checksums": [plane.checksums for plane in storage.twice],
         }
         self._files.prepare(self._number + 1, body, pending.state)
 
@@ -249,6 +255,7 @@ class Snapshots:
 
         Raises:
             StorageError: something cannot be read, or is damaged; the planes hold nothing of use.
+            ConfigError: so it is on another rank.
         """
         if self._frozen:
             self.commit()
@@ -258,10 +265,33 @@ class Snapshots:
         if manifest is None:
             raise StateError(f"load_snapshot: manifest {self._number} of {self._files.folders[0]} is gone")
         self.pending, self._missed = None, False
-        for plane, checksums in zip(storage.twice, manifest.body["checksums"], strict=True):
-            storage.mover.run("going back to a snapshot", plane.return_to_kept(storage.arena, checksums))
+        self.unloaded = True  # until all of it is here, no step may replace it
+        failure = None
+        try:
+            self._read(storage, manifest)
+        except StorageError as error:
+            failure = error.within(
+                f"load_snapshot: the snapshot {self._files.name!r} of step {self.committed_step} in {self._files.root} "
+                "cannot be used, and nothing is left of the one before; load a checkpoint, or remove it (zero "
+                "snapshots rm) and begin anew"
+            )
+        _all_ranks(self._exchange, "snapshot read", {}, failure)
         self.unloaded = False
         return manifest.state
+
+    def _read(self, storage: Storage, manifest: Manifest) -> None:
+        """Let the planes hold what the manifest names. Raises StorageError."""
+        unknown = [[""] * len(slots) for slots in manifest.body["slots"]]
+        found = manifest.body.get("block_checksums", unknown)
+        if found is unknown:
+            logger.warning(
+                "the snapshot of step %d was taken by an earlier version: damage to it would not be noticed; the next "
+                "one has checksums",
+                self.committed_step,
+            )
+        for plane, checksums in zip(storage.twice, found, strict=True):
+            whose = partial(_names, _space_of(storage, plane))
+            storage.mover.run("going back to a snapshot", plane.return_to_kept(storage.arena, checksums, whose))
 
     def check_loaded(self) -> None:
         """Raise StateError if a step would lead to a snapshot that replaces one nobody has gone on from."""
@@ -277,6 +307,21 @@ class Snapshots:
         if self._storage is None:
             raise StateError("snapshots: there is no storage yet")
         return self._storage
+
+
+def _space_of(storage: Storage, plane: TwoSlotPlane) -> Space:
+    """Whose weights or states are in the plane."""
+    pairs = zip(storage.layout.spaces, storage.weights, storage.records, strict=True)
+    return next(space for space, weights, records in pairs if plane in (weights, records))
+
+
+def _names(space: Space, begin: int, end: int) -> str:
+    """For errors: the parameters in [begin, end) of the space."""
+    slots = [(unit, slot) for unit in space.overlapping(begin, end) for slot in unit.slots]
+    spans = [(slot.name, *unit.within(slot)) for unit, slot in slots]
+    names = [name for name, lo, hi in spans if lo < end and begin < hi]
+    more = f" and {len(names) - NAMES_MAX:,} more" if len(names) > NAMES_MAX else ""
+    return f" ({', '.join(names[:NAMES_MAX])}{more})" if names else " (padding)"
 
 
 def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchange) -> Snapshots | None:

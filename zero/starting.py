@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from offload.errors import StateError
+from offload.saved_views import version_of
 from zero.exchanging.exchange import Exchange
 from zero.machine import Machine
 from zero.params.provisional import provisional_source
@@ -104,10 +105,15 @@ class CommonBuffers:
         ]
         answers = self._exchange.agree("buffers", json.dumps(changed).encode())
         anywhere = set[str]().union(*map(json.loads, answers))
-        self._exchange.broadcast_all([buffer for name, buffer in buffers.items() if name in anywhere], 0)
+        # Past the version counter, as torch's kernels write them: a graph of a forward before needs no statistics, but
+        # holds their tensors.
+        targets = [
+            buffer.data if name in statistics else buffer for name, buffer in buffers.items() if name in anywhere
+        ]
+        self._exchange.broadcast_all(targets, 0)
         self._versions = {name: _version(buffer) for name, buffer in buffers.items()}
 
 
 def _version(buffer: torch.Tensor) -> tuple[int, int]:
     """Changes with the buffer's values, or with the tensor that it is."""
-    return id(buffer), -1 if buffer.is_inference() else buffer._version
+    return id(buffer), version_of(buffer)

@@ -281,6 +281,76 @@ def test_evaluation_between_the_micro_batches_of_a_step_changes_nothing(open_eng
     assert_equal(engine, reference, "gpt")
 
 
+class Convolutions(nn.Module):
+    def __init__(self, dimensions: int) -> None:
+        super().__init__()
+        kind = nn.Conv2d if dimensions == 2 else nn.Conv3d
+        self.convs = nn.ModuleList(kind(4, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = torch.relu(conv(x))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_weights_in_channels_last_keep_their_values_and_a_warning_says_what_they_lose(
+    open_engine: Open, nvme_path: Any, caplog: pytest.LogCaptureFixture, dimensions: int
+) -> None:
+    last = torch.channels_last if dimensions == 2 else torch.channels_last_3d
+    with seeded(2):
+        x = torch.randn(2, 4, *[5] * dimensions).contiguous(memory_format=last)
+    outcomes = []
+    for memory_format in (torch.contiguous_format, last):
+        with seeded(1):
+            model = Convolutions(dimensions).to(memory_format=memory_format)
+        with caplog.at_level("WARNING", "zero"):
+            engine = open_engine(model, make_config(NVME, nvme_path, bf16=False))
+        for _ in range(3):
+            engine.backward(engine(x))
+            engine.step()
+        told = "2 parameters (convs.0.weight, ...) come in channels_last" in caplog.text
+        assert told == (memory_format == last)
+        outcomes.append({name: engine.full_parameter(name) for name, _ in model.named_parameters()})
+        engine.close()
+    for name, value in outcomes[0].items():
+        torch.testing.assert_close(outcomes[1][name], value, msg=name)
+
+
+class Adding(nn.Linear):
+    """Adds what it is given to what it computes, as masks and biases are."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.relu(super().forward(x)) + bias
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Adding(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, bias)
+        return x.float().square().mean()
+
+
+def test_inputs_that_were_made_in_inference_mode_train_as_others(open_engine: Open, nvme_path: Any) -> None:
+    outcomes = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), seeded(5):
+            bias = torch.randn(4, 32, dtype=torch.bfloat16)
+        with seeded(1):
+            engine = open_engine(Weighted(), make_config(NVME, nvme_path))
+        for _ in range(3):
+            engine.backward(engine(torch.ones(4, 32, dtype=torch.bfloat16), bias))
+            engine.step()
+        outcomes.append({name: engine.full_parameter(name) for name, _ in engine.module.named_parameters()})
+        engine.close()
+    first, second = outcomes
+    assert bias.is_inference() and all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.parametrize("pair", [NVME, ("cpu", "none")], ids="-".join)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_forward_alone_computes_what_the_plain_model_computes(

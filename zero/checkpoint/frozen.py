@@ -18,15 +18,16 @@ import torch
 
 from offload.checksums import combine
 from offload.durable import Files
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StorageError
 from zero.assembly import Assembly
 from zero.checkpoint import torch_metadata as dcp
 from zero.checkpoint.boxes import begin_of
 from zero.checkpoint.extents import Extents
 from zero.checkpoint.folders import Folders
-from zero.checkpoint.manifest import FileEntry, check, read_manifest
+from zero.checkpoint.manifest import NAME, FileEntry, check, read_manifest
 from zero.checkpoint.metadata import METADATA_FILE, WrittenBox, read_metadata
 from zero.checkpoint.rank_part import written_boxes
+from zero.checkpoint.reading import FolderSource
 from zero.checkpoint.source import MODEL
 from zero.checkpoint.writing import ExtentWriter
 from zero.exchanging.exchange import Exchange
@@ -35,6 +36,8 @@ FOLDER = ".frozen"
 """Of a save_dir."""
 NAMES_SHOWN = 3
 
+Stamp = tuple[tuple[str, int, int, int], ...]
+"""(name, and what `Files.stamp` says) of each file."""
 Sums = Mapping[str, tuple[str, int, int]]
 """Parameter's name -> dtype, bytes and CRC-32C of all of it."""
 
@@ -119,14 +122,34 @@ class SharedFrozen:
         self._save_dir, self._files = save_dir, files
         self.folders = Folders(save_dir / FOLDER, files)
 
-    def holds(self, digest: str) -> bool:
-        """True when they are there as a whole."""
+    def stamp(self, digest: str) -> Stamp:
+        """Changes when somebody writes to one of its files; empty if it is not there as a whole."""
         folder = self.folders.save_dir / digest
         try:
-            check(self._files, folder, read_manifest(self._files, folder))
-        except ConfigError:
-            return False
-        return True
+            manifest = read_manifest(self._files, folder)
+            check(self._files, folder, manifest)
+            return tuple((name, *self._files.stamp(folder / name)) for name in (NAME, *sorted(manifest.files)))
+        except (ConfigError, StorageError):
+            return ()
+
+    def verify(self, digest: str, rank: int, ranks: int) -> None:
+        """Compare this rank's share of what is there with its checksums; all ranks together look at everything.
+
+        Raises:
+            ConfigError: it is damaged.
+            StorageError: it cannot be read.
+        """
+        folder = self.folders.save_dir / digest
+        source = FolderSource(folder, read_manifest(self._files, folder), self._files)
+        try:
+            whole = {
+                name: (name, 0, source.tensors[name].shape.numel()) for name in sorted(source.tensors)[rank::ranks]
+            }
+            source.expect(whole.values())
+            for span in whole.values():
+                source.read(*span)
+        finally:
+            source.close()
 
     def entries(self, digest: str) -> tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]]:
         """Their files and boxes, as a checkpoint beside them names them."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import ConfigError, DamagedError
+from offload.errors import ConfigError, DamagedError, names_file_limit
 from offload.garbage import no_collection
 from zero.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
@@ -196,6 +196,7 @@ class LoadsCheckpoints(SavesCheckpoints):
     half_loaded = ""
     """The checkpoint of which some values have been loaded and some have not."""
 
+    @names_file_limit("load_checkpoint")
     @no_collection()
     def load_checkpoint(
         self,

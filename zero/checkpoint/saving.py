@@ -12,7 +12,7 @@ import torch
 
 from offload.archives import make_archive
 from offload.durable import Files
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError, StateError, StorageError, names_file_limit
 from offload.garbage import no_collection
 from offload.sizes import format_bytes
 from zero.assembly import Assembly
@@ -23,6 +23,7 @@ from zero.checkpoint.finding import check_tag, folder_named
 from zero.checkpoint.frozen import (
     FrozenPart,
     SharedFrozen,
+    Stamp,
     Sums,
     digest_of,
     frozen_extents,
@@ -53,6 +54,8 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     lr_scheduler: Any
     training_dataloader: Any
     _frozen_sums: Sums | None = None
+    _shared_stamp: Stamp = ()
+    """Of the files with them that were verified last, or written."""
     data_position: Any
     files = Files()
     """The disk that checkpoints lie on."""
@@ -61,6 +64,7 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
     _changed: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
     """Units in memory that changed by other means than a step: between the last two steps, and since."""
 
+    @names_file_limit("save_checkpoint")
     @no_collection()
     def save_checkpoint(
         self,
@@ -189,7 +193,7 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
         if mode == "reference":
             return FrozenPart(inside=False, sums=self._frozen_sums)
         digest, shared = digest_of(self._frozen_sums), SharedFrozen(save_dir, self.files)
-        if b"no" in self.exchange.agree("shared weights", b"yes" if shared.holds(digest) else b"no"):
+        if not self._may_share(shared, digest):
             save = CheckpointSave(parts, self.exchange, shared.folders.save_dir, digest, self.files)
             try:
                 save.begin(frozen_extents(parts, self.exchange), {"global_steps": self.global_steps})
@@ -197,7 +201,31 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
                 save.commit(save_latest=False)
             finally:
                 save.close()
+        self._shared_stamp = shared.stamp(digest)
         return FrozenPart(inside=False, beside=shared.entries(digest))
+
+    def _may_share(self, shared: SharedFrozen, digest: str) -> bool:
+        """Are they there, undamaged? All ranks come here; what they know of already is not read again."""
+        stamp, placement = shared.stamp(digest), self.exchange.placement
+        told = "known" if stamp and stamp == self._shared_stamp else "there" if stamp else "missing"
+        answers = self.exchange.agree("shared weights", told.encode())
+        if b"missing" in answers:
+            return False
+        if b"there" not in answers:
+            return True
+        damage = b""
+        try:
+            shared.verify(digest, placement.rank, placement.world_size)
+        except (ConfigError, StorageError) as error:
+            damage = str(error).encode()
+        found = [answer.decode() for answer in self.exchange.agree("shared weights read", damage) if answer]
+        if found and placement.rank == 0:
+            logger.warning(
+                "save_checkpoint: weights that are not trained, which checkpoints share (checkpoint.frozen is "
+                '"once"), are damaged and are written anew: %s',
+                "; ".join(found),
+            )
+        return not found
 
     def _capture(self, client_state: Mapping[str, Any], frozen: FrozenPart) -> tuple[dict[str, Any], Extents]:
         """What all ranks have in common, and all that this rank writes."""

@@ -47,15 +47,16 @@ class TakesSnapshots:
         """Go on from the last snapshot that was committed; all ranks come here.
 
         Everything is as it was after that step: weights, states, counters, hyper-parameters, the scheduler, random
-        numbers, buffers. Gradients that have been collected since are forgotten. Nothing is copied but what lives in
-        memory.
+        numbers, buffers. Gradients that have been collected since are forgotten. Everything is read and compared with
+        its checksums; nothing is copied but what lives in memory.
 
         Returns:
             The step it is of; None: there is none yet, and nothing has changed.
 
         Raises:
             StateError: there is no snapshot block, or it is called inside forward, backward or `GatheredParameters`.
-            StorageError: something of it cannot be read; the engine holds nothing of use.
+            StorageError: something of it cannot be read, or is damaged; the engine holds nothing of use.
+            ConfigError: so it is on another rank.
         """
         self.ready("load_snapshot")
         snapshots = self._snapshots("load_snapshot")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError, StateError, names_file_limit
 from offload.safetensors_writer import Tensor
 from zero.checkpoint.finding import folder_named
 from zero.checkpoint.plane_reader import PlaneReader, Relay
@@ -173,6 +173,7 @@ class SavesWeights(FollowsModel):
         """DeepSpeed's name for it where it does not matter what is partitioned."""
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
+    @names_file_limit("saving weights")
     def _save_weights(
         self, folder: Path, filename: str, exclude_frozen: bool, max_shard_size: int | str | None, *, masters: bool
     ) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from offload.binding import FlatStorage, Poison
+from offload.saved_views import version_of
 from zero.params.layout import Slot, Unit
 from zero.params.released import Keeper, mark, set_present, set_released, show_shard
 
@@ -118,7 +119,7 @@ class BoundUnit:
         )
 
     def _count_versions(self) -> int:
-        return sum(parameter._version for parameter in self.parameters)
+        return sum(version_of(parameter) for parameter in self.parameters)
 
     def unbind(self) -> torch.Tensor:
         """Release the parameters; returns the memory that was bound."""

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.interrupts import whole
+from offload.saved_views import version_of
 from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import BoundUnit
 from zero.params.units import can_root
@@ -343,7 +344,7 @@ class ModuleHooks:
                     self._begin_use(index, call)
             call.forward_ns = time.perf_counter_ns()
             if torch.is_grad_enabled() and units and not transformed():
-                call.versions = [(t, t._version, t.grad_fn) for t in tensors_in((args, kwargs), 2)]
+                call.versions = [(t, version_of(t), t.grad_fn) for t in tensors_in((args, kwargs), 2)]
                 self._open_frame(call)
 
         return hook
@@ -408,7 +409,7 @@ class ModuleHooks:
 
     def _watch_modified(self, call: OpenCall, reached: Callable[[], None]) -> None:
         """Inputs that the call has modified in place are outputs of it, returned or not."""
-        changed = [(t, old) for t, version, old in call.versions if t._version != version and t.grad_fn is not old]
+        changed = [(t, old) for t, version, old in call.versions if version_of(t) != version and t.grad_fn is not old]
         tensors = [tensor for tensor, _ in changed if tensor.grad_fn is not None]
         if not tensors:
             return

@@ -12,6 +12,7 @@ import torch
 from offload.activations import ActivationStore
 from offload.aio import AioOptions
 from offload.arena import Arena, MemoryRegion, Relocate
+from offload.block_sums import BlockSums
 from offload.errors import BudgetError, StateError
 from offload.mover import Mover
 from offload.planes import Disk, Home, Plane
@@ -386,7 +387,7 @@ class Storage:
         return self._kept(plane)
 
     def _pair(self, begin: int, end: int, nbytes: int) -> Pair:
-        return Pair(begin, end, (self._reserved(nbytes), self._reserved(nbytes)))
+        return Pair(begin, end, (self._reserved(nbytes), self._reserved(nbytes)), BlockSums(nbytes))
 
     def _reserved(self, nbytes: int) -> int:
         offset = self._swap_used_bytes

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from snapshot_runs import (
     as_a_kill_would_leave_it,
     committed,
     config_of,
+    folder,
     micro_batch,
+    named_ranges,
     reference_of,
     train,
     unequal,
@@ -26,7 +29,10 @@ from snapshot_runs import (
 
 import zero
 from offload.aio import AioFault
+from offload.block_sums import BLOCK_BYTES
 from offload.errors import ConfigError, StateError, StorageError
+from offload.snapshot_files import SnapshotFiles
+from offload.two_slots import TwoSlotPlane
 
 Open = Callable[..., Any]
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("none", "nvme")]
@@ -343,7 +349,7 @@ def test_a_disk_that_fails_leaves_the_snapshot_before(
 def test_a_snapshot_that_is_damaged_is_told(open_engine: Open, nvme_path: Path) -> None:
     keys = {"stage3_param_persistence_threshold": 200}
     train(open_engine(build("gpt"), config_of(nvme_path, zero=keys)), 0, 1).close()
-    rank = nvme_path / "zero-snapshots" / "default" / "rank-0"
+    rank = folder(nvme_path) / "rank-0"
     manifest, head = rank / f"manifest-{committed(nvme_path)['number'] % 2}", rank.parent / "committed"  # type: ignore[index]
     line = manifest.read_bytes().index(b"\n")
     for path, places in ((manifest, [100]), (manifest, [line + 1000]), (head, range(20, 16384, 4096))):
@@ -356,3 +362,90 @@ def test_a_snapshot_that_is_damaged_is_told(open_engine: Open, nvme_path: Path) 
             open_engine(build("gpt"), config_of(nvme_path, zero=keys)).load_snapshot()
         path.write_bytes(before)
     assert open_engine(build("gpt"), config_of(nvme_path, zero=keys)).load_snapshot() == 2
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_every_flipped_bit_of_what_a_snapshot_names_is_noticed(
+    open_engine: Open, nvme_path: Path, pair: tuple[str, str]
+) -> None:
+    """And none of what it does not name matters."""
+    keys = {"stage3_param_persistence_threshold": 200}
+    engine = train(open_engine(build("mixed"), config_of(nvme_path, pair=pair, zero=keys)), 0, 1, 2, model="mixed")
+    engine.save_snapshot()
+    before, swap = values(engine, "mixed"), folder(nvme_path) / "rank-0" / "swap"
+    named, draw = list(named_ranges(engine, nvme_path)), random.Random(7)
+    chosen = [draw.randrange(8 * begin, 8 * end) for begin, end in named for _ in range(200 // len(named) + 1)]
+    names = [name for name, _ in engine.module.named_parameters()]
+    for bit in [*chosen, 8 * named[0][0], 8 * named[-1][1] - 1]:
+        with flipped(swap, bit), pytest.raises(StorageError, match="are not what was written") as caught:
+            engine.load_snapshot()
+        text = str(caught.value)
+        assert caught.value.path == str(swap) and 0 <= bit // 8 - (caught.value.offset or 0) < BLOCK_BYTES
+        assert "load a checkpoint, or remove it" in text
+        assert any(name in text for name in names)
+    with pytest.raises(StateError, match="load_snapshot"):
+        micro_batch(engine, 0, "mixed")
+    others = [byte for byte in range(0, swap.stat().st_size, 1999) if not any(lo <= byte < hi for lo, hi in named)]
+    with contextlib.ExitStack() as stack:
+        for byte in others:
+            stack.enter_context(flipped(swap, 8 * byte))
+        assert engine.load_snapshot() == 3
+    assert others and all(torch.equal(value, before[key]) for key, value in values(engine, "mixed").items())
+
+
+@contextlib.contextmanager
+def flipped(path: Path, bit: int) -> Iterator[None]:
+    _flip(path, bit)
+    try:
+        yield
+    finally:
+        _flip(path, bit)
+
+
+def _flip(path: Path, bit: int) -> None:
+    with path.open("r+b", buffering=0) as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+        os.fsync(file.fileno())
+
+
+def test_what_the_steps_write_is_not_read_again_for_its_checksums(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    complete = TwoSlotPlane.complete_checksums
+
+    async def counted(plane: TwoSlotPlane) -> None:
+        read.append(sum(end - begin for pair in plane.pairs for begin, end in pair.sums.unknown()))
+        await complete(plane)
+
+    monkeypatch.setattr(TwoSlotPlane, "complete_checksums", counted)
+    train(open_engine(build("gpt"), config_of(nvme_path)), 0, 1, 2, 3).close()
+    assert len(read) >= 8 and not any(read)
+
+
+def test_a_snapshot_of_before_checksums_loads_and_says_so(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = train(open_engine(build("gpt"), config_of(nvme_path)), 0)
+    prepare = SnapshotFiles.prepare
+
+    def earlier(files: SnapshotFiles, number: int, body: dict[str, Any], state: bytes) -> None:
+        """The manifest of format 1."""
+        old = {key: value for key, value in body.items() if key != "block_checksums"}
+        prepare(files, number, {**old, "checksums": [[""] * len(slots) for slots in body["slots"]]}, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.snapshot_files.FORMAT", 1)
+        patch.setattr(SnapshotFiles, "prepare", earlier)
+        train(first, 1).close()
+    second = open_engine(build("gpt", seed=9), config_of(nvme_path))
+    with caplog.at_level("WARNING", "zero"):
+        assert second.load_snapshot() == 2
+    assert "damage to it would not be noticed" in caplog.text
+    train(second, 2)
+    second.save_snapshot()
+    caplog.clear()
+    assert second.load_snapshot() == 3 and "damage" not in caplog.text

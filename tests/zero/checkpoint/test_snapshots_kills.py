@@ -84,6 +84,18 @@ def test_a_rank_without_its_part_is_named_on_all(rank_pool: Pool, nvme_path: Pat
     assert [result[0] for result in rank_pool(2).run(job, made, 3, str(tmp_path / "progress"))] == [2, 2]
 
 
+def test_a_damaged_block_of_one_rank_is_told_on_all(rank_pool: Pool, nvme_path: Path, tmp_path: Path) -> None:
+    made = config(str(nvme_path), 1, PAIRS[0], 0)
+    rank_pool(2).run(job, made, 2, str(tmp_path / "progress"))
+    swap = nvme_path / "zero-snapshots" / "default" / "rank-1" / "swap"
+    data = bytearray(swap.read_bytes())
+    swap.write_bytes(bytes(byte ^ 1 for byte in data))
+    errors = rank_pool(2).run(job, made, 3, str(tmp_path / "progress"), errors="return")
+    assert all("are not what was written" in str(error) and str(swap) in str(error) for error in errors)
+    swap.write_bytes(data)
+    assert [result[0] for result in rank_pool(2).run(job, made, 3, str(tmp_path / "progress"))] == [2, 2]
+
+
 def test_what_fails_on_one_rank_keeps_the_snapshot_before_on_all(
     rank_pool: Pool, nvme_path: Path, tmp_path: Path
 ) -> None:

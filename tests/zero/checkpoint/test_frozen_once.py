@@ -1,0 +1,118 @@
+"""Weights that checkpoints share (checkpoint.frozen is "once"): what is damaged is not built upon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build, freeze, make_config, tokens
+from torch import nn
+
+import zero
+from zero.checkpoint.frozen import SharedFrozen
+
+Open = Callable[..., Any]
+Pool = Callable[[int], Any]
+
+
+def model_of() -> nn.Module:
+    model = build("gpt")
+    freeze(model.blocks[0])
+    return model
+
+
+def config_of(path: Path | str) -> dict[str, Any]:
+    return {**make_config(("cpu", "cpu"), path), "checkpoint": {"frozen": "once"}}
+
+
+def shared_folder(saves: Path) -> Path:
+    (folder,) = (path for path in (saves / ".frozen").iterdir() if path.is_dir() and not path.name.startswith("."))
+    return folder
+
+
+def data_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if path.name not in (".metadata", "manifest.json")]
+
+
+def damage(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "short":
+        del data[-1:]
+    else:
+        data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["payload", "metadata", "manifest", "short"])
+@pytest.mark.parametrize("same_engine", [True, False])
+def test_what_is_damaged_is_written_anew_and_every_save_loads(
+    open_engine: Open, tmp_path: Path, how: str, same_engine: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = tmp_path / "saves"
+    engine = open_engine(model_of(), config_of(tmp_path))
+    engine.save_checkpoint(saves, "first")
+    if not same_engine:
+        engine.close()
+        engine = open_engine(model_of(), config_of(tmp_path))
+    folder = shared_folder(saves)
+    names = {"metadata": ".metadata", "manifest": "manifest.json"}
+    damage(folder / names[how] if how in names else data_files(folder)[0], how)
+    with caplog.at_level("WARNING", "zero"):
+        engine.save_checkpoint(saves, "second")
+    engine.close()
+    assert ("written anew" in caplog.text) == (how in ("payload", "metadata"))
+    for tag in ("first", "second"):
+        later = open_engine(model_of(), config_of(tmp_path))
+        with torch.no_grad(), zero.GatheredParameters(list(later.module.parameters())):
+            for parameter in later.module.parameters():
+                parameter.mul_(0.5)
+        later.load_checkpoint(saves, tag)
+        for name, value in model_of().named_parameters():
+            assert torch.equal(later.full_parameter(name), value.detach().to(torch.bfloat16)), name
+        later.close()
+
+
+def test_what_an_engine_has_written_or_verified_is_not_read_again(
+    open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    verify = SharedFrozen.verify
+
+    def counted(shared: SharedFrozen, digest: str, rank: int, ranks: int) -> None:
+        read.append(digest)
+        verify(shared, digest, rank, ranks)
+
+    monkeypatch.setattr(SharedFrozen, "verify", counted)
+    for times in (0, 1):
+        engine = open_engine(model_of(), config_of(tmp_path))
+        for tag in ("a", "b", "c"):
+            engine.save_checkpoint(tmp_path / "saves", tag)
+        engine.close()
+        assert len(read) == times
+
+
+def test_ranks_verify_a_share_each_and_write_anew_together(rank_pool: Pool, tmp_path: Path) -> None:
+    saves = tmp_path / "saves"
+    rank_pool(2).run(saved, str(saves), str(tmp_path), "first")
+    files = data_files(shared_folder(saves))
+    assert len(files) == 2
+    for path in files:
+        damage(path, "payload")
+        assert all(rank_pool(2).run(saved, str(saves), str(tmp_path), "second"))
+    assert all(rank_pool(2).run(saved, str(saves), str(tmp_path), "third"))
+
+
+def saved(saves: str, path: str, tag: str) -> bool:
+    """Save, and load it; True if all weights are as they were built."""
+    with zero.initialize(model=model_of(), config=config_of(path))[0] as engine:
+        engine.backward(engine(tokens(0)))
+        engine.zero_grad()
+        engine.save_checkpoint(saves, tag)
+        engine.load_checkpoint(saves, tag)
+        return all(
+            torch.equal(engine.full_parameter(name), value.detach().to(torch.bfloat16))
+            for name, value in model_of().named_parameters()
+        )
