@@ -197,7 +197,7 @@ class ZeroEngine(
 
     @whole
     def synchronize(self) -> None:
-        """Wait until the last step is complete and the gradients since are stored, on every tier.
+        """Wait until the last step is complete and the gradients since are stored, on every tier, and nothing moves.
 
         Raises:
             StorageError: a transfer failed. The next call goes on where this one stopped.
@@ -205,6 +205,7 @@ class ZeroEngine(
         self.ready("synchronize", frozenset())
         self._stepper.finish()
         self._gradients.settle()
+        self._coordinator.settle()
 
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
