@@ -56,13 +56,12 @@ class _Uninterrupted:
     ) -> None:
         if threading.get_ident() != _MAIN:
             return
-        if self._depth == 1:
-            # Who is inside may have put other handlers there: they stay.
-            for number, before in self._before.items():
-                if _signal.getsignal(number) is self._handler:
-                    _signal.signal(number, before)
+        # From here on our handler lets signals through. One that raises leaves it in place, which does no harm.
         self._depth -= 1
         if self._depth == 0:
+            for number, before in self._before.items():
+                if _signal.getsignal(number) is self._handler:  # who was inside may have put another there
+                    _signal.signal(number, before)
             self._deliver()
 
     def _deliver(self) -> None:
@@ -72,7 +71,7 @@ class _Uninterrupted:
             self._before[number](number, frame)
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
-        if self._depth == 0:  # between a handler and the depth: nothing has changed yet
+        if self._depth == 0:  # on the way in or out
             self._before[number](number, frame)
             return
         if not self._kept:
