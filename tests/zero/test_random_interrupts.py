@@ -94,9 +94,19 @@ def campaign(open_engine: Open, nvme_path: Path, kind: str, seed: int, alarm: Ca
             if not torch.equal(engine.full_master(name), quiet.full_master(name))
         ]
         assert different == [], f"{kind}, seed {seed}, trial {index - 1}"
+    assert leased_bytes(engine) == leased_bytes(quiet), f"{kind}, seed {seed}"
     engine.close()
     quiet.close()
     return count
+
+
+def leased_bytes(engine: Any) -> dict[str, int]:
+    """What is leased of each pool when nothing runs."""
+    engine.zero_grad()
+    engine.synchronize()
+    engine.empty_partition_cache()
+    storage = engine._storage
+    return {name: getattr(storage, name).used_bytes for name in ("arena", "unit_pool", "gradient_pool")}
 
 
 @pytest.mark.parametrize("kind", KINDS)
