@@ -332,7 +332,7 @@ class ReducedGradients(Gradients):
             self._streams.wait(self._streams.behind_updates())
             state.sealed = None
         self.reclaim(state.unit)
-        if waiting.flat.device != self._device or not self._exchange.sees(waiting.flat):
+        if waiting.flat.device.type != self._device.type or not self._exchange.sees(waiting.flat):
             block = self._lease(state, waiting.flat.nbytes)
             copied = block.view(waiting.flat.dtype, waiting.flat.numel())
             waiting = Waiting(copied.copy_(waiting.flat), block)
