@@ -167,7 +167,7 @@ def test_a_peer_that_died_is_named_at_once_but_what_it_had_published_counts() ->
         parent.tell("joined")
         parent.receive()
         asyncio.run(board.reached(1, 0, 2, deadline_seconds=SECONDS))
-        assert board.dead() == [1]
+        assert 1 in board.dead()  # the other one that waits may have ended too
         try:
             asyncio.run(board.reached(1, 0, 3, what="its third", deadline_seconds=600))
         except PeerError as error:
