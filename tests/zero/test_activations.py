@@ -166,7 +166,7 @@ def test_no_parameter_and_no_buffer_is_kept(open_engine: Open, nvme_path: Path) 
         def __init__(self) -> None:
             super().__init__()
             self.up, self.down = nn.Linear(256, 256, bias=False), nn.Linear(256, 8, bias=False)
-            self.register_buffer("mask", torch.ones(32, 256))
+            self.register_buffer("mask", torch.ones(32, 256, dtype=torch.bfloat16))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.down(self.up(x) * self.mask).float().square().mean()
