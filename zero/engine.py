@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -26,6 +25,7 @@ from zero.data import LoadsData
 from zero.ending import Ends
 from zero.exchanging.exchange import Alone, Exchange
 from zero.generation import Generates
+from zero.machine import aliases
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pipeline import StepArguments
@@ -83,7 +83,7 @@ class ZeroEngine(
         super().__init__()
         self._closed = False
         self._config, self.device, self.exchange = config, device, exchange or Alone()
-        self.in_place = os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
+        self.in_place = aliases()
         self.threads = max(torch.get_num_threads(), 1)
         trained = trained or Trained([], AdamRule())
         self.rule, groups = trained.rule, trained.groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,11 @@ class Machine:
     """Free memory of the compute device; on a CPU-only machine the host's. None: nobody knows."""
     rss_bytes: int
     """Resident memory of this process now: the baseline the plan comes on top of."""
+
+
+def aliases() -> bool:
+    """True: weights are used where they lie, if the compute device can address them there (`ZERO_NO_ALIAS`)."""
+    return os.environ.get("ZERO_NO_ALIAS", "0") in ("", "0")
 
 
 def read_machine(device: torch.device) -> Machine:

@@ -15,6 +15,7 @@ from zero.config import Config
 from zero.config.precision_block import DTYPES
 from zero.exchanging.exchange import Alone, Collectives, Exchange, Wire
 from zero.exchanging.sharing import SharedMemory
+from zero.machine import aliases
 from zero.placement import place, why_not_near
 
 logger = logging.getLogger("zero")
@@ -52,14 +53,14 @@ def open_exchange(config: Config, device: torch.device) -> Exchange:
 
 
 def _can_share(comm: Comm, config: Config, device: torch.device) -> bool:
-    """Do the ranks keep one copy of each slice in shared memory? All ranks come here and get the same answer."""
+    """Do the ranks keep one copy of each slice in shared memory, and use it there? All get the same answer."""
     wish = config.zero_optimization.shared_host_memory
     if comm.world_size == 1 or wish is False:
         return False
-    possible = device.type == "cpu" and same_node(partial(comm.agree, "one node"))
+    possible = device.type == "cpu" and aliases() and same_node(partial(comm.agree, "one node"))
     if wish is True and not possible:
         raise ConfigError(
-            "zero_optimization.shared_host_memory: needs ranks that compute on the CPU of one node; "
-            'got ranks that do not share memory; set it to "auto" or false'
+            "zero_optimization.shared_host_memory: needs ranks that compute on the CPU of one node, without "
+            'ZERO_NO_ALIAS; got ranks that do not share memory; set it to "auto" or false'
         )
     return possible

@@ -163,3 +163,16 @@ def test_bf16_trains_to_the_same_bits_in_every_place_and_every_time(matrix: Matr
 def test_one_rank_trains_to_the_bits_of_stage_3_at_every_stage(matrix: Matrix, stage: int) -> None:
     run = Run(1, 4, CLIPPING, 2, steps=FEW_STEPS)
     assert differences(matrix.trained(run, Place(stage)).tensors, matrix.trained(run, Place(3)).tensors) == []
+
+
+@pytest.mark.parametrize("place", [Place(3, "cpu", "cpu"), Place(3, "nvme", "nvme", cached=0.5)], ids=lambda p: p.name)
+def test_ranks_that_copy_units_instead_of_aliasing_them_train_to_the_same_bits(
+    matrix: Matrix, nvme_path: Any, place: Place
+) -> None:
+    run = Run(2, 1, CLIPPING, 1, steps=FEW_STEPS, agreed=True)
+    pool = RankPool(2, environment={"ZERO_NO_ALIAS": "1"})
+    try:
+        _, ours = pool.run(trained, run, place, str(nvme_path))[0]
+    finally:
+        pool.close()
+    assert differences(ours.tensors, matrix.first(run, 3).tensors) == []
