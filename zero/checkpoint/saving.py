@@ -149,8 +149,10 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
             raise StateError(f"{what}: inside forward or GatheredParameters; call it between them")
         self.wait_for_checkpoint()
         self.replan()
-        if any(bound.bound and bound.differs for bound in self._parts.bound):
-            # What forward has modified in place is stored when its unit is let go.
+        modified = any(bound.bound and bound.differs for bound in self._parts.bound)
+        told = self.exchange.agree("weights modified in place", b"yes" if modified else b"no")
+        if b"yes" in told:  # one rank's edit in `GatheredParameters` is made in place on that rank only
+            # What has been modified in place is stored when its unit is let go; ranks bring it back together.
             self.note_bound()
             self._persistent_bound = False
             self._parts.coordinator.release_all()

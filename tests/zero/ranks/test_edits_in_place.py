@@ -69,6 +69,39 @@ def test_an_edit_that_every_rank_makes_to_its_weights_happens_once(
         assert torch.equal(told[1], told[0] * 0.5)
 
 
+def edit_by_one_and_resume(place: Place, nvme_path: str) -> list[torch.Tensor]:
+    """A weight that the second rank has edited, and what a fresh engine has of it."""
+    import zero
+
+    told = []
+    for seed in (3, 4):
+        with seeded(seed):
+            model = Scaled()
+        with opened(place, nvme_path, model) as engine:
+            if not told:
+                with zero.GatheredParameters([model.first.weight], modifier_rank=1), torch.no_grad():
+                    if dist.get_rank() == 1:
+                        model.first.weight.mul_(0.5)
+                engine.save_checkpoint(f"{nvme_path}/saved")
+            else:
+                engine.load_checkpoint(f"{nvme_path}/saved")
+            told.append(engine.full_master("first.weight"))
+    return told
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "not shared"])
+@pytest.mark.parametrize(("stage", "states"), [(0, "none"), (1, "cpu"), (2, "nvme"), (3, "cpu")])
+def test_what_one_rank_has_edited_is_saved_by_all(
+    rank_pool: Pool, nvme_path: Any, stage: int, states: str, shared: bool
+) -> None:
+    place = Place(stage, "none", states, shared=shared, more=(("stage3_param_persistence_threshold", 10_000),))
+    with seeded(3):
+        first = Scaled().first.weight.detach()
+    for told in rank_pool(2).run(edit_by_one_and_resume, place, str(nvme_path)):
+        assert torch.equal(told[0], first * 0.5)
+        assert torch.equal(told[1], told[0])
+
+
 def shrink_in_forward(place: Place, nvme_path: str) -> str:
     with seeded(3):
         model, x = Scaled(shrinks=True), torch.randn(5, 37)
