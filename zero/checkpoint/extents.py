@@ -164,6 +164,8 @@ class Extents:
         lo, hi = unit.within(slot)
         lo, hi = max(lo, begin), min(hi, end)
         origin = unit.origin + slot.offset_numel - slot.first_numel  # where the parameter's first element would be
+        if not slot.numel:  # nothing, where the unit begins: some group of the first rank has that
+            lo = hi = origin = unit.begin
         if lo >= hi and (slot.numel or not begin <= unit.begin < end or unit.first_numel):
             return
         name, shape = self._leaves[slot.index].names[0], self._shapes[slot.index]

@@ -396,3 +396,35 @@ def test_what_names_no_folder_is_refused_before_anything_is_read_or_written(
         with pytest.raises(ValueError, match=f"{argument}: expected the path of a folder, got {folder!r}"):
             call(*arguments)
     assert [entry.name for entry in tmp_path.iterdir()] in ([], [nvme_path.name])
+
+
+class Hollow(nn.Module):
+    """A parameter without elements between two that have some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.randn(5_000)), nn.Parameter(torch.randn(300))
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self) -> torch.Tensor:
+        return self.first.sum() + self.nothing.sum() + self.last.sum()
+
+
+@pytest.mark.parametrize("threshold", [0, 100_000])
+@pytest.mark.parametrize("pair", [("none", "none"), ("nvme", "nvme")], ids="-".join)
+def test_a_parameter_without_elements_is_saved_wherever_it_lies(
+    tmp_path: Path, pair: tuple[str, str], threshold: int
+) -> None:
+    zero_keys = {"sub_group_size": 4096, "stage3_param_persistence_threshold": threshold}
+    config = make_config(pair, tmp_path, zero=zero_keys)
+    values = []
+    for index in range(2):
+        with seeded(index), zero.initialize(model=Hollow(), config=config)[0] as engine:
+            if index:
+                engine.load_checkpoint(tmp_path / "saves")
+            else:
+                engine.backward(engine())
+                engine.step()
+                engine.save_checkpoint(tmp_path / "saves")
+            values.append({name: engine.full_master(name) for name in ("first", "nothing", "last")})
+    assert differences(values[1], values[0]) == []
