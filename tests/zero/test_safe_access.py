@@ -121,6 +121,16 @@ def test_the_gradient_is_autograds_until_the_step_takes_it(open_engine: Open, pl
 
 
 @everywhere
+def test_what_has_no_gradient_has_none_wherever_it_lies(open_engine: Open, place: str, nvme_path: Path) -> None:
+    engine = opened(open_engine, place, nvme_path, model=build("branching"))
+    engine.backward(engine(tokens(0), branch=0))
+    for name, parameter in trained(engine):
+        with_gradient = not name.startswith("blocks.2.")
+        assert (utils.safe_get_full_grad(parameter) is not None) is with_gradient, name
+        assert (utils.safe_get_local_grad(parameter) is not None) is with_gradient, name
+
+
+@everywhere
 def test_a_sum_of_backwards_is_got_as_a_sum(open_engine: Open, place: str, nvme_path: Path) -> None:
     engine = opened(open_engine, place, nvme_path, accumulation=2)
     backward(engine, 0)

@@ -78,9 +78,14 @@ class GradientValues:
     def read_own(self, unit: Unit, slot: Slot, begin: int, end: int) -> torch.Tensor | None:
         """Elements [begin, end) of the slot, which are in this rank's slice, fp32; None if this rank has none."""
         state = self._state(unit)
-        if state.empty:
+        # What one rank has given says nothing of what others have: there the rest of a unit is zero.
+        if state.empty or (self._placement.alone and not state.contributions[slot.position]):
             return None
         return self._stored(state, slot, begin, end)
+
+    def drop_waiting(self, unit: Unit, slot: Slot) -> None:
+        """Forget what this rank has collected for the slot and not reduced yet."""
+        self._gradients.drop_waiting(unit, slot)
 
     def write_own(self, unit: Unit, slot: Slot, begin: int, values: torch.Tensor) -> None:
         """Replace elements of the slot from `begin` on, which are in this rank's slice; rounded to what is kept.
@@ -90,7 +95,6 @@ class GradientValues:
         state = self._state(unit)
         fresh = state.empty
         self._gradients.reclaim(unit)
-        self._gradients.drop_waiting(unit, slot)
         first = unit.origin + slot.offset_numel + begin
         last = first + values.numel()
         state.contributions[slot.position] = max(state.contributions[slot.position], 1)

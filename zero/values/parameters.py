@@ -143,10 +143,12 @@ class ParameterValues:
     def own_gradient(self) -> torch.Tensor | None:
         """This rank's part of the gradient, 1-D fp32; None if there is none."""
         self._gradients.settle()
-        parts = [self._gradients.read_own(r.unit, r.slot, r.begin, r.end) for r in self._runs()]
-        if any(part is None for part in parts):
+        runs = list(self._runs())
+        parts = [self._gradients.read_own(r.unit, r.slot, r.begin, r.end) for r in runs]
+        if runs and all(part is None for part in parts):
             return None
-        return torch.cat([part for part in parts if part is not None]) if parts else torch.empty(0)
+        filled = [torch.zeros(r.end - r.begin) if p is None else p for p, r in zip(parts, runs, strict=True)]
+        return torch.cat(filled) if filled else torch.empty(0)
 
     # ---- replacing ------------------------------------------------------------------------------
 
@@ -176,6 +178,8 @@ class ParameterValues:
         All ranks come here.
         """
         self._gradients.settle()
+        for unit, slot in self._places:  # a rank may have collected what is in another one's slice
+            self._gradients.drop_waiting(unit, slot)
         for run, part in self._parts_of(value):
             self._gradients.write_own(run.unit, run.slot, run.begin, part)
 

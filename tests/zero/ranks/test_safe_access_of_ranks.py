@@ -157,6 +157,27 @@ def test_what_is_set_is_got_again_on_all_ranks(rank_pool: Pool, nvme_path: Any, 
     assert rank_pool(2).run(changing, place, str(nvme_path), local) == [{}, {}]
 
 
+def set_amid_a_step(place: Place, nvme_path: str) -> list[str]:
+    """Names of gradients that are not what they were set to, after the first of two backwards of a step."""
+    from zero import utils
+
+    with opened(place, nvme_path, accumulation=2) as engine:
+        backward(engine, 0)
+        engine.step()
+        for _, parameter in trained(engine):
+            utils.safe_set_full_grad(parameter, torch.ones(parameter.shape))
+        return [
+            name for name, p in trained(engine) if not torch.equal(utils.safe_get_full_grad(p), torch.ones(p.shape))
+        ]
+
+
+@everywhere
+def test_a_gradient_that_is_set_amid_a_step_replaces_what_every_rank_has_collected(
+    rank_pool: Pool, nvme_path: Any, place: Place
+) -> None:
+    assert rank_pool(2).run(set_amid_a_step, place, str(nvme_path)) == [[], []]
+
+
 # ---- the attribute that DeepSpeed's clients take a rank's part from -----------------------------
 
 
