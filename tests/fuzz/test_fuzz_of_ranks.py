@@ -1,0 +1,17 @@
+"""As `test_fuzz`, on two ranks: wherever bytes live, they give the bits of a reference that adds up in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fuzz.verdict import failures
+from ranks import RankPool
+
+CHUNKS = [range(first, first + 8) for first in range(0, 24, 8)]
+LONG = [range(first, first + 80) for first in range(24, 24 + 1600, 80)]
+
+
+@pytest.mark.parametrize("chunk", [*CHUNKS, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in LONG)], ids=str)
+def test_two_ranks_give_the_bits_of_the_reference(rank_pool: Callable[[int], RankPool], chunk: range) -> None:
+    assert not (told := failures(chunk, 2, rank_pool)), told
