@@ -66,11 +66,14 @@ class CommonFile:
         file: the first peer's, open here.
         ledger: over the first peer's region.
         index: of this peer.
+        share: how the peers reach each other.
         patience_seconds: how long the first one may store nothing.
     """
 
-    def __init__(self, file: ProvisionalFile, ledger: Ledger, index: int, patience_seconds: float) -> None:
-        self._file, self._ledger, self._index = file, ledger, index
+    def __init__(
+        self, file: ProvisionalFile, ledger: Ledger, index: int, share: Share, patience_seconds: float
+    ) -> None:
+        self._file, self._ledger, self._index, self._share = file, ledger, index, share
         self._patience_seconds = patience_seconds
         self._offsets: list[int] = []
         """Of each row; a row is the place of a tensor in this list."""
@@ -94,16 +97,15 @@ class CommonFile:
         if index == 0:
             region = SharedRegion(Ledger.nbytes(count), what, touched=False)
             exchange_descriptors(index, count, share, [file.descriptor, region.descriptor])
-            return cls(file, Ledger(region, count), index, patience_seconds)
+            return cls(file, Ledger(region, count), index, share, patience_seconds)
         received = exchange_descriptors(index, count, share, [])
         file.close()
         if len(received[0]) != 2:
             raise PeerError(f"{what}: expected two open files of peer 0, got {len(received[0])}", [0])
         descriptor, ledger = received[0]
         common = ProvisionalFile(descriptor, file.where, file.releases)
-        return cls(
-            common, Ledger(SharedRegion.open(ledger, Ledger.nbytes(count), what), count), index, patience_seconds
-        )
+        region = SharedRegion.open(ledger, Ledger.nbytes(count), what)
+        return cls(common, Ledger(region, count), index, share, patience_seconds)
 
     @property
     def writes(self) -> bool:
@@ -153,6 +155,14 @@ class CommonFile:
         if self._seen is not None:
             self._seen[row] = _digest(values)
         return values
+
+    def agree(self) -> None:
+        """All peers come here: from here on each reads what the first has stored before.
+
+        A peer may have counted fewer edits than the first: what it read had one of them in it already.
+        """
+        self._share(b"")
+        self._versions = self._ledger.versions[: len(self._versions)].tolist()
 
     def release(self, offset: int, nbytes: int) -> None:
         """This peer does not read these bytes again. When nobody does, the file system has their room."""

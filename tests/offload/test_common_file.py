@@ -149,3 +149,27 @@ def test_nobody_waits_for_a_first_peer(tmp_path: Path, fails: bool) -> None:
         return raises(lambda: file.read(offset, 2, torch.float32))
 
     assert "rank 0 of this node has failed or let the model go" in all_run(2, job)[1]
+
+
+def test_what_all_have_agreed_on_is_read_also_by_one_that_saw_an_edit_too_early(tmp_path: Path) -> None:
+    """Number 1 reads the first edit before it makes it, so it counts none; then both make another."""
+
+    def job(index: int, share: Share, parent: Parent) -> list[float]:
+        file = opened(tmp_path, index, share, count=2)
+        offset = file.append(torch.zeros(2))
+        if index == 0:
+            file.read(offset, 2, torch.float32)
+            file.write(offset, torch.ones(2))
+            share(b"")
+        else:
+            share(b"")
+            seen = file.read(offset, 2, torch.float32)
+            file.write(offset, torch.ones_like(seen))
+        file.read(offset, 2, torch.float32)
+        if index == 0:
+            time.sleep(0.3)
+        file.write(offset, torch.full((2,), 2.0))
+        file.agree()
+        return file.read(offset, 2, torch.float32).tolist()
+
+    assert all_run(2, job) == [[2.0, 2.0]] * 2

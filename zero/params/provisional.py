@@ -165,6 +165,8 @@ class ProvisionalKeeper:
                 self._store(parameter)
                 mark(parameter, self, _provisional_name(parameter))  # its shape may be another now
                 self._release(parameter)
+        if modifier_rank is not None and isinstance(self._file, CommonFile):
+            self._file.agree()
 
     def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
         """An independent parameter with the same values, spilled too."""
