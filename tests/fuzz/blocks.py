@@ -116,7 +116,9 @@ class Recomputed(nn.Module):
 
     def forward(self, x: Tensor, turn: int) -> Tensor:
         for _ in range(2):
-            x = x + checkpoint(self.down, torch.relu(self.up(x)), use_reentrant=self.reentrant)
+            up = torch.relu(self.up(x))
+            recomputed = torch.is_grad_enabled()  # torch warns where there is nothing to recompute
+            x = x + (checkpoint(self.down, up, use_reentrant=self.reentrant) if recomputed else self.down(up))
         return x
 
 

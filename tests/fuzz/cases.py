@@ -49,7 +49,7 @@ class Case:
 
 
 WEIGHTS = {
-    "train": 14, "evaluate": 2, "alone": 1, "stumble": 1, "forget": 1, "zero_grad": 1, "edit": 3, "look": 1,
+    "train": 14, "evaluate": 2, "alone": 1, "stumble": 1, "forget": 1, "zero_grad": 1, "edit": 4, "look": 1,
     "read_one": 2, "read_all": 1, "set_full": 3, "set_local": 2, "resume": 2, "save": 1, "load": 2, "set_lr": 1,
     "freeze": 1, "thaw": 2, "offload": 1, "empty_cache": 1,
 }  # fmt: skip
@@ -65,9 +65,17 @@ def drawn(seed: int, ranks: int) -> Case:
     blocks = tuple(rng.choice(names) for _ in range(rng.randint(2, 6)))
     ways = tuple(way for way in WAYS if rng.random() < 0.3)
     count = rng.randint(OPERATIONS_MIN, OPERATIONS_MAX)
-    ops = tuple(_op(rng, blocks, ways, run) for _ in range(count))
+    ops = tuple(op for _ in range(count) for op in _phrase(rng, blocks, ways, run))[:OPERATIONS_MAX]
     places = tuple(_place(rng, run) for _ in range(PLACES))
     return Case(seed, blocks, ways, run, places, rng.random() < 0.7, ops)
+
+
+def _phrase(rng: random.Random, blocks: tuple[str, ...], ways: tuple[str, ...], run: Run) -> list[Op]:
+    """An operation; or an edit right behind a step whose updates are due, and a forward right behind the edit."""
+    op = _op(rng, blocks, ways, run)
+    if op.kind != "edit" or rng.random() < 0.2:
+        return [op]
+    return [*(Op("train", ("engine", 0)) for _ in range(run.accumulation)), op, Op("evaluate", (0,))]
 
 
 def _op(rng: random.Random, blocks: tuple[str, ...], ways: tuple[str, ...], run: Run) -> Op:
@@ -84,7 +92,7 @@ def _op(rng: random.Random, blocks: tuple[str, ...], ways: tuple[str, ...], run:
         "alone": (rng.randrange(len(blocks)), rng.randrange(3)),
         "stumble": (rng.randrange(len(blocks)),),
         "forget": (rng.randrange(3),),
-        "edit": (name, factor, rng.choice((None, 0, -1))),
+        "edit": (name, factor, rng.choice((None, 0, -1)), rng.randrange(run.ranks)),
         "look": (name,),
         "read_one": (name,),
         "set_full": (name, rng.choice(PLANES), factor),
@@ -105,13 +113,13 @@ def _place(rng: random.Random, run: Run) -> Place:
     states = rng.choice(tiers) if stage else "none"
     more: dict[str, Any] = {
         "stage3_max_live_parameters": rng.choice((LIVE_UNITS * BLOCK_NUMEL * run.ranks, 1_000_000_000)),
-        "stage3_prefetch_bucket_size": rng.choice((0, 1_500, 1_000_000)),
+        "stage3_prefetch_bucket_size": rng.choice((0, 0, 1_500, 1_000_000)),
         "stage3_max_reuse_distance": rng.choice((0, 0, 1_000_000_000)),
         "stage3_param_persistence_threshold": rng.choice((0, 0, 100, 100_000)),
-        "sub_group_size": rng.choice((512, 4_096, 1_000_000_000)),
+        "sub_group_size": rng.choice((512, 512, 4_096, 1_000_000_000)),
     }
     if (params, states) == ("nvme", "nvme") and run.ranks == 1 and rng.random() < 0.25:
         more["offload_optimizer"] = {"update_in_backward": True}
     cached = BUDGET_SHARE if "nvme" in (params, states) and rng.random() < 0.2 else None
-    shared = run.ranks == 1 or rng.random() < 0.6
+    shared = run.ranks == 1 or rng.random() < 0.75
     return Place(stage, params, states, shared, cached, tuple(sorted(more.items())))

@@ -9,7 +9,7 @@ import pytest
 from fuzz.verdict import failures
 
 CHUNKS = [range(first, first + 25) for first in range(0, 75, 25)]
-LONG = [range(first, first + 400) for first in range(75, 75 + 4000, 400)]
+LONG = [range(first, first + 400) for first in range(75, 75 + 10 * 400, 400)]
 
 
 @pytest.mark.parametrize("chunk", [*CHUNKS, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in LONG)], ids=str)

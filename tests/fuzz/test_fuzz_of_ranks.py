@@ -8,8 +8,8 @@ import pytest
 from fuzz.verdict import failures
 from ranks import RankPool
 
-CHUNKS = [range(first, first + 8) for first in range(0, 24, 8)]
-LONG = [range(first, first + 80) for first in range(24, 24 + 1600, 80)]
+CHUNKS = [range(first, first + 12) for first in range(0, 36, 12)]
+LONG = [range(first, first + 80) for first in range(36, 36 + 20 * 80, 80)]
 
 
 @pytest.mark.parametrize("chunk", [*CHUNKS, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in LONG)], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ import zero
 from zero import utils
 
 WIDENING_BYTES = 128 * 1024
+LATE_SECONDS = 0.1
 OTHER_SEED = 1
 """Of the weights of a model that gets its values from a checkpoint."""
 
@@ -125,12 +127,15 @@ class Trained(Side):
 
     # ---- values -----------------------------------------------------------------------------------------
 
-    def edit(self, name: str, factor: float, modifier: int | None) -> Told:
+    def edit(self, name: str, factor: float, modifier: int | None, late: int) -> Told:
         rank, parameter = modifier if modifier is None else modifier % self.case.run.ranks, self.parameters[name]
         with zero.GatheredParameters([parameter], modifier_rank=rank), torch.no_grad():
             if rank in (None, self.rank):
                 parameter.mul_(factor)
-        return self.read_one(name)
+        told = self.read_one(name)
+        if self.case.run.ranks > 1 and self.rank == late:
+            time.sleep(LATE_SECONDS)  # others may come first to what this rank has still to update
+        return told
 
     def look(self, name: str) -> Told:
         with zero.GatheredParameters([self.parameters[name]]):

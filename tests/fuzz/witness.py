@@ -182,7 +182,7 @@ class Witness(Side):
 
     # ---- values -----------------------------------------------------------------------------------------
 
-    def edit(self, name: str, factor: float, modifier: int | None) -> Told:
+    def edit(self, name: str, factor: float, modifier: int | None, late: int) -> Told:
         value = self.first.full_parameter(name) * factor
         for replica in self.replicas:
             replica.edit(name, value)
