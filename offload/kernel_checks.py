@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from offload.moments import MOMENTS_BLOCK_NUMEL, Moments
-from offload.sizes import BLOCK_NUMEL
+from offload.square_sums import row_count
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
@@ -59,13 +59,14 @@ def check_moments(moments: Moments, numel: int, device: torch.device) -> None:
         )
 
 
-def check_block_sums(into: tuple[Tensor, Tensor] | None, src: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the block sums of `src` go: `into`, or new tensors. Raises TypeError."""
-    blocks = -(-src.numel() // BLOCK_NUMEL)
+def check_sums(into: Tensor | None, src: Tensor) -> Tensor:
+    """Where the sums of the blocks of `src` go: `into`, or a new tensor. Raises TypeError."""
+    shape = (row_count(src.numel()), 4)
     if into is None:
-        return tuple(torch.empty(blocks, dtype=t, device=src.device) for t in (torch.float64, torch.int64))  # type: ignore[return-value]
-    check("sums", into[0], (torch.float64,), blocks, src.device)
-    check("nonfinite", into[1], (torch.int64,), blocks, src.device)
+        return torch.empty(shape, dtype=torch.int64, device=src.device)
+    if into.shape != shape or not into.is_contiguous():
+        raise TypeError(f"into: expected a contiguous tensor of shape {shape}, got {tuple(into.shape)}")
+    check("into", into.view(-1), (torch.int64,), into.numel(), src.device)
     return into
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload import kernels_fallback as fallback
 from offload.kernel_backend import backend_for
-from offload.kernel_checks import FLOATS, check, check_block_sums, check_master, check_moments, check_ranks
+from offload.kernel_checks import FLOATS, check, check_master, check_moments, check_ranks, check_sums
 from offload.moments import Moments
 from offload.segment import Segment
 from offload.sizes import BLOCK_NUMEL
@@ -237,7 +237,7 @@ def join(out: Tensor, weight: Tensor, remainder: Tensor, threads: int = 1) -> No
     backend.call("join", backend.pointer(out, "float *"), *inputs, out.numel(), threads=threads)
 
 
-def block_sumsq(src: Tensor, into: tuple[Tensor, Tensor] | None = None, threads: int = 1) -> tuple[Tensor, Tensor]:
+def block_sumsq(src: Tensor, into: Tensor | None = None, threads: int = 1) -> Tensor:
     """Sum of squares and count of inf/NaN of every block of 4096 elements (the last may be shorter).
 
     Args:
@@ -246,28 +246,25 @@ def block_sumsq(src: Tensor, into: tuple[Tensor, Tensor] | None = None, threads:
         threads: at most this many CPU threads.
 
     Returns:
-        (ceil(N / 4096),) fp64 sums and (ceil(N / 4096),) int64 counts, on the device of `src`. Sixteen lanes add
-        every sixteenth element in order and are folded in order: the bits do not depend on the machine.
+        (ceil(N / 4096), 4) int64 on the device of `src`, as `offload.square_sums.SquareSum.of` adds them up.
 
     Raises:
         TypeError: dtype, device, length or layout of a tensor is wrong.
     """
     check("src", src, FLOATS, src.numel(), src.device)
-    sums, nonfinite = check_block_sums(into, src)
+    sums = check_sums(into, src)
     if src.numel() == 0:
-        return sums, nonfinite
+        return sums
     backend = backend_for(src.device)
     if backend is None:
-        fallback.block_sumsq(sums, nonfinite, src)
-        return sums, nonfinite
-    outputs = backend.pointer(sums, "double *"), backend.pointer(nonfinite, "int64_t *")
-    backend.call("block_sumsq", *outputs, backend.pointer(src), _DTYPES[src.dtype], src.numel(), threads=threads)
-    return sums, nonfinite
+        fallback.block_sumsq(sums, src)
+        return sums
+    source = backend.pointer(src), _DTYPES[src.dtype], src.numel()
+    backend.call("block_sumsq", backend.pointer(sums, "zn_square_sum *"), *source, threads=threads)
+    return sums
 
 
-def cast_sumsq(
-    out: Tensor, src: Tensor, scale: float = 1.0, into: tuple[Tensor, Tensor] | None = None, threads: int = 1
-) -> tuple[Tensor, Tensor]:
+def cast_sumsq(out: Tensor, src: Tensor, scale: float = 1.0, into: Tensor | None = None, threads: int = 1) -> Tensor:
     """`cast`, and `block_sumsq` of what it stored, in one pass over memory.
 
     Args:
@@ -285,20 +282,17 @@ def cast_sumsq(
     """
     check("src", src, FLOATS, src.numel(), src.device)
     check("out", out, FLOATS, src.numel(), src.device)
-    sums, nonfinite = check_block_sums(into, out)
+    sums = check_sums(into, out)
     if src.numel() == 0:
-        return sums, nonfinite
+        return sums
     backend = backend_for(src.device)
     if backend is None:
-        fallback.cast_sumsq(out, sums, nonfinite, src, scale)
-        return sums, nonfinite
-    outputs = backend.pointer(sums, "double *"), backend.pointer(nonfinite, "int64_t *")
-    source = backend.pointer(src), _DTYPES[src.dtype]
-    backend.call(
-        *("cast_sumsq", backend.pointer(out), _DTYPES[out.dtype], *outputs, *source, src.numel(), scale),
-        threads=threads,
-    )
-    return sums, nonfinite
+        fallback.cast_sumsq(out, sums, src, scale)
+        return sums
+    outputs = backend.pointer(out), _DTYPES[out.dtype], backend.pointer(sums, "zn_square_sum *")
+    source = backend.pointer(src), _DTYPES[src.dtype], src.numel()
+    backend.call("cast_sumsq", *outputs, *source, scale, threads=threads)
+    return sums
 
 
 def reduce_ranks(
@@ -307,9 +301,9 @@ def reduce_ranks(
     *,
     scale: float = 1.0,
     add: bool = False,
-    into: tuple[Tensor, Tensor] | None = None,
+    into: Tensor | None = None,
     threads: int = 1,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Sum what several ranks contribute, in fp32 and in the given order, and `block_sumsq` of what is stored; one pass.
 
     For each element: `s = sources[0] + sources[1] + ...; s = s * scale; stored = s`, or `stored + s` with `add`.
@@ -330,19 +324,17 @@ def reduce_ranks(
         ValueError: there is no source, or one overlaps `stored` without being it.
     """
     check_ranks(stored, sources, add)
-    sums, nonfinite = check_block_sums(into, stored)
+    sums = check_sums(into, stored)
     backend = backend_for(stored.device)
     if backend is None or stored.device.type != "cpu":
         fallback.reduce_ranks(stored, sources, scale, add)
-        return block_sumsq(stored, (sums, nonfinite), threads)
+        return block_sumsq(stored, sums, threads)
     if stored.numel() > 0:
-        outputs = backend.pointer(sums, "double *"), backend.pointer(nonfinite, "int64_t *")
+        outputs = backend.pointer(stored), _DTYPES[stored.dtype], backend.pointer(sums, "zn_square_sum *")
         table = backend.native.ffi.new("void *[]", [backend.pointer(source) for source in sources])
         operands = table, len(sources), _DTYPES[sources[0].dtype], stored.numel(), scale, int(add)
-        backend.call(
-            *("reduce_ranks", backend.pointer(stored), _DTYPES[stored.dtype], *outputs, *operands), threads=threads
-        )
-    return sums, nonfinite
+        backend.call("reduce_ranks", *outputs, *operands, threads=threads)
+    return sums
 
 
 def crc32c(tensor: Tensor, crc: int = 0) -> int:

@@ -18,8 +18,8 @@ from offload import moments_fallback
 from offload.moments import MOMENTS_BLOCK_NUMEL, Moments
 from offload.segment import Segment
 from offload.sizes import BLOCK_NUMEL
+from offload.square_sums import BIN, BIN_MIN, DIGIT_BITS, HIGH, LOW, NONFINITE, row_count
 
-LANES = 16
 TILE_NUMEL = 32 * BLOCK_NUMEL
 DEVICE_TILE_NUMEL = 256 * BLOCK_NUMEL
 """Fewer launches; the scratch memory is still no more than a few MiB."""
@@ -181,29 +181,37 @@ def join(out: Tensor, weight: Tensor, remainder: Tensor) -> None:
         out.view(torch.int32)[tile].copy_(_join(weight[tile], remainder[tile]).view(torch.int32))
 
 
-def block_sumsq(sums: Tensor, nonfinite: Tensor, src: Tensor) -> None:
-    """See `offload.kernels.block_sumsq`; row after row, because the order of additions is part of the result."""
+def block_sumsq(sums: Tensor, src: Tensor) -> None:
+    """See `offload.kernels.block_sumsq`, and the note in native/include/zn_square_sum.h."""
     for tile in _tiles(0, src.numel()):
         values = src[tile].to(torch.float64)
-        blocks = -(-values.numel() // BLOCK_NUMEL)
-        # Adding the zeros of the padding to a sum of squares changes no bit of it.
-        values = torch.nn.functional.pad(values, (0, blocks * BLOCK_NUMEL - values.numel()))
-        rows = values.square().view(blocks, BLOCK_NUMEL // LANES, LANES)
-        lanes = rows[:, 0].clone()
-        for row in range(1, BLOCK_NUMEL // LANES):
-            lanes.add_(rows[:, row])
-        folded = lanes[:, 0].clone()
-        for lane in range(1, LANES):
-            folded.add_(lanes[:, lane])
-        first = tile.start // BLOCK_NUMEL
-        sums[first : first + blocks] = _canonical(folded)
-        nonfinite[first : first + blocks] = values.isfinite().logical_not_().view(blocks, BLOCK_NUMEL).sum(1)
+        blocks = row_count(values.numel())
+        # The zeros of the padding change no digit.
+        rows = torch.nn.functional.pad(values, (0, blocks * BLOCK_NUMEL - values.numel())).view(blocks, BLOCK_NUMEL)
+        nonfinite = rows.isfinite().logical_not_().sum(1)
+        rows.masked_fill_(nonfinite.bool()[:, None], 0.0)
+        most = rows.abs().amax(1)
+        bins = torch.frexp(most).exponent.to(torch.int64).mul_(2).floor_divide_(DIGIT_BITS)
+        bins.masked_fill_(most == 0, BIN_MIN)
+        above, below = _anchors(bins), _anchors(bins - 1)
+        squares = rows.square_()
+        cut = squares + above
+        rest = squares.sub_(cut - above)
+        into = sums[tile.start // BLOCK_NUMEL :][:blocks]
+        into[:, HIGH] = (cut.view(torch.int64) - above.view(torch.int64)).sum(1)
+        into[:, LOW] = (rest.add_(below).view(torch.int64) - below.view(torch.int64)).sum(1)
+        into[:, BIN], into[:, NONFINITE] = bins, nonfinite
 
 
-def cast_sumsq(out: Tensor, sums: Tensor, nonfinite: Tensor, src: Tensor, scale: float) -> None:
+def _anchors(bins: Tensor) -> Tensor:
+    """(blocks, 1) fp64 of 1.5 * 2^52 units of the digits of `bins`: what is added to cut one off."""
+    return ((bins * DIGIT_BITS + 52 + 1023) << 52 | 1 << 51).view(torch.float64)[:, None]
+
+
+def cast_sumsq(out: Tensor, sums: Tensor, src: Tensor, scale: float) -> None:
     """See `offload.kernels.cast_sumsq`."""
     cast(out, src, scale)
-    block_sumsq(sums, nonfinite, out)
+    block_sumsq(sums, out)
 
 
 def reduce_ranks(stored: Tensor, sources: Sequence[Tensor], scale: float, add: bool) -> None:

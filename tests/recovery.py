@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, build, make_config, tokens, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor
 
 import zero
@@ -50,7 +50,7 @@ def train(trainer: Any, *indices: int) -> Any:
 
 
 def reference_of(engine: Any, model: str = "gpt", **more: Any) -> Reference:
-    return Reference(build(model), lambda name: HYPER, layout=layout_of(engine), **more)
+    return Reference(build(model), lambda name: HYPER, **more)
 
 
 def unequal(engine: Any, other: Any, model: str = "gpt") -> list[str]:
@@ -77,7 +77,7 @@ def scheduled_reference(engine: Any, accumulation: int = 1, model: str = "gpt") 
     def hyper_of(name: str) -> Hyper:
         return replace(HYPER, lr=HYPER.lr * 0.5**done)
 
-    return Reference(build(model), hyper_of, accumulation=accumulation, layout=layout_of(engine), on_step=stepped)
+    return Reference(build(model), hyper_of, accumulation=accumulation, on_step=stepped)
 
 
 # ---- whoever looks at what a step has left to do --------------------------------------------------------------------

@@ -23,12 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-BLOCK_NUMEL = 4096
-LANES = 16
-
-Layout = tuple[tuple[tuple[str, int], ...], ...]
-"""Units; of each unit its parameters as (name, first element in the flat unit)."""
-
 
 @dataclass(frozen=True)
 class Hyper:
@@ -87,30 +81,21 @@ def fp32(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-def block_sums(flat: np.ndarray[Any, np.dtype[np.float64]]) -> list[float]:
-    """Sum of squares of each 4096 elements: lane i of 16 adds i, i+16, ... in order, then lanes 0..15 in order."""
-    padded = np.zeros(-(-flat.size // BLOCK_NUMEL) * BLOCK_NUMEL)
-    padded[: flat.size] = flat * flat
-    rows = padded.reshape(-1, BLOCK_NUMEL // LANES, LANES)
-    # cumsum adds strictly in order; np.sum would add in pairs.
-    lanes = np.cumsum(rows, axis=1)[:, -1, :] if rows.size else np.zeros((0, LANES))
-    return [float(total) for total in np.cumsum(lanes, axis=1)[:, -1]]
-
-
-def norm_in_blocks(grads: Mapping[str, Tensor], layout: Layout) -> float:
-    """The global gradient norm with the engine's rounding: blocks in unit coordinates, folded exactly."""
-    sums: list[float] = []
-    for unit in layout:
-        held = [(grads[name].detach().double().flatten().numpy(), offset) for name, offset in unit if name in grads]
-        flat = np.zeros(max((offset + grad.size for grad, offset in held), default=0))
-        for grad, offset in held:
-            flat[offset : offset + grad.size] = grad
-        sums += block_sums(flat)
-    return math.sqrt(math.fsum(sums))
+def norm_of(grads: Mapping[str, Tensor]) -> float:
+    """The global gradient norm, 53 bits of it: every square is rounded to a multiple of one power of two, which the
+    largest element fixes, and these are added up exactly."""
+    values = np.concatenate([np.zeros(1), *(grad.detach().double().flatten().numpy() for grad in grads.values())])
+    if not np.isfinite(values).all():
+        return math.nan
+    exponent = math.frexp(np.abs(values).max())[1]
+    unit = 50 * (2 * exponent // 50 - 1) if values.any() else 0
+    # Halves of a unit go to the even neighbour; what is scaled by a power of two stays exact.
+    total = sum(map(int, np.rint(np.ldexp(values * values, -unit)).tolist()))
+    return math.sqrt(math.ldexp(float(total), unit))
 
 
 def norm_exact(grads: Mapping[str, Tensor]) -> float:
-    """The global gradient norm without any layout: the correctly rounded sum of all squares."""
+    """The global gradient norm from the correctly rounded sum of all squares."""
     return math.sqrt(math.fsum(x * x for grad in grads.values() for x in grad.detach().double().flatten().tolist()))
 
 
@@ -154,7 +139,6 @@ class Reference:
 
     Attributes:
         hyper_of: hyper-parameters of a parameter name, asked anew at every step (a scheduler may change them).
-        layout: blocks of the norm; None takes the exact norm instead.
         on_step: called after each optimizer step, as a learning-rate scheduler is.
         opaque: parameter names that are quantised storage: left alone.
         fp16: fp16 weights instead of bf16 ones.
@@ -166,7 +150,6 @@ class Reference:
     bf16: bool = True
     clipping: float = 0.0
     accumulation: int = 1
-    layout: Layout | None = None
     on_step: Callable[[], None] | None = None
     opaque: Callable[[str], bool] = lambda name: False
     fp16: bool = False
@@ -217,7 +200,7 @@ class Reference:
         self.micro_steps += 1
         if self.micro_steps % self.accumulation:
             return
-        norm = norm_exact(self.grads) if self.layout is None else norm_in_blocks(self.grads, self.layout)
+        norm = norm_of(self.grads)
         scale = 1.0 if self.rule is None else self.rule.scale
         if self.rule is not None:
             self.rule.update(overflow=not math.isfinite(norm))
@@ -259,13 +242,6 @@ class Reference:
     def full_state(self, name: str) -> dict[str, Any]:
         state = self.states[name]
         return {"exp_avg": state.exp_avg.clone(), "exp_avg_sq": state.exp_avg_sq.clone(), "step": state.step}
-
-
-def layout_of(engine: Any) -> Layout:
-    """The engine's trainable units as `Layout`, from `engine.units[i].slots`."""
-    return tuple(
-        tuple((slot.names[0], slot.offset_numel) for slot in unit.slots) for unit in engine.units if unit.trainable
-    )
 
 
 def snapshot(trainer: Any, model_names: Iterable[tuple[str, bool]]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from models import ADAMW, build, make_config, tokens, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor
 
 HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ def unequal(ours: Any, theirs: Any, model: str = "gpt") -> list[str]:
 
 
 def reference_of(engine: Any, model: str = "gpt", **more: Any) -> Reference:
-    return Reference(build(model), lambda name: HYPER, layout=layout_of(engine), **more)
+    return Reference(build(model), lambda name: HYPER, **more)
 
 
 def as_a_kill_would_leave_it(nvme_path: Path, elsewhere: Path) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from models import ADAMW, make_config, seeded, trainability
-from reference import Hyper, Layout, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from support_models import ROWS, Checkpoint, Row, loss_in, torch_checkpoint
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -102,7 +102,7 @@ def train(trainer: Any, model: torch.nn.Module, row: Row, after_step: Callable[[
 
 
 @cache
-def expected(name: str, mode: str, layout: Layout) -> tuple[History, dict[str, Tensor], dict[str, Tensor]]:
+def expected(name: str, mode: str) -> tuple[History, dict[str, Tensor], dict[str, Tensor]]:
     """The run without an engine: history, final state, buffers."""
     row = ROWS[name]
     model = row.make(reference_checkpoint(mode))
@@ -111,7 +111,7 @@ def expected(name: str, mode: str, layout: Layout) -> tuple[History, dict[str, T
         for key, buffer in module._buffers.items() if isinstance(module, _NormBase) else ():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[key] = buffer.bfloat16()
-    reference = Reference(model, lambda name: HYPER, layout=layout, opaque=lambda name: name.endswith(row.opaque))
+    reference = Reference(model, lambda name: HYPER, opaque=lambda name: name.endswith(row.opaque))
     history = train(reference, model, row, lambda gradients: None)
     return history, snapshot(reference, names), buffers_of(model)
 
@@ -151,9 +151,8 @@ def run(cell: Cell, nvme_path: Any) -> None:
         statistics = engine.statistics()
         if not statistics.gathered_bytes or (cell.tier == "nvme" and not statistics.nvme_read_bytes):
             raise Mismatch("no bytes were fetched")
-        layout = layout_of(engine)
         state, buffers = snapshot(engine, names), buffers_of(model)
-    compare((history, state, buffers), expected(cell.row, cell.mode, layout))
+    compare((history, state, buffers), expected(cell.row, cell.mode))
 
 
 def compare(ours: tuple[History, Any, Any], theirs: tuple[History, Any, Any]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from reference import Layout, clip_coefficient, fp32, norm_in_blocks, round_half_away
+from reference import clip_coefficient, fp32, norm_of, round_half_away
 from torch import Tensor, nn
 
 WIDTH, HIDDEN = 21, 150
@@ -61,11 +61,10 @@ class Plain:
     Args:
         make: called with param groups of fp32 masters.
         second: options of the second group.
-        layout: the engine's, for the norm.
     """
 
-    def __init__(self, make: Make, second: Group, *, bf16: bool, clipping: float, layout: Layout) -> None:
-        self.model, self._clipping, self._layout = patchy(), clipping, layout
+    def __init__(self, make: Make, second: Group, *, bf16: bool, clipping: float) -> None:
+        self.model, self._clipping = patchy(), clipping
         self._held = dict(self.model.named_parameters())
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self._held.items()}
         if bf16:
@@ -83,7 +82,7 @@ class Plain:
         grads = {name: p.grad for name, p in self._held.items() if p.grad is not None}
         scale = 1.0
         if self._clipping:
-            scale = clip_coefficient(norm_in_blocks(grads, self._layout), self._clipping)
+            scale = clip_coefficient(norm_of(grads), self._clipping)
         for name, master in self.masters.items():
             grad = grads.get(name)
             master.grad = None if grad is None else grad.float() * fp32(scale)

@@ -6,9 +6,8 @@
 #include "moments.h"
 
 /* Elements per fixed-width loop (whole cache lines of every array) and how far ahead to prefetch. */
-enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256, ZN_LANES = 16 };
+enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256 };
 
-#define ZN_NAN_F64 __builtin_nan("")
 #define ZN_JOIN_NAME(name, isa) name##_##isa
 #define ZN_EXPAND_NAME(name, isa) ZN_JOIN_NAME(name, isa)
 #define ZN_NAME(name) ZN_EXPAND_NAME(name, ZN_ISA)
@@ -21,39 +20,33 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256, ZN_LANES = 16 };
 #endif
 
 #define ZN_ISA scalar
-#define ZN_VECTOR_BYTES 16
 #include "adamw_body.inc"
 #include "moments_body.inc"
 #include "cast_body.inc"
-#include "reduce_body.inc"
+#include "square_sums_body.inc"
 #include "ranks_body.inc"
-#undef ZN_VECTOR_BYTES
 #undef ZN_ISA
 
 #if ZN_X86_ROWS
 #pragma GCC push_options
 #pragma GCC target("avx2")
 #define ZN_ISA avx2
-#define ZN_VECTOR_BYTES 32
 #include "adamw_body.inc"
 #include "moments_body.inc"
 #include "cast_body.inc"
-#include "reduce_body.inc"
+#include "square_sums_body.inc"
 #include "ranks_body.inc"
-#undef ZN_VECTOR_BYTES
 #undef ZN_ISA
 #pragma GCC pop_options
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #define ZN_ISA avx512
-#define ZN_VECTOR_BYTES 64
 #include "adamw_body.inc"
 #include "moments_body.inc"
 #include "cast_body.inc"
-#include "reduce_body.inc"
+#include "square_sums_body.inc"
 #include "ranks_body.inc"
-#undef ZN_VECTOR_BYTES
 #undef ZN_ISA
 #pragma GCC pop_options
 #endif

@@ -95,22 +95,20 @@ int32_t zn_cpu_join(float *out, const void *weight_bf16, const int16_t *remainde
 
 typedef struct {
   zn_sumsq_kernel *kernel;
-  double *out;
-  int64_t *nonfinite;
+  zn_square_sum *sums;
   const void *in;
 } zn_sumsq_call;
 
 static void sumsq_part(const void *context, int64_t begin, int64_t end) {
   const zn_sumsq_call *call = context;
-  call->kernel(call->out, call->nonfinite, call->in, begin, end);
+  call->kernel(call->sums, call->in, begin, end);
 }
 
-int32_t zn_cpu_block_sumsq(double *out, int64_t *nonfinite, const void *in, int32_t in_dtype,
-                                     int64_t numel, int32_t threads) {
+int32_t zn_cpu_block_sumsq(zn_square_sum *sums, const void *in, int32_t in_dtype, int64_t numel, int32_t threads) {
   if (!zn_is_dtype(in_dtype) || numel < 0 || threads < 1) return -EINVAL;
   if (numel == 0) return 0;
-  if (!out || !nonfinite || !in) return -EINVAL;
-  zn_sumsq_call call = {zn_cpu_active()->sumsq[in_dtype], out, nonfinite, in};
+  if (!sums || !in) return -EINVAL;
+  zn_sumsq_call call = {zn_cpu_active()->sumsq[in_dtype], sums, in};
   zn_parallel(sumsq_part, &call, 0, numel, threads);
   return 0;
 }

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "../include/zn_abi.h"
+#include "../include/zn_square_sum.h"
 
 #define ZN_INLINE static inline __attribute__((always_inline))
 
@@ -44,7 +45,7 @@ typedef void zn_cast_kernel(void *out, const void *in, float scale, int64_t begi
 typedef void zn_accumulate_kernel(float *sum, const void *first, const void *in, int64_t begin, int64_t end);
 typedef void zn_split_kernel(uint16_t *weight, int16_t *remainder, const float *in, int64_t begin, int64_t end);
 typedef void zn_join_kernel(float *out, const uint16_t *weight, const int16_t *remainder, int64_t begin, int64_t end);
-typedef void zn_sumsq_kernel(double *out, int64_t *nonfinite, const void *in, int64_t begin, int64_t end);
+typedef void zn_sumsq_kernel(zn_square_sum *sums, const void *in, int64_t begin, int64_t end);
 typedef void zn_reduce_kernel(void *stored, const void *const *sources, int64_t count, float scale, int64_t begin,
                               int64_t end);
 

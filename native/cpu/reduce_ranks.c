@@ -8,8 +8,7 @@ typedef struct {
   zn_reduce_kernel *reduce;
   zn_sumsq_kernel *sumsq;
   void *stored;
-  double *sums;
-  int64_t *nonfinite;
+  zn_square_sum *sums;
   const void *const *sources;
   int64_t source_count;
   float scale;
@@ -21,7 +20,7 @@ static void reduce_part(const void *context, int64_t begin, int64_t end) {
   for (int64_t from = begin; from < end; from += ZN_BLOCK_NUMEL) {
     int64_t to = end - from < ZN_BLOCK_NUMEL ? end : from + ZN_BLOCK_NUMEL;
     call->reduce(call->stored, call->sources, call->source_count, call->scale, from, to);
-    call->sumsq(call->sums, call->nonfinite, call->stored, from, to);
+    call->sumsq(call->sums, call->stored, from, to);
   }
 }
 
@@ -32,7 +31,7 @@ static int has_null(const void *const *sources, int64_t count) {
   return 0;
 }
 
-int32_t zn_cpu_reduce_ranks(void *stored, int32_t stored_dtype, double *sums, int64_t *nonfinite,
+int32_t zn_cpu_reduce_ranks(void *stored, int32_t stored_dtype, zn_square_sum *sums,
                             const void *const *sources, int64_t source_count, int32_t in_dtype, int64_t numel,
                             float scale, int32_t add, int32_t threads) {
   if (!zn_is_dtype(stored_dtype) || !zn_is_dtype(in_dtype) || source_count < 1 || numel < 0 || threads < 1) {
@@ -40,11 +39,11 @@ int32_t zn_cpu_reduce_ranks(void *stored, int32_t stored_dtype, double *sums, in
   }
   if (stored_dtype != ZN_F32 && (stored_dtype != in_dtype || add)) return -EINVAL;
   if (numel == 0) return 0;
-  if (!stored || !sums || !nonfinite || !sources || has_null(sources, source_count)) return -EINVAL;
+  if (!stored || !sums || !sources || has_null(sources, source_count)) return -EINVAL;
   const zn_cpu_kernels *kernels = zn_cpu_active();
   int how = add ? ZN_REDUCE_ADD : stored_dtype == in_dtype ? ZN_REDUCE_SAME : ZN_REDUCE_WIDE;
   zn_reduce_call call = {
-      kernels->reduce[in_dtype][how], kernels->sumsq[stored_dtype], stored, sums, nonfinite, sources, source_count,
+      kernels->reduce[in_dtype][how], kernels->sumsq[stored_dtype], stored, sums, sources, source_count,
       scale};
   zn_parallel(reduce_part, &call, 0, numel, threads);
   return 0;

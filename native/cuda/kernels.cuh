@@ -22,6 +22,24 @@ static inline unsigned zn_grid(int64_t items) {
   return (unsigned)(blocks < ZN_GRID_MAX ? blocks : ZN_GRID_MAX);
 }
 
+/* Combine ZN_THREADS values, one from each thread of the block; every thread gets the result. */
+template <typename T, typename Combine>
+__device__ inline T zn_over_block(T value, Combine combine) {
+  constexpr int WARPS = ZN_THREADS / 32;
+  __shared__ T warps[WARPS];
+  for (int lane = 16; lane > 0; lane /= 2) value = combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, lane));
+  __syncthreads(); /* the values of the call before have been read */
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = warps[0];
+  for (int warp = 1; warp < WARPS; warp++) value = combine(value, warps[warp]);
+  return value;
+}
+
+__device__ inline uint32_t zn_block_max(uint32_t value) {
+  return zn_over_block(value, [](uint32_t a, uint32_t b) { return max(a, b); });
+}
+
 static inline int32_t zn_launched() { return (int32_t)cudaGetLastError(); }
 
 static inline bool zn_is_dtype(int32_t dtype) { return dtype >= ZN_F32 && dtype <= ZN_F16; }

@@ -74,18 +74,6 @@ __device__ inline float zn_inverse_of(float scale) {
   return scale > 0.0f ? __uint_as_float(__float_as_uint(__fdiv_rn(1.0f, scale)) + 1u) : 0.0f;
 }
 
-/* The largest of 256 values, one from each thread of the block; every thread gets it. */
-__device__ inline uint32_t zn_block_max(uint32_t value) {
-  constexpr int WARPS = ZN_MOMENTS_BLOCK_NUMEL / 32;
-  __shared__ uint32_t warps[WARPS];
-  for (int lane = 16; lane > 0; lane /= 2) value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, lane));
-  __syncthreads(); /* the values of the call before have been read */
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  for (int warp = 0; warp < WARPS; warp++) value = max(value, warps[warp]);
-  return value;
-}
-
 /* One element of a block of 8-bit moments for each of 256 threads. A NaN out of a product has the
  * device's payload, hence the canonical bits. */
 __device__ inline void zn_block_load(float &m, float &v, const zn_moments &moments, int64_t block) {

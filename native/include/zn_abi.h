@@ -280,24 +280,28 @@ int32_t zn_cpu_split(void *weight_bf16, int16_t *remainder, const float *in, int
 int32_t zn_cpu_join(float *out, const void *weight_bf16, const int16_t *remainder, int64_t numel,
                     int32_t threads);
 
-/* One fp64 sum of squares per block of 4096 elements (the last may be shorter) and one count of
- * inf/NaN per block: `out` and `nonfinite` have ceil(numel / 4096) entries. Lanes are fixed: lane
- * i of 16 adds elements i, i+16, ... in order; lanes are then folded 0..15 in order. */
-int32_t zn_cpu_block_sumsq(double *out, int64_t *nonfinite, const void *in, int32_t in_dtype,
-                           int64_t numel, int32_t threads);
+/* A sum of squares in two digits, high * 2^(50 bin) + low * 2^(50 (bin - 1)), and the number of inf and NaN among the
+ * elements. With one of those the digits are 0 and the bin is the least one, as in a sum of zeros. */
+enum { ZN_SQUARE_DIGIT_BITS = 50, ZN_SQUARE_BIN_MIN = -6 };
+typedef struct {
+  int64_t high, low, bin, nonfinite;
+} zn_square_sum;
+
+/* One sum of squares per block of 4096 elements (the last may be shorter): `sums` has ceil(numel / 4096) entries. */
+int32_t zn_cpu_block_sumsq(zn_square_sum *sums, const void *in, int32_t in_dtype, int64_t numel,
+                           int32_t threads);
 
 /* zn_cpu_cast and the block sums of what it stored, in one pass over memory: the bits of
- * zn_cpu_cast(out, ...) followed by zn_cpu_block_sumsq(sums, nonfinite, out, ...). */
-int32_t zn_cpu_cast_sumsq(void *out, int32_t out_dtype, double *sums, int64_t *nonfinite,
-                          const void *in, int32_t in_dtype, int64_t numel, float scale,
-                          int32_t threads);
+ * zn_cpu_cast(out, ...) followed by zn_cpu_block_sumsq(sums, out, ...). */
+int32_t zn_cpu_cast_sumsq(void *out, int32_t out_dtype, zn_square_sum *sums, const void *in,
+                          int32_t in_dtype, int64_t numel, float scale, int32_t threads);
 
 /* The sum over ranks and its block sums, in one pass over memory. For each element, in fp32 and in this order:
  *   s = sources[0][i];  s = s + sources[1][i]; ...  s = s * scale;  stored[i] = s, or stored[i] + s with `add`
  * `stored` is fp32 or has the dtype of the sources (rounded to nearest even); `add` needs fp32. It may be one of the
- * sources. `sums` and `nonfinite` are those of zn_cpu_block_sumsq(..., stored, ...) afterwards. The result does not
- * depend on `threads`. -EINVAL when source_count < 1, for dtypes that do not fit, or a NULL. */
-int32_t zn_cpu_reduce_ranks(void *stored, int32_t stored_dtype, double *sums, int64_t *nonfinite,
+ * sources. `sums` are those of zn_cpu_block_sumsq(..., stored, ...) afterwards. The result does not depend on
+ * `threads`. -EINVAL when source_count < 1, for dtypes that do not fit, or a NULL. */
+int32_t zn_cpu_reduce_ranks(void *stored, int32_t stored_dtype, zn_square_sum *sums,
                             const void *const *sources, int64_t source_count, int32_t in_dtype,
                             int64_t numel, float scale, int32_t add, int32_t threads);
 
@@ -335,11 +339,10 @@ int32_t zn_cuda_split(void *weight_bf16, int16_t *remainder, const float *in, in
                       void *stream);
 int32_t zn_cuda_join(float *out, const void *weight_bf16, const int16_t *remainder, int64_t numel,
                      void *stream);
-int32_t zn_cuda_block_sumsq(double *out, int64_t *nonfinite, const void *in, int32_t in_dtype,
-                            int64_t numel, void *stream);
-int32_t zn_cuda_cast_sumsq(void *out, int32_t out_dtype, double *sums, int64_t *nonfinite,
-                           const void *in, int32_t in_dtype, int64_t numel, float scale,
-                           void *stream);
+int32_t zn_cuda_block_sumsq(zn_square_sum *sums, const void *in, int32_t in_dtype, int64_t numel,
+                            void *stream);
+int32_t zn_cuda_cast_sumsq(void *out, int32_t out_dtype, zn_square_sum *sums, const void *in,
+                           int32_t in_dtype, int64_t numel, float scale, void *stream);
 
 /* CDEF END */
 

@@ -58,11 +58,8 @@ def test_fp16_is_the_same_on_every_tier_and_near_fp32(clients: Any, plain: Plain
     for run in runs:
         assert run["skipped"] == 0
         assert run["loss"] == runs[0]["loss"]
+        assert run["grad_norm"] == runs[0]["grad_norm"]
         assert gap(run["weights"], runs[0]["weights"]) == 0
-    # The threshold ("auto" at stage 3) decides what lies in a block, and squares are added up block by block.
-    assert runs[1]["grad_norm"] == runs[0]["grad_norm"] and runs[3]["grad_norm"] == runs[2]["grad_norm"]
-    for run in runs[2:]:
-        assert run["grad_norm"] == pytest.approx(runs[0]["grad_norm"], rel=1e-14)
     epsilon = torch.finfo(torch.float16).eps
     assert runs[0]["loss"] == pytest.approx(plain(SCHEDULED)["loss"], rel=2 * epsilon)
     assert all(value.dtype == torch.float16 for value in runs[0]["weights"].values())

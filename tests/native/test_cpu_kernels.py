@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -236,27 +237,30 @@ def test_the_split_weight_rounds_half_away_from_zero_on_every_isa(isa: str) -> N
         assert np.array_equal(split_and_join(values)[1], values)
 
 
-def block_sums(source: np.ndarray, dtype: int, threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    blocks = -(-len(source) // 4096)
-    sums, bad = np.full(blocks, -1.0), np.full(blocks, -1, np.int64)
-    outputs = pointer(sums, "double *"), pointer(bad, "int64_t *")
-    assert lib.zn_cpu_block_sumsq(*outputs, pointer(source), dtype, len(source), threads) == 0
-    return sums, bad
+def block_sums(source: np.ndarray, dtype: int, threads: int = 1) -> np.ndarray:
+    sums = np.full((-(-len(source) // 4096), 4), -1, np.int64)
+    assert lib.zn_cpu_block_sumsq(pointer(sums, "zn_square_sum *"), pointer(source), dtype, len(source), threads) == 0
+    return sums
 
 
-def plain_block_sum(values: list[float]) -> float:
-    lanes = [0.0] * 16
-    for index, value in enumerate(values):
-        lanes[index % 16] += value * value
-    total = lanes[0]
-    for lane in lanes[1:]:
-        total += lane
-    return total
+def plain_square_sum(values: list[float]) -> tuple[list[int], int]:
+    """Digits (high, low) and bin of a sum of squares, as the note in zn_square_sum.h defines them."""
+    exponent = math.frexp(max(map(abs, values)))[1]
+    bin_ = 2 * exponent // 50 if any(values) else -6
+    digits = [0, 0]
+    for value in values:
+        rest = Fraction(value) ** 2
+        for place in (0, 1):
+            unit = Fraction(2) ** (50 * (bin_ - place))
+            digit = round(rest / unit)  # halves go to the even neighbour
+            digits[place] += digit
+            rest -= digit * unit
+    return digits, bin_
 
 
 @pytest.mark.parametrize("isa", supported_isas())
 @pytest.mark.parametrize("dtype", list(STORAGE))
-def test_block_sums_add_in_the_documented_order(isa: str, dtype: int) -> None:
+def test_block_sums_are_the_documented_digits(isa: str, dtype: int) -> None:
     assert lib.zn_cpu_isa_select(isa.encode()) == 0
     random = np.random.default_rng(3)
     for numel in NUMELS:
@@ -267,10 +271,21 @@ def test_block_sums_add_in_the_documented_order(isa: str, dtype: int) -> None:
             lib.ZN_BF16: lambda x: (x.astype(np.uint32) << 16).view(np.float32),
             lib.ZN_F16: lambda x: x.view(np.float16).astype(np.float32),
         }[dtype](source)
-        expected = [plain_block_sum(widened[i : i + 4096].tolist()) for i in range(0, numel, 4096)]
-        sums, bad = block_sums(source, dtype)
-        assert sums.tolist() == expected
-        assert not bad.any()
+        expected = [plain_square_sum(widened[i : i + 4096].tolist()) for i in range(0, numel, 4096)]
+        assert block_sums(source, dtype).tolist() == [[*digits, bin_, 0] for digits, bin_ in expected]
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+def test_block_sums_hold_the_squares_of_every_magnitude(isa: str) -> None:
+    """From the smallest subnormal to the largest number, alone and beside a larger one; halves of a unit are there."""
+    assert lib.zn_cpu_isa_select(isa.encode()) == 0
+    numbers = [math.ldexp(mantissa, exponent) for exponent in range(-149, 128, 3) for mantissa in (1.0, 1.25, 1.5)]
+    numbers += [0.0, 2.0**-149, 2.0**-126, (2 - 2.0**-23) * 2.0**127]
+    for number in numbers:
+        for beside in (0.0, 2.0**-100, 2.0**-25, 1.0, 2.0**24, 2.0**120):
+            values = np.array([number, -number, beside], np.float32)
+            digits, bin_ = plain_square_sum(values.tolist())
+            assert block_sums(values, lib.ZN_F32).tolist() == [[*digits, bin_, 0]], (number, beside)
 
 
 @pytest.mark.parametrize("isa", supported_isas())
@@ -280,15 +295,13 @@ def test_block_sums_count_every_inf_and_nan_in_its_block(isa: str, dtype: int) -
     values = np.ones(3 * 4096 + 5, np.float32)
     values[[4096, 4097, 8191]] = [np.inf, -np.inf, np.nan]
     values[-1] = np.inf
-    sums, bad = block_sums(stored(values, dtype), dtype)
-    assert bad.tolist() == [0, 3, 0, 1]
-    assert sums[0] == sums[2] == 4096.0 and math.isinf(sums[3])
-    assert sums[1].view(np.uint64) == 0x7FF8000000000000
+    ones = [4096, 0, 0, 0]
+    assert block_sums(stored(values, dtype), dtype).tolist() == [ones, [0, 0, -6, 3], ones, [0, 0, -6, 1]]
 
 
 def test_block_sums_do_not_depend_on_the_number_of_threads() -> None:
     source = np.random.default_rng(4).standard_normal(5 * 65536 + 17).astype(np.float32)
-    assert np.array_equal(block_sums(source, lib.ZN_F32)[0], block_sums(source, lib.ZN_F32, 4)[0])
+    assert np.array_equal(block_sums(source, lib.ZN_F32), block_sums(source, lib.ZN_F32, 4))
 
 
 @pytest.mark.parametrize("isa", supported_isas())
@@ -336,7 +349,7 @@ def test_arguments_that_fit_no_scheme_are_refused_before_anything_is_written() -
     assert lib.zn_cpu_cast(floats, 3, floats, 0, 4, 1.0, 1) == -errno.EINVAL
     assert lib.zn_cpu_cast(floats, 0, floats, 0, -1, 1.0, 1) == -errno.EINVAL
     assert lib.zn_cpu_accumulate(floats, ffi.NULL, 0, ffi.NULL, 0, 4, 1) == -errno.EINVAL
-    assert lib.zn_cpu_block_sumsq(ffi.NULL, ffi.NULL, floats, 0, 4, 1) == -errno.EINVAL
+    assert lib.zn_cpu_block_sumsq(ffi.NULL, floats, 0, 4, 1) == -errno.EINVAL
     table[0].begin = 5
     assert update(lib.ZN_F32, ffi.NULL, 0) == -errno.EINVAL
     table[0].begin, table[0].end = 0, 5

@@ -119,7 +119,7 @@ def test_accumulation_and_block_sums_give_the_bits_of_the_cpu(numel: int, dtype:
     for device in (torch.device("cpu"), CUDA):
         total, given = on(device, [values(numel, 5), values(numel, 6, dtype)])
         kernels.accumulate(total, given)
-        results.append([total, *kernels.block_sumsq(given)])
+        results.append([total, kernels.block_sumsq(given)])
     assert same(*results)
 
 
@@ -132,7 +132,7 @@ def test_a_cast_that_sums_gives_the_bits_of_the_cpu(numel: int, source: torch.dt
         (given,) = on(device, [values(numel, 7, source)])
         out = torch.empty(numel, dtype=target, device=device)
         sums = kernels.cast_sumsq(out, given, scale=0.3)
-        results.append([out, *sums])
+        results.append([out, sums])
     assert same(*results)
 
 
@@ -140,7 +140,7 @@ def test_a_cast_that_sums_works_where_the_values_are() -> None:
     results = []
     for device in (torch.device("cpu"), CUDA):
         (given,) = on(device, [values(100_003, 8, torch.bfloat16)])
-        results.append([*kernels.cast_sumsq(given, given, scale=0.3), given])
+        results.append([kernels.cast_sumsq(given, given, scale=0.3), given])
     assert same(*results)
 
 
@@ -153,5 +153,5 @@ def test_a_sum_over_ranks_gives_the_bits_of_the_cpu(numel: int, source: torch.dt
         sources = on(device, [values(numel, 10 + rank, source) for rank in range(3)])
         (stored,) = on(device, [values(numel, 9, source if how == "same" else torch.float32)])
         sums = kernels.reduce_ranks(stored, sources, scale=0.3, add=how == "add")
-        results.append([stored, *sums])
+        results.append([stored, sums])
     assert same(*results)

@@ -17,7 +17,7 @@ import torch
 from lagging import lagging_device
 from models import ADAMW, GPT, Stumbling, build, make_config, seeded, tokens, trainability
 from recovery import unequal
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -66,7 +66,7 @@ def train(trainer: Any, *indices: int) -> list[float]:
 
 def reference_of(engine: Any, name: str = "gpt", **more: Any) -> Reference:
     model = build(name, tokens=LENGTH)
-    return Reference(model, lambda _: HYPER, layout=layout_of(engine), **more)
+    return Reference(model, lambda _: HYPER, **more)
 
 
 def kept(engine: Any) -> int:
@@ -233,7 +233,7 @@ def test_recomputation_draws_the_same_random_numbers(
 ) -> None:
     block = {"activation_device": device, "activation_offloading": call == "no recomputation" and device != "none"}
     engine = open_engine(noisy(call), with_activations(("nvme", "nvme"), nvme_path, **block))
-    reference = Reference(noisy("no recomputation"), lambda _: HYPER, layout=layout_of(engine))
+    reference = Reference(noisy("no recomputation"), lambda _: HYPER)
     losses, states = [], []
     for trainer in (engine, reference):
         with seeded(11):

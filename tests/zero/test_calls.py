@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import ADAMW, TOKENS, VOCAB, make_config, seeded, tokens, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor, nn
 
 from offload.errors import StateError
@@ -82,7 +82,7 @@ def opened(open_engine: Open, nvme_path: Any, kind: type[nn.Module], pair: tuple
 
 
 def reference_of(engine: Any, kind: type[nn.Module]) -> Reference:
-    return Reference(built(kind), lambda name: HYPER, layout=layout_of(engine))
+    return Reference(built(kind), lambda name: HYPER)
 
 
 def assert_trains_equally(

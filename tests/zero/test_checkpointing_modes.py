@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from models import ADAMW, build, make_config, tokens, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 
 Open = Callable[..., Any]
 STEPS = 6
@@ -24,7 +24,7 @@ def expected(model: str, engine: Any, accumulation: int) -> dict[str, Any]:
     hyper = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
     plain = build(model)
     names = trainability(plain)
-    reference = Reference(plain, lambda name: hyper, clipping=0.3, accumulation=accumulation, layout=layout_of(engine))
+    reference = Reference(plain, lambda name: hyper, clipping=0.3, accumulation=accumulation)
     train(reference, accumulation)
     return snapshot(reference, names)
 
@@ -75,9 +75,7 @@ def test_a_block_used_twice_and_recomputed_keeps_the_contributions_autograd_made
     names = trainability(built)
     engine = open_engine(built, make_config(("nvme", "nvme"), nvme_path, clipping=0.3))
     train(engine, 1)
-    reference = Reference(
-        build("reused", recompute=recompute), lambda name: hyper, clipping=0.3, layout=layout_of(engine)
-    )
+    reference = Reference(build("reused", recompute=recompute), lambda name: hyper, clipping=0.3)
     train(reference, 1)
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 

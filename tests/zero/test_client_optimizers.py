@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from models import make_config
-from reference import layout_of
 from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patchy, train
 from torch import Tensor
 
@@ -126,7 +125,7 @@ def test_a_class_of_the_users_gives_the_bits_that_it_gives_alone(
     open_engine: Open, nvme_path: Path, kind: Any, pair: tuple[str, str]
 ) -> None:
     engine, model = opened(open_engine, nvme_path, kind, pair, bf16=False)
-    plain = Plain(kind, {"lr": 0.02}, bf16=False, clipping=0.0, layout=layout_of(engine))
+    plain = Plain(kind, {"lr": 0.02}, bf16=False, clipping=0.0)
     train(engine, 0, 14, bf16=False)
     train(plain, 0, 14, bf16=False)
     found, wanted = held_by(engine, model), plain.held()
@@ -233,7 +232,7 @@ def test_adam_that_decays_gradients_and_adam_without_bias_correction_are_what_th
         return DeepSpeedCPUAdam(groups, weight_decay=0.1, adamw_mode=False, bias_correction=False)
 
     engine, model = opened(open_engine, nvme_path, make, bf16=False)
-    alone = Plain(make, {"lr": 0.02}, bf16=False, clipping=0.0, layout=layout_of(engine))
+    alone = Plain(make, {"lr": 0.02}, bf16=False, clipping=0.0)
     train(engine, 0, 6, bf16=False)
     train(alone, 0, 6, bf16=False)
     assert differences(held_by(engine, model), alone.held()) == []

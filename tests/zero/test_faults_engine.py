@@ -15,7 +15,7 @@ import pytest
 import torch
 from models import ADAMW, build, make_config, tokens, trainability
 from recovery import once_more
-from reference import Hyper, Reference, differences, layout_of, round_half_away, snapshot
+from reference import Hyper, Reference, differences, round_half_away, snapshot
 
 import zero
 from offload.aio import AioFault, AiofilesAio, AioOptions, NativeAio, open_aio
@@ -57,7 +57,7 @@ def one_step(trainer: Any, index: int) -> None:
 
 def reference_of(engine: Any) -> Reference:
     hyper = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
-    return Reference(build("gpt"), lambda name: hyper, layout=layout_of(engine))
+    return Reference(build("gpt"), lambda name: hyper)
 
 
 def names() -> tuple[tuple[str, bool], ...]:
@@ -207,7 +207,7 @@ def test_storms_of_passing_faults_never_change_a_number(open_engine: Open, nvme_
     storm = AioFault(errno=errno.EAGAIN, fail_rate=0.2, short_rate=0.2, delay_rate=0.1, delay_seconds=0.0005, seed=seed)
     engine = open_engine(build("mixed"), make_config(NVME, nvme_path, accumulation=2, zero={"sub_group_size": 4096}))
     hyper = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
-    reference = Reference(build("mixed"), lambda name: hyper, accumulation=2, layout=layout_of(engine))
+    reference = Reference(build("mixed"), lambda name: hyper, accumulation=2)
     engine.inject(storm)
     for index in range(2 * STEPS):
         one_step(engine, index)

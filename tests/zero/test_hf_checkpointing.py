@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, make_config, seeded, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor
 
 import zero
@@ -60,7 +60,7 @@ def train(trainer: Any) -> list[float]:
 
 
 def reference_of(engine: Any, family: Callable[[], Any]) -> Reference:
-    return Reference(build(family), lambda _: HYPER, layout=layout_of(engine))
+    return Reference(build(family), lambda _: HYPER)
 
 
 BLOCKS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import Attention, Block, build, make_config, tokens, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from torch import nn
 
 import zero
@@ -92,7 +92,7 @@ def test_a_leaf_is_one_unit_however_large_and_trains_to_the_same_bits(
     engine = open_engine(model, make_config(("nvme", "nvme"), nvme_path, zero=LARGE))
     assert len([unit for unit in engine.units if any("blocks" in slot.name for slot in unit.slots)]) == 1
     hyper = Hyper(1e-2, (0.9, 0.95), 1e-8, 0.1)
-    reference = Reference(build("gpt"), lambda name: hyper, layout=layout_of(engine))
+    reference = Reference(build("gpt"), lambda name: hyper)
     for trainer in (engine, reference):
         for index in range(3):
             trainer.backward(trainer(tokens(index)))

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, build, make_config, tokens, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from torch import nn
 
 import zero
@@ -39,7 +39,7 @@ def expected(model: str, seed: int, engine: Any, steps: int) -> dict[str, torch.
     hyper = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
     plain = build(model, seed)
     names = trainability(plain)
-    reference = Reference(plain, lambda name: hyper, layout=layout_of(engine))
+    reference = Reference(plain, lambda name: hyper)
     for index in range(steps):
         one_step(reference, index)
     return snapshot(reference, names)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import ADAMW, BATCH, build, make_config, tokens, trainability
 from pairwise import in_pairs
-from reference import Hyper, LossScaleRule, Reference, differences, layout_of, snapshot
+from reference import Hyper, LossScaleRule, Reference, differences, snapshot
 
 import zero
 from offload.errors import ConfigError, StateError
@@ -60,7 +60,7 @@ def one_step(trainer: Any, index: int, fate: str = "fine") -> None:
 
 
 def reference_of(engine: Any, rule: LossScaleRule, **more: Any) -> Reference:
-    return Reference(build("gpt"), lambda name: HYPER, fp16=True, rule=rule, layout=layout_of(engine), **more)
+    return Reference(build("gpt"), lambda name: HYPER, fp16=True, rule=rule, **more)
 
 
 def unequal(engine: Any, other: Any) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, build, make_config, tokens, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from torch.optim import lr_scheduler as torch_schedulers
 
 from offload.errors import ConfigError
@@ -70,7 +70,7 @@ def scheduled_reference(engine: Any, kind: str) -> Reference:
         plain._opt_called = True  # type: ignore[attr-defined]
         schedule.step()
 
-    return Reference(model, hyper_of, layout=layout_of(engine), on_step=stepped)
+    return Reference(model, hyper_of, on_step=stepped)
 
 
 def train(trainer: Any, steps: int = STEPS, begin: int = 0) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, BigEmbedding, build, make_config, patterned, seeded, tokens, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor, nn
 
 import zero
@@ -26,7 +26,7 @@ def one_step(trainer: Any, index: int) -> None:
 
 
 def reference_after(model: str, engine: Any, steps: int, clipping: float = 0.0) -> Reference:
-    reference = Reference(build(model), lambda name: HYPER, clipping=clipping, layout=layout_of(engine))
+    reference = Reference(build(model), lambda name: HYPER, clipping=clipping)
     for index in range(steps):
         one_step(reference, index)
     return reference
@@ -253,7 +253,7 @@ def test_evaluation_between_steps_leaves_training_bit_equal(
     open_engine: Open, nvme_path: Any, pair: tuple[str, str], no_grad: bool
 ) -> None:
     engine = open_engine(build("gpt"), make_config(pair, nvme_path, clipping=0.3))
-    reference = Reference(build("gpt"), lambda name: HYPER, clipping=0.3, layout=layout_of(engine))
+    reference = Reference(build("gpt"), lambda name: HYPER, clipping=0.3)
     for index in range(6):
         one_step(engine, index)
         one_step(reference, index)
@@ -270,7 +270,7 @@ def test_evaluation_between_steps_leaves_training_bit_equal(
 
 def test_evaluation_between_the_micro_batches_of_a_step_changes_nothing(open_engine: Open, nvme_path: Any) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, accumulation=2, clipping=0.3))
-    reference = Reference(build("gpt"), lambda name: HYPER, clipping=0.3, accumulation=2, layout=layout_of(engine))
+    reference = Reference(build("gpt"), lambda name: HYPER, clipping=0.3, accumulation=2)
     for index in range(8):
         one_step(engine, index)
         one_step(reference, index)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from models import make_config
 from pairwise import in_pairs
-from reference import layout_of
 from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patchy, train
 
 from offload.errors import ConfigError, StateError
@@ -87,7 +86,7 @@ def test_it_equals_torch_bit_for_bit(
     open_engine: Open, nvme_path: Path, name: str, pair: tuple[str, str], bf16: bool, clipping: float, given: str
 ) -> None:
     engine, model = opened(open_engine, nvme_path, name, pair, given, bf16=bf16, clipping=clipping)
-    plain = Plain(counterpart(name), NAMED[name][1], bf16=bf16, clipping=clipping, layout=layout_of(engine))
+    plain = Plain(counterpart(name), NAMED[name][1], bf16=bf16, clipping=clipping)
     train(engine, 0, STEPS, bf16=bf16)
     train(plain, 0, STEPS, bf16=bf16)
     assert differences(held_by(engine, model), plain.held()) == []
@@ -133,7 +132,7 @@ def test_a_schedule_of_lr_and_momentum_acts_from_the_next_step_on(
 
     name = "SGD with momentum"
     engine, model = opened(open_engine, nvme_path, name, pair, "in the config", bf16=False)
-    plain = Plain(counterpart(name), NAMED[name][1], bf16=False, clipping=0.0, layout=layout_of(engine))
+    plain = Plain(counterpart(name), NAMED[name][1], bf16=False, clipping=0.0)
     schedules = cycle(engine.optimizer), cycle(plain.optimizer)
     seen = set()
     for trainer, schedule in zip((engine, plain), schedules, strict=True):
@@ -146,7 +145,7 @@ def test_a_schedule_of_lr_and_momentum_acts_from_the_next_step_on(
 def test_updates_inside_backward_give_the_same_bits(open_engine: Open, nvme_path: Path) -> None:
     zero = {"offload_optimizer": {"update_in_backward": True}}
     engine, model = opened(open_engine, nvme_path, "RMSprop", ("nvme", "nvme"), "in the config", zero=zero)
-    plain = Plain(counterpart("RMSprop"), NAMED["RMSprop"][1], bf16=True, clipping=0.0, layout=layout_of(engine))
+    plain = Plain(counterpart("RMSprop"), NAMED["RMSprop"][1], bf16=True, clipping=0.0)
     train(engine, 0, 8, bf16=True)
     train(plain, 0, 8, bf16=True)
     assert engine.statistics().updated_in_backward_numel > 0
@@ -183,7 +182,7 @@ def test_states_are_read_and_replaced_by_torchs_names(
 ) -> None:
     name = "SGD with momentum"
     engine, model = opened(open_engine, nvme_path, name, pair, "in the config", bf16=False)
-    plain = Plain(counterpart(name), NAMED[name][1], bf16=False, clipping=0.0, layout=layout_of(engine))
+    plain = Plain(counterpart(name), NAMED[name][1], bf16=False, clipping=0.0)
     train(engine, 0, 3, bf16=False)
     train(plain, 0, 3, bf16=False)
     weight, master = model.inside.weight, plain.masters["inside.weight"]
@@ -202,7 +201,7 @@ def test_states_are_read_and_replaced_by_torchs_names(
 def test_the_state_dict_of_torchs_optimizer_goes_on_in_the_engine(
     open_engine: Open, nvme_path: Path, name: str, pair: tuple[str, str]
 ) -> None:
-    plain = Plain(counterpart(name), NAMED[name][1], bf16=False, clipping=0.0, layout=())
+    plain = Plain(counterpart(name), NAMED[name][1], bf16=False, clipping=0.0)
     train(plain, 0, 5, bf16=False)
     engine, model = opened(open_engine, nvme_path, name, pair, "as an object", bf16=False)
     for parameter, (_, weight) in zip(model.parameters(), plain.model.named_parameters(), strict=True):

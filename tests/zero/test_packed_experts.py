@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import ADAMW, VOCAB, make_config, next_token_loss, seeded, tokens, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -55,7 +55,7 @@ def train(trainer: Any, steps: int = STEPS, **shape: int) -> list[float]:
 
 
 def assert_equal_to_plain_torch(engine: Any, losses: list[float], names: Any, plain: Any) -> None:
-    reference = Reference(plain, lambda name: HYPER, clipping=0.3, layout=layout_of(engine))
+    reference = Reference(plain, lambda name: HYPER, clipping=0.3)
     assert losses == train(reference)
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 
@@ -181,7 +181,7 @@ def test_packed_code_of_others_moves_the_whole_parameter_and_the_statistics_say_
     model = built()
     names = trainability(model)
     engine = open_engine(model, make_config((device, device), nvme_path, zero=LIMITS))
-    reference = Reference(built(), lambda name: HYPER, layout=layout_of(engine))
+    reference = Reference(built(), lambda name: HYPER)
     for trainer in (engine, reference):
         for index in range(STEPS):
             trainer.backward(trainer(tokens(index)))
@@ -208,7 +208,7 @@ def test_evaluation_generation_and_gathering_between_steps_see_the_same_model(
 
     model = mixtral()
     engine = open_engine(model, make_config(("nvme", "nvme"), nvme_path, zero=LIMITS))
-    reference = Reference(mixtral(), lambda name: HYPER, layout=layout_of(engine))
+    reference = Reference(mixtral(), lambda name: HYPER)
     batch = tokens(9)
     for trainer in (engine, reference):
         train(trainer, 2)

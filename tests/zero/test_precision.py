@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import ADAMW, VOCAB, build, make_config, tokens, trainability
 from pairwise import in_pairs
-from reference import Hyper, LossScaleRule, Reference, differences, layout_of, snapshot
+from reference import Hyper, LossScaleRule, Reference, differences, snapshot
 from torch import Tensor, nn
 
 import zero
@@ -201,9 +201,7 @@ def test_training_under_autocast_is_bit_equal_to_torchs(
     config = configured(pair, nvme_path, torch_autocast={"enabled": True, "dtype": dtype}, clipping=0.3)
     engine = open_engine(build("gpt"), config)
     rule = LossScaleRule(2.0**16, 2000, 1, minimum=0.0) if dtype == "float16" else None
-    reference = UnderAutocast(
-        build("gpt"), lambda name: HYPER, bf16=False, rule=rule, clipping=0.3, layout=layout_of(engine)
-    )
+    reference = UnderAutocast(build("gpt"), lambda name: HYPER, bf16=False, rule=rule, clipping=0.3)
     reference.cast = getattr(torch, dtype)
     for index in range(5):
         one_step(engine, index, math.inf if rule and index == 1 else 1.0)
@@ -212,7 +210,7 @@ def test_training_under_autocast_is_bit_equal_to_torchs(
     assert engine.get_global_grad_norm() == reference.norms[-1]
     assert unequal(engine, reference) == []
     assert engine.full_parameter("head.weight").dtype == torch.float32
-    plain = Reference(build("gpt"), lambda name: HYPER, bf16=False, clipping=0.3, layout=layout_of(engine))
+    plain = Reference(build("gpt"), lambda name: HYPER, bf16=False, clipping=0.3)
     for index in range(5):
         one_step(plain, index)
     assert unequal(engine, plain) != [], "otherwise nothing was cast"
@@ -261,7 +259,6 @@ def test_gradients_are_added_up_in_16_bits_where_the_configuration_says_so(
         fp16=half == "fp16",
         rule=rule,
         accumulation=accumulation,
-        layout=layout_of(engine),
     )
     for trainer in (engine, reference):
         for index in range(3 * accumulation):

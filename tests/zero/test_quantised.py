@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import ADAMW, GPT, LoraLinear, freeze, make_config, seeded, tokens
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor, nn
 
 from offload.errors import ConfigError
@@ -233,9 +233,7 @@ def test_adapters_on_a_quantised_base_train_as_without_the_engine(
     assert statistics.gathered_bytes > 0
     assert all(releases >= STEPS for releases in statistics.releases_by_unit.values())
     plain = quantised(storage, bf16_base=not bf16)
-    reference = Reference(
-        plain, lambda name: HYPER, bf16=bf16, clipping=0.3, layout=layout_of(engine), opaque=is_storage
-    )
+    reference = Reference(plain, lambda name: HYPER, bf16=bf16, clipping=0.3, opaque=is_storage)
     train(reference)
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 

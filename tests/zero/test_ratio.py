@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from models import ADAMW, build, make_config, tokens, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 
 from offload.errors import BudgetError
 
@@ -40,7 +40,7 @@ def test_a_share_of_the_states_on_the_device_changes_no_number(
     open_engine: Open, nvme_path: Path, pair: tuple[str, str], ratio: float
 ) -> None:
     engine = opened(open_engine, nvme_path, pair, ratio)
-    reference = Reference(build("gpt"), lambda name: HYPER, layout=layout_of(engine))
+    reference = Reference(build("gpt"), lambda name: HYPER)
     for index in range(4):
         for trainer in (engine, reference):
             trainer.backward(trainer(tokens(index)))

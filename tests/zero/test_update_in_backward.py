@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, build, make_config, tokens, trainability
-from reference import Hyper, Reference, differences, layout_of, snapshot
+from reference import Hyper, Reference, differences, snapshot
 
 import zero
 from offload.aio import AioFault
@@ -30,7 +30,7 @@ def opened(
 
 
 def reference_of(engine: Any, model: str = "gpt", **more: Any) -> Reference:
-    return Reference(build(model), lambda name: HYPER, layout=layout_of(engine), **more)
+    return Reference(build(model), lambda name: HYPER, **more)
 
 
 def unequal(engine: Any, other: Any, model: str = "gpt") -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from offload import kernels
 from offload.copies import write_plane
 from offload.errors import ConfigError
+from offload.square_sums import rows_of
 from zero.assembly import Assembly
 from zero.checkpoint.extents import PIECE_NUMEL, Extents
 from zero.checkpoint.source import Source
@@ -97,7 +98,7 @@ def _load_stored(parts: Assembly, state: UnitGradient, source: Source, name: str
     for lo in range(0, unit.shard_numel, PIECE_NUMEL):
         hi = min(lo + PIECE_NUMEL, unit.shard_numel)
         chunk = source.read(name, lo, hi).to(state.dtype)
-        kernels.block_sumsq(chunk, into=state.sums.part(lo, hi))
+        kernels.block_sumsq(chunk, into=rows_of(state.sums, lo, hi))
         job = write_plane(state.plane, unit.begin + lo, unit.begin + hi, chunk.view(torch.uint8), storage.arena)
         storage.mover.run(f"storing the gradient of {unit.name}", job)
     state.summed = True

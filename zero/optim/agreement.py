@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import struct
 
 from offload.errors import StateError
+from offload.square_sums import PACKED_BYTES, SquareSum
 from zero.exchanging.exchange import Exchange
 
-HEAD = struct.Struct("<qd")
+HEAD = struct.Struct(f"<q{PACKED_BYTES}s")
 """Number of the step, sum of squares."""
 
 
-def agree_on_step(exchange: Exchange, number: int, square_sum: float, contributed: set[int]) -> tuple[float, set[int]]:
+def agree_on_step(
+    exchange: Exchange, number: int, square_sum: SquareSum, contributed: set[int]
+) -> tuple[float, set[int]]:
     """The norm of all gradients, and the parameters that have one on any rank. All ranks come here.
 
     Args:
@@ -24,7 +26,7 @@ def agree_on_step(exchange: Exchange, number: int, square_sum: float, contribute
     Raises:
         StateError: the ranks are at different steps.
     """
-    payload = HEAD.pack(number, square_sum) + bytes(max(contributed, default=-1) + 1)
+    payload = HEAD.pack(number, square_sum.pack()) + bytes(max(contributed, default=-1) + 1)
     mask = bytearray(payload)
     for index in contributed:
         mask[HEAD.size + index] = 1
@@ -33,7 +35,7 @@ def agree_on_step(exchange: Exchange, number: int, square_sum: float, contribute
     if any(head[0] != number for head in heads):
         steps = ", ".join(f"rank {rank}: {head[0]}" for rank, head in enumerate(heads))
         raise StateError(f"step: the ranks are at different steps ({steps}); every rank must call step() equally often")
-    # Slices of one shard group, in the order of its ranks: replicas have the same ones, so all get the same norm.
-    total = math.fsum(heads[rank][1] for rank in exchange.placement.shard_ranks)
+    # Slices of one shard group: replicas have the same ones.
+    total = SquareSum.merged(SquareSum.unpack(heads[rank][1]) for rank in exchange.placement.shard_ranks)
     union = {index for answer in answers for index, has in enumerate(answer[HEAD.size :]) if has}
-    return math.sqrt(total), union
+    return total.norm(), union

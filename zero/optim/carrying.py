@@ -7,6 +7,7 @@ import torch
 from offload import kernels
 from offload.copies import read_plane, write_plane
 from offload.sizes import BLOCK_NUMEL, align_up
+from offload.square_sums import rows_of
 from zero.optim.contributions import CHUNK_NUMEL
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Slot
@@ -61,7 +62,7 @@ class GradientCarrier:
                     first, last = max(lo - origin, common.start), min(hi - origin, common.stop)
                     if first < last:
                         chunk[first + origin - lo : last + origin - lo].copy_(self._read(place, first, last))
-            kernels.block_sumsq(chunk, into=state.sums.part(lo, hi))
+            kernels.block_sumsq(chunk, into=rows_of(state.sums, lo, hi))
             job = write_plane(state.plane, unit.begin + lo, unit.begin + hi, chunk.view(torch.uint8), self._to.arena)
             self._to.mover.run(f"storing the gradient of {unit.name}", job)
         state.contributions = [max((place[2] for place in places), default=0) for places in held]

@@ -19,7 +19,7 @@ from offload.errors import StorageError
 from offload.mover import Transfer
 from offload.pinned import aligned_copy
 from offload.planes import Plane
-from offload.sizes import BLOCK_NUMEL
+from offload.square_sums import rows_of
 from offload.streams import Fence
 from zero.optim import sums as sums_of
 from zero.params.layout import Slot, Unit
@@ -28,25 +28,6 @@ from zero.store.storage import Storage
 
 CHUNK_NUMEL = 256 * 1024
 """A multiple of the block."""
-
-
-class BlockSums:
-    """What the norm needs of one flat gradient: views of uint8 memory, 16 bytes for each block of 4096 elements.
-
-    Attributes:
-        sums: fp64, a sum of squares per block.
-        nonfinite: int64, the number of inf and NaN in it.
-    """
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
-        half = data.numel() // 2
-        self.sums, self.nonfinite = data[:half].view(torch.float64), data[half:].view(torch.int64)
-
-    def part(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of elements [lo, hi); `lo` is a multiple of the block."""
-        first, last = lo // BLOCK_NUMEL, -(-hi // BLOCK_NUMEL)
-        return self.sums[first:last], self.nonfinite[first:last]
 
 
 @dataclass(slots=True)
@@ -64,7 +45,7 @@ class Contribution:
     """Per slot in `arrived`: is it added to an earlier contribution?"""
     first: bool
     """The plane holds nothing for this step yet."""
-    sums: BlockSums
+    sums: torch.Tensor
     """In host memory; rewritten wherever the gradient is."""
     summed: bool = False
     """The device has made the sums, and they are on their way."""
@@ -99,16 +80,16 @@ class ContributionStore:
             return False
         return self._streams.shared or memory.device.type != "cpu"
 
-    def put(self, item: Contribution, home: torch.Tensor, sums: BlockSums) -> None:
+    def put(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> None:
         """Store all of it in addressable memory, with the sums in `sums` there."""
         stored = home.view(item.dtype)
         if item.block is None:  # collected where it is stored
             zero_gaps(stored, item.unit, item.arrived, 0)
-            kernels.block_sumsq(stored, sums.part(0, item.unit.numel), threads=self._threads)
+            kernels.block_sumsq(stored, sums, threads=self._threads)
         else:
             self._store_run(item, stored, item.buffer, 0, sums)
 
-    def copy_out(self, item: Contribution, home: torch.Tensor, sums: BlockSums) -> Fence:
+    def copy_out(self, item: Contribution, home: torch.Tensor, sums: torch.Tensor) -> Fence:
         """Have a first contribution copied from the device to `home`, pinned host memory; returns at once.
 
         Args:
@@ -122,21 +103,21 @@ class ContributionStore:
         unit, stored = item.unit, home.view(item.dtype)
         zero_gaps(item.buffer, unit, item.arrived, 0)
         if item.dtype == unit.dtype:
-            kernels.block_sumsq(item.buffer, sums.part(0, unit.numel))
+            kernels.block_sumsq(item.buffer, sums)
             self._streams.copy_out(stored, item.buffer, self._streams.fence())
         else:
             self._widen_out(item, stored, sums)
-        return self._streams.copy_out(item.sums.data, sums.data, self._streams.fence())
+        return self._streams.copy_out(item.sums, sums, self._streams.fence())
 
-    def sum_on_device(self, item: Contribution, sums: BlockSums) -> None:
+    def sum_on_device(self, item: Contribution, sums: torch.Tensor) -> None:
         """Have the sums of a first contribution made where it is, so that `store` need not touch it."""
         if item.first and item.dtype == item.unit.dtype:
             zero_gaps(item.buffer, item.unit, item.arrived, 0)
-            kernels.block_sumsq(item.buffer, sums.part(0, item.unit.numel))
-            self._streams.copy_out(item.sums.data, sums.data, self._streams.fence())
+            kernels.block_sumsq(item.buffer, sums)
+            self._streams.copy_out(item.sums, sums, self._streams.fence())
             item.summed = True
 
-    def _widen_out(self, item: Contribution, stored: torch.Tensor, sums: BlockSums) -> None:
+    def _widen_out(self, item: Contribution, stored: torch.Tensor, sums: torch.Tensor) -> None:
         """Cast and sum on the device, chunk by chunk: some are copied while the next is made."""
         streams, pool = self._streams, self._storage.gradient_pool
         leaving: deque[tuple[Block, Fence]] = deque()
@@ -148,7 +129,7 @@ class ContributionStore:
             block = pool.lease((hi - lo) * item.dtype.itemsize, f"gradient of {item.unit.name}")
             streams.wait(*block.fences)
             wide = block.view(item.dtype, hi - lo)
-            kernels.cast_sumsq(wide, item.buffer[lo:hi], into=sums.part(lo, hi))
+            kernels.cast_sumsq(wide, item.buffer[lo:hi], into=rows_of(sums, lo, hi))
             leaving.append((block, streams.copy_out(stored[lo:hi], wide, streams.fence())))
         for block, copied in leaving:
             block.release(copied)
@@ -200,11 +181,11 @@ class ContributionStore:
         return None
 
     def _store_run(
-        self, item: Contribution, stored: torch.Tensor, source: torch.Tensor, lo: int, sums: BlockSums
+        self, item: Contribution, stored: torch.Tensor, source: torch.Tensor, lo: int, sums: torch.Tensor
     ) -> None:
         """Put or add elements from `lo` on; `stored` and `source` begin there. The sums are rewritten."""
         hi = lo + stored.numel()
-        into = sums.part(lo, hi)
+        into = rows_of(sums, lo, hi)
         if item.first:  # one pass over memory: what has not arrived is zero at the source
             zero_gaps(source, item.unit, item.arrived, lo)
             kernels.cast_sumsq(stored, source, into=into, threads=self._threads)
@@ -223,7 +204,7 @@ class ContributionStore:
         home: tuple[Plane, torch.dtype],
         sources: list[torch.Tensor],
         scale: float,
-        sums: BlockSums,
+        sums: torch.Tensor,
         *,
         first: bool,
         rounds: bool = False,
@@ -247,12 +228,11 @@ class ContributionStore:
             sources, scale, rounds = [_rounded_sum(sources[0], sources, scale, unit.dtype)], 1.0, False
         memory = plane.memory(unit.begin, unit.end)
         if not rounds and self.can_address(memory, sources[0]) and memory is not None:
-            into = sums if self._streams.shared else BlockSums(torch.empty_like(sums.data, device=memory.device))
-            whole = into.part(0, unit.shard_numel)
+            into = sums if self._streams.shared else torch.empty_like(sums, device=memory.device)
             stored = memory.view(dtype)
-            sums_of.reduce_into(stored, sources, scale, whole, self._threads, first=first)
+            sums_of.reduce_into(stored, sources, scale, into, self._threads, first=first)
             if into is not sums:
-                await self._streams.reached(self._streams.copy_out(sums.data, into.data, self._streams.fence()))
+                await self._streams.reached(self._streams.copy_out(sums, into, self._streams.fence()))
             return
         if not self._streams.shared:  # one sum travels to the host, not one for each rank
             kernels.reduce_ranks(sources[0], sources, scale=scale)
@@ -272,7 +252,7 @@ class ContributionStore:
         home: tuple[Plane, torch.dtype],
         sources: list[torch.Tensor],
         scale: float,
-        sums: BlockSums,
+        sums: torch.Tensor,
         lo: int,
         first: bool,
     ) -> StorageError | None:
@@ -291,7 +271,7 @@ class ContributionStore:
                 copied = chunk.data[stored_bytes : stored_bytes + passing_bytes].view(sources[0].dtype)
                 await self._streams.reached(self._streams.copy_out(copied, sources[0], self._streams.fence()))
                 sources = [copied]
-            into = sums.part(lo, lo + numel)
+            into = rows_of(sums, lo, lo + numel)
             sums_of.reduce_into(raw.view(dtype), sources, scale, into, self._threads, first=first)
             return await self._write(plane, begin, end, raw) if memory is None else None
         finally:

@@ -11,7 +11,6 @@ next step that needs its place waits until they have.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,8 +21,9 @@ from offload.arena import Block
 from offload.errors import StateError
 from offload.mover import Transfer
 from offload.planes import Plane
+from offload.square_sums import NONFINITE, SquareSum, rows_in
 from offload.streams import Fence
-from zero.optim.contributions import BlockSums, Contribution, ContributionStore
+from zero.optim.contributions import Contribution, ContributionStore
 from zero.params.layout import Layout, Slot, Unit
 from zero.plans.pools import gradient_sums_bytes
 from zero.store.storage import Storage
@@ -48,7 +48,7 @@ class UnitGradient:
     narrow_plane: Plane
     contributions: list[int]
     """Per slot, how many contributions the plane holds."""
-    sums: BlockSums
+    sums: torch.Tensor
     """Of what the plane holds, in host memory."""
     summed: bool = False
     """Something has been stored since the last step."""
@@ -110,7 +110,7 @@ class Gradients:
         for unit in layout.units:
             plane = storage.gradients[layout.space_of(unit)] if unit.trainable else None
             if plane is not None:
-                dtype, sums = storage.gradient_dtype(unit), BlockSums(storage.block_sums(unit))
+                dtype, sums = storage.gradient_dtype(unit), storage.square_sums(unit)
                 self._units[unit.index] = UnitGradient(unit, plane, dtype, plane, [0] * len(unit.slots), sums)
 
     # ---- arrival ------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Gradients:
         block = item.block or self._lease(state, gradient_sums_bytes(state.unit))
         sums = _sums_in(block, state.unit)
         self._store.put(item, home, sums)
-        state.copied = self._streams.copy_out(item.sums.data, sums.data, self._streams.fence())
+        state.copied = self._streams.copy_out(item.sums, sums, self._streams.fence())
         block.release(state.copied)
 
     def flush_all(self) -> None:
@@ -311,14 +311,13 @@ class Gradients:
         state = self._units[index]
         return state.sealed or Sealed(state.plane, state.dtype)
 
-    def square_sum(self) -> float:
-        """Sum of squares of this rank's slices: fp64 block sums, summed exactly, so independent of order and tier."""
-        sums = [state.sums.sums for state in self._units.values() if state.summed]
-        return math.fsum(value for part in sums for value in part.tolist())
+    def square_sum(self) -> SquareSum:
+        """Of this rank's slices."""
+        return SquareSum.merged(SquareSum.of(state.sums) for state in self._units.values() if state.summed)
 
     def nonfinite(self) -> int:
         """How many gradient elements are inf or NaN."""
-        return sum(int(state.sums.nonfinite.sum()) for state in self._units.values() if state.summed)
+        return sum(int(state.sums[:, NONFINITE].sum()) for state in self._units.values() if state.summed)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -403,6 +402,6 @@ class Gradients:
         state.plane, state.dtype = wide, torch.float32
 
 
-def _sums_in(block: Block, unit: Unit) -> BlockSums:
+def _sums_in(block: Block, unit: Unit) -> torch.Tensor:
     """Where a block of the device has room for the sums of the unit's gradient: at its end."""
-    return BlockSums(block.data[block.data.numel() - gradient_sums_bytes(unit) :])
+    return rows_in(block.data[block.data.numel() - gradient_sums_bytes(unit) :])

@@ -10,8 +10,6 @@ from offload import kernels
 
 CHUNK_NUMEL = 256 * 1024
 """Elements that are fp32 at once on their way to 16 bits; a multiple of the block."""
-Sums = tuple[torch.Tensor, torch.Tensor]
-"""Sum of squares and count of inf and NaN per block, as `kernels.block_sumsq` has them."""
 
 
 def add(stored: torch.Tensor, source: torch.Tensor, threads: int) -> None:
@@ -27,7 +25,13 @@ def add(stored: torch.Tensor, source: torch.Tensor, threads: int) -> None:
 
 
 def reduce_into(
-    stored: torch.Tensor, sources: Sequence[torch.Tensor], scale: float, into: Sums, threads: int, *, first: bool
+    stored: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    scale: float,
+    into: torch.Tensor,
+    threads: int,
+    *,
+    first: bool,
 ) -> None:
     """Store `scale` times the sum of `sources`, or add it unless `first`; as `kernels.reduce_ranks`."""
     if first or stored.dtype == torch.float32:

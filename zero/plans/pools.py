@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from offload.poison import poison_bytes
-from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up
+from offload.sizes import PAGE_BYTES, align_up
+from offload.square_sums import ROW_BYTES, row_count
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.placement import ONE_RANK, Placement
 from zero.plans.depth import Depth
@@ -17,8 +18,8 @@ WIDE_CHUNK_NUMEL, WIDE_CHUNKS = 1 << 20, 3
 
 
 def gradient_sums_bytes(unit: Unit) -> int:
-    """Bytes of the block sums and non-finite counts of this rank's slice of one unit's gradient."""
-    return 16 * -(-unit.shard_numel // BLOCK_NUMEL)
+    """Bytes of the sums of squares of this rank's slice of one unit's gradient."""
+    return ROW_BYTES * row_count(unit.shard_numel)
 
 
 class PoolSizes:

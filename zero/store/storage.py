@@ -18,6 +18,7 @@ from offload.mover import Mover
 from offload.planes import Disk, Home, Plane
 from offload.sharing import SharedRegion
 from offload.snapshot_files import SnapshotSwap
+from offload.square_sums import rows_in
 from offload.streams import open_streams
 from offload.swapfile import SwapSpace
 from offload.timeline import Timeline
@@ -157,15 +158,15 @@ class Storage:
             )
         return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk, self.streams))
 
-    def block_sums(self, unit: Unit) -> torch.Tensor:
-        """A home in host memory for what the norm needs of one unit's gradient, uint8: 16 bytes per 4096 elements."""
+    def square_sums(self, unit: Unit) -> torch.Tensor:
+        """A home in host memory for the sums of squares of one unit's gradient: (blocks, 4) int64."""
         nbytes = gradient_sums_bytes(unit)
         if self.streams.shared:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return rows_in(torch.empty(nbytes, dtype=torch.uint8))
         if self._sums is None:  # one allocation, page-locked: the device writes there
             trained = [unit for unit in self.layout.units if unit.trainable]
             self._sums = self._region(HOST, sum(gradient_sums_bytes(unit) for unit in trained))
-        return self._sums.take(nbytes)
+        return rows_in(self._sums.take(nbytes))
 
     def compute(self, group: SubGroup) -> torch.device:
         """Where the sub-group is updated: on the device when its states live there, else on the CPU."""

@@ -11,6 +11,7 @@ from offload.copies import read_plane, write_plane
 from offload.errors import StateError
 from offload.messages import bytes_of, tensor_of
 from offload.sizes import BLOCK_NUMEL, align_up
+from offload.square_sums import rows_of
 from zero.exchanging.exchange import Exchange
 from zero.gathered_values import CHUNK_NUMEL, runs_of
 from zero.optim.gradients import Gradients, UnitGradient
@@ -107,7 +108,7 @@ class GradientValues:
             begins, ends = max(first, at), min(last, to)
             if begins < ends:
                 chunk[begins - at : ends - at].copy_(values[begins - first : ends - first])
-            kernels.block_sumsq(chunk, into=state.sums.part(at - unit.begin, to - unit.begin))
+            kernels.block_sumsq(chunk, into=rows_of(state.sums, at - unit.begin, to - unit.begin))
             job = write_plane(state.plane, at, to, chunk.view(torch.uint8), self._storage.arena)
             self._storage.mover.run(f"storing the gradient of {slot.name}", job)
 

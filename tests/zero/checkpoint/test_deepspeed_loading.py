@@ -13,7 +13,7 @@ import torch
 from deepspeed_craft import SAMPLES, STAGES, TAG, change, copy_of, model_file, to_nvme
 from models import make_config, trainability
 from ranks import RankPool
-from reference import Hyper, Reference, State, differences, layout_of, snapshot
+from reference import Hyper, Reference, State, differences, snapshot
 from safetensors.torch import load_file
 
 from offload.errors import ConfigError
@@ -100,7 +100,6 @@ def continued(name: str, engine: Any) -> Reference:
             if f"model.{key}" in held:
                 value.copy_(held[f"model.{key}"])
     reference = Reference(model, lambda key: Hyper(), is_bf16(name), sample.CLIPPING, accumulation(name))
-    reference.layout = layout_of(engine)
     for key in reference.states:
         exp_avg, exp_avg_sq = (held[f"optim.state.{key}.{kind}"].clone() for kind in ("exp_avg", "exp_avg_sq"))
         reference.states[key] = State(held[f"model.{key}"].clone(), exp_avg, exp_avg_sq, 3)

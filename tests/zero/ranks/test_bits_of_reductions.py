@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from models import seeded
 from ranks import RankPool
-from ranks_runs import Place, Run, engine_config, quiet
-from reference import differences
+from ranks_runs import CLIPPING, HYPER, Place, Run, engine_config, quiet
+from reference import Hyper, Reference, differences
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -78,3 +78,39 @@ def test_a_run_goes_on_as_it_would_have_without_a_stop_and_whatever_is_persisten
     for threshold in (100, 100_000) if place.stage == 3 else ():
         other = pool.run(trained, place, str(nvme_path), accumulation, threshold)[0]
         assert differences(other[0], told[0]) == [], f"threshold {threshold}"
+
+
+def batch_of(step: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+
+
+def norms(place: Place, nvme_path: str, threshold: int) -> list[float]:
+    """Of clipped steps in which all ranks have the same batch, so that their mean is the gradient of one."""
+    import zero
+
+    quiet()
+    config = engine_config(Run(bf16=True, clipping=CLIPPING), place, nvme_path)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+    with seeded(3):
+        model = Heads()
+    found = []
+    with zero.initialize(model=model, config=config)[0] as engine:
+        for step in range(STEPS):
+            engine.backward(engine(batch_of(step), step % 3))
+            engine.step()
+            found.append(engine.get_global_grad_norm())
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+def test_the_norm_is_that_of_the_gradient_however_units_and_ranks_cut_it(
+    rank_pool: Pool, nvme_path: Any, place: Place
+) -> None:
+    with seeded(3):
+        alone = Reference(Heads(), lambda name: Hyper(**HYPER), clipping=CLIPPING)
+    for step in range(STEPS):
+        alone.backward(alone(batch_of(step), step % 3))
+        alone.step()
+    for threshold in (0, 100, 100_000) if place.stage == 3 else (0,):
+        for told in rank_pool(2).run(norms, place, str(nvme_path), threshold):
+            assert told == alone.norms, f"threshold {threshold}"

@@ -48,7 +48,7 @@ def compare(name: str, place: tuple[int, str, str], nvme_path: str, folder: str,
         groups = in_groups(list(model.named_parameters()), second)
         return zero.initialize(model=model, config=config, model_parameters=groups)[0], model
 
-    plain = Plain(lambda groups: kind(groups, **options), second, bf16=False, clipping=0.0, layout=())
+    plain = Plain(lambda groups: kind(groups, **options), second, bf16=False, clipping=0.0)
     train(plain, 0, STEPS, bf16=False)
     engine, model = opened()
     with engine:

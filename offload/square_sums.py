@@ -1,0 +1,98 @@
+"""The sum of squares of gradients: the same bits however they are cut, ordered and spread over ranks.
+
+Kernels leave one row for each block of 4096 elements; native/include/zn_square_sum.h has what the digits mean and why
+they add up exactly. Here rows, and the sums of other ranks, are added to one.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from offload.sizes import BLOCK_NUMEL
+
+HIGH, LOW, BIN, NONFINITE = range(4)
+"""Columns of the (blocks, 4) int64 tensor of sums."""
+ROW_BYTES = 32
+DIGIT_BITS, BIN_MIN = 50, -6
+"""As in zn_abi.h."""
+_HALF_BITS, _DIGIT_BYTES = 32, 16
+_HEAD = struct.Struct("<qq")
+PACKED_BYTES = _HEAD.size + 2 * _DIGIT_BYTES
+
+
+def row_count(numel: int) -> int:
+    """Rows of the sums of `numel` elements."""
+    return -(-numel // BLOCK_NUMEL)
+
+
+def rows_of(sums: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+    """Rows of elements [lo, hi); `lo` is a multiple of the block."""
+    return sums[lo // BLOCK_NUMEL : row_count(hi)]
+
+
+def rows_in(data: torch.Tensor) -> torch.Tensor:
+    """uint8 memory of ROW_BYTES for each row, as (rows, 4) int64."""
+    return data.view(torch.int64).view(-1, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class SquareSum:
+    """`high * 2^(50 bin) + low * 2^(50 (bin - 1))`; digits of sums are not bounded.
+
+    Attributes:
+        nonfinite: inf and NaN among the elements; with one of them the sum is not a number.
+    """
+
+    high: int = 0
+    low: int = 0
+    bin: int = BIN_MIN
+    nonfinite: int = 0
+
+    @classmethod
+    def of(cls, sums: torch.Tensor) -> SquareSum:
+        """The sum over the rows of (rows, 4) int64."""
+        if not sums.numel():
+            return cls()
+        top = int(sums[:, BIN].max())
+        first, second = sums[sums[:, BIN] == top], sums[sums[:, BIN] == top - 1]
+        low = _exact_sum(first[:, LOW]) + _exact_sum(second[:, HIGH])
+        return cls(_exact_sum(first[:, HIGH]), low, top, int(sums[:, NONFINITE].sum()))
+
+    @classmethod
+    def merged(cls, parts: Iterable[SquareSum]) -> SquareSum:
+        """The sum of sums: the bits of one sum over all their elements."""
+        parts = list(parts)
+        top = max((part.bin for part in parts), default=BIN_MIN)
+        high = sum(part.high for part in parts if part.bin == top)
+        low = sum(part.low for part in parts if part.bin == top)
+        low += sum(part.high for part in parts if part.bin == top - 1)
+        return cls(high, low, top, sum(part.nonfinite for part in parts))
+
+    def norm(self) -> float:
+        """The square root of the sum, which is rounded to fp64 before; NaN with elements that are not finite."""
+        if self.nonfinite:
+            return math.nan
+        units = (self.high << DIGIT_BITS) + self.low
+        return math.sqrt(math.ldexp(float(units), DIGIT_BITS * (self.bin - 1)))
+
+    def pack(self) -> bytes:
+        """PACKED_BYTES bytes, for other ranks."""
+        digits = (digit.to_bytes(_DIGIT_BYTES, "little", signed=True) for digit in (self.high, self.low))
+        return _HEAD.pack(self.bin, self.nonfinite) + b"".join(digits)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> SquareSum:
+        """What `pack` has made."""
+        digits = data[_HEAD.size :]
+        high, low = (int.from_bytes(part, "little", signed=True) for part in (digits[:16], digits[16:32]))
+        return cls(high, low, *_HEAD.unpack_from(data))
+
+
+def _exact_sum(digits: torch.Tensor) -> int:
+    """Two halves are added apart: int64 would not hold the sum of more than a few digits."""
+    return (int((digits >> _HALF_BITS).sum()) << _HALF_BITS) + int((digits & (1 << _HALF_BITS) - 1).sum())
