@@ -19,6 +19,8 @@ from models import ADAMW, FixedGradients, Output, build, make_config, seeded, to
 from pairwise import in_pairs
 from reference import Hyper, Reference, differences, norm_exact, snapshot
 
+from offload.errors import BudgetError
+
 DEVICES = ("none", "cpu", "nvme")
 PAIRS = tuple(itertools.product(DEVICES, DEVICES))
 STEPS = 20
@@ -219,6 +221,27 @@ def test_every_budget_trains_to_the_bits_of_the_reference(
     engine = trained(open_engine, scenario, config)
     on_nvme = sum(row.nbytes for row in engine.plan.rows if row.tier == "nvme")
     assert (on_nvme > 0) is (share < 1)
+
+
+@pytest.mark.parametrize("pair", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_a_second_backward_that_nobody_announced_takes_what_the_budget_has_left(
+    open_engine: Open, nvme_path: Any, pair: tuple[str, str]
+) -> None:
+    """With all planes in memory there is no swap space either."""
+    scenario = Scenario(backwards=2, steps=3)
+    engine = trained(open_engine, scenario, scenario.config(pair, nvme_path, memory_budget={"host": 1 << 30}))
+    assert engine.plan.tier_bytes("nvme") == 0
+
+
+def test_a_second_backward_that_nobody_announced_is_refused_where_the_budget_has_nothing_left(
+    open_engine: Open, nvme_path: Any
+) -> None:
+    config = Scenario().config(("cpu", "cpu"), nvme_path, memory_budget={"host": 1 << 30})
+    planned = open_engine(build("gpt"), config).plan.tier_bytes("host")
+    engine = open_engine(build("gpt"), {**config, "memory_budget": {"host": planned + 64}})
+    engine.backward(engine(tokens(0)))
+    with pytest.raises(BudgetError, match=r"a second backward before step\(\) needs .* more bytes"):
+        engine.backward(engine(tokens(1)))
 
 
 @pytest.mark.parametrize("live_numel", [26_000, 60_000, 1_000_000_000])

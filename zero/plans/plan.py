@@ -114,8 +114,8 @@ class Plan:
     second_slot_bytes: int = 0
     """Of `swap_bytes`: where updates inside backward write, or snapshots are."""
     swap_bytes: int = 0
-    host_bounded: bool = False
-    """Host memory is budgeted or short: what is not foreseen goes to NVMe."""
+    host_limit_bytes: int | None = None
+    """Host memory is budgeted or short: what is not foreseen and does not fit below goes to NVMe."""
     activations: ActivationPlan = ActivationPlan()
     rows: tuple[PlanRow, ...] = ()
     notes: list[str] = field(default_factory=list)
@@ -158,6 +158,11 @@ class Plan:
             if self.gradient_tiers[u.index] == NVME
         )
         return weights + records + micro_steps * gradients
+
+    @property
+    def host_bounded(self) -> bool:
+        """There is a limit."""
+        return self.host_limit_bytes is not None
 
     def tier_bytes(self, tier: str) -> int:
         """Sum of the rows of one tier."""

@@ -368,8 +368,7 @@ class Planner:
 
         Returns what is left for state records; None without a budget.
         """
-        limit = self._host_limit_bytes(effort)
-        plan.host_bounded = limit is not None
+        limit = plan.host_limit_bytes = self._host_limit_bytes(effort)
         gradient_home = DEVICE if self.state_tier == DEVICE else HOST
         plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
         can_spill = gradient_home == HOST and self._uses_disk()

@@ -110,7 +110,7 @@ class Storage:
             self.gradient_pool = self.whole_gradients.pool
             self.update_pool = Arena("updates", plan.update_pool_bytes, "memory_budget.device", device)
             self._sums: MemoryRegion | None = None
-            self._swap_used_bytes = 0
+            self._swap_used_bytes = self._unplanned_bytes = 0
             self.weights = [self._weight_plane(space) for space in layout.spaces]
             self.records = [self._record_plane(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
             self.gradients = [self._gradient_plane(space) if space.trainable else None for space in layout.spaces]
@@ -142,12 +142,11 @@ class Storage:
         """A new fp32 home for one unit's gradient: an unannounced second contribution has arrived.
 
         Raises:
-            BudgetError: the host budget is fixed and there is no swap space to put it in.
+            BudgetError: the host budget has no room for it, and there is no swap space to put it in.
         """
-        nbytes = unit.shard_numel * 4
-        in_memory = self.plan.gradient_tiers[unit.index] != NVME
-        if in_memory and not self.plan.host_bounded:
-            memory = self._region(self.plan.gradient_tiers[unit.index], nbytes).take(nbytes)
+        nbytes, tier = unit.shard_numel * 4, self.plan.gradient_tiers[unit.index]
+        if tier == DEVICE or (tier == HOST and self._take_of_host(nbytes)):
+            memory = self._region(tier, nbytes).take(nbytes)
             home = Home(unit.begin, unit.end, memory)
         elif self.disk is not None:
             home = Home(unit.begin, unit.end, None, self.disk.swap.extend(nbytes))
@@ -157,6 +156,14 @@ class Storage:
                 "accumulation; raise memory_budget.host, or announce it with gradient_accumulation_steps"
             )
         return self._kept(Plane(f"fp32 gradient of {unit.name}", 4, [home], self.disk, self.streams))
+
+    def _take_of_host(self, nbytes: int) -> bool:
+        """Is there room for them besides what the plan has? Then they are taken."""
+        limit = self.plan.host_limit_bytes
+        if limit is not None and self.plan.tier_bytes(HOST) + self._unplanned_bytes + nbytes > limit:
+            return False
+        self._unplanned_bytes += nbytes
+        return True
 
     def square_sums(self, unit: Unit) -> torch.Tensor:
         """A home in host memory for the sums of squares of one unit's gradient: (blocks, 4) int64."""
