@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeAlias
@@ -53,6 +53,7 @@ class Streams:
         self._timeline = timeline or Timeline()
         self._leaving: deque[tuple[Leased, tuple[Fence, ...]]] = deque()
         self._reaper: asyncio.Future[None] | None = None
+        self._host: ThreadPoolExecutor | None = None
 
     # ---- any thread ---------------------------------------------------------------------------
 
@@ -107,6 +108,18 @@ class Streams:
     async def reached(self, *fences: Fence) -> None:
         """Return once all are passed; the loop goes on meanwhile."""
 
+    async def compute_on_host(self, work: Callable[[], None]) -> None:
+        """Run `work`, kernels on memory of the host. Where the device is another one the loop goes on meanwhile.
+
+        One at a time: each takes as many cores as it is worth.
+        """
+        if self.shared:
+            work()
+            return
+        if self._host is None:
+            self._host = ThreadPoolExecutor(1, "zero-host-kernels", initializer=self.enter)
+        await asyncio.get_running_loop().run_in_executor(self._host, work)
+
     def release(self, block: Leased, *fences: Fence) -> None:
         """Give `block` back once all are passed; returns at once."""
         waiting = tuple(fence for fence in fences if fence is not None)
@@ -119,6 +132,8 @@ class Streams:
 
     def close(self) -> None:
         """Wait until the device is idle: its memory is about to be freed."""
+        if self._host is not None:
+            self._host.shutdown()
 
     async def _reap(self) -> None:
         while self._leaving:
@@ -192,6 +207,7 @@ class CudaStreams(Streams):
 
     def close(self) -> None:
         """See `Streams`. Waits for the user's streams too: they may still compute with our memory."""
+        super().close()
         torch.cuda.synchronize(self._device)
         self._waiters.shutdown()
 

@@ -38,6 +38,21 @@ def update_threads(numel: int, limit: int) -> int:
     return _measured(limit)
 
 
+def kernel_threads(*, on_cpu: bool) -> int:
+    """Threads that kernels on the host may take: as many as torch may.
+
+    torchrun allows torch one where nobody has said how many, so that ranks do not fight for cores. Ranks that compute
+    on devices leave the cores alone: kernels get this rank's share of them.
+
+    Args:
+        on_cpu: the model computes on the host too.
+    """
+    threads = max(torch.get_num_threads(), 1)
+    if on_cpu or "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
+        return threads
+    return max(physical_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+
 def physical_cores() -> int:
     """Cores that this process may run on, hardware threads of one core counted once."""
     cores = set()

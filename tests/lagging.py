@@ -98,6 +98,7 @@ class LaggingStreams(Streams):
         self.wait(*fences)
 
     def close(self) -> None:
+        super().close()
         self.wait(self.incoming.now(), self.outgoing.now())
 
 

@@ -16,6 +16,7 @@ from offload.errors import StateError, StorageError
 from offload.interrupts import uninterrupted, whole
 from offload.pinned import return_freed_memory
 from offload.stats import Stopwatch
+from offload.threads import kernel_threads
 from zero.accumulating import Accumulates
 from zero.activations import Activations
 from zero.assembly import Assembly
@@ -84,7 +85,7 @@ class ZeroEngine(
         self._closed = False
         self._config, self.device, self.exchange = config, device, exchange or Alone()
         self.in_place = aliases()
-        self.threads = max(torch.get_num_threads(), 1)
+        self.threads = kernel_threads(on_cpu=device.type == "cpu")
         trained = trained or Trained([], AdamRule())
         self.rule, groups = trained.rule, trained.groups
         self.updater = ZeroOptimizer(trained, self._optimizer_step, self.zero_grad) if groups else None

@@ -54,3 +54,27 @@ def test_the_real_measurement_chooses_what_the_process_has() -> None:
     assert 1 <= threads.physical_cores() <= len(os.sched_getaffinity(0))
     threads._measured.cache_clear()
     assert 1 <= threads.update_threads(threads.WORTH_MEASURING_NUMEL, 64) <= threads.physical_cores()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 3),
+        ({"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4"}, 5),
+        ({"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "64"}, 1),
+        ({"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "4"}, 3),
+        ({"OMP_NUM_THREADS": "1"}, 3),
+    ],
+    ids=["alone", "torchrun's own word", "more ranks than cores", "the user's word", "no torchrun"],
+)
+def test_kernels_beside_a_device_have_the_ranks_share_of_cores_where_only_torchrun_has_spoken(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: int
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(threads.torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(threads, "physical_cores", lambda: 20)
+    assert threads.kernel_threads(on_cpu=False) == expected
+    assert threads.kernel_threads(on_cpu=True) == 3

@@ -6,6 +6,7 @@ The paths are those of a GPU; see `lagging.py`.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from reference import differences, snapshot
 from torch import Tensor
 
 import zero
+from offload import kernels
 from offload.errors import BudgetError
 
 Open = Callable[..., Any]
@@ -181,3 +183,34 @@ def test_what_is_edited_and_what_is_dropped_agree(
         assert_same(open_engine, monkeypatch, make_config(pair, nvme_path), use, eager=False)
         assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:]))
         losses.clear()
+
+
+@pytest.mark.parametrize("pair", [("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
+def test_updates_beside_a_device_take_all_threads_and_leave_the_mover_free(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]
+) -> None:
+    """While a kernel runs the mover answers: on its own thread it could not."""
+    seen: list[tuple[str, int]] = []
+    engines: list[Any] = []
+    update = kernels.adamw
+
+    def watched(*given: Any, threads: int, **more: Any) -> None:
+        async def answer() -> None:
+            return
+
+        engines[0]._storage.mover.post("a question", answer()).result()
+        seen.append((threading.current_thread().name, threads))
+        update(*given, threads=threads, **more)
+
+    monkeypatch.setattr(kernels, "adamw", watched)
+    monkeypatch.setattr("zero.engine.kernel_threads", lambda on_cpu: 7)
+    monkeypatch.setattr("zero.assembly.update_threads", lambda numel, limit: limit)
+    with lagging_device(monkeypatch, eager=False):
+        engine = open_engine(build("gpt"), make_config(pair, nvme_path))
+        engines.append(engine)
+        run_loop(engine)
+        engine.synchronize()
+        engine.close()
+    names, threads = zip(*seen, strict=True)
+    assert len(seen) >= STEPS and all(name.startswith("zero-host-kernels") for name in names)
+    assert set(threads) == {7}

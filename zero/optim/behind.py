@@ -48,11 +48,15 @@ class DueUpdates:
     """The sub-groups of the last step that are not updated yet.
 
     Args:
-        threads: of the CPU kernel inside `finish`; behind the step it runs on one, beside the forward.
+        threads: of the kernel on the host inside `finish`.
+
+    Attributes:
+        threads_beside: of that kernel beside a forward or a backward: one where those compute on the host too.
     """
 
     def __init__(self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int) -> None:
         self._storage, self._pipeline, self._threads = storage, pipeline, threads
+        self.threads_beside = 1 if storage.streams.shared else threads
         self.arguments = StepArguments({}, 1.0, 0)
         """Of the last step."""
         self._due: set[SubGroup] = set()
@@ -240,16 +244,16 @@ class DueUpdates:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _bring(self, group: SubGroup, threads: int = 1) -> None:
+    async def _bring(self, group: SubGroup, threads: int | None = None) -> None:
         running = self._running.get(group)
         if running is None and group in self._due:
-            running = self._start(group, {}, threads)
+            running = self._start(group, {}, threads or self.threads_beside)
         if running is not None:
             await asyncio.shield(running.applied)
 
     async def _fetch_part(self, unit: Unit, group: SubGroup, delivery: Delivery) -> None:
         if group in self._due:
-            running = self._start(group, {unit.index: delivery}, 1)
+            running = self._start(group, {unit.index: delivery}, self.threads_beside)
             if unit.index in await asyncio.shield(running.applied):
                 return
         elif group in self._running:

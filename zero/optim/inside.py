@@ -147,7 +147,7 @@ class UpdatesInBackward:
                 if attempt.over:
                     return
                 try:
-                    await self._pipeline.update_aside(group, attempt.arguments, threads=1)
+                    await self._pipeline.update_aside(group, attempt.arguments, self._updates.threads_beside)
                 except StorageError as error:
                     logger.debug("%s is updated behind the step: %s", unit.name, error)
                     return

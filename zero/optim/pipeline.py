@@ -206,10 +206,16 @@ class SubGroupPipeline:
         return _Work(group, space, units, record, [*map(weight_of, units)], [*map(gradient_of, units)])
 
     async def _compute_into(self, work: _Work, arguments: StepArguments, threads: int) -> None:
+        def compute() -> None:
+            for unit, weight, gradient in zip(work.units, work.weights, work.gradients, strict=True):
+                with self._storage.timeline.span(UPDATES, f"{unit.name} in {work.group.name}", weight.bytes.numel()):
+                    self._apply(work, unit, weight, gradient, arguments, threads)
+
         await settle_all([part.read() for part in work.parts])
-        for unit, weight, gradient in zip(work.units, work.weights, work.gradients, strict=True):
-            with self._storage.timeline.span(UPDATES, f"{unit.name} in {work.group.name}", weight.bytes.numel()):
-                self._apply(work, unit, weight, gradient, arguments, threads)
+        if self._storage.compute(work.group).type == "cpu":
+            await self._storage.streams.compute_on_host(compute)
+        else:
+            compute()  # the device is only told what to do
 
     async def _deliver(self, work: _Work, wanted: Mapping[int, Delivery], staging: Staging) -> None:
         """Copy new weights to where they are wanted or live, if they were not updated there."""
