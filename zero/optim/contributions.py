@@ -8,8 +8,9 @@ contributions there, and everything that goes to the disk, passes through chunks
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,7 +19,8 @@ from offload.arena import Block
 from offload.errors import StorageError
 from offload.mover import Transfer
 from offload.pinned import aligned_copy
-from offload.planes import Plane
+from offload.planes import Plane, settle_all
+from offload.sizes import BLOCK_NUMEL
 from offload.square_sums import rows_of
 from offload.streams import Fence
 from zero.optim import sums as sums_of
@@ -28,6 +30,10 @@ from zero.store.storage import Storage
 
 CHUNK_NUMEL = 256 * 1024
 """A multiple of the block."""
+DEVICE_CHUNK_BYTES = 8 << 20
+"""What is copied from a device at a time: at 25 GB/s it takes some ten times as long as to ask for it."""
+CHUNKS_IN_FLIGHT = 4
+"""One is copied while another is added up, and the disk has two more to read and write."""
 
 
 @dataclass(slots=True)
@@ -53,15 +59,15 @@ class Contribution:
     """Behind what filled the buffer."""
     block: Block | None = None
     """The lease behind the buffer."""
-    position: int = 0
-    """Elements that have been dealt with."""
+    left: set[int] | None = None
+    """First elements of the chunks that have not been dealt with; None: it has not begun."""
     transfer: Transfer[None] | None = None
     """The attempt under way; None after a failure."""
 
     @property
     def done(self) -> bool:
         """True once all of it has been dealt with."""
-        return self.position == self.unit.numel
+        return self.left is not None and not self.left
 
 
 class ContributionStore:
@@ -135,7 +141,7 @@ class ContributionStore:
             block.release(copied)
 
     async def store(self, item: Contribution) -> None:
-        """Store or add it through the arena, from `item.position` on.
+        """Store or add it through the arena: the chunks that are left.
 
         A chunk whose old values cannot be read is untouched, and the next attempt goes on there. A chunk that
         cannot be written is complete in memory: the plane keeps a copy until it can be. What the device is still
@@ -144,41 +150,52 @@ class ContributionStore:
         Raises:
             StorageError: of the first chunk that failed.
         """
-        unit, plane = item.unit, item.plane
-        error: BaseException | None = None
-        while item.position < unit.numel:
-            lo, hi = item.position, min(item.position + CHUNK_NUMEL, unit.numel)
-            home = plane.memory(unit.begin + lo, unit.begin + hi)
-            stored_bytes = 0 if home is not None else (hi - lo) * item.dtype.itemsize
-            passes = not (self._streams.shared or item.summed)
-            source_bytes = (hi - lo) * unit.dtype.itemsize if passes else 0
-            chunk = await self._storage.arena.lease_when_free(stored_bytes + source_bytes, "gradient chunk")
-            try:
-                raw = chunk.data[:stored_bytes] if home is None else home
-                if home is None and not item.first:
-                    await plane.read(unit.begin + lo, unit.begin + hi, raw)
-                source = item.buffer[lo:hi]
-                if not self._streams.shared:
-                    copied = chunk.data[stored_bytes:].view(unit.dtype) if passes else raw.view(unit.dtype)
-                    await self._streams.reached(self._streams.copy_out(copied, source, item.fence))
-                    source = copied
-                if not item.summed:
-                    self._store_run(item, raw.view(item.dtype), source, lo, item.sums)
-                item.position = hi
-                if home is None:
-                    error = await self._write(plane, unit.begin + lo, unit.begin + hi, raw) or error
-            finally:
-                chunk.release()
-        if error is not None:
-            raise error
+        numel = self._chunk_numel(item.dtype.itemsize + item.unit.dtype.itemsize)
+        if item.left is None:
+            item.left = set(range(0, item.unit.numel, numel))
+        await _each(sorted(item.left), lambda lo: self._store_part(item, lo, min(lo + numel, item.unit.numel)))
 
-    async def _write(self, plane: Plane, begin: int, end: int, raw: torch.Tensor) -> StorageError | None:
+    async def _store_part(self, item: Contribution, lo: int, hi: int) -> None:
+        unit, plane, streams = item.unit, item.plane, self._streams
+        home = plane.memory(unit.begin + lo, unit.begin + hi)
+        stored_bytes = 0 if home is not None else (hi - lo) * item.dtype.itemsize
+        passes = not (streams.shared or item.summed)
+        source_bytes = (hi - lo) * unit.dtype.itemsize if passes else 0
+        chunk = await self._storage.arena.lease_when_free(stored_bytes + source_bytes, "gradient chunk")
+        try:
+            raw = chunk.data[:stored_bytes] if home is None else home
+            if home is None and not item.first:
+                await plane.read(unit.begin + lo, unit.begin + hi, raw)
+            source = item.buffer[lo:hi]
+            if not streams.shared:
+                copied = chunk.data[stored_bytes:].view(unit.dtype) if passes else raw.view(unit.dtype)
+                await streams.reached(streams.copy_out(copied, source, item.fence))
+                source = copied
+            if not item.summed:
+                await streams.compute_on_host(
+                    partial(self._store_run, item, raw.view(item.dtype), source, lo, item.sums)
+                )
+            if item.left is not None:
+                item.left.discard(lo)
+            if home is None:
+                await self._write(plane, unit.begin + lo, unit.begin + hi, raw)
+        finally:
+            chunk.release()
+
+    def _chunk_numel(self, width_bytes: int) -> int:
+        """Elements dealt with at a time, of which each takes `width_bytes` of the arena: whole blocks."""
+        if self._streams.shared:
+            return CHUNK_NUMEL
+        nbytes = min(DEVICE_CHUNK_BYTES, self._storage.plan.arena_bytes // 2)
+        return max(nbytes // width_bytes // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+
+    async def _write(self, plane: Plane, begin: int, end: int, raw: torch.Tensor) -> None:
+        """Write what is complete in memory. Raises StorageError: the plane keeps a copy."""
         try:
             await plane.write(begin, end, raw)
-        except StorageError as failure:
+        except StorageError:
             plane.strand(begin, end, aligned_copy(raw), _nothing)
-            return failure
-        return None
+            raise
 
     def _store_run(
         self, item: Contribution, stored: torch.Tensor, source: torch.Tensor, lo: int, sums: torch.Tensor
@@ -237,14 +254,15 @@ class ContributionStore:
         if not self._streams.shared:  # one sum travels to the host, not one for each rank
             kernels.reduce_ranks(sources[0], sources, scale=scale)
             sources, scale = sources[:1], 1.0
-        error: StorageError | None = None
-        for lo in range(0, unit.shard_numel, CHUNK_NUMEL):
-            parts, factor = [part[lo : lo + CHUNK_NUMEL] for part in sources], scale
+        numel = self._chunk_numel(dtype.itemsize + sources[0].element_size())
+
+        async def store(lo: int) -> None:
+            parts, factor = [part[lo : lo + numel] for part in sources], scale
             if rounds:
                 parts, factor = [_rounded_sum(torch.empty_like(parts[0]), parts, scale, unit.dtype)], 1.0
-            error = await self._store_chunk(unit, home, parts, factor, sums, lo, first) or error
-        if error is not None:
-            raise error
+            await self._store_chunk(unit, home, parts, factor, sums, lo, first)
+
+        await _each(range(0, unit.shard_numel, numel), store)
 
     async def _store_chunk(
         self,
@@ -255,7 +273,7 @@ class ContributionStore:
         sums: torch.Tensor,
         lo: int,
         first: bool,
-    ) -> StorageError | None:
+    ) -> None:
         plane, dtype = home
         numel = sources[0].numel()
         begin, end = unit.begin + lo, unit.begin + lo + numel
@@ -271,9 +289,12 @@ class ContributionStore:
                 copied = chunk.data[stored_bytes : stored_bytes + passing_bytes].view(sources[0].dtype)
                 await self._streams.reached(self._streams.copy_out(copied, sources[0], self._streams.fence()))
                 sources = [copied]
-            into = rows_of(sums, lo, lo + numel)
-            sums_of.reduce_into(raw.view(dtype), sources, scale, into, self._threads, first=first)
-            return await self._write(plane, begin, end, raw) if memory is None else None
+            into, stored = rows_of(sums, lo, lo + numel), raw.view(dtype)
+            await self._streams.compute_on_host(
+                partial(sums_of.reduce_into, stored, sources, scale, into, self._threads, first=first)
+            )
+            if memory is None:
+                await self._write(plane, begin, end, raw)
         finally:
             chunk.release()
 
@@ -312,6 +333,23 @@ def zero_gaps(flat: torch.Tensor, unit: Unit, arrived: Iterable[Slot], lo: int) 
         if position >= hi:
             return
     flat[position - lo :].zero_()
+
+
+async def _each(chunks: Iterable[int], deal: Callable[[int], Awaitable[None]]) -> None:
+    """`deal` with each chunk, a few at a time and begun in this order. Raises the first error, when all are over."""
+    errors: list[StorageError] = []
+    rest = iter(chunks)
+
+    async def some() -> None:
+        for lo in rest:
+            try:
+                await deal(lo)
+            except StorageError as error:
+                errors.append(error)
+
+    await settle_all([some() for _ in range(CHUNKS_IN_FLIGHT)])
+    if errors:
+        raise errors[0]
 
 
 def _nothing() -> None:
