@@ -47,7 +47,7 @@ class Rank:
         self.slices = [r.data.view(torch.bfloat16)[rank * self.own :][: self.own] for r in self.regions]
         self.stored, self.arrived, self.scale = torch.zeros(self.own), torch.zeros_like(self.flat), 1 / count
         blocks = -(-self.own // BLOCK_NUMEL)
-        self.sums = torch.zeros(blocks, 4, dtype=torch.int64)
+        self.sums = torch.zeros(blocks, 2, dtype=torch.int64)
         self.wide = torch.zeros(self.flat.numel())
         self.loop, self.number = asyncio.new_event_loop(), 0
 

@@ -61,7 +61,7 @@ def check_moments(moments: Moments, numel: int, device: torch.device) -> None:
 
 def check_sums(into: Tensor | None, src: Tensor) -> Tensor:
     """Where the sums of the blocks of `src` go: `into`, or a new tensor. Raises TypeError."""
-    shape = (row_count(src.numel()), 4)
+    shape = (row_count(src.numel()), 2)
     if into is None:
         return torch.empty(shape, dtype=torch.int64, device=src.device)
     if into.shape != shape or not into.is_contiguous():

@@ -246,7 +246,7 @@ def block_sumsq(src: Tensor, into: Tensor | None = None, threads: int = 1) -> Te
         threads: at most this many CPU threads.
 
     Returns:
-        (ceil(N / 4096), 4) int64 on the device of `src`, as `offload.square_sums.SquareSum.of` adds them up.
+        (ceil(N / 4096), 2) int64 on the device of `src`, as `offload.square_sums.SquareSum.of` adds them up.
 
     Raises:
         TypeError: dtype, device, length or layout of a tensor is wrong.

@@ -18,7 +18,7 @@ from offload import moments_fallback
 from offload.moments import MOMENTS_BLOCK_NUMEL, Moments
 from offload.segment import Segment
 from offload.sizes import BLOCK_NUMEL
-from offload.square_sums import BIN, BIN_MIN, DIGIT_BITS, HIGH, LOW, NONFINITE, row_count
+from offload.square_sums import BIN_MIN, DIGIT_BITS, LOW, TAG_NONFINITE, TAG_SHIFT, TAGGED, row_count
 
 TILE_NUMEL = 32 * BLOCK_NUMEL
 DEVICE_TILE_NUMEL = 256 * BLOCK_NUMEL
@@ -197,10 +197,12 @@ def block_sumsq(sums: Tensor, src: Tensor) -> None:
         squares = rows.square_()
         cut = squares + above
         rest = squares.sub_(cut - above)
+        high = (cut.view(torch.int64) - above.view(torch.int64)).sum(1)
         into = sums[tile.start // BLOCK_NUMEL :][:blocks]
-        into[:, HIGH] = (cut.view(torch.int64) - above.view(torch.int64)).sum(1)
+        into[:, TAGGED] = torch.where(
+            nonfinite > 0, TAG_NONFINITE << TAG_SHIFT | nonfinite, bins - BIN_MIN << TAG_SHIFT | high
+        )
         into[:, LOW] = (rest.add_(below).view(torch.int64) - below.view(torch.int64)).sum(1)
-        into[:, BIN], into[:, NONFINITE] = bins, nonfinite
 
 
 def _anchors(bins: Tensor) -> Tensor:

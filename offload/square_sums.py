@@ -15,10 +15,10 @@ import torch
 
 from offload.sizes import BLOCK_NUMEL
 
-HIGH, LOW, BIN, NONFINITE = range(4)
-"""Columns of the (blocks, 4) int64 tensor of sums."""
-ROW_BYTES = 32
-DIGIT_BITS, BIN_MIN = 50, -6
+TAGGED, LOW = range(2)
+"""Columns of the (blocks, 2) int64 tensor of sums."""
+ROW_BYTES = 16
+DIGIT_BITS, BIN_MIN, TAG_SHIFT, TAG_NONFINITE = 48, -7, 59, 15
 """As in zn_abi.h."""
 _HALF_BITS, _DIGIT_BYTES = 32, 16
 _HEAD = struct.Struct("<qq")
@@ -36,13 +36,19 @@ def rows_of(sums: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
 
 
 def rows_in(data: torch.Tensor) -> torch.Tensor:
-    """uint8 memory of ROW_BYTES for each row, as (rows, 4) int64."""
-    return data.view(torch.int64).view(-1, 4)
+    """uint8 memory of ROW_BYTES for each row, as (rows, 2) int64."""
+    return data.view(torch.int64).view(-1, 2)
+
+
+def nonfinite_of(sums: torch.Tensor) -> torch.Tensor:
+    """(rows,) int64: how many elements of each block are inf or NaN."""
+    tagged = sums[:, TAGGED]
+    return torch.where(tagged >> TAG_SHIFT == TAG_NONFINITE, tagged & (1 << TAG_SHIFT) - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class SquareSum:
-    """`high * 2^(50 bin) + low * 2^(50 (bin - 1))`; digits of sums are not bounded.
+    """`high * 2^(48 bin) + low * 2^(48 (bin - 1))`; digits of sums are not bounded.
 
     Attributes:
         nonfinite: inf and NaN among the elements; with one of them the sum is not a number.
@@ -55,13 +61,14 @@ class SquareSum:
 
     @classmethod
     def of(cls, sums: torch.Tensor) -> SquareSum:
-        """The sum over the rows of (rows, 4) int64."""
-        if not sums.numel():
-            return cls()
-        top = int(sums[:, BIN].max())
-        first, second = sums[sums[:, BIN] == top], sums[sums[:, BIN] == top - 1]
-        low = _exact_sum(first[:, LOW]) + _exact_sum(second[:, HIGH])
-        return cls(_exact_sum(first[:, HIGH]), low, top, int(sums[:, NONFINITE].sum()))
+        """The sum over the rows of (rows, 2) int64."""
+        tags, highs, lows = sums[:, TAGGED] >> TAG_SHIFT, sums[:, TAGGED] & (1 << TAG_SHIFT) - 1, sums[:, LOW]
+        nonfinite = int(highs[tags == TAG_NONFINITE].sum())
+        if nonfinite or not sums.numel():
+            return cls(nonfinite=nonfinite)
+        top = int(tags.max())
+        low = _exact_sum(lows[tags == top]) + _exact_sum(highs[tags == top - 1])
+        return cls(_exact_sum(highs[tags == top]), low, top + BIN_MIN)
 
     @classmethod
     def merged(cls, parts: Iterable[SquareSum]) -> SquareSum:

@@ -88,7 +88,7 @@ def norm_of(grads: Mapping[str, Tensor]) -> float:
     if not np.isfinite(values).all():
         return math.nan
     exponent = math.frexp(np.abs(values).max())[1]
-    unit = 50 * (2 * exponent // 50 - 1) if values.any() else 0
+    unit = 48 * (2 * exponent // 48 - 1) if values.any() else 0
     # Halves of a unit go to the even neighbour; what is scaled by a power of two stays exact.
     total = sum(map(int, np.rint(np.ldexp(values * values, -unit)).tolist()))
     return math.sqrt(math.ldexp(float(total), unit))

@@ -20,11 +20,12 @@ __device__ inline void zn_sum_block(zn_square_sum *out, int count, Load load) {
     own_most = max(own_most, __float_as_uint(own[i]) & ZN_MAGNITUDE_F32);
   }
   const uint32_t most = zn_block_max(own_most);
-  uint64_t high = 0, low = 0, nonfinite = 0;
-  const bool finite = most < ZN_INF_F32;
-  const int64_t bin = finite ? zn_square_bin(__uint_as_float(most)) : ZN_SQUARE_BIN_MIN;
-  const double above = zn_square_anchor(bin), below = zn_square_anchor(bin - 1);
-  if (finite) {
+  uint64_t high = 0, low = 0;
+  int64_t tag = ZN_SQUARE_NONFINITE;
+  if (most < ZN_INF_F32) {
+    const int64_t bin = zn_square_bin(__uint_as_float(most));
+    const double above = zn_square_anchor(bin), below = zn_square_anchor(bin - 1);
+    tag = bin - ZN_SQUARE_BIN_MIN;
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
       const double x = own[i], square = __dmul_rn(x, x), cut = __dadd_rn(square, above);
@@ -33,12 +34,11 @@ __device__ inline void zn_sum_block(zn_square_sum *out, int count, Load load) {
       low += zn_bits64(__dadd_rn(rest, below)) - zn_bits64(below);
     }
   } else {
-    for (int i = 0; i < OWN; i++) nonfinite += (__float_as_uint(own[i]) & ZN_INF_F32) == ZN_INF_F32;
+    for (int i = 0; i < OWN; i++) high += (__float_as_uint(own[i]) & ZN_INF_F32) == ZN_INF_F32;
   }
   high = zn_over_block(high, add);
   low = zn_over_block(low, add);
-  nonfinite = zn_over_block(nonfinite, add);
-  if (threadIdx.x == 0) *out = {(int64_t)high, (int64_t)low, bin, (int64_t)nonfinite};
+  if (threadIdx.x == 0) *out = zn_square_sum_of(tag, high, low);
 }
 
 __host__ __device__ inline int64_t zn_block_count(int64_t numel) { return (numel + ZN_BLOCK_NUMEL - 1) / ZN_BLOCK_NUMEL; }

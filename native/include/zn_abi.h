@@ -280,11 +280,12 @@ int32_t zn_cpu_split(void *weight_bf16, int16_t *remainder, const float *in, int
 int32_t zn_cpu_join(float *out, const void *weight_bf16, const int16_t *remainder, int64_t numel,
                     int32_t threads);
 
-/* A sum of squares in two digits, high * 2^(50 bin) + low * 2^(50 (bin - 1)), and the number of inf and NaN among the
- * elements. With one of those the digits are 0 and the bin is the least one, as in a sum of zeros. */
-enum { ZN_SQUARE_DIGIT_BITS = 50, ZN_SQUARE_BIN_MIN = -6 };
+/* A sum of squares in two digits, high * 2^(48 bin) + low * 2^(48 (bin - 1)). `tagged` is high (below 2^59) and, from
+ * that bit on, bin - ZN_SQUARE_BIN_MIN. With inf or NaN among the elements the tag is ZN_SQUARE_NONFINITE, their number
+ * stands in high's place, and low is 0. */
+enum { ZN_SQUARE_DIGIT_BITS = 48, ZN_SQUARE_BIN_MIN = -7, ZN_SQUARE_TAG_SHIFT = 59, ZN_SQUARE_NONFINITE = 15 };
 typedef struct {
-  int64_t high, low, bin, nonfinite;
+  int64_t tagged, low;
 } zn_square_sum;
 
 /* One sum of squares per block of 4096 elements (the last may be shorter): `sums` has ceil(numel / 4096) entries. */

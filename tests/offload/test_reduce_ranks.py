@@ -133,7 +133,7 @@ def test_the_order_of_the_sources_is_the_order_of_additions() -> None:
 def test_block_sums_go_where_they_are_wanted_and_nowhere_else() -> None:
     sources = [samples(4097, i, torch.bfloat16, False) for i in range(2)]
     stored = torch.empty(4097, dtype=torch.bfloat16)
-    sums = torch.full((5, 4), 7)
+    sums = torch.full((5, 2), 7)
     kernels.reduce_ranks(stored, sources, into=sums[1:3])
     assert torch.equal(sums[1:3], kernels.block_sumsq(stored))
     assert sums[[0, 3, 4]].unique().tolist() == [7]

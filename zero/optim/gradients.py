@@ -21,7 +21,7 @@ from offload.arena import Block
 from offload.errors import StateError
 from offload.mover import Transfer
 from offload.planes import Plane
-from offload.square_sums import NONFINITE, SquareSum, rows_in
+from offload.square_sums import SquareSum, nonfinite_of, rows_in
 from offload.streams import Fence
 from zero.optim.contributions import Contribution, ContributionStore
 from zero.params.layout import Layout, Slot, Unit
@@ -317,7 +317,7 @@ class Gradients:
 
     def nonfinite(self) -> int:
         """How many gradient elements are inf or NaN."""
-        return sum(int(state.sums[:, NONFINITE].sum()) for state in self._units.values() if state.summed)
+        return sum(int(nonfinite_of(state.sums).sum()) for state in self._units.values() if state.summed)
 
     # ---- inside -------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from offload import kernels
 from offload.copies import read_plane
 from offload.sizes import BLOCK_NUMEL
-from offload.square_sums import NONFINITE
+from offload.square_sums import nonfinite_of
 from zero.exchanging.exchange import Exchange
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Slot
@@ -53,7 +53,7 @@ def agree_on_nonfinite(
 def _in_order(gradients: Gradients) -> Iterator[tuple[int, UnitGradient, Slot]]:
     """(rank in the order of arrival, unit, parameter) of what may be; what has come otherwise is last."""
     summed = (state for state in gradients.states() if state.summed)
-    states = {state.unit.index: state for state in summed if state.sums[:, NONFINITE].any()}
+    states = {state.unit.index: state for state in summed if nonfinite_of(state.sums).any()}
     known = list(gradients.order)
     rest = [(index, i) for index, state in reversed(states.items()) for i in range(len(state.unit.slots))]
     for position, (index, slot) in enumerate(dict.fromkeys([*known, *rest])):
@@ -66,7 +66,7 @@ def _is_nonfinite(state: UnitGradient, slot: Slot, storage: Storage) -> bool:
     unit = state.unit
     begin, end = (place - unit.begin for place in unit.within(slot))
     for block in range(begin // BLOCK_NUMEL, -(-end // BLOCK_NUMEL)):
-        if not int(state.sums[block, NONFINITE]):
+        if not int(nonfinite_of(state.sums[block : block + 1])):
             continue
         first, last = block * BLOCK_NUMEL, min((block + 1) * BLOCK_NUMEL, unit.shard_numel)
         if begin <= first and last <= end:

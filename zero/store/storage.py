@@ -166,7 +166,7 @@ class Storage:
         return True
 
     def square_sums(self, unit: Unit) -> torch.Tensor:
-        """A home in host memory for the sums of squares of one unit's gradient: (blocks, 4) int64."""
+        """A home in host memory for the sums of squares of one unit's gradient: (blocks, 2) int64."""
         nbytes = gradient_sums_bytes(unit)
         if self.streams.shared:
             return rows_in(torch.empty(nbytes, dtype=torch.uint8))
