@@ -106,6 +106,7 @@ def prepared(model: nn.Module, finetuning_type: str) -> nn.Module:
     if finetuning_type == "freeze":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("layers.1." in name)
+        model.enable_input_require_grads()  # for the reentrant checkpoints; transformers 5 does so itself
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype is not torch.float32:
             parameter.data = parameter.data.float()

@@ -82,7 +82,7 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
 
     unset_hf_deepspeed_config()  # in a script of its own
     with torch.random.fork_rng():
-        model = AutoModelForCausalLM.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")  # before transformers 5 it is fp32 else
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 

@@ -82,6 +82,7 @@ def from_pretrained(deepspeed: dict[str, Any] | None, folder: str, grown: int = 
     model = AutoModelForCausalLM.from_pretrained(folder)
     seen = [parameter.ds_status.name for parameter in model.parameters() if hasattr(parameter, "ds_shape")]
     if grown:
+        set_seed(1)  # before transformers 5 loading under zero.Init draws values, which the files then replace
         model.resize_token_embeddings(VOCABULARY + grown, mean_resizing=False)
     report = fit(Trainer(model=model, args=chosen, train_dataset=Tokens()))
     found = {"seen": bool(seen), "cut": "NOT_AVAILABLE" in seen}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 Report = dict[str, Any]
@@ -40,7 +42,9 @@ def tokenizer() -> Any:
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    inputs = ["input_ids", "attention_mask"]  # before transformers 5 there are types of tokens else
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=inputs, **special)
     made.chat_template = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
     return made
 
@@ -228,12 +232,21 @@ def adapters(kind: str = "LoraConfig", **more: Any) -> Any:
     return getattr(peft, kind)(**{**targets, **more})
 
 
+def old_trl() -> bool:
+    """Before 0.29 TRL neither makes a reference model nor computes its values ahead at stage 3."""
+    return Version(version("trl")) < Version("0.29")
+
+
 def dpo(deepspeed: dict[str, Any] | None = None, *, ulps: int = 0, **more: Any) -> Report:
     """DPOTrainer with a reference model of its own (an engine that does not train), or its precomputed values."""
     from datasets import Dataset
     from transformers import set_seed
     from trl import DPOConfig, DPOTrainer
 
+    if deepspeed is not None and old_trl():
+        import deepspeed as library
+
+        library.init_distributed()  # values computed ahead are gathered before there is an engine
     kept(ulps)
     args = DPOConfig(**{"bf16": False, "max_length": 48, **common(deepspeed, **more)})
     set_seed(0)
@@ -241,7 +254,11 @@ def dpo(deepspeed: dict[str, Any] | None = None, *, ulps: int = 0, **more: Any) 
     rows = zip(SENTENCES, reversed(SENTENCES), strict=True)
     pairs = [{"prompt": a[:9], "chosen": a[9:], "rejected": b[-12:]} for a, b in rows]
     trainer = DPOTrainer(
-        model=model, args=args, train_dataset=Dataset.from_list(pairs * 2), processing_class=tokenizer()
+        model=model,
+        ref_model=loaded() if old_trl() and not args.precompute_ref_log_probs else None,
+        args=args,
+        train_dataset=Dataset.from_list(pairs * 2),
+        processing_class=tokenizer(),
     )
     return fit(trainer, trainer.model)
 

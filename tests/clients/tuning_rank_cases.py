@@ -65,6 +65,6 @@ def grpo_evaluated(deepspeed: dict[str, Any] | None = None, **more: Any) -> dict
         processing_class=tokenizer(),
     )
     set_seed(0)
-    before = trainer.evaluate()
+    before = {**trainer.evaluate(), **trainer.state.log_history[-1]}  # TRL's own metrics may be in the log alone
     report: dict[str, Any] = {"engine": type(trainer.model_wrapped).__module__.partition(".")[0]}
     return {**report, **{key: before[key] for key in ("eval_reward", "eval_kl", "eval_loss") if key in before}}
