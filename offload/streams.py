@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from offload.accelerator import is_accelerator, module_of, new_event, synchronize
 from offload.timeline import COPIES, Timeline
 
 
@@ -128,23 +129,20 @@ class Streams:
             block.release()
 
 
-class CudaStreams(Streams):
-    """Those of one GPU."""
+class DeviceStreams(Streams):
+    """Those of one accelerator."""
 
     shared = False
 
     def __init__(self, device: torch.device, timeline: Timeline | None = None) -> None:
         super().__init__(timeline)
-        self._device = device
-        self._in, self._out, self._updates, self._collectives = (
-            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for _ in range(4)
-        )
+        self._device, self._module = device, module_of(device)
+        self._in, self._out, self._updates, self._collectives = (self._module.Stream(device) for _ in range(4))
         self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence")
 
     def fence(self) -> Fence:
         """See `Streams`."""
-        return self._mark(torch.cuda.current_stream(self._device))
+        return self._mark(self._module.current_stream(self._device))
 
     def behind_copies_in(self) -> Fence:
         """See `Streams`."""
@@ -158,16 +156,16 @@ class CudaStreams(Streams):
     def collective(self, *after: Fence) -> Iterator[None]:
         """See `Streams`."""
         self._hold(self._collectives, after)
-        with torch.cuda.stream(self._collectives):
+        with self._module.stream(self._collectives):
             yield
 
     def wait(self, *fences: Fence) -> None:
         """See `Streams`."""
-        self._hold(torch.cuda.current_stream(self._device), fences)
+        self._hold(self._module.current_stream(self._device), fences)
 
     def follow(self, stream: Any) -> Any:
         """See `Streams`."""
-        current = torch.cuda.current_stream(self._device)
+        current = self._module.current_stream(self._device)
         if stream is not None and stream != current:
             self._hold(current, (self._mark(stream),))
         return current
@@ -182,27 +180,26 @@ class CudaStreams(Streams):
 
     def enter(self) -> None:
         """See `Streams`. Sets the thread's device too."""
-        torch.cuda.set_stream(self._updates)
+        self._module.set_stream(self._updates)
 
     async def reached(self, *fences: Fence) -> None:
         """See `Streams`. A thread sleeps in the driver for each; polling would cost the loop its time."""
-        for fence in fences:
-            if isinstance(fence, torch.cuda.Event) and not fence.query():  # type: ignore[no-untyped-call]
+        waiting: list[Any] = [fence for fence in fences if fence is not None]
+        for fence in waiting:
+            if not fence.query():
                 await asyncio.get_running_loop().run_in_executor(self._waiters, fence.synchronize)
 
     def close(self) -> None:
         """See `Streams`. Waits for the user's streams too: they may still compute with our memory."""
-        torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         self._waiters.shutdown()
 
-    def _copy(
-        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: tuple[Fence, ...]
-    ) -> Fence:
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, after: tuple[Fence, ...]) -> Fence:
         self._hold(stream, after)
-        with torch.cuda.stream(stream):
+        with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
         copied = self._mark(stream)
-        if self._timeline.on and copied is not None:
+        if self._timeline.on:
             self._waiters.submit(self._record, copied, f"to {target.device}", time.perf_counter_ns(), source.nbytes)
         return copied
 
@@ -211,23 +208,21 @@ class CudaStreams(Streams):
         copied.synchronize()
         self._timeline.add(COPIES, name, begin_ns, nbytes)
 
-    @staticmethod
-    def _hold(stream: torch.cuda.Stream, fences: tuple[Fence, ...]) -> None:
+    def _hold(self, stream: Any, fences: tuple[Fence, ...]) -> None:
         for fence in fences:
-            if isinstance(fence, torch.cuda.Event):
+            if fence is not None:
                 stream.wait_event(fence)
 
-    @staticmethod
-    def _mark(stream: torch.cuda.Stream) -> Fence:
-        # Blocking: a host thread that waits for it sleeps instead of spinning on a core.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    def _mark(self, stream: Any) -> Mark:
+        event = new_event(self._device)
         event.record(stream)
-        return event
+        mark: Mark = event
+        return mark
 
 
 def open_streams(device: torch.device, timeline: Timeline | None = None) -> Streams:
     """The streams of `device`; copies are noted in `timeline`."""
-    return CudaStreams(device, timeline) if device.type == "cuda" else Streams(timeline)
+    return DeviceStreams(device, timeline) if is_accelerator(device) else Streams(timeline)
 
 
 def shares_host_memory(device: torch.device) -> bool:
