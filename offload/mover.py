@@ -77,6 +77,8 @@ class Mover:
         enter: Callable[[], None] | None = None,
     ) -> None:
         self._enter = enter or (lambda: None)
+        self._entered = threading.Event()
+        self._failure: BaseException | None = None
         self._describe = describe or (lambda: [])
         self._progress = progress or (lambda: 0)
         self.exposed = Stopwatch()
@@ -84,6 +86,7 @@ class Mover:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zero-mover", daemon=True)
         self._thread.start()
+        self._entered.wait()  # so that whoever hands it a job knows whether the thread came to be what it should
         self._closed, self._pid = False, os.getpid()
         self._draining: concurrent.futures.Future[None] | None = None
 
@@ -91,12 +94,16 @@ class Mover:
         """Start `job` on the mover thread; returns at once.
 
         Raises:
-            StateError: the mover is closed, or this process is a fork of the one that has it.
+            StateError: the mover is closed or could not begin, or this process is a fork of the one that has it.
         """
         try:
             self._check_here(what)
             if self._closed:
                 raise StateError(f"{what}: the engine is closed")
+            if self._failure is not None:
+                raise StateError(
+                    f"{what}: the mover thread could not begin: {type(self._failure).__name__}: {self._failure}"
+                ) from self._failure
         except StateError:
             job.close()
             raise
@@ -182,7 +189,12 @@ class Mover:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._enter()
+        try:
+            self._enter()
+        except BaseException as error:
+            self._failure = error  # the loop runs all the same: what closes the mover needs it
+        finally:
+            self._entered.set()
         self._loop.run_forever()
 
     async def _drain(self) -> None:

@@ -6,6 +6,10 @@ the device, and collectives run on the fourth. A fence is a mark behind all that
 Streams wait for fences; the host waits only where it needs the bytes itself: memory that it is going to read, or to
 overwrite.
 
+[Note: a device that fails] An error shows where somebody waits for the device, and nothing that was given to it comes
+to its end. So the first one is kept: whoever uses the streams afterwards gets it, and nobody waits in vain for memory
+behind a fence that is never passed.
+
 [Note: one logic] A machine without a GPU has no streams: there `Streams` copies at once and no fence exists. The same
 callers run with copies that lag behind in the tests.
 """
@@ -23,6 +27,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from offload.accelerator import is_accelerator, module_of, new_event, synchronize
+from offload.errors import StateError
 from offload.timeline import COPIES, Timeline
 
 
@@ -54,6 +59,15 @@ class Streams:
         self._timeline = timeline or Timeline()
         self._leaving: deque[tuple[Leased, tuple[Fence, ...]]] = deque()
         self._reaper: asyncio.Future[None] | None = None
+        self._failure: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise StateError if the device has failed."""
+        if self._failure is not None:
+            raise StateError(
+                f"the device has failed: {type(self._failure).__name__}: {self._failure}; what was under way there is "
+                "lost: close the engine, and go on from a checkpoint in a new process"
+            ) from self._failure
 
     # ---- any thread ---------------------------------------------------------------------------
 
@@ -109,10 +123,11 @@ class Streams:
         """Return once all are passed; the loop goes on meanwhile."""
 
     def release(self, block: Leased, *fences: Fence) -> None:
-        """Give `block` back once all are passed; returns at once."""
+        """Give `block` back once all are passed; returns at once. Raises StateError if the device has failed."""
         waiting = tuple(fence for fence in fences if fence is not None)
-        if not waiting:
+        if not waiting or self._failure is not None:
             block.release()
+            self.check()
             return
         self._leaving.append((block, waiting))
         if self._reaper is None or self._reaper.done():
@@ -124,9 +139,16 @@ class Streams:
     async def _reap(self) -> None:
         while self._leaving:
             block, fences = self._leaving[0]
-            await self.reached(*fences)
+            try:
+                await self.reached(*fences)
+            except Exception as error:
+                # The block goes back all the same: who waits for it shall meet the error, and not the watchdog.
+                self._note_failure(error)
             self._leaving.popleft()
             block.release()
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._failure = self._failure or error
 
 
 class DeviceStreams(Streams):
@@ -179,20 +201,31 @@ class DeviceStreams(Streams):
         return self._copy(self._out, target, source, after)
 
     def enter(self) -> None:
-        """See `Streams`. Sets the thread's device too."""
+        """See `Streams`."""
         self._module.set_stream(self._updates)
 
     async def reached(self, *fences: Fence) -> None:
         """See `Streams`. A thread sleeps in the driver for each; polling would cost the loop its time."""
+        self.check()
         waiting: list[Any] = [fence for fence in fences if fence is not None]
-        for fence in waiting:
-            if not fence.query():
-                await asyncio.get_running_loop().run_in_executor(self._waiters, fence.synchronize)
+        try:
+            for fence in waiting:
+                if not fence.query():
+                    await asyncio.get_running_loop().run_in_executor(self._waiters, fence.synchronize)
+        except Exception as error:
+            self._note_failure(error)
+            raise
 
     def close(self) -> None:
-        """See `Streams`. Waits for the user's streams too: they may still compute with our memory."""
-        synchronize(self._device)
-        self._waiters.shutdown()
+        """See `Streams`. Waits for the user's streams too: they may still compute with our memory.
+
+        Raises what the device says if it has failed and nobody was told; threads are given back all the same.
+        """
+        try:
+            if self._failure is None:
+                synchronize(self._device)
+        finally:
+            self._waiters.shutdown()
 
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, after: tuple[Fence, ...]) -> Fence:
         self._hold(stream, after)
@@ -205,10 +238,15 @@ class DeviceStreams(Streams):
 
     def _record(self, copied: Any, name: str, begin_ns: int, nbytes: int) -> None:
         """Note a copy from when it was asked for until it is done; only while somebody records."""
-        copied.synchronize()
+        try:
+            copied.synchronize()
+        except Exception as error:
+            self._note_failure(error)
+            return
         self._timeline.add(COPIES, name, begin_ns, nbytes)
 
     def _hold(self, stream: Any, fences: tuple[Fence, ...]) -> None:
+        self.check()
         for fence in fences:
             if fence is not None:
                 stream.wait_event(fence)

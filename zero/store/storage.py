@@ -223,8 +223,10 @@ class Storage:
         """Let what moves finish, then free everything. Idempotent."""
         self._prepare_end()
         self.mover.close()
-        self._end_moves()
-        self._free()
+        try:
+            self._end_moves()
+        finally:  # a device that has failed frees nothing, but the host's memory is there for others
+            self._free()
 
     def abandon(self) -> None:
         """`close` for an engine that nobody holds any more; safe on any thread, and when Python exits."""
@@ -236,9 +238,11 @@ class Storage:
 
     def _end_moves(self) -> None:
         self._end_disk()
-        self.streams.close()
-        while self.at_rest:
-            self.at_rest.pop()()
+        try:
+            self.streams.close()
+        finally:
+            while self.at_rest:
+                self.at_rest.pop()()
 
     def _prepare_end(self) -> None:
         while self.at_end:
