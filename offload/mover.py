@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from offload.accelerator import same_device
 from offload.errors import StateError, WatchdogError
 from offload.interrupts import uninterrupted
 from offload.stats import Stopwatch
@@ -66,7 +67,7 @@ class Mover:
         describe: called for the watchdog; returns one line per transfer in flight.
         progress: called for the watchdog; a number that changes whenever bytes move.
         timeline: where waits are recorded.
-        enter: called first on the new thread.
+        enter: called first on the new thread; None: it takes the device of the calling one.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Mover:
         timeline: Timeline | None = None,
         enter: Callable[[], None] | None = None,
     ) -> None:
-        self._enter = enter or (lambda: None)
+        self._enter = enter or same_device()
         self._entered = threading.Event()
         self._failure: BaseException | None = None
         self._describe = describe or (lambda: [])

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from offload.accelerator import is_accelerator, module_of, new_event, synchronize
+from offload.accelerator import is_accelerator, module_of, new_event, synchronize, use
 from offload.errors import StateError
 from offload.timeline import COPIES, Timeline
 
@@ -160,7 +160,7 @@ class DeviceStreams(Streams):
         super().__init__(timeline)
         self._device, self._module = device, module_of(device)
         self._in, self._out, self._updates, self._collectives = (self._module.Stream(device) for _ in range(4))
-        self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence")
+        self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence", initializer=use, initargs=(device,))
 
     def fence(self) -> Fence:
         """See `Streams`."""
@@ -202,6 +202,7 @@ class DeviceStreams(Streams):
 
     def enter(self) -> None:
         """See `Streams`."""
+        use(self._device)
         self._module.set_stream(self._updates)
 
     async def reached(self, *fences: Fence) -> None:

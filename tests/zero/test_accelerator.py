@@ -1,28 +1,54 @@
-"""What this process computes on: who chooses a device hears the environment."""
+"""What this process computes on: who chooses a device hears the environment, and every thread has the right one."""
 
 from __future__ import annotations
 
 import argparse
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pretended import pretend_accelerator
+from torch.distributed import HashStore
 
 import zero
 from native import NativeUnavailable
 from offload import accelerator, pinned
 from offload.accelerator import KINDS, compute_device, device_count, has_gpu, load_native, new_event
+from offload.aio import AioOptions, open_aio
 from offload.binding import FlatStorage, Poison
 from offload.errors import StateError
+from offload.mover import Mover
 from offload.poison import GRANULE_BYTES, poison_bytes
 from offload.streams import DeviceStreams, Streams, open_streams
+from offload.worker import Worker
 from zero.compat.accelerator import get_accelerator
+from zero.distributed.board import Board
+from zero.distributed.fate import Fate
+from zero.distributed.sequence import Log
+from zero.distributed.watch import Watch
 from zero.flops_profiler import _now
 from zero.launch.job import _pool
 from zero.machine import read_machine
 from zero.rng_tracker import CudaRNGStatesTracker
+
+THIRD = torch.device("cuda", 3)
+
+
+def on_the_third(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> list[str]:
+    """The process computes on the third device; the result gets the names of threads that choose it."""
+    chosen: list[str] = []
+
+    def set_device(device: torch.device) -> None:
+        assert device == THIRD
+        chosen.append(threading.current_thread().name)
+
+    pretend_accelerator(monkeypatch, current_device=lambda: 3, set_device=set_device, **functions)
+    return chosen
+
 
 # ---- the environment ---------------------------------------------------------------------------------------------
 
@@ -166,3 +192,109 @@ def test_streams_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     streams = open_streams(torch.device("cuda", 0))
     assert type(streams) is DeviceStreams and type(open_streams(torch.device("cpu"))) is Streams
     streams.close()
+
+
+# ---- threads -----------------------------------------------------------------------------------------------------
+
+
+async def nothing() -> str:
+    return threading.current_thread().name
+
+
+def test_a_mover_computes_where_the_thread_that_made_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = on_the_third(monkeypatch)
+    mover = Mover()
+    assert mover.run("a job", nothing()) == "zero-mover" and chosen == ["zero-mover"]
+    mover.close()
+
+
+def test_the_mover_of_an_engine_computes_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = on_the_third(
+        monkeypatch, Stream=lambda device: device, set_stream=lambda stream: None, synchronize=lambda device: None
+    )
+    streams = DeviceStreams(THIRD)
+    mover = Mover(enter=streams.enter)
+    assert mover.run("a job", nothing()) == "zero-mover" and chosen == ["zero-mover"]
+    mover.close()
+    streams.close()
+
+
+def test_threads_that_wait_for_fences_do_so_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = on_the_third(monkeypatch, Stream=lambda device: device, synchronize=lambda device: None)
+
+    class Passing:
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            self.thread = threading.current_thread().name
+
+    streams, fence, mover = DeviceStreams(THIRD), Passing(), Mover(enter=lambda: None)
+    mover.run("waiting", streams.reached(fence))
+    assert chosen == [fence.thread] and fence.thread.startswith("zero-fence")
+    mover.close()
+    streams.close()
+
+
+def test_threads_of_a_worker_and_of_the_io_in_python_have_the_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = on_the_third(monkeypatch)
+    worker, mover = Worker("a worker"), Mover(enter=lambda: None)
+    assert mover.run("a job", worker.run(lambda: threading.current_thread().name)) == "a worker"
+    worker.close()
+    aio: Any = open_aio(AioOptions(backend="aiofiles", threads=1))
+    aio._pool.submit(int).result()
+    aio.close()
+    mover.close()
+    assert chosen[0] == "a worker" and chosen[1].startswith("zero-aio") and len(chosen) == 2
+
+
+def test_a_process_that_uses_no_device_chooses_none_for_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = on_the_third(monkeypatch, is_initialized=lambda: False)
+    mover = Mover()
+    mover.run("a job", nothing())
+    mover.close()
+    assert chosen == []
+
+
+def test_a_worker_whose_thread_cannot_have_the_device_says_so_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("no such device")
+
+    pretend_accelerator(monkeypatch, set_device=refuse)
+    worker, mover = Worker("a worker"), Mover(enter=lambda: None)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such device"):
+            mover.run("a job", worker.run(int))
+    worker.close()
+    mover.close()
+
+
+# ---- the watch of a rank -----------------------------------------------------------------------------------------
+
+
+class Broken:
+    """A fence of a device that has failed."""
+
+    def query(self) -> bool:
+        raise RuntimeError("an illegal memory access")
+
+
+def test_a_watch_lives_on_its_device_and_ends_the_fate_of_a_rank_whose_device_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chosen, fate, told = on_the_third(monkeypatch), Fate(), Future[BaseException]()
+
+    class Listener:
+        def end(self, error: BaseException) -> None:
+            told.set_result(error)
+
+    listener = Listener()
+    fate.tell(listener.end)
+    watch = Watch(Board(HashStore(), 0, 2), Log(), fate, 0, 2, 0.3)
+    try:
+        with watch.waiting(0, "gather of unit 4") as wait:
+            wait.fence = Broken()
+        assert "rank 0: gather of unit 4: its device failed: RuntimeError: an illegal" in str(told.result(30))
+        assert chosen == ["zero-watch"] and not watch.under_way
+    finally:
+        watch.stop()
