@@ -381,6 +381,7 @@ class ZeroEngine(
             self._hooks.reset()
             self._coordinator.end_backward()
             self._coordinator.release_all()
+            self._coordinator.leave_device()
         finally:
             with ExitStack() as ends:  # last first; each runs, whatever another raises
                 ends.callback(return_freed_memory)
