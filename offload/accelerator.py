@@ -63,11 +63,14 @@ HOST = torch.device("cpu")
 # ---- which one ------------------------------------------------------------------------------------
 
 
+def _built_kind() -> Kind | None:
+    """The kind that this torch is made for. To ask touches no driver, so whoever asks may fork."""
+    return KINDS.get(getattr(torch.accelerator.current_accelerator(), "type", ""))
+
+
 def seen_kind() -> Kind | None:
     """The kind of accelerator that torch sees here; None: none that the engine knows."""
-    if not torch.accelerator.is_available():
-        return None
-    return KINDS.get(getattr(torch.accelerator.current_accelerator(), "type", ""))
+    return _built_kind() if torch.accelerator.is_available() else None
 
 
 def _wish() -> tuple[str, str]:
@@ -113,17 +116,17 @@ def compute_device() -> torch.device:
 
 def planned_device() -> torch.device:
     """What a plan for a machine with GPUs is made for, wherever the plan is made."""
-    return torch.device((seen_kind() or FIRST).name)
+    return torch.device((_built_kind() or FIRST).name)
 
 
 def device_count() -> int:
     """Devices that processes of this machine may compute on; 0 also where the environment asks for the CPU."""
-    return 0 if _wish()[0] == "cpu" or seen_kind() is None else int(torch.accelerator.device_count())
+    return 0 if _wish()[0] == "cpu" or _built_kind() is None else int(torch.accelerator.device_count())
 
 
 def visible_variable() -> str:
     """The environment variable that says which devices a process sees."""
-    return (seen_kind() or FIRST).visible
+    return (_built_kind() or FIRST).visible
 
 
 # ---- one device -----------------------------------------------------------------------------------
