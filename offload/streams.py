@@ -225,6 +225,9 @@ class DeviceStreams(Streams):
         try:
             if self._failure is None:
                 synchronize(self._device)
+        except Exception as error:
+            self._note_failure(error)
+            raise
         finally:
             self._waiters.shutdown()
 
