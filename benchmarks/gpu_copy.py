@@ -17,7 +17,7 @@ from benchmarks.common import Report, RivalMissing, measure, parser
 from benchmarks.gpu import require_gpu
 from benchmarks.rivals.cudart import Cudart
 from offload.arena import Arena
-from offload.streams import CudaStreams
+from offload.streams import DeviceStreams
 
 DIRECTIONS = ("to the device", "to the host", "both ways")
 
@@ -26,7 +26,7 @@ def ours(
     device: torch.device, transfer_bytes: int, total_bytes: int, direction: str, until: ExitStack
 ) -> Callable[[], None]:
     """One run moves `total_bytes` in transfers of `transfer_bytes`; the memory is kept until `until` ends."""
-    streams = CudaStreams(device)
+    streams = DeviceStreams(device)
     host = Arena("host", 2 * transfer_bytes, "none", torch.device("cpu"), pinned=True)
     memory = Arena("device", 2 * transfer_bytes, "none", device)
     for resource in (memory, host, streams):  # closed the other way round: first nothing moves any more

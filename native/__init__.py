@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from native.build import Library
 
-__all__ = ["Native", "NativeUnavailable", "load", "load_cuda", "require_cuda"]
+__all__ = ["Native", "NativeUnavailable", "load", "load_cuda"]
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -69,18 +69,6 @@ def load_cuda() -> Native:
     from native import build
 
     return _open(build.LIBZN_CUDA)
-
-
-def require_cuda() -> Native:
-    """`load_cuda()`, with a message for callers that cannot go on without it.
-
-    Raises:
-        NativeUnavailable: names the cause.
-    """
-    try:
-        return load_cuda()
-    except NativeUnavailable as error:
-        raise NativeUnavailable(f"the CUDA kernels are needed here, but: {error.reason}") from error
 
 
 def _check_enabled() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from aiofiles.os import wrap
 
+from offload.accelerator import same_device
 from offload.aio_base import Aio, AioFault, AioOptions, AioStats, Op, Request, settle
 from offload.sizes import PAGE_BYTES
 from offload.stats import Stopwatch
@@ -90,7 +91,9 @@ class AiofilesAio(Aio):
         super().__init__()
         self.backend, self.reason = "aiofiles", reason
         self._chunk_bytes = options.chunk_bytes
-        self._pool = concurrent.futures.ThreadPoolExecutor(options.threads, thread_name_prefix="zero-aio")
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            options.threads, thread_name_prefix="zero-aio", initializer=same_device()
+        )
         self._faults: _Faults | None = None
         self._tags = itertools.count()
         self._moved_bytes = {"read": 0, "write": 0}

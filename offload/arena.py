@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from offload.accelerator import synchronize
 from offload.binding import exact_alias
 from offload.errors import BudgetError, StateError
 from offload.extents import Extents
@@ -354,5 +355,5 @@ def _allocate(
         return tensor_over(map_host(nbytes, touched=touched))[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
     data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     # Other streams use it at once: whoever had this memory before, and the zeros, must be done.
-    torch.cuda.synchronize(device)
+    synchronize(device)
     return data

@@ -4,8 +4,9 @@
 storage, also those autograd saved, follow. Between the two the storage points at poison: readable
 memory that is NaN everywhere, so that a missed fetch gives NaN and not a crash.
 
-Torch builds without `UntypedStorage._swap_data_ptr_` get the same two functions by resizing a
-storage that torch owns and copying; that costs a second copy of what is bound.
+Torch builds without `UntypedStorage._swap_data_ptr_`, and accelerators whose memory torch cannot
+look at by address, get the same two functions by resizing a storage that torch owns and copying;
+that costs a second copy of what is bound.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
+from offload.accelerator import is_accelerator, kind_of
 from offload.errors import StateError
 from offload.pinned import map_poison, tensor_over
 from offload.poison import DeviceArray, map_on_device
@@ -22,11 +24,22 @@ from offload.poison import DeviceArray, map_on_device
 CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
+def has_aliases(device: torch.device) -> bool:
+    """True where torch can look at the device's memory by address."""
+    kind = kind_of(device)
+    return kind is None or kind.aliases
+
+
 def exact_alias(data: torch.Tensor) -> torch.Tensor:
-    """A uint8 tensor on the memory of `data` (uint8, flat) with a storage of its own, exactly as long."""
+    """A uint8 tensor on the memory of `data` (uint8, flat) with a storage of its own, exactly as long.
+
+    Of an accelerator whose memory torch cannot look at by address it is `data` itself.
+    """
     if data.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=data.device)
-    if data.device.type == "cuda":
+    if not has_aliases(data.device):
+        return data
+    if is_accelerator(data.device):
         return torch.as_tensor(DeviceArray(data.data_ptr(), data.numel(), data), device=data.device)
     return torch.from_numpy(data.numpy())
 
@@ -35,8 +48,10 @@ class Poison:
     """Memory that reads as NaN, as long as the largest flat storage; shared by all of them."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        if device.type == "cpu":
+        if not is_accelerator(device):
             self._data = tensor_over(map_poison(nbytes))
+        elif not has_aliases(device):  # each storage has its own memory while it is bound
+            self._data = torch.empty(0, dtype=torch.uint8, device=device)
         else:
             mapped = map_on_device(device, max(nbytes, 1))
             whole = torch.full((max(nbytes, 1),), 0xFF, dtype=torch.uint8, device=device) if mapped is None else mapped
@@ -67,14 +82,15 @@ class FlatStorage:
         poison: Poison,
         device: torch.device,
     ) -> None:
-        self._nbytes = numel * dtype.itemsize
+        self._nbytes, self._exact = numel * dtype.itemsize, has_aliases(device)
+        self._swaps = CAN_SWAP and self._exact
         self._bound: torch.Tensor | None = None
-        if CAN_SWAP:
+        if self._swaps:
             self.flat = poison.of(self._nbytes).view(dtype)
         else:
             self.flat = torch.empty(numel, dtype=dtype, device=device)
         self.views = [self.flat[begin : begin + shape.numel()].view(shape) for begin, shape in cuts]
-        if not CAN_SWAP:
+        if not self._swaps:
             self.flat.untyped_storage().resize_(0)
 
     @property
@@ -85,7 +101,7 @@ class FlatStorage:
     @contextmanager
     def viewable(self) -> Iterator[None]:
         """More views of `flat` can be made inside, for use while it is bound."""
-        if CAN_SWAP or self.bound:
+        if self._swaps or self.bound:
             yield
             return
         storage = self.flat.untyped_storage()
@@ -110,12 +126,13 @@ class FlatStorage:
         if self._bound is not None:
             raise StateError("bind: the storage is bound already")
         storage = data.untyped_storage()
-        if storage.nbytes() != self._nbytes or data.storage_offset() != 0:
-            raise StateError(f"bind: expected a storage of {self._nbytes:,} bytes, got {storage.nbytes():,}")
+        found_bytes = storage.nbytes() if self._exact else data.numel()
+        if found_bytes != self._nbytes or (self._exact and data.storage_offset() != 0):
+            raise StateError(f"bind: expected a storage of {self._nbytes:,} bytes, got {found_bytes:,}")
         if self._nbytes == 0:
             self._bound = data
             return
-        if CAN_SWAP:
+        if self._swaps:
             self.flat.untyped_storage()._swap_data_ptr_(storage)  # type: ignore[attr-defined]
         else:
             self.flat.untyped_storage().resize_(self._nbytes)
@@ -134,7 +151,7 @@ class FlatStorage:
         data, self._bound = self._bound, None
         if self._nbytes == 0:
             return data
-        if CAN_SWAP:
+        if self._swaps:
             self.flat.untyped_storage()._swap_data_ptr_(data.untyped_storage())  # type: ignore[attr-defined]
         else:
             data.copy_(self.flat.view(torch.uint8))

@@ -7,9 +7,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 import native
+from offload.accelerator import has_gpu
 from offload.aio import AioOptions, open_aio
 from offload.aio_base import BACKENDS
 from offload.errors import ZeroInfinityError
@@ -93,10 +92,10 @@ def shared_memory_trouble() -> str:
 
 
 def pinning_trouble() -> str:
-    """Why host memory cannot be registered with CUDA; empty if it can, or if there is no GPU."""
+    """Why host memory cannot be page-locked for the GPU; empty if it can, or if there is no GPU."""
     from offload.pinned import pin
 
-    if not torch.cuda.is_available():
+    if not has_gpu():
         return ""
     data = tensor_over(map_host(TRIED_BYTES))
     undo = pin(data)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native import Native, NativeUnavailable, load, load_cuda
+from native import Native, NativeUnavailable
+from offload.accelerator import HOST, is_accelerator, load_native, module_of, stream_address
 from offload.errors import NativeError
 from offload.moments import Moments
 from offload.segment import Segment
@@ -51,7 +52,7 @@ class Backend:
         return self.native.ffi.new("zn_adam_segment[]", [_segment_values(segment) for segment in segments])
 
     def on_device(self, table: Any) -> Tensor | None:
-        """`table` as bytes on a CUDA device; None on the CPU, where the table itself serves."""
+        """`table` as bytes on a GPU; None on the CPU, where the table itself serves."""
         if self.device.type == "cpu":
             return None
         # Pinned and not waited for: the stream may have to wait for a whole backward, and the caller must not.
@@ -59,14 +60,14 @@ class Backend:
         return host.to(self.device, non_blocking=True)
 
     def call(self, name: str, *arguments: Any, threads: int) -> None:
-        """Call zn_cpu_`name` or zn_cuda_`name`. Raises NativeError when it refuses."""
+        """Call `name` of the device's library. Raises NativeError when it refuses."""
         lib, ffi = self.native.lib, self.native.ffi
         if self.device.type == "cpu":
             status = getattr(lib, f"zn_cpu_{name}")(*arguments, threads)
         else:
-            with torch.cuda.device(self.device):
-                stream = ffi.cast("void *", torch.cuda.current_stream(self.device).cuda_stream)
-                status = getattr(lib, f"zn_cuda_{name}")(*arguments, stream)
+            with module_of(self.device).device(self.device):
+                stream = ffi.cast("void *", stream_address(self.device))
+                status = getattr(lib, f"zn_{self.device.type}_{name}")(*arguments, stream)
         if status != 0:
             reason = ffi.string(lib.zn_strerror(status)).decode()
             raise NativeError(f"{name} on {self.device} with threads={threads}: status {status} ({reason})")
@@ -74,7 +75,7 @@ class Backend:
 
 def backend_for(device: torch.device) -> Backend | None:
     """The native library for `device`, or None where the torch fallback has to do."""
-    if device.type not in ("cpu", "cuda"):
+    if device.type != HOST.type and not is_accelerator(device):
         return None
     # The variable is part of the key, so that turning the library off takes effect at the next call.
     return _load(device, os.environ.get("ZERO_NATIVE"))
@@ -84,7 +85,7 @@ def backend_for(device: torch.device) -> Backend | None:
 def _load(device: torch.device, enabled: str | None) -> Backend | None:
     del enabled
     try:
-        return Backend(load() if device.type == "cpu" else load_cuda(), device)
+        return Backend(load_native(device), device)
     except NativeUnavailable as error:
         warnings.warn(
             f"no native kernels for {device.type}: {error.reason}. Torch operations run instead, with the same "

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from offload.accelerator import same_device
 from offload.errors import StateError, WatchdogError
 from offload.interrupts import uninterrupted
 from offload.stats import Stopwatch
@@ -66,7 +67,7 @@ class Mover:
         describe: called for the watchdog; returns one line per transfer in flight.
         progress: called for the watchdog; a number that changes whenever bytes move.
         timeline: where waits are recorded.
-        enter: called first on the new thread.
+        enter: called first on the new thread; None: it takes the device of the calling one.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Mover:
         timeline: Timeline | None = None,
         enter: Callable[[], None] | None = None,
     ) -> None:
-        self._enter = enter or (lambda: None)
+        self._enter = enter or same_device()
+        self._entered = threading.Event()
+        self._failure: BaseException | None = None
         self._describe = describe or (lambda: [])
         self._progress = progress or (lambda: 0)
         self.exposed = Stopwatch()
@@ -84,6 +87,7 @@ class Mover:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="zero-mover", daemon=True)
         self._thread.start()
+        self._entered.wait()  # so that whoever hands it a job knows whether the thread came to be what it should
         self._closed, self._pid = False, os.getpid()
         self._draining: concurrent.futures.Future[None] | None = None
 
@@ -91,12 +95,16 @@ class Mover:
         """Start `job` on the mover thread; returns at once.
 
         Raises:
-            StateError: the mover is closed, or this process is a fork of the one that has it.
+            StateError: the mover is closed or could not begin, or this process is a fork of the one that has it.
         """
         try:
             self._check_here(what)
             if self._closed:
                 raise StateError(f"{what}: the engine is closed")
+            if self._failure is not None:
+                raise StateError(
+                    f"{what}: the mover thread could not begin: {type(self._failure).__name__}: {self._failure}"
+                ) from self._failure
         except StateError:
             job.close()
             raise
@@ -182,7 +190,12 @@ class Mover:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._enter()
+        try:
+            self._enter()
+        except BaseException as error:
+            self._failure = error  # the loop runs all the same: what closes the mover needs it
+        finally:
+            self._entered.set()
         self._loop.run_forever()
 
     async def _drain(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import native
+from offload.accelerator import compute_device, is_accelerator, load_native
 from offload.errors import BudgetError, NativeError
 from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, align_up
 
@@ -147,15 +148,16 @@ def _text(lib: Any, status: int) -> str:
 
 
 def pin(data: torch.Tensor) -> Callable[[], None] | None:
-    """Page-lock host memory for CUDA, so that copies do not stop the stream.
+    """Page-lock host memory for the accelerator, so that copies do not stop the stream.
 
     Returns:
         What undoes it; None when there is nothing to undo: no GPU, or the driver refused (one warning).
     """
-    if not torch.cuda.is_available() or data.numel() == 0:
+    device = compute_device()
+    if not is_accelerator(device) or data.numel() == 0:
         return None
     try:
-        lib = native.require_cuda()
+        lib = load_native(device)
         pointer = lib.ffi.cast("void *", data.data_ptr())
         status = lib.lib.zn_cuda_host_register(pointer, data.numel())
         why = "" if status == 0 else _text(lib, status)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import native
+from offload.accelerator import kind_of, load_native, module_of, seen_kind, synchronize
 from offload.sizes import align_up
 
 GRANULE_BYTES = 2 << 20
@@ -31,45 +32,46 @@ class DeviceArray:
 
 def poison_bytes(nbytes: int, device: torch.device) -> int:
     """What `nbytes` that read as NaN take of the device's memory; the host's pages share a small block."""
-    if device.type == "cpu" or not nbytes:
+    kind = kind_of(device)
+    if kind is None or not kind.aliases:  # without aliases nothing looks there: see `offload.binding`
         return 0
-    granule = _granule(_index(device)) if torch.cuda.is_available() else GRANULE_BYTES
-    return nbytes if granule is None else granule
+    granule = _granule(_indexed(device)) if kind == seen_kind() else GRANULE_BYTES
+    return nbytes if granule is None or not nbytes else granule
 
 
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device(device.type, module_of(device).current_device()) if device.index is None else device
 
 
 @functools.cache
-def _granule(index: int) -> int | None:
+def _granule(device: torch.device) -> int | None:
     """Bytes that all addresses can share on a GPU; None: its driver maps nothing."""
     try:
-        lib = native.load_cuda().lib
+        lib = load_native(device).lib
     except native.NativeUnavailable:
         return None
-    with torch.cuda.device(index):
-        granule = int(lib.zn_cuda_poison_granule(index))
+    with module_of(device).device(device):
+        granule = int(lib.zn_cuda_poison_granule(device.index))
     return granule if granule > 0 else None
 
 
 def map_on_device(device: torch.device, nbytes: int) -> torch.Tensor | None:
     """`nbytes` of NaN on a GPU, uint8; None where its driver cannot map memory so."""
-    index = _index(device)
-    granule = _granule(index)
+    device = _indexed(device)
+    granule = _granule(device)
     if granule is None:
         return None
-    cuda, mapped_bytes = native.load_cuda(), align_up(nbytes, granule)
-    out: Any = cuda.ffi.new("void **")
-    with torch.cuda.device(index):
-        if cuda.lib.zn_cuda_poison_map(out, mapped_bytes, index) != 0:
+    library, mapped_bytes = load_native(device), align_up(nbytes, granule)
+    out: Any = library.ffi.new("void **")
+    with module_of(device).device(device):
+        if library.lib.zn_cuda_poison_map(out, mapped_bytes, device.index) != 0:
             return None
-    array = DeviceArray(int(cuda.ffi.cast("uintptr_t", out[0])), nbytes, None)
+    array = DeviceArray(int(library.ffi.cast("uintptr_t", out[0])), nbytes, None)
 
     def unmap() -> None:
-        torch.cuda.synchronize(index)
-        with torch.cuda.device(index):
-            cuda.lib.zn_cuda_poison_unmap(out[0], mapped_bytes, index)
+        synchronize(device)
+        with module_of(device).device(device):
+            library.lib.zn_cuda_poison_unmap(out[0], mapped_bytes, device.index)
 
     weakref.finalize(array, unmap).atexit = False  # the process takes its mappings with it
     return torch.as_tensor(array, device=device)

@@ -6,6 +6,10 @@ the device, and collectives run on the fourth. A fence is a mark behind all that
 Streams wait for fences; the host waits only where it needs the bytes itself: memory that it is going to read, or to
 overwrite.
 
+[Note: a device that fails] An error shows where somebody waits for the device, and nothing that was given to it comes
+to its end. So the first one is kept: whoever uses the streams afterwards gets it, and nobody waits in vain for memory
+behind a fence that is never passed.
+
 [Note: one logic] A machine without a GPU has no streams: there `Streams` copies at once and no fence exists. The same
 callers run with copies that lag behind in the tests.
 """
@@ -22,6 +26,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from offload.accelerator import is_accelerator, module_of, new_event, synchronize, use
+from offload.errors import StateError
 from offload.timeline import COPIES, Timeline
 
 
@@ -54,6 +60,15 @@ class Streams:
         self._leaving: deque[tuple[Leased, tuple[Fence, ...]]] = deque()
         self._reaper: asyncio.Future[None] | None = None
         self._host: ThreadPoolExecutor | None = None
+        self._failure: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise StateError if the device has failed."""
+        if self._failure is not None:
+            raise StateError(
+                f"the device has failed: {type(self._failure).__name__}: {self._failure}; what was under way there is "
+                "lost: close the engine, and go on from a checkpoint in a new process"
+            ) from self._failure
 
     # ---- any thread ---------------------------------------------------------------------------
 
@@ -121,10 +136,11 @@ class Streams:
         await asyncio.get_running_loop().run_in_executor(self._host, work)
 
     def release(self, block: Leased, *fences: Fence) -> None:
-        """Give `block` back once all are passed; returns at once."""
+        """Give `block` back once all are passed; returns at once. Raises StateError if the device has failed."""
         waiting = tuple(fence for fence in fences if fence is not None)
-        if not waiting:
+        if not waiting or self._failure is not None:
             block.release()
+            self.check()
             return
         self._leaving.append((block, waiting))
         if self._reaper is None or self._reaper.done():
@@ -138,28 +154,32 @@ class Streams:
     async def _reap(self) -> None:
         while self._leaving:
             block, fences = self._leaving[0]
-            await self.reached(*fences)
+            try:
+                await self.reached(*fences)
+            except Exception as error:
+                # The block goes back all the same: who waits for it shall meet the error, and not the watchdog.
+                self._note_failure(error)
             self._leaving.popleft()
             block.release()
 
+    def _note_failure(self, error: BaseException) -> None:
+        self._failure = self._failure or error
 
-class CudaStreams(Streams):
-    """Those of one GPU."""
+
+class DeviceStreams(Streams):
+    """Those of one accelerator."""
 
     shared = False
 
     def __init__(self, device: torch.device, timeline: Timeline | None = None) -> None:
         super().__init__(timeline)
-        self._device = device
-        self._in, self._out, self._updates, self._collectives = (
-            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for _ in range(4)
-        )
-        self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence")
+        self._device, self._module = device, module_of(device)
+        self._in, self._out, self._updates, self._collectives = (self._module.Stream(device) for _ in range(4))
+        self._waiters = ThreadPoolExecutor(thread_name_prefix="zero-fence", initializer=use, initargs=(device,))
 
     def fence(self) -> Fence:
         """See `Streams`."""
-        return self._mark(torch.cuda.current_stream(self._device))
+        return self._mark(self._module.current_stream(self._device))
 
     def behind_copies_in(self) -> Fence:
         """See `Streams`."""
@@ -173,16 +193,16 @@ class CudaStreams(Streams):
     def collective(self, *after: Fence) -> Iterator[None]:
         """See `Streams`."""
         self._hold(self._collectives, after)
-        with torch.cuda.stream(self._collectives):
+        with self._module.stream(self._collectives):
             yield
 
     def wait(self, *fences: Fence) -> None:
         """See `Streams`."""
-        self._hold(torch.cuda.current_stream(self._device), fences)
+        self._hold(self._module.current_stream(self._device), fences)
 
     def follow(self, stream: Any) -> Any:
         """See `Streams`."""
-        current = torch.cuda.current_stream(self._device)
+        current = self._module.current_stream(self._device)
         if stream is not None and stream != current:
             self._hold(current, (self._mark(stream),))
         return current
@@ -196,54 +216,71 @@ class CudaStreams(Streams):
         return self._copy(self._out, target, source, after)
 
     def enter(self) -> None:
-        """See `Streams`. Sets the thread's device too."""
-        torch.cuda.set_stream(self._updates)
+        """See `Streams`."""
+        use(self._device)
+        self._module.set_stream(self._updates)
 
     async def reached(self, *fences: Fence) -> None:
         """See `Streams`. A thread sleeps in the driver for each; polling would cost the loop its time."""
-        for fence in fences:
-            if isinstance(fence, torch.cuda.Event) and not fence.query():  # type: ignore[no-untyped-call]
-                await asyncio.get_running_loop().run_in_executor(self._waiters, fence.synchronize)
+        self.check()
+        waiting: list[Any] = [fence for fence in fences if fence is not None]
+        try:
+            for fence in waiting:
+                if not fence.query():
+                    await asyncio.get_running_loop().run_in_executor(self._waiters, fence.synchronize)
+        except Exception as error:
+            self._note_failure(error)
+            raise
 
     def close(self) -> None:
-        """See `Streams`. Waits for the user's streams too: they may still compute with our memory."""
-        super().close()
-        torch.cuda.synchronize(self._device)
-        self._waiters.shutdown()
+        """See `Streams`. Waits for the user's streams too: they may still compute with our memory.
 
-    def _copy(
-        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: tuple[Fence, ...]
-    ) -> Fence:
+        Raises what the device says if it has failed and nobody was told; threads are given back all the same.
+        """
+        super().close()
+        try:
+            if self._failure is None:
+                synchronize(self._device)
+        except Exception as error:
+            self._note_failure(error)
+            raise
+        finally:
+            self._waiters.shutdown()
+
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, after: tuple[Fence, ...]) -> Fence:
         self._hold(stream, after)
-        with torch.cuda.stream(stream):
+        with self._module.stream(stream):
             target.copy_(source, non_blocking=True)
         copied = self._mark(stream)
-        if self._timeline.on and copied is not None:
+        if self._timeline.on:
             self._waiters.submit(self._record, copied, f"to {target.device}", time.perf_counter_ns(), source.nbytes)
         return copied
 
     def _record(self, copied: Any, name: str, begin_ns: int, nbytes: int) -> None:
         """Note a copy from when it was asked for until it is done; only while somebody records."""
-        copied.synchronize()
+        try:
+            copied.synchronize()
+        except Exception as error:
+            self._note_failure(error)
+            return
         self._timeline.add(COPIES, name, begin_ns, nbytes)
 
-    @staticmethod
-    def _hold(stream: torch.cuda.Stream, fences: tuple[Fence, ...]) -> None:
+    def _hold(self, stream: Any, fences: tuple[Fence, ...]) -> None:
+        self.check()
         for fence in fences:
-            if isinstance(fence, torch.cuda.Event):
+            if fence is not None:
                 stream.wait_event(fence)
 
-    @staticmethod
-    def _mark(stream: torch.cuda.Stream) -> Fence:
-        # Blocking: a host thread that waits for it sleeps instead of spinning on a core.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    def _mark(self, stream: Any) -> Mark:
+        event = new_event(self._device)
         event.record(stream)
-        return event
+        mark: Mark = event
+        return mark
 
 
 def open_streams(device: torch.device, timeline: Timeline | None = None) -> Streams:
     """The streams of `device`; copies are noted in `timeline`."""
-    return CudaStreams(device, timeline) if device.type == "cuda" else Streams(timeline)
+    return DeviceStreams(device, timeline) if is_accelerator(device) else Streams(timeline)
 
 
 def shares_host_memory(device: torch.device) -> bool:

@@ -9,11 +9,15 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from offload.accelerator import same_device
+
 T = TypeVar("T")
 
 
 class Worker:
-    """Runs calls in order. Python does not exit before it is closed, and it takes calls until then.
+    """Runs calls in order, on the device of the thread that made it.
+
+    Python does not exit before it is closed, and it takes calls until then.
 
     A `ThreadPoolExecutor` refuses them as soon as the main thread has ended.
 
@@ -24,7 +28,7 @@ class Worker:
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._threads = threads
+        self._threads, self._enter = threads, same_device()
         for _ in range(threads):
             threading.Thread(target=self._serve, name=name, daemon=False).start()
 
@@ -41,11 +45,15 @@ class Worker:
         self._threads = 0
 
     def _serve(self) -> None:
+        entered = False
         while (given := self._jobs.get()) is not None:
             job, future = given
             if not future.set_running_or_notify_cancel():
                 continue
             try:
+                if not entered:  # here, so that who waits for a job gets the error
+                    self._enter()
+                entered = True
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)

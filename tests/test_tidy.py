@@ -231,6 +231,22 @@ def test_zero_never_touches_a_file_or_a_pointer(path: Path) -> None:
     assert found == []
 
 
+NAMES_DEVICES = "offload/accelerator.py"
+KIND = re.compile(r"""["'](?:cuda|xpu|npu)\b|torch\.(?:cuda|xpu|npu|accelerator)\b|\btorch_npu\b|\bis_cuda\b""")
+
+
+@for_every([path for path in LAYERED if relative(path) != NAMES_DEVICES and not relative(path).startswith("native/")])
+def test_one_module_knows_the_kinds_of_accelerators(path: Path) -> None:
+    """All others ask it, so that another kind is a row there, and a test can pretend one."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = [f"line {number}: {line.strip()}" for number, line in enumerate(lines, 1) if KIND.search(line)]
+    assert found == []
+
+
+def test_the_module_of_accelerators_would_be_found() -> None:
+    assert KIND.search((ROOT / NAMES_DEVICES).read_text(encoding="utf-8"))
+
+
 @for_every(LAYERED)
 def test_no_assert_guards_behaviour(path: Path) -> None:
     """`python -O` removes them."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from offload.accelerator import synchronize
 from offload.activations import ActivationStore
 from offload.errors import ConfigError
 from offload.pieces import PieceStore
@@ -285,18 +286,13 @@ class _Region:
     def _timed(self, what: str) -> Iterator[None]:
         settings = self._settings
         if settings.synchronize_checkpoint_boundary:
-            _synchronize()
+            synchronize()
         begin = time.perf_counter()
         try:
             yield
         finally:
             if settings.synchronize_checkpoint_boundary:
-                _synchronize()
+                synchronize()
             if settings.profile:
                 name = getattr(self._function, "__qualname__", type(self._function).__name__)
                 logger.info("checkpoint of %s: %s took %.6f s", name, what, time.perf_counter() - begin)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

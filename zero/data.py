@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
+from offload.accelerator import is_accelerator
 from offload.errors import ConfigError
 from zero import ranks
 from zero.config import Config
@@ -118,7 +119,7 @@ class LoadsData:
         return make_loader(
             dataset,
             self._config,
-            pin=pin_memory and self.device.type == "cuda",
+            pin=pin_memory and is_accelerator(self.device),
             route=route,
             batch_size=batch_size,
             sampler=data_sampler,

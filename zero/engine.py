@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any
 
@@ -382,12 +382,12 @@ class ZeroEngine(
             self._hooks.reset()
             self._coordinator.end_backward()
             self._coordinator.release_all()
+            self._coordinator.leave_device()
         finally:
-            self._storage.close()
-            self.exchange.close()
-            self.activations.close()
-            self.monitor.close()
-            return_freed_memory()
+            with ExitStack() as ends:  # last first; each runs, whatever another raises
+                ends.callback(return_freed_memory)
+                for part in (self.monitor, self.activations, self.exchange, self._storage):
+                    ends.callback(part.close)
         if unsaved is not None:
             raise unsaved
         logger.debug("engine closed after %d steps", self.global_steps)

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from offload.accelerator import compute_device
 from offload.errors import ConfigError, names_file_limit
 from zero import checkpointing
 from zero.arguments import config_argument
 from zero.config import Config, load_config
 from zero.config.auto import Facts, auto_lines, facts_of, resolve_auto
 from zero.config.precision_block import DTYPES
-from zero.device import compute_device
 from zero.distributed.joining import join_or_stay_alone
 from zero.engine import ZeroEngine
 from zero.exchanging.partners import open_exchange

@@ -14,6 +14,7 @@ from itertools import product
 import torch
 from torch import nn
 
+from offload.accelerator import planned_device
 from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.machine import Machine
@@ -255,7 +256,7 @@ def _config(stage: int, param: str, states: str) -> Config:
 
 def _live_plan(model: nn.Module, config: Config, setup: Setup) -> Plan:
     """Of a rank of a GPU machine without limits."""
-    return plan_model(model, config, ENDLESS, torch.device("cuda"), setup.world_size)[1]
+    return plan_model(model, config, ENDLESS, planned_device(), setup.world_size)[1]
 
 
 def _cold_plan(total: int, largest: int, config: Config, setup: Setup) -> Plan:
@@ -268,4 +269,4 @@ def _cold_plan(total: int, largest: int, config: Config, setup: Setup) -> Plan:
         for i, numel in enumerate(sizes)
     ]
     layout = build_layout(contents, placement)
-    return Planner(layout, config, ENDLESS, torch.device("cuda"), True, Uses.in_turn(layout), placement).make()
+    return Planner(layout, config, ENDLESS, planned_device(), True, Uses.in_turn(layout), placement).make()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from offload.accelerator import synchronize
 from offload.errors import ConfigError
 from zero.config.logging_block import FlopsProfiler
 
@@ -254,6 +255,5 @@ def short(value: float) -> str:
 
 
 def _now() -> float:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter()

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from offload.accelerator import compute_device
 from offload.errors import ConfigError, StateError
 from zero.assembly import Assembly
 from zero.config import Config
 from zero.config.inference import read_inference
-from zero.device import compute_device
 from zero.engine import ZeroEngine
 from zero.entry import show_log
 from zero.keeping import take_back

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from offload.accelerator import free_memory_bytes, is_accelerator
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -22,7 +24,7 @@ class Machine:
     memlock_bytes: int | None
     """RLIMIT_MEMLOCK; None: unlimited."""
     device_bytes: int | None
-    """Free memory of the compute device; on a CPU-only machine the host's. None: nobody knows."""
+    """Memory of the compute device that this process can have; on a CPU-only machine the host's. None: nobody knows."""
     rss_bytes: int
     """Resident memory of this process now: the baseline the plan comes on top of."""
 
@@ -39,7 +41,7 @@ def read_machine(device: torch.device) -> Machine:
     if rest is not None and rest < available:
         available, source = rest, "the memory cgroup's limit"
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    device_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available
+    device_bytes = free_memory_bytes(device) if is_accelerator(device) else available
     return Machine(
         available,
         source,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offload.accelerator import is_accelerator
 from offload.errors import StateError
 from offload.pinned import return_freed_memory
 from offload.sizes import format_bytes
@@ -69,7 +70,7 @@ class OffloadsStates:
         kinds = frozenset(kind for kind, nbytes in near.items() if nbytes)
         nbytes = away.near_bytes(kinds)
         if kinds:
-            away.put(kinds, pinned=pin_memory and self.device.type == "cuda")
+            away.put(kinds, pinned=pin_memory and is_accelerator(self.device))
             self._away = away
             return_freed_memory()
             told = f"{format_bytes(nbytes)} of {self.device} given back in {time.perf_counter() - began:.2f} s"

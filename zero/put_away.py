@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
+from offload.accelerator import empty_cache, synchronize
 from offload.arena import Arena, MemoryRegion
 from offload.errors import BudgetError
 from offload.sizes import format_bytes
@@ -75,8 +76,7 @@ class PutAway:
                 arena.give_up()
         for region in regions:
             storage.relocate(region.put_away(pinned=pinned))
-        if storage.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(storage.device)
 
     def bring(self, kinds: Kinds) -> None:
         """Bring these kinds back, as far as they are away.
@@ -146,5 +146,4 @@ class PutAway:
         streams = self._storage.streams
         given = streams.fence(), streams.behind_copies_in(), streams.behind_updates()
         self._storage.mover.run("waiting for the device", streams.reached(*given))
-        if self._storage.device.type == "cuda":
-            torch.cuda.synchronize(self._storage.device)
+        synchronize(self._storage.device)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from offload.accelerator import compute_device, rng_state, set_rng_state
 from offload.errors import StateError
 
 MODEL_PARALLEL = "model-parallel-rng"
@@ -68,14 +69,11 @@ class CudaRNGStatesTracker:
 
 
 def _get() -> torch.Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+    return rng_state(compute_device())
 
 
 def _set(state: torch.Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+    set_rng_state(state, compute_device())
 
 
 _tracker = CudaRNGStatesTracker()

@@ -132,8 +132,8 @@ def test_a_missing_library_is_refused_with_the_command_that_builds_it(tmp_path: 
         (copy / library.name).unlink(missing_ok=True)
     done = run_python("import native; native.load()", PYTHONPATH=str(tmp_path))
     assert re.search(r"NativeUnavailable: .*libzn.so was not built .*; run: python -m native.build", done.stderr)
-    done = run_python("import native; native.require_cuda()", PYTHONPATH=str(tmp_path))
-    assert re.search(r"NativeUnavailable: the CUDA kernels are needed here, but: .*libzn_cuda.so was not", done.stderr)
+    done = run_python("import native; native.load_cuda()", PYTHONPATH=str(tmp_path))
+    assert re.search(r"NativeUnavailable: .*libzn_cuda.so was not built .*; run: python -m native.build", done.stderr)
 
 
 def test_importing_needs_no_compiler_and_starts_no_process(tmp_path: Path) -> None:

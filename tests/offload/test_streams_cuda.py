@@ -10,7 +10,7 @@ import torch
 
 from offload.arena import Arena
 from offload.binding import exact_alias
-from offload.streams import CudaStreams
+from offload.streams import DeviceStreams
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
@@ -21,8 +21,8 @@ CYCLES = 200_000_000
 
 
 @pytest.fixture
-def streams() -> Iterator[CudaStreams]:
-    opened = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
+def streams() -> Iterator[DeviceStreams]:
+    opened = DeviceStreams(torch.device("cuda", torch.cuda.current_device()))
     yield opened
     opened.close()
 
@@ -35,7 +35,7 @@ def host() -> Iterator[torch.Tensor]:
 
 
 def test_a_copy_in_waits_for_the_last_use_and_the_next_use_for_the_copy(
-    streams: CudaStreams, host: torch.Tensor
+    streams: DeviceStreams, host: torch.Tensor
 ) -> None:
     memory = torch.full((NUMEL,), 1, dtype=torch.uint8, device="cuda")
     host.fill_(2)
@@ -50,7 +50,7 @@ def test_a_copy_in_waits_for_the_last_use_and_the_next_use_for_the_copy(
 
 
 def test_a_copy_out_waits_for_the_producer_and_its_reader_for_the_copy(
-    streams: CudaStreams, host: torch.Tensor
+    streams: DeviceStreams, host: torch.Tensor
 ) -> None:
     memory = torch.zeros(NUMEL, dtype=torch.uint8, device="cuda")
     host.fill_(9)
@@ -61,7 +61,7 @@ def test_a_copy_out_waits_for_the_producer_and_its_reader_for_the_copy(
     assert bool((host == 3).all())
 
 
-def test_memory_that_was_returned_early_is_used_again_behind_its_fence(streams: CudaStreams) -> None:
+def test_memory_that_was_returned_early_is_used_again_behind_its_fence(streams: DeviceStreams) -> None:
     arena = Arena("device", NUMEL, "none", torch.device("cuda", torch.cuda.current_device()))
     out = torch.zeros(NUMEL, dtype=torch.uint8, pin_memory=True)
     block = arena.lease(NUMEL, "test")
@@ -78,7 +78,7 @@ def test_memory_that_was_returned_early_is_used_again_behind_its_fence(streams: 
     assert bool((out == 5).all()) and bool((again.data == 6).all())
 
 
-def test_a_stream_that_follows_another_sees_what_it_made(streams: CudaStreams) -> None:
+def test_a_stream_that_follows_another_sees_what_it_made(streams: DeviceStreams) -> None:
     memory = torch.zeros(NUMEL, dtype=torch.uint8, device="cuda")
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()

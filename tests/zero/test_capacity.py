@@ -65,7 +65,7 @@ SHOWN = [case for case in CASES if case.threshold is None]
 @pytest.fixture(autouse=True)
 def no_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that is here would be asked what it maps."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
 def marked(case: Case) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from pretended import pretend_accelerator
 
 from offload import health, kernels, tuning
 from zero.tools import doctor_facts
@@ -137,7 +137,7 @@ def failing(*_: Any, **__: Any) -> Any:
         *((health, name) for name in ("cpu_library_trouble", "io_backends", "io_choice", "shared_memory_trouble")),
         *((psutil, "virtual_memory"), (socket, "if_nameindex"), (socket, "gethostname"), (os, "sched_getaffinity")),
         *((doctor_facts, "read_states"), (doctor_facts, "identify"), (doctor_facts, "free_bytes")),
-        *((torch.cuda, "is_available"), (doctor_facts.dist, "is_gloo_available"), (health, "direct_io_trouble")),
+        *((doctor_facts, "seen_kind"), (doctor_facts.dist, "is_gloo_available"), (health, "direct_io_trouble")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -151,14 +151,12 @@ def test_a_failing_probe_is_a_line(
 
 
 def test_a_gpu_is_listed_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "mem_get_info": lambda index: (6 * 10**9, 8 * 10**9),
-        "get_device_name": lambda index: "a GPU",
-    }
-    for name, function in replaced.items():
-        monkeypatch.setattr(torch.cuda, name, function)
+    pretend_accelerator(
+        monkeypatch,
+        device_count=lambda: 1,
+        mem_get_info=lambda index: (6 * 10**9, 8 * 10**9),
+        get_device_name=lambda index: "a GPU",
+    )
     monkeypatch.setattr(health, "cuda_library_trouble", lambda: "libzn_cuda.so was not built")
     monkeypatch.setattr(health, "pinning_trouble", lambda: "the driver refused")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")

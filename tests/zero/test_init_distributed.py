@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pretended import pretend_accelerator
 from ranks import RankPool
 
 import zero
+from offload.accelerator import compute_device
 from offload.errors import ConfigError, StateError
-from zero.device import compute_device
 from zero.distributed.environment import Place, find_place, first_host
 from zero.distributed.joining import choose_backend
 
@@ -123,16 +124,17 @@ def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
         ({"ZERO_DEVICE": "cpu"}, "cpu"),
         ({"DS_ACCELERATOR": "cpu"}, "cpu"),
         ({"DS_ACCELERATOR": "CPU", "ZERO_DEVICE": "cpu"}, "cpu"),
-        ({"DS_ACCELERATOR": "xpu"}, "DS_ACCELERATOR: expected cpu or cuda"),
-        ({"ZERO_DEVICE": "tpu"}, "ZERO_DEVICE: expected auto, cpu or cuda"),
+        ({"DS_ACCELERATOR": "mps"}, "DS_ACCELERATOR: expected auto, cpu, cuda, xpu or npu, got 'mps'"),
+        ({"ZERO_DEVICE": "tpu"}, "ZERO_DEVICE: expected auto, cpu, cuda, xpu or npu, got 'tpu'"),
         ({"ZERO_DEVICE": "cpu", "DS_ACCELERATOR": "cuda"}, "differ: leave one of them out"),
-        ({"DS_ACCELERATOR": "cuda"}, "DS_ACCELERATOR=cuda: torch sees no GPU here"),
+        ({"DS_ACCELERATOR": "cuda"}, "DS_ACCELERATOR=cuda: torch sees no such GPU here, which takes a torch for CUDA"),
+        ({"ZERO_DEVICE": "npu"}, "ZERO_DEVICE=npu: torch sees no such GPU here, which takes torch_npu"),
     ],
 )
 def test_the_environment_chooses_the_device(monkeypatch: pytest.MonkeyPatch, wishes: dict[str, str], told: str) -> None:
     monkeypatch.delenv("ZERO_DEVICE", raising=False)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     for name, value in wishes.items():
         monkeypatch.setenv(name, value)
     if told == "cpu":
@@ -143,9 +145,7 @@ def test_the_environment_chooses_the_device(monkeypatch: pytest.MonkeyPatch, wis
 
 
 def test_gpus_get_nccl_and_the_cpu_beside_them_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ZERO_DEVICE")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    pretend_accelerator(monkeypatch)
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name in ("gloo", "nccl"))
     assert choose_backend(None) == "cpu:gloo,cuda:nccl"
     assert choose_backend("nccl") == "nccl" and choose_backend("gloo") == "gloo"

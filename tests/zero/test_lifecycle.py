@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from models import ADAMW, build, make_config, tokens, trainability
@@ -23,6 +26,7 @@ from reference import Hyper, Reference, differences, snapshot
 from torch import nn
 
 import zero
+from offload.binding import Poison
 from offload.errors import StateError, ZeroInfinityError
 
 Open = Callable[..., Any]
@@ -375,3 +379,55 @@ def test_a_missing_folder_is_made_and_warned_of_once_before_it_is_used(
     assert len(warned) == 1 and f"{folder} was not there and was made" in warned[0]
     engine.destroy()
     assert folder.is_dir() and not any(folder.iterdir())
+
+
+# ---- the device's memory of a closed engine -------------------------------------------------------------------------
+
+
+class WatchedPoison(Poison):
+    """Says whether its memory is still there."""
+
+    made: ClassVar[list[weakref.ref[Any]]] = []
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        memory = np.full(nbytes, 0xFF, dtype=np.uint8)
+        self.made.append(weakref.ref(memory))
+        self._data = torch.from_numpy(memory)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_closed_engine_keeps_no_device_memory_for_a_model_that_lives_on_and_fails_as_loudly(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, nvme_path: Path, stage: int
+) -> None:
+    """The host plays the device: what released parameters look at has to be gone, and something else be there."""
+    monkeypatch.setattr("zero.assembly.Poison", WatchedPoison)
+    monkeypatch.setattr("zero.schedule.coordinator.is_accelerator", lambda device: True)
+    monkeypatch.setattr(WatchedPoison, "made", [])
+    model = build("gpt")
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    engine = open_engine(model, make_config(("none", "cpu"), nvme_path, zero={"stage": stage}))
+    one_step(engine, 0)
+    assert [there() is not None for there in WatchedPoison.made] == [True]
+    engine.close()
+    gc.collect()
+    assert [there() for there in WatchedPoison.made] == [None]
+    for name, parameter in model.named_parameters():
+        assert parameter.shape == shapes[name] and parameter.dtype == torch.bfloat16
+        with pytest.raises(StateError, match="closed"):
+            parameter.sum()
+        assert parameter.detach().shape == shapes[name] and parameter.view(-1).numel() == shapes[name].numel()
+        with torch._C.DisableTorchFunctionSubclass():
+            assert bool(parameter.isnan().all()), "read past the face"
+    del engine
+
+
+def test_weights_that_an_engine_gives_back_stay_when_its_device_memory_goes(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, nvme_path: Path
+) -> None:
+    monkeypatch.setattr("zero.schedule.coordinator.is_accelerator", lambda device: True)
+    model = build("gpt")
+    engine = open_engine(model, make_config(("none", "cpu"), nvme_path, bf16=False, zero={"stage": 1}))
+    one_step(engine, 0)
+    weights = dict(engine.named_full_parameters())
+    engine.destroy()
+    assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())

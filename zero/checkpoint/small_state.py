@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from offload.accelerator import is_accelerator, rng_state, set_rng_state
 from offload.archives import pack_any, unpack_any
 from offload.errors import ConfigError
 from zero.config import Config
@@ -161,8 +162,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
         ],
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        state["device"] = torch.cuda.get_rng_state(device)
+    if is_accelerator(device):
+        state["device"] = rng_state(device)
     return state
 
 
@@ -173,8 +174,8 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "device" in state:
-        torch.cuda.set_rng_state(state["device"], device)
+    if is_accelerator(device) and "device" in state:
+        set_rng_state(state["device"], device)
 
 
 def _groups(optimizer: ZeroOptimizer | None, leaves: Iterable[Leaf]) -> list[dict[str, Any]]:

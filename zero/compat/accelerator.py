@@ -12,21 +12,21 @@ import psutil
 import torch
 from torch import Tensor
 
+from offload.accelerator import HOST, KINDS, chosen_kind
 from zero import ranks
-from zero.device import has_gpu
 
 
 class Accelerator:
     """What this process computes on.
 
     Args:
-        kind: "cpu" or "cuda".
+        kind: "cpu", or the name of one of `offload.accelerator.KINDS`.
     """
 
     def __init__(self, kind: str) -> None:
         self._name = kind
         self._module = torch.get_device_module(kind)
-        self._communication_backend_name = "gloo" if kind == "cpu" else "nccl"
+        self._communication_backend_name = "gloo" if kind == "cpu" else KINDS[kind].collectives
         self._compile_backend = "inductor"
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +84,7 @@ class Accelerator:
             self._module.synchronize(device_index)
 
     def communication_backend_name(self) -> str:
-        """nccl, or gloo on the CPU."""
+        """That of the device's kind, nccl say, or gloo on the CPU."""
         return self._communication_backend_name
 
     def communication_backend_version(self) -> Any:
@@ -273,7 +273,7 @@ class Accelerator:
 
     def visible_devices_envs(self) -> list[str]:
         """Variables that choose devices."""
-        return [] if self._name == "cpu" else ["CUDA_VISIBLE_DEVICES"]
+        return [] if self._name == "cpu" else [KINDS[self._name].visible]
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
         """Choose devices in an environment."""
@@ -282,7 +282,7 @@ class Accelerator:
 
     def export_envs(self) -> list[str]:
         """Beginnings of variables that go to other nodes besides the launcher's own."""
-        return [] if self._name == "cpu" else ["NCCL"]
+        return [] if self._name == "cpu" else [self._communication_backend_name.upper()]
 
     def get_compile_backend(self) -> str:
         """torch.compile's backend."""
@@ -300,7 +300,8 @@ def _accelerator(kind: str) -> Accelerator:
 
 def get_accelerator() -> Accelerator:
     """Of this process; the same object each time. Nothing is initialised by asking."""
-    return _accelerator("cuda" if has_gpu() else "cpu")
+    kind = chosen_kind()
+    return _accelerator(HOST.type if kind is None else kind.name)
 
 
 def is_current_accelerator_supported() -> bool:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from offload.accelerator import collectives_version
 from zero.compat.operators import compatible_ops
 
 __all__ = ["accelerator_name", "compatible_ops", "git_branch", "git_hash", "installed_ops", "torch_info"]
 
 
 def _nccl() -> str:
-    if torch.version.cuda is None:
-        return "0.0"
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(map(str, version[:2]))
+    return ".".join(map(str, (collectives_version() or (0, 0))[:2]))
 
 
 git_hash = git_branch = "none"

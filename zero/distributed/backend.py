@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offload.accelerator import KINDS, kind_of, use
 from offload.interrupts import uninterrupted
 
 Handle: TypeAlias = Any
@@ -43,10 +44,9 @@ def own_rank() -> int:
 
 
 def uses_nccl(device: torch.device, group: Handle | None) -> bool:
-    """True when collectives on `device` are NCCL's."""
-    if device.type != "cuda" or not dist.is_nccl_available():
-        return False
-    return "nccl" in str(dist.get_backend_config(group))
+    """True when collectives on `device` are NCCL's, or what its kind has instead: they run on a stream."""
+    kind = kind_of(device)
+    return kind is not None and kind.collects() and kind.collectives in str(dist.get_backend_config(group))
 
 
 def new_group(
@@ -74,8 +74,7 @@ def new_group(
 
     def make() -> None:
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
+            use(device)
             made.set_result(dist.new_group(list(ranks), backend=name, timeout=timeout or _timeout_of(parent)))
         except BaseException as error:
             made.set_exception(error)
@@ -96,7 +95,7 @@ def inherit_timeout(handle: Handle, parent: Handle | None) -> None:
 def _timeout_of(group: Handle | None) -> timedelta | None:
     """None: torch's default."""
     handle: Any = group if group is not None else dist.group.WORLD
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", *KINDS):
         with contextlib.suppress(Exception):
             timeout: timedelta = handle._get_backend(torch.device(device)).options._timeout
             return timeout
@@ -139,7 +138,7 @@ def own_connection(store: Any, seconds: float) -> Any:
 def abort(handle: Handle, device: torch.device) -> None:
     """End what NCCL has under way; gloo cannot."""
     with contextlib.suppress(Exception):
-        if device.type == "cuda" and "nccl" in str(dist.get_backend_config(handle)):
+        if uses_nccl(device, handle):
             handle._get_backend(device).abort()
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from offload.accelerator import KINDS, chosen_kind, device_count, use
 from offload.errors import ConfigError, StateError
-from zero.device import has_gpu
 from zero.distributed.environment import LOOPBACK, MPI, Place, find_place, variables
 
 logger = logging.getLogger("zero")
@@ -114,11 +114,14 @@ def choose_backend(wish: str | None) -> str:
     Raises:
         ConfigError: it is not there, or has no device here.
     """
+    kind = chosen_kind()
     if wish is None:
-        return "cpu:gloo,cuda:nccl" if has_gpu() and dist.is_nccl_available() else "gloo"
+        return "gloo" if kind is None or not kind.collects() else f"cpu:gloo,{kind.name}:{kind.collectives}"
     name = wish.lower()
-    if name == "nccl" and not has_gpu():
-        raise ConfigError("dist_backend: nccl needs GPUs, and this process computes on the CPU; leave it out, or gloo")
+    if kind is None and name in [other.collectives for other in KINDS.values()]:
+        raise ConfigError(
+            f"dist_backend: {name} needs GPUs, and this process computes on the CPU; leave it out, or gloo"
+        )
     missing = [part for part in parts_of(name) if not dist.is_backend_available(part)]
     if missing:
         raise ConfigError(f"dist_backend: torch has no {', '.join(missing)} here; leave it out for nccl or gloo")
@@ -126,7 +129,7 @@ def choose_backend(wish: str | None) -> str:
 
 
 def parts_of(name: str) -> list[str]:
-    """The backends of "gloo" or "cpu:gloo,cuda:nccl"."""
+    """The backends of "gloo", or of "cpu:gloo" and others behind commas."""
     return [part.rpartition(":")[2] for part in name.split(",")]
 
 
@@ -151,9 +154,10 @@ def _given(place: Place, rank: int, world_size: int, port: int) -> Place:
 
 def _take_gpu(place: Place, backend: str) -> None:
     """Each rank of a machine has a GPU of its own."""
-    if not has_gpu():
+    kind = chosen_kind()
+    if kind is None:
         return
-    count, local_rank = torch.cuda.device_count(), place.local_rank
+    count, local_rank = device_count(), place.local_rank
     if local_rank is None:
         if place.world_size > 1 and count > 1:
             logger.warning("distributed: LOCAL_RANK is not known; this process stays on the current GPU")
@@ -161,9 +165,9 @@ def _take_gpu(place: Place, backend: str) -> None:
     if local_rank >= count > 1 and "nccl" in backend:
         raise ConfigError(
             f"LOCAL_RANK={local_rank}, but torch sees {count} GPUs: start at most {count} ranks on this machine, or "
-            "set CUDA_VISIBLE_DEVICES for each"
+            f"set {kind.visible} for each"
         )
-    torch.cuda.set_device(local_rank % count)  # the only visible one, or one that ranks share through gloo
+    use(torch.device(kind.name, local_rank % count))  # the only visible one, or one that ranks share through gloo
 
 
 def _join(place: Place, backend: str, init_method: str | None, timeout: timedelta) -> None:

@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from offload.accelerator import same_device
 from offload.errors import RankDivergenceError, RankLostError
 from offload.streams import Fence
 from zero.distributed.board import FAILED, GONE, WORKS, Board, Position, has_died, home
@@ -80,6 +81,7 @@ class Watch:
         self._met: dict[int, Position] = {}
         self._self = Position(home=home(), pid=os.getpid())
         self._breaking: list[Any] = []
+        self._enter = same_device()
         self._thread = threading.Thread(target=self._run, name="zero-watch", daemon=True)
         self._tell()
         self._thread.start()
@@ -139,6 +141,8 @@ class Watch:
     # ---- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with contextlib.suppress(Exception):  # a device that fails is told of by who waits for it
+            self._enter()
         while not self._stopped:
             self._wake.wait(self._patience_seconds / 3)
             self._wake.clear()
@@ -188,7 +192,14 @@ class Watch:
     def _in_progress(self) -> list[Wait]:
         """The collectives that this rank is in, the oldest first."""
         for key, wait in list(self._waits.items()):
-            if wait.fence is not None and wait.fence.query():
+            try:
+                passed = wait.fence is not None and wait.fence.query()
+            except Exception as error:  # the device has failed: no fence of it will be passed, and no other rank is why
+                self._fate.end(
+                    RankLostError(f"rank {self._rank}: {wait.what}: its device failed: {type(error).__name__}: {error}")
+                )
+                passed = True
+            if passed:
                 self._waits.pop(key, None)
         return sorted(list(self._waits.values()), key=lambda wait: wait.since)
 

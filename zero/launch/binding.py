@@ -6,17 +6,18 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from offload.accelerator import visible_variable
 from offload.errors import ConfigError
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def visible_devices(slots: Sequence[int], visible: str | None, device_count: int) -> str | None:
-    """CUDA_VISIBLE_DEVICES for the ranks of a node; None: leave it, there is no GPU.
+    """What `visible_variable` has to say for the ranks of a node; None: leave it, there is no GPU.
 
     Args:
         slots: of the node; they count what is visible, from 0.
-        visible: CUDA_VISIBLE_DEVICES as it is now; None if it is not set.
+        visible: what it says now; None if it is not set.
         device_count: GPUs that torch sees.
 
     Raises:
@@ -28,7 +29,7 @@ def visible_devices(slots: Sequence[int], visible: str | None, device_count: int
     count = min(len(listed), device_count)
     beyond = [slot for slot in slots if slot >= count]
     if beyond:
-        said = f" with CUDA_VISIBLE_DEVICES={visible}" if visible else ""
+        said = f" with {visible_variable()}={visible}" if visible else ""
         raise ConfigError(
             f"GPU slots: expected 0 to {count - 1} ({count} visible{said}), got {beyond[0]}; slots count the visible "
             "GPUs: lower slots= or --num_gpus, or make more visible"

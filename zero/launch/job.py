@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from offload.accelerator import visible_variable
 from offload.errors import ConfigError
 from zero.launch.arguments import DEFAULT_HOSTFILE, DEFAULT_PORT, Program, program_of
 from zero.launch.hosts import Node, choose, first_nodes, first_slots, read_hostfile
@@ -149,8 +150,8 @@ def _pool(options: argparse.Namespace, device_count: int) -> tuple[Mapping[str, 
 
 
 def _visible_note() -> str:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
+    variable = visible_variable()
+    return f" with {variable}={os.environ[variable]}" if variable in os.environ else ""
 
 
 def _master_addr(options: argparse.Namespace, nodes: list[Node]) -> str:

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch.distributed import DistNetworkError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from offload.accelerator import device_count, visible_variable
 from offload.errors import ConfigError, ZeroInfinityError
 from offload.run_notes import FOLDER, read_notes
 from zero.launch.binding import core_of, cores_by_rank, usable_cpus, visible_devices
@@ -41,11 +41,6 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that torchrun takes over."""
 FROM_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_RANKID", "SLURM_PROCID")
 """Where launchers that start one process a node say which one it is."""
-
-
-def device_count() -> int:
-    """GPUs that ranks on this machine would use; 0 also with ZERO_DEVICE=cpu."""
-    return 0 if os.environ.get("ZERO_DEVICE") == "cpu" else torch.cuda.device_count()
 
 
 def run_node(job: Job, node_rank: int) -> int:
@@ -186,9 +181,10 @@ def _environment(job: Job, node_rank: int, run_id: str, folder: str) -> Iterator
         "threads": threads,
     }
     before = dict(os.environ)
-    visible = visible_devices(slots, before.get("CUDA_VISIBLE_DEVICES"), device_count())
+    variable = visible_variable()
+    visible = visible_devices(slots, before.get(variable), device_count())
     if visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        os.environ[variable] = visible
     if job.cores is None:
         # torchrun would take 1 for several ranks; an update on the CPU wants the node's cores.
         share = max(len({core_of(cpu) for cpu in cpus}) // len(slots), 1)

@@ -7,13 +7,14 @@ import os
 import shlex
 from pathlib import Path
 
+from offload.accelerator import device_count
 from offload.errors import ConfigError
 from zero.launch.arguments import check
 from zero.launch.commands import Transport, build_commands
 from zero.launch.environment import for_other_nodes
 from zero.launch.head import run_commands
 from zero.launch.job import is_remote, plan_job
-from zero.launch.node import device_count, run_node
+from zero.launch.node import run_node
 
 
 def launch(options: argparse.Namespace) -> int:

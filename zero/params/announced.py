@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from offload.accelerator import compute_device
 from offload.errors import StateError
 from zero import ranks
-from zero.device import compute_device
 from zero.distributed import backend
 from zero.params.face import has_face
 from zero.params.released import is_kept

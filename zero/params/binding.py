@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from offload.accelerator import HOST
 from offload.binding import FlatStorage, Poison
 from offload.saved_views import version_of
 from zero.params.layout import Slot, Unit
@@ -21,8 +22,11 @@ class BoundUnit:
     def __init__(self, unit: Unit, parameters: list[nn.Parameter], poison: Poison, device: torch.device) -> None:
         self.unit, self.parameters, self.poison = unit, parameters, poison
         self._versions, self._replaced = 0, False
-        cuts = [(slot.offset_numel, slot.shape) for slot in unit.slots]
-        self._storage = FlatStorage(unit.numel, unit.dtype, cuts, poison, device)
+        self._storage = self._look_at(poison, device)
+
+    def _look_at(self, poison: Poison, device: torch.device) -> FlatStorage:
+        cuts = [(slot.offset_numel, slot.shape) for slot in self.unit.slots]
+        return FlatStorage(self.unit.numel, self.unit.dtype, cuts, poison, device)
 
     @property
     def bound(self) -> bool:
@@ -41,13 +45,33 @@ class BoundUnit:
     def adopt(self, slot: Slot, keeper: Keeper) -> None:
         """Turn one parameter into a released view of this unit; its old memory is let go."""
         parameter = self.parameters[slot.position]
+        self._turn(parameter, self._storage.views[slot.position])
+        mark(parameter, keeper, slot.name, persistent=self.unit.persistent)
+        self._hide(parameter)
+
+    @staticmethod
+    def _turn(parameter: nn.Parameter, view: torch.Tensor) -> None:
         set_present(parameter)
         with torch.no_grad():
-            parameter.data = self._storage.views[slot.position]
-        mark(parameter, keeper, slot.name, persistent=self.unit.persistent)
+            parameter.data = view
+
+    def _hide(self, parameter: nn.Parameter) -> None:
         with self._storage.viewable():
             show_shard(parameter)
         set_released(parameter)
+
+    def leave_device(self, poison: Poison) -> None:
+        """Released parameters look at `poison` of the host from now on, and nothing here looks at the device any more.
+
+        What was given another memory, such as the model's own, is left alone, and so is a unit that is bound.
+        """
+        if self.bound:
+            return
+        left, self._storage, self.poison = self._storage, self._look_at(poison, HOST), poison
+        for parameter, view in zip(self.parameters, self._storage.views, strict=True):
+            if left.holds(parameter):
+                self._turn(parameter, view)
+                self._hide(parameter)
 
     def bind(self, data: torch.Tensor) -> None:
         """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
+from offload.accelerator import KINDS
 from offload.errors import StateError
 from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
 
@@ -39,7 +40,7 @@ _ALIASING_ATTRIBUTES = frozenset(("data", "T", "mT", "H", "mH", "real"))
 _CONVERSIONS: dict[str, torch.dtype | None] = {
     "to": None,
     "cpu": None,
-    "cuda": None,
+    **dict.fromkeys(KINDS),
     "float": torch.float32,
     "double": torch.float64,
     "half": torch.float16,

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from offload.accelerator import is_accelerator, module_of
 from offload.sizes import format_bytes
 from zero import ranks
 from zero.config import Config
@@ -135,8 +136,9 @@ def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def memory_line(engine: Any) -> str:
     """What this rank holds now, and the most it has held."""
     parts = [f"host arena: {format_bytes(engine.statistics().arena_peak_bytes)} at most"]
-    if engine.device.type == "cuda":
-        now, most = torch.cuda.memory_allocated(engine.device), torch.cuda.max_memory_allocated(engine.device)
+    if is_accelerator(engine.device):
+        module = module_of(engine.device)
+        now, most = module.memory_allocated(engine.device), module.max_memory_allocated(engine.device)
         parts.append(f"device: {format_bytes(now)}, {format_bytes(most)} at most")
     parts.append(f"resident: {format_bytes(psutil.Process().memory_info().rss)}")
     parts.append(f"{format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} at most")

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from offload.binding import exact_alias
+from offload.accelerator import HOST, is_accelerator
+from offload.binding import Poison, exact_alias
 from offload.errors import StateError, tell
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
@@ -253,6 +254,16 @@ class Coordinator(LendsRows, LendsUnits):
                 self._bound[unit.index].unbind()
         if refused:
             raise StateError("; ".join(refused))
+
+    def leave_device(self) -> None:
+        """After `release_all`, when the engine closes: a model that lives on keeps none of the device's memory.
+
+        What looks at its parameters past torch's dispatch finds NaN, now the host's.
+        """
+        if is_accelerator(self.device):
+            poison = Poison(max((unit.nbytes for unit in self._layout.units), default=1), HOST)
+            for bound in self._bound:
+                bound.leave_device(poison)
 
     # ---- movement -----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import torch
 
+from offload.accelerator import is_accelerator
 from offload.activations import ActivationStore
 from offload.aio import AioOptions
 from offload.arena import Arena, MemoryRegion, Relocate
@@ -78,7 +79,7 @@ class Storage:
         self.layout, self.plan, self.device, self._shared = layout, plan, device, shared
         self._open_snapshot = open_snapshot
         self._flats: dict[int, torch.Tensor] = {}
-        self._pinned = device.type == "cuda" and wants_pinning(config)
+        self._pinned = is_accelerator(device) and wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
         self._on_device = frozenset(group for group, tier in tiers if tier == DEVICE)
         self._two_slots = frozenset(plan.in_swap(layout) if plan.two_slots else ())
@@ -222,8 +223,10 @@ class Storage:
         """Let what moves finish, then free everything. Idempotent."""
         self._prepare_end()
         self.mover.close()
-        self._end_moves()
-        self._free()
+        try:
+            self._end_moves()
+        finally:  # a device that has failed frees nothing, but the host's memory is there for others
+            self._free()
 
     def abandon(self) -> None:
         """`close` for an engine that nobody holds any more; safe on any thread, and when Python exits."""
@@ -235,9 +238,11 @@ class Storage:
 
     def _end_moves(self) -> None:
         self._end_disk()
-        self.streams.close()
-        while self.at_rest:
-            self.at_rest.pop()()
+        try:
+            self.streams.close()
+        finally:
+            while self.at_rest:
+                self.at_rest.pop()()
 
     def _prepare_end(self) -> None:
         while self.at_end:

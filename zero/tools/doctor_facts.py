@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import zero
 from offload import health, kernels, tuning
+from offload.accelerator import seen_kind, visible_variable
 from offload.device import identify
 from offload.sizes import format_bytes
 from offload.swapfile import free_bytes
@@ -268,21 +270,23 @@ _RATES = ("read", "write", "mixed")
 def gpus() -> Questions:
     """Devices that torch sees."""
     yield "torch's CUDA", lambda: good(torch.version.cuda or "none: a CPU build of torch")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(visible_variable())
     if visible is not None:
-        yield "CUDA_VISIBLE_DEVICES", lambda: good(repr(visible))
-    if not torch.cuda.is_available():
+        yield visible_variable(), lambda: good(repr(visible))
+    kind = seen_kind()
+    if kind is None:
         yield "GPUs", lambda: good("none visible: the device tier is host memory")
         return
-    for index in range(torch.cuda.device_count()):
-        yield f"GPU {index}", lambda index=index: _gpu(index)  # type: ignore[misc]
+    module = torch.get_device_module(kind.name)
+    for index in range(module.device_count()):
+        yield f"GPU {index}", lambda index=index: _gpu(module, index)  # type: ignore[misc]
     yield "CUDA kernels", _cuda_kernels
     yield "pinned memory", _pinned
 
 
-def _gpu(index: int) -> Answer:
-    free, total = torch.cuda.mem_get_info(index)
-    return good(f"{torch.cuda.get_device_name(index)}, {format_bytes(total)}, {format_bytes(free)} free")
+def _gpu(module: Any, index: int) -> Answer:
+    free, total = module.mem_get_info(index)
+    return good(f"{module.get_device_name(index)}, {format_bytes(total)}, {format_bytes(free)} free")
 
 
 def _cuda_kernels() -> Answer:
@@ -317,8 +321,9 @@ def _collectives() -> Answer:
         return "none", MISSING, "this torch has no torch.distributed: only one rank can run"
     has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     text = ", ".join(name for name, is_there in has.items() if is_there)
-    if torch.cuda.is_available() and not has["nccl"]:
-        return text, SLOWER, "no NCCL: GPUs exchange through host memory"
+    kind = seen_kind()
+    if kind is not None and not kind.collects():
+        return text, SLOWER, f"no {kind.collectives.upper()}: GPUs exchange through host memory"
     return good(text)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from offload import kernels, tuning
+from offload.accelerator import compute_device, planned_device
 from offload.errors import BudgetError, ConfigError
 from offload.moments import Moments
 from offload.sizes import format_bytes
@@ -28,7 +29,6 @@ from offload.streams import shares_host_memory
 from zero.config import Config, load_config
 from zero.config.reading import read_json
 from zero.config.sizes import parse_bytes
-from zero.device import compute_device
 from zero.machine import Machine, read_machine
 from zero.params.layout import Layout
 from zero.planning import plan_model
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan and print; the exit status."""
     config = _config(options)
     model = build_on_meta(options.model, options.model_args)
-    device = torch.device("cuda") if options.device is not None else compute_device()
+    device = planned_device() if options.device is not None else compute_device()
     layout, plan = plan_model(model, config, _machine(options, device), device, options.ranks)
     _check_disk(plan, config, options)
     traffic = step_traffic(plan, layout, config.gradient_accumulation_steps, on_gpu=not shares_host_memory(device))

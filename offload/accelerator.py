@@ -1,0 +1,247 @@
+"""What this process computes on. Nothing else of the engine names a kind of device, or asks torch for one.
+
+[Note: kinds] `torch.accelerator` says which kind is here; what the engine has to know of a kind is its row in `KINDS`.
+Streams, events and counters come from torch's module of that kind, where all kinds have the same names: a thread that
+waits for an event of `torch.accelerator` spins on a core (it ignores `blocking`), and its counters are newer than the
+oldest torch that is supported. Of the rows only that of CUDA, which is ROCm's too, has run on a device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import native
+from offload.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of accelerator.
+
+    Attributes:
+        name: of its devices in torch, and of torch's module for them.
+        needs: what makes torch see one.
+        collectives: torch.distributed's backend for its memory.
+        visible: the environment variable that says which devices a process sees.
+        native: there is a library with kernels, and with what pins memory and maps it; else torch's operations run, and
+            what the host keeps is not page-locked.
+        aliases: torch can look at its memory by address, so that storages are bound without a copy.
+        sleeps: a thread that waits for an event can sleep.
+    """
+
+    name: str
+    needs: str
+    collectives: str
+    visible: str
+    native: bool = False
+    aliases: bool = False
+    sleeps: bool = True
+
+    def collects(self) -> bool:
+        """True if this torch has the backend for collectives on its memory."""
+        return torch.distributed.is_available() and torch.distributed.is_backend_available(self.collectives)
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("cuda", "a torch for CUDA or ROCm", "nccl", "CUDA_VISIBLE_DEVICES", native=True, aliases=True),
+        Kind("xpu", "a torch for XPU", "xccl", "ZE_AFFINITY_MASK", sleeps=False),
+        Kind("npu", "torch_npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES"),
+    )
+}
+FIRST = next(iter(KINDS.values()))
+"""The kind that is meant where a machine has none."""
+HOST = torch.device("cpu")
+
+
+# ---- which one ------------------------------------------------------------------------------------
+
+
+def _built_kind() -> Kind | None:
+    """The kind that this torch is made for. To ask touches no driver, so whoever asks may fork."""
+    return KINDS.get(getattr(torch.accelerator.current_accelerator(), "type", ""))
+
+
+def seen_kind() -> Kind | None:
+    """The kind of accelerator that torch sees here; None: none that the engine knows."""
+    return _built_kind() if torch.accelerator.is_available() else None
+
+
+def _wish() -> tuple[str, str]:
+    """What the environment asks for, "auto" if nothing, and the variable that does."""
+    names = ("auto", "cpu", *KINDS)
+    wishes = {"ZERO_DEVICE": os.environ.get("ZERO_DEVICE", "auto")}
+    wishes["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "").lower() or "auto"
+    for variable, wish in wishes.items():
+        if wish not in names:
+            raise ConfigError(f"{variable}: expected {', '.join(names[:-1])} or {names[-1]}, got {wish!r}")
+    asked = {variable: wish for variable, wish in wishes.items() if wish != "auto"}
+    if len(set(asked.values())) > 1:
+        told = " and ".join(f"{variable}={wish}" for variable, wish in asked.items())
+        raise ConfigError(f"{told} differ: leave one of them out")
+    return next(((wish, variable) for variable, wish in asked.items()), ("auto", ""))
+
+
+def chosen_kind() -> Kind | None:
+    """The kind this process computes on: the one that is here, unless ZERO_DEVICE or DS_ACCELERATOR says cpu.
+
+    Raises:
+        ConfigError: they say nothing that is known, differ, or ask for a kind that is not here.
+    """
+    wish, variable = _wish()
+    if wish == "cpu":
+        return None
+    kind = seen_kind()
+    if wish != "auto" and (kind is None or kind.name != wish):
+        raise ConfigError(f"{variable}={wish}: torch sees no such GPU here, which takes {KINDS[wish].needs}")
+    return kind
+
+
+def has_gpu() -> bool:
+    """True when this process computes on an accelerator. Raises ConfigError as `chosen_kind`."""
+    return chosen_kind() is not None
+
+
+def compute_device() -> torch.device:
+    """The current device of the chosen kind, or the host. Raises ConfigError as `chosen_kind`."""
+    kind = chosen_kind()
+    return HOST if kind is None else torch.device(kind.name, _module(kind).current_device())
+
+
+def planned_device() -> torch.device:
+    """What a plan for a machine with GPUs is made for, wherever the plan is made."""
+    return torch.device((_built_kind() or FIRST).name)
+
+
+def device_count() -> int:
+    """Devices that processes of this machine may compute on; 0 also where the environment asks for the CPU."""
+    return 0 if _wish()[0] == "cpu" or _built_kind() is None else int(torch.accelerator.device_count())
+
+
+def visible_variable() -> str:
+    """The environment variable that says which devices a process sees."""
+    return (_built_kind() or FIRST).visible
+
+
+# ---- one device -----------------------------------------------------------------------------------
+
+
+def kind_of(device: torch.device) -> Kind | None:
+    """The device's row; None: it is the host."""
+    return KINDS.get(device.type)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """True when the device has streams and memory of its own."""
+    return device.type in KINDS
+
+
+def module_of(device: torch.device) -> Any:
+    """Torch's module for the device's kind: streams, events, counters. The host's has them too, and they do nothing."""
+    return torch.get_device_module(device)
+
+
+def _module(kind: Kind) -> Any:
+    return module_of(torch.device(kind.name))
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait until the device is idle; the host is.
+
+    Args:
+        device: None: the current one, if this process uses one.
+    """
+    if device is None:
+        kind = chosen_kind()
+        if kind is not None and _module(kind).is_initialized():
+            _module(kind).synchronize()
+    elif is_accelerator(device):
+        module_of(device).synchronize(device)
+
+
+def use(device: torch.device) -> None:
+    """Make the device the calling thread's current one: a new thread has the first of the machine."""
+    if is_accelerator(device):
+        module_of(device).set_device(device)
+
+
+def same_device() -> Callable[[], None]:
+    """For a thread that the calling one starts to call first: its device becomes this one's, if this process uses one.
+
+    What a thread does may touch the device without a word, if only to free memory; where it has chosen none, that opens
+    a context on the machine's first one, beside the rank that owns it.
+    """
+    kind = seen_kind()
+    if kind is None or not _module(kind).is_initialized():
+        return lambda: None
+    device = torch.device(kind.name, _module(kind).current_device())
+    return lambda: use(device)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory of the device that this process can have: what is free, and what torch holds for it without using it."""
+    module = module_of(device)
+    held_bytes = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + held_bytes)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back what torch holds of the device's memory without using it."""
+    if is_accelerator(device):
+        module_of(device).empty_cache()
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """The state of the device's default generator."""
+    state: torch.Tensor = module_of(device).get_rng_state(device) if is_accelerator(device) else torch.get_rng_state()
+    return state
+
+
+def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+    """Undo what came after `rng_state`."""
+    if is_accelerator(device):
+        module_of(device).set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def collectives_version() -> tuple[int, ...] | None:
+    """Of the NCCL that this torch was built with; None without."""
+    if torch.version.cuda is None:
+        return None
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return version
+
+
+# ---- streams and kernels --------------------------------------------------------------------------
+
+
+def new_event(device: torch.device) -> Any:
+    """A mark for a stream. A thread that waits for it sleeps, where the kind can: it would spin on a core."""
+    kind, module = kind_of(device), module_of(device)
+    return module.Event(blocking=True) if kind is not None and kind.sleeps else module.Event()
+
+
+def stream_address(device: torch.device) -> int:
+    """The calling thread's current stream, as the native library knows it."""
+    return int(module_of(device).current_stream(device).cuda_stream)
+
+
+def load_native(device: torch.device) -> native.Native:
+    """The native library for memory of the device.
+
+    Raises:
+        NativeUnavailable: there is none, or it cannot be used.
+    """
+    kind = kind_of(device)
+    if kind is None:
+        return native.load()
+    if not kind.native:
+        raise native.NativeUnavailable(f"there is no native library for {kind.name}")
+    return native.load_cuda()
