@@ -209,7 +209,10 @@ class SharedExchange:
             raise WatchdogError(f"{error}; last offered by each peer: {self._board.read_all(LATEST)}") from error
 
     def _check_others(self, column: int, awaited: int) -> None:
-        """Raise PeerError if somebody has failed, or has left without `awaited`; or whatever `check` raises."""
+        """Raise PeerError if somebody has failed, or has left without `awaited`; or whatever `check` raises.
+
+        Who failed because this peer does something else says so in its own error; here the offers say it.
+        """
         self._check()
         board = self._board
         numbers = board.read_all(FAILED)  # looked up first: what a peer published before it left counts
@@ -219,21 +222,27 @@ class SharedExchange:
             if number and peer != board.index and not (number == LEFT and board.read(peer, column) >= awaited)
         ]
         if failed:
+            offers = self._offers(awaited)
+            others = [peer for peer, offer in enumerate(offers) if offer[0] == awaited and offer != offers[board.index]]
+            if offers[board.index][0] == awaited and others:
+                self._diverged(awaited, offers, others)
             names = ", ".join(f"{self._board.name(peer)} {_how_it_ended(numbers[peer])}" for peer in failed)
             raise PeerError(f"{names}; its own error says why", failed)
 
     def _slices(self, number: int, nbytes: int, unit: int) -> list[torch.Tensor]:
         """This peer's slice of every flat, if all offer the same."""
-        numbers, offsets, lengths, units = (
-            self._board.read_all(self._column(number, column)) for column in (OFFERED, OFFSET, NBYTES, UNIT)
-        )
-        offers = list(zip(numbers, units, lengths, strict=True))
+        offers, offsets = self._offers(number), self._board.read_all(self._column(number, OFFSET))
         if others := [peer for peer, offer in enumerate(offers) if offer != (number, unit, nbytes)]:
             self._diverged(number, offers, others)
         index, count = self._part
         own = nbytes // count
         begins = [offset + index * own for offset in offsets]
         return [region.data[begin : begin + own] for region, begin in zip(self._regions, begins, strict=True)]
+
+    def _offers(self, number: int) -> list[tuple[int, int, int]]:
+        """(collective, unit, bytes) that stand in its slot, of each peer."""
+        columns = (self._board.read_all(self._column(number, column)) for column in (OFFERED, UNIT, NBYTES))
+        return list(zip(*columns, strict=True))
 
     def _diverged(self, number: int, offers: Sequence[tuple[int, int, int]], others: list[int]) -> NoReturn:
         table = "; ".join(

@@ -17,7 +17,7 @@ from offload.arena import Arena
 from offload.board import Board
 from offload.descriptors import Share
 from offload.errors import PeerError, StateError, WatchdogError
-from offload.shared_exchange import SharedExchange
+from offload.shared_exchange import FAILED, SharedExchange
 from offload.sharing import SharedRegion, exchange_regions
 
 CPU = torch.device("cpu")
@@ -134,14 +134,31 @@ async def plain(exchange: SharedExchange, number: int, nbytes: int = 3 * 64, uni
         pass
 
 
+def look_when_others_have_failed(exchange: SharedExchange, count: int) -> None:
+    """What this peer waits for next, it looks at once `count` others have given up."""
+    board = exchange._board
+    reached = board.everybody_reached
+
+    async def late(column: int, value: int, *, urge: Callable[[], None], **more: Any) -> None:
+        while sum(number > 0 for number in board.read_all(FAILED)) < count:
+            await asyncio.sleep(0.01)
+        urge()
+        await reached(column, value, urge=urge, **more)
+
+    board.everybody_reached = late  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("what", ["unit", "length"])
-def test_peers_that_do_not_do_the_same_are_all_told_who(what: str) -> None:
+def test_peers_that_do_not_do_the_same_are_all_told_who(what: str, late: bool) -> None:
     def job(index: int, share: Share, parent: Parent) -> Any:
         party = Party(index, 3, share)
 
         async def play(exchange: SharedExchange) -> None:
             await plain(exchange, 1)
             odd = index == 1
+            if odd and late:
+                look_when_others_have_failed(exchange, 2)
             await plain(exchange, 2, 3 * (8 if odd and what == "length" else 64), 6 if odd and what == "unit" else 5)
 
         return outcome(party, play)

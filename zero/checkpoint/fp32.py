@@ -13,7 +13,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.safetensors_writer import PICKLED, SUFFIX, Tensor
-from zero.checkpoint.export import DTYPES, SavedWeights, export
+from zero.checkpoint.export import DTYPES, SavedWeights, export, rounded
 from zero.checkpoint.finding import folder_named
 from zero.checkpoint.opening import open_folder
 from zero.checkpoint.sharding import MAX_SHARD_SIZE, PICKLE, SAFE
@@ -98,6 +98,9 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
         )
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
+    for name, held in model.state_dict().items():
+        if name in values and held.dtype == torch.bfloat16:  # the engine's weights, and not what torch rounds to
+            values[name] = rounded(values[name].flatten()).view_as(values[name])
     model.load_state_dict(values, strict=False)
     return model
 

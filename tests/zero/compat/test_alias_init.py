@@ -20,6 +20,7 @@ from zero.compat.helpers import unwrap_model_for_generation
 from zero.compat.partition_parameters import Init, MiCS_Init, ZeroParamStatus
 from zero.compat.to_fp32 import load_state_dict_from_zero_checkpoint
 from zero.params.released import is_kept
+from zero.utils import safe_set_full_fp32_param
 
 Open = Callable[..., Any]
 NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_persist")
@@ -109,6 +110,9 @@ def test_a_checkpoint_is_loaded_into_an_engines_model_which_closes_the_engine(
         engine.backward(engine(tokens(index)))
         engine.step()
         if index == 1:
+            master = engine.full_master("head.weight")
+            master.view(-1)[:2] = torch.tensor([1.0, -3.0]) * (1 + 2**-8)  # between two bf16 numbers
+            safe_set_full_fp32_param(engine.module.head.weight, master)
             engine.save_checkpoint(tmp_path)
             saved = {name: value.clone() for name, value in engine.named_full_parameters()}
     with pytest.raises(ConfigError, match="no_such"):

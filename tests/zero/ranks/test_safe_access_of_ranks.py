@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import RankPool
 from ranks_model import batch, motley
 from ranks_runs import Place, Run, engine_config, quiet
+from reference import round_half_away
 
 Pool = Callable[[int], RankPool]
 Values = dict[str, torch.Tensor]
@@ -193,7 +194,7 @@ def shards(place: Place, nvme_path: str) -> list[bool]:
             assert own is not None and parameter.ds_tensor.shape == own.shape
             assert parameter.partition_numel() == -(-parameter.numel() // 2)
             with zero.GatheredParameters([parameter]):
-                assert torch.equal(parameter.ds_tensor.float(), own.to(parameter.dtype).float())
+                assert torch.equal(parameter.ds_tensor, round_half_away(own))
             utils.safe_set_local_optimizer_state(parameter, torch.ones(parameter.ds_tensor.shape), "exp_avg")
             assert torch.equal(utils.safe_get_local_optimizer_state(parameter, "exp_avg"), torch.ones_like(own))
             found.append(own.numel() == parameter.numel())
