@@ -82,7 +82,7 @@ def test_every_pair_of_tiers_trains_to_the_same_bits(
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in each unit, so that the memory of one serves for another of the same unit."""
     monkeypatch.setattr("zero.optim.contributions.CHUNK_NUMEL", 4096)
-    monkeypatch.setattr("zero.optim.contributions.DEVICE_CHUNK_BYTES", 6 * 4096)
+    monkeypatch.setattr("offload.copies.DEVICE_CHUNK_BYTES", 6 * 4096)
     monkeypatch.setattr("zero.optim.contributions.WIDE_CHUNK_NUMEL", 4096)
 
 
@@ -215,3 +215,24 @@ def test_updates_beside_a_device_take_all_threads_and_leave_the_mover_free(
     names, threads = zip(*seen, strict=True)
     assert len(seen) >= STEPS and all(name.startswith("zero-host-kernels") for name in names)
     assert set(threads) == {7}
+
+
+def test_what_the_host_updates_where_it_is_is_not_page_locked(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, gradients, sums and the chunks in flight travel to and from the device; states do not."""
+    locked: list[int] = []
+
+    def pin(data: Tensor) -> Callable[[], None]:
+        locked.append(data.numel())
+        return lambda: None
+
+    monkeypatch.setattr("offload.arena.pin", pin)
+    monkeypatch.setattr("zero.store.storage.is_accelerator", lambda device: True)
+    with lagging_device(monkeypatch):
+        engine = open_engine(build("gpt"), make_config(("cpu", "cpu"), nvme_path))
+        run_loop(engine)
+        rows = {row.plane: row.nbytes for row in engine.plan.rows if row.tier == "host"}
+        arena, states = rows.pop("arena: records and chunks in flight"), rows.pop("optimizer states")
+        assert states > 0 and sorted(set(locked) - {arena}) == sorted(set(rows.values()))
+        engine.close()

@@ -431,6 +431,13 @@ def test_memory_that_may_not_be_lockable_is_noted_where_it_must_be_locked() -> N
     assert all(note in plan.table() for note in plan.notes)
     for calm in (Wish(device=CUDA, machine=replace(MACHINE, memlock_bytes=host)), Wish(device=CPU, machine=tight)):
         assert not any("RLIMIT_MEMLOCK" in note for note in calm.plan().notes)
+    on_host = Wish(("cpu", "cpu"), device=CUDA)
+    states = sum(row.nbytes for row in on_host.plan().rows if (row.tier, row.plane) == (HOST, "optimizer states"))
+    pinned = on_host.plan().tier_bytes(HOST) - states  # the host updates states where they are
+    assert states > 0 and pinned > 0
+    for limit, noted in ((pinned - 1, True), (pinned, False)):
+        notes = replace(on_host, machine=replace(MACHINE, memlock_bytes=limit)).plan().notes
+        assert any("RLIMIT_MEMLOCK" in note for note in notes) is noted
 
 
 def test_an_explicit_live_limit_is_the_most_and_gives_way_to_the_device_budget() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from offload import kernels
 from offload.arena import Block
+from offload.copies import device_chunk_bytes
 from offload.errors import StorageError
 from offload.mover import Transfer
 from offload.pinned import aligned_copy
@@ -30,8 +31,6 @@ from zero.store.storage import Storage
 
 CHUNK_NUMEL = 256 * 1024
 """A multiple of the block."""
-DEVICE_CHUNK_BYTES = 8 << 20
-"""What is copied from a device at a time: at 25 GB/s it takes some ten times as long as to ask for it."""
 CHUNKS_IN_FLIGHT = 4
 """One is copied while another is added up, and the disk has two more to read and write."""
 
@@ -186,7 +185,7 @@ class ContributionStore:
         """Elements dealt with at a time, of which each takes `width_bytes` of the arena: whole blocks."""
         if self._streams.shared:
             return CHUNK_NUMEL
-        nbytes = min(DEVICE_CHUNK_BYTES, self._storage.plan.arena_bytes // 2)
+        nbytes = device_chunk_bytes(self._storage.plan.arena_bytes)
         return max(nbytes // width_bytes // BLOCK_NUMEL, 1) * BLOCK_NUMEL
 
     async def _write(self, plane: Plane, begin: int, end: int, raw: torch.Tensor) -> None:

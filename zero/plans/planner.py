@@ -223,10 +223,12 @@ class Planner:
                 device,
                 of_device=True,
             )
-        if not self.on_cpu and machine.memlock_bytes is not None and host > machine.memlock_bytes:
+        groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
+        pinned = host - sum(self.sizes.record_bytes(group) for group, tier in groups if tier == HOST)
+        if not self.on_cpu and machine.memlock_bytes is not None and pinned > machine.memlock_bytes:
             # A note and no refusal: most drivers pin memory without asking this limit.
             plan.notes.append(
-                f"RLIMIT_MEMLOCK is {machine.memlock_bytes:,} bytes, the plan pins {host:,}; if the driver "
+                f"RLIMIT_MEMLOCK is {machine.memlock_bytes:,} bytes, the plan pins {pinned:,}; if the driver "
                 "refuses to pin, copies are slower: raise it with ulimit -l"
             )
 

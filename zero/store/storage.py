@@ -291,9 +291,13 @@ class Storage:
             swap.close()
             raise
 
-    def _region(self, tier: str, nbytes: int, shared: SharedRegion | None = None) -> MemoryRegion:
+    def _region(
+        self, tier: str, nbytes: int, shared: SharedRegion | None = None, *, travels: bool = True
+    ) -> MemoryRegion:
+        """Memory of a tier; only what `travels` between host and device is worth page-locking."""
         device = self.device if tier == DEVICE else torch.device("cpu")
-        region = MemoryRegion(nbytes, device, pinned=self._pinned, region=shared, of_device=tier == DEVICE)
+        pinned = self._pinned and travels
+        region = MemoryRegion(nbytes, device, pinned=pinned, region=shared, of_device=tier == DEVICE)
         self._regions = [*(other for other in self._regions if other.data is not None), region]
         return region
 
@@ -347,7 +351,9 @@ class Storage:
             if group.space == index
         ]
         return self._plane(
-            f"optimizer states ({space.dtype})", self.plan.record_format(space).nbytes, runs, pieces=runs
+            *(f"optimizer states ({space.dtype})", self.plan.record_format(space).nbytes, runs),
+            pieces=runs,
+            travels=False,  # what the host keeps of them it updates too
         )
 
     def _gradient_plane(self, space: Space) -> Plane:
@@ -362,6 +368,7 @@ class Storage:
         runs: Sequence[tuple[int, int, str]],
         given: Mapping[int, torch.Tensor] = MappingProxyType({}),
         pieces: Sequence[tuple[int, int, str]] = (),
+        travels: bool = True,
     ) -> Plane:
         """Homes for each run: `given` memory, by where it begins; else a part of one region per memory tier, or of the
         swap space. With snapshots each of `pieces`, whatever its tier, has two places there.
@@ -374,7 +381,7 @@ class Storage:
         first_slots = {pair.begin: pair.offsets[0] for pair in pairs}
         ours = [run for run in runs if run[0] not in given]
         regions = {
-            tier: self._region(tier, sum(nbytes_of(begin, end) for begin, end, t in ours if t == tier))
+            tier: self._region(tier, sum(nbytes_of(begin, end) for begin, end, t in ours if t == tier), travels=travels)
             for tier in (DEVICE, HOST)
             if any(t == tier for _, _, t in ours)
         }
