@@ -1,0 +1,6 @@
+"""Tests here import what lies beside them by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

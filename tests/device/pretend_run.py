@@ -1,0 +1,70 @@
+"""Runs scenarios on the CPU and on the pretend GPU, in this process, and prints a verdict for each as a line of JSON.
+
+pretend_run.py modes scenario:param-states ...
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import logging
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [os.environ.get("PRETEND_TREE", str(TESTS.parent)), str(TESTS), str(Path(__file__).parent)]
+
+import pretend  # noqa: E402 (before torch)
+import torch  # noqa: E402
+from pretend_scenarios import SCENARIOS, Place, Results  # noqa: E402
+
+HANGS_AFTER_SECONDS = 120
+
+
+def result_of(name: str, place: Place, device: str) -> Results:
+    """What the scenario finds on `device`."""
+    os.environ["ZERO_DEVICE"] = device
+    faulthandler.dump_traceback_later(HANGS_AFTER_SECONDS, exit=True)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        return SCENARIOS[name](place, Path(folder))
+
+
+def verdict(name: str, place: Place, mode: str, reference: Results) -> str:
+    """ "same", or what is wrong."""
+    pretend.settle()
+    pretend.mode(mode)
+    found = result_of(name, place, "cuda")
+    gc.collect()
+    pretend.settle()
+    if found.keys() != reference.keys():
+        return f"other names: {sorted(found.keys() ^ reference.keys())[:6]}"
+    wrong = [key for key in reference if not torch.equal(reference[key], found[key])]
+    return "same" if not wrong else f"{len(wrong)} of {len(reference)} differ: {wrong[:4]}"
+
+
+def main(modes: str, *wanted: str) -> None:
+    faulthandler.enable()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    for each in wanted:
+        name, _, pair = each.partition(":")
+        param, states = pair.split("-")
+        reference: Results | None = None
+        for mode in modes.split(","):
+            try:
+                reference = reference or result_of(name, (param, states), "cpu")
+                said = verdict(name, (param, states), mode, reference)
+            except Exception:
+                said = traceback.format_exc(limit=-6)
+            print(json.dumps([each, mode, said]), flush=True)
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

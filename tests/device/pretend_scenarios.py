@@ -1,0 +1,394 @@
+"""What is trained on the pretend GPU and on the CPU: each scenario returns tensors that must have the same bits.
+
+A scenario's inputs are pinned and its copies do not block, so that the host never waits for the device unless the
+product makes it: a blocking copy would hide a fence that is missing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+from models import build, make_config, tokens
+from torch import Tensor
+
+import zero
+
+Place = tuple[str, str]
+"""(offload_param, offload_optimizer)."""
+Results = dict[str, Tensor]
+Scenario = Callable[[Place, Path], Results]
+
+SCENARIOS: dict[str, Scenario] = {}
+STEPS = 4
+
+
+def scenario(function: Scenario) -> Scenario:
+    """It goes into the table under its name."""
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def sent(data: Tensor, engine: Any) -> Tensor:
+    """`data` on the engine's device; the host does not wait for it."""
+    if engine.device.type == "cpu":
+        return data
+    return data.pin_memory().to(engine.device, non_blocking=True)
+
+
+def opened(model: Any, place: Place, folder: Path, **more: Any) -> Any:
+    built = build(model) if isinstance(model, str) else model
+    return zero.initialize(model=built, config=make_config(place, folder, **more))[0]
+
+
+def micro_batch(engine: Any, index: int, **more: Any) -> None:
+    engine.backward(engine(sent(tokens(index, **more), engine)))
+
+
+def step(engine: Any, index: int, **more: Any) -> None:
+    micro_batch(engine, index, **more)
+    engine.step()
+
+
+def kept(value: Tensor) -> Tensor:
+    """A copy on the host that nobody changes."""
+    return value.detach().cpu().clone()
+
+
+def weights(engine: Any, prefix: str = "") -> Results:
+    return {prefix + name: kept(value) for name, value in engine.named_full_parameters()}
+
+
+def closing(engine: Any, results: Results | None = None) -> Results:
+    """What was found and the weights, and the engine is closed."""
+    found = {**(results or {}), **weights(engine)}
+    engine.close()
+    return found
+
+
+# ---- plain training under many configurations ------------------------------------------------------------------------
+
+
+def training(model: str = "gpt", **config: Any) -> Scenario:
+    def run(place: Place, folder: Path) -> Results:
+        engine = opened(model, place, folder, **config)
+        for index in range(STEPS):
+            step(engine, index)
+        return closing(engine)
+
+    return run
+
+
+FP16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
+STATES = "offload_optimizer"
+SCENARIOS |= {
+    "plain": training(),
+    "clipped": training(clipping=1.0),
+    "fp32": training(bf16=False),
+    "fp16": training(bf16=False, fp16=FP16),
+    "accumulated": training(accumulation=2),
+    "lora": training("lora"),
+    "partly_frozen": training("mixed"),
+    "odd_sizes": training("odd_sizes"),
+    "tied": training("tied"),
+    "reused": training("reused"),
+    "states_half_on_the_device": training(zero={STATES: {"ratio": 0.5}}, clipping=1.0),
+    "bf16_moments": training(zero={STATES: {"state_dtype": "bf16"}}),
+    "8bit_moments": training(zero={STATES: {"state_dtype": "8bit"}}),
+    "not_pinned": training(zero={STATES: {"pin_memory": False}, "offload_param": {"pin_memory": False}}),
+    "stage_0": training(zero={"stage": 0}),
+    "stage_1": training(zero={"stage": 1}),
+    "stage_2": training(zero={"stage": 2}),
+    "kept_for_reuse": training(zero={"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": 10**9}),
+}
+
+
+@scenario
+def two_backwards(place: Place, folder: Path) -> Results:
+    engine = opened("gpt", place, folder)
+    for index in range(STEPS):
+        micro_batch(engine, index)
+        step(engine, index + 10)
+    return closing(engine)
+
+
+@scenario
+def update_in_backward(place: Place, folder: Path) -> Results:
+    engine = opened("gpt", place, folder, zero={STATES: {"update_in_backward": True}})
+    for index in range(STEPS):
+        step(engine, index)
+    return closing(engine)
+
+
+@scenario
+def tiles(place: Place, folder: Path) -> Results:
+    """The embedding and the head are larger than all that may be live at once."""
+    torch.manual_seed(0)
+    model = models.GPT(vocab=512, width=64, blocks=2, heads=4)
+    live = {"stage3_max_live_parameters": 24_000, "stage3_prefetch_bucket_size": 8_000}
+    engine = opened(model, place, folder, clipping=1.0, zero=live)
+    for index in range(3):
+        step(engine, index)
+    return closing(engine)
+
+
+class Experts(torch.nn.Module):
+    """Each token goes to one of four experts, which look at nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(models.VOCAB, models.WIDTH)
+        self.router = torch.nn.Linear(models.WIDTH, 4)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(models.WIDTH, models.WIDTH) for _ in range(4))
+        self.head = torch.nn.Linear(models.WIDTH, models.VOCAB)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.embedding(text)
+        share = self.router(x).float().softmax(-1)
+        chosen = share.argmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mine = chosen == index
+            if mine.any():
+                out[mine] = expert(x[mine]) * share[mine][:, index : index + 1].to(x.dtype)
+        return models.next_token_loss(self.head(x + out), text)
+
+
+@scenario
+def experts(place: Place, folder: Path) -> Results:
+    torch.manual_seed(0)
+    engine = opened(Experts(), place, folder)
+    for index in range(STEPS):
+        step(engine, index)
+    return closing(engine)
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def activations(**block: Any) -> Scenario:
+    def run(place: Place, folder: Path) -> Results:
+        model: Any = build("gpt", tokens=64)
+        recompute = zero.checkpointing.checkpoint
+        model.call = lambda block, x: recompute(block, x) if torch.is_grad_enabled() else block(x)
+        engine = opened(model, place, folder, activation_checkpointing=block)
+        for index in range(3):
+            step(engine, index, length=64)
+        return closing(engine)
+
+    return run
+
+
+SCENARIOS |= {
+    "activations_on_the_host": activations(activation_device="cpu"),
+    "activations_on_nvme": activations(activation_device="nvme"),
+    "activations_offloaded": activations(activation_device="cpu", activation_offloading=True),
+}
+
+
+@scenario
+def recomputed(place: Place, folder: Path) -> Results:
+    engine = opened(build("gpt", recompute="reentrant"), place, folder)
+    for index in range(3):
+        step(engine, index)
+    return closing(engine)
+
+
+# ---- everything around a step ----------------------------------------------------------------------------------------
+
+
+@scenario
+def offload_states(place: Place, folder: Path) -> Results:
+    engine = opened("gpt", place, folder)
+    step(engine, 0)
+    engine.offload_states()
+    engine.reload_states()
+    step(engine, 1)
+    engine.offload_states(include=["optim_states", "hp_params"])
+    step(engine, 2)
+    micro_batch(engine, 3)
+    engine.offload_states()
+    engine.step()
+    step(engine, 4)
+    return closing(engine)
+
+
+@scenario
+def evaluation(place: Place, folder: Path) -> Results:
+    engine, losses = opened("gpt", place, folder), {}
+    for index in range(3):
+        step(engine, index)
+        engine.eval()
+        with torch.no_grad():
+            losses[f"loss {index}"] = engine(sent(tokens(9), engine)).detach()
+        engine.train()
+    return closing(engine, {name: kept(loss) for name, loss in losses.items()})
+
+
+@scenario
+def inference(place: Place, folder: Path) -> Results:
+    config = {"zero": make_config(place, folder)["zero_optimization"], "dtype": "bf16"}
+    engine = zero.init_inference(build("gpt"), config=config)
+    with torch.no_grad():
+        losses = [engine(sent(tokens(index), engine)) for index in range(3)]
+    found = {f"loss {index}": kept(loss) for index, loss in enumerate(losses)}
+    engine.close()
+    return found
+
+
+@scenario
+def generation(place: Place, folder: Path) -> Results:
+    engine = opened("gpt", place, folder)
+    step(engine, 0)
+    with engine.generation(), torch.no_grad():
+        losses = [engine(sent(tokens(index), engine)) for index in range(4)]
+    found = {f"loss {index}": kept(loss) for index, loss in enumerate(losses)}
+    step(engine, 1)
+    return closing(engine, found)
+
+
+@scenario
+def edited_weights(place: Place, folder: Path) -> Results:
+    model = build("gpt")
+    engine = opened(model, place, folder)
+    step(engine, 0)
+    with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        for parameter in model.parameters():
+            parameter.data.mul_(1.01)
+    step(engine, 1)
+    return closing(engine)
+
+
+@scenario
+def looked_at_and_set(place: Place, folder: Path) -> Results:
+    import zero.utils as utils
+
+    engine, found = opened("gpt", place, folder), {}
+    step(engine, 0)
+    micro_batch(engine, 1)
+    for name, parameter in engine.module.named_parameters():
+        found[f"gradient of {name}"] = kept(utils.safe_get_full_grad(parameter))
+        found[f"exp_avg of {name}"] = kept(utils.safe_get_full_optimizer_state(parameter, "exp_avg"))
+        master = found[f"master of {name}"] = kept(utils.safe_get_full_fp32_param(parameter))
+        utils.safe_set_full_fp32_param(parameter, sent(master * 1.001, engine))
+    engine.step()
+    step(engine, 2)
+    return closing(engine, found)
+
+
+class Clamping(torch.nn.Module):
+    """Changes a weight of a module in front of using it, while it is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build("gpt")
+        self.gain = torch.nn.Parameter(torch.ones(64))
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, text: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.clamp_(-0.1, 0.1)
+        return self.inner(text) * self.layer(self.gain).float().mean()
+
+
+@scenario
+def clamped_in_forward(place: Place, folder: Path) -> Results:
+    torch.manual_seed(0)
+    engine = opened(Clamping(), place, folder)
+    for index in range(3):
+        step(engine, index)
+    return closing(engine)
+
+
+@scenario
+def backward_of_the_users(place: Place, folder: Path) -> Results:
+    """Nobody announces it to the engine."""
+    engine = opened("gpt", place, folder)
+    for index in range(3):
+        (engine(sent(tokens(index), engine)) * 2).backward()
+        engine.step()
+    return closing(engine)
+
+
+@scenario
+def streams_of_the_users(place: Place, folder: Path) -> Results:
+    """Forward and backward on two streams; the user lets the second wait for the first, and the step for both."""
+    engine = opened("gpt", place, folder)
+    if engine.device.type == "cpu":
+        for index in range(3):
+            step(engine, index)
+        return closing(engine)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    for index in range(3):
+        with torch.cuda.stream(first):
+            first.wait_stream(torch.cuda.default_stream())
+            loss = engine(sent(tokens(index), engine))
+        with torch.cuda.stream(second):
+            second.wait_stream(first)
+            engine.backward(loss)
+        torch.cuda.current_stream().wait_stream(second)
+        engine.step()
+    return closing(engine)
+
+
+@scenario
+def saved_and_loaded(place: Place, folder: Path) -> Results:
+    engine = opened("gpt", place, folder)
+    step(engine, 0)
+    step(engine, 1)
+    saved = tempfile.mkdtemp(dir=folder)
+    engine.save_checkpoint(saved)
+    step(engine, 2)
+    engine.load_checkpoint(saved)
+    step(engine, 2)
+    step(engine, 3)
+    found = closing(engine)
+    again = opened("gpt", place, folder)
+    again.load_checkpoint(saved)
+    step(again, 2)
+    return {**{f"again {name}": value for name, value in found.items()}, **closing(again)}
+
+
+@scenario
+def two_engines(place: Place, folder: Path) -> Results:
+    one, other = opened("gpt", place, folder), opened("gpt", ("nvme", "cpu"), folder)
+    for index in range(3):
+        step(one, index)
+        step(other, index + 1)
+    found = weights(other, "other ")
+    other.close()
+    return closing(one, found)
+
+
+# ---- edits of the model: units are planned again ---------------------------------------------------------------------
+
+
+@scenario
+def frozen_later(place: Place, folder: Path) -> Results:
+    model: Any = build("gpt")
+    engine = opened(model, place, folder)
+    step(engine, 0)
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(False)
+    step(engine, 1)
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(True)
+    step(engine, 2)
+    return closing(engine)
+
+
+@scenario
+def resized(place: Place, folder: Path) -> Results:
+    """A layer is replaced between two steps, as a user does who grows the vocabulary."""
+    model: Any = build("gpt")
+    engine = opened(model, place, folder)
+    step(engine, 0)
+    torch.manual_seed(1)
+    model.blocks[2].up = models.LoraLinear(torch.nn.Linear(models.WIDTH, 4 * models.WIDTH))
+    step(engine, 1)
+    step(engine, 2)
+    return closing(engine)
