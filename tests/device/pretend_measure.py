@@ -31,8 +31,6 @@ ENGINES = (
     *("none-none bf16", "none-none accumulated", "cpu-cpu fp16", "nvme-nvme bf16", "nvme-nvme accumulated"),
     "none-nvme clipped",
 )
-VOCAB, LIVE_NUMEL = 512, 2_000_000
-"""Of the middle model; all of it may be live."""
 WARM_UP, STEPS = 2, 2
 FRAMES = 6
 
@@ -54,7 +52,7 @@ def waits_of(engine: Any, micro_steps: int) -> list[str]:
 
     with pretend.on_wait(note):
         for index in range(micro_steps):
-            step(engine, index, vocab=VOCAB)
+            step(engine, index)
     return waits
 
 
@@ -67,10 +65,10 @@ def measured(label: str, folder: Path) -> dict[str, Any]:
     param, states = place.split("-")
     config = CONFIGS[name]
     accumulation = config.get("accumulation", 1)
-    model: Any = build("middle")
-    engine = opened(model, (param, states), folder, **config, zero={"stage3_max_live_parameters": LIVE_NUMEL})
+    model: Any = build("gpt")
+    engine = opened(model, (param, states), folder, **config)
     for index in range(WARM_UP * accumulation):
-        step(engine, index, vocab=VOCAB)
+        step(engine, index)
     found: dict[str, Any] = {"engine": label, "steps": STEPS, "waits": waits_of(engine, STEPS * accumulation)}
     pretend.settle()
     found["held_bytes"] = pretend.statistics().requested_bytes - before.requested_bytes
