@@ -178,7 +178,7 @@ REMOVALS = (
         "zero/optim/contributions.py",
         "            self._streams.copy_out(item.sums, sums, self._streams.fence())\n            item.summed",
         "            self._streams.copy_out(item.sums, sums)\n            item.summed",
-        (*D, "plain:nvme-nvme"),
+        ("gradients_on_nvme:nvme-nvme",),
     ),
     Removal(
         "a chunk of wide gradient is made while the one before is copied",

@@ -16,6 +16,7 @@ TRAINING = {
         "states_half_on_the_device",
         "not_pinned",
         "many_small_chunks",
+        "gradients_on_nvme",
         "kept_for_reuse",
         "stage_0",
         "stage_1",
@@ -33,6 +34,7 @@ LONG = {"rows": ("rows_of_experts",)}
 ONLY = {
     "update_in_backward": ("nvme-nvme",),  # its two slots are for planes on NVMe
     "activations_on_nvme": ("nvme-nvme", "none-nvme"),  # the folder is that of the planes
+    "gradients_on_nvme": ("nvme-nvme",),
     "stage_0": ("none-none",),  # nothing is offloaded there
     "made_on_the_device": ("cpu-none", "none-none"),  # only there does the device copy from the model
 }

@@ -440,6 +440,13 @@ def gradients_set(place: Place, folder: Path) -> Results:
 
 
 @scenario
+def gradients_on_nvme(place: Place, folder: Path) -> Results:
+    """The host's budget has no room for gradients; on the CPU it would have to hold what lies on the device too."""
+    budget = {"memory_budget": {"host": 17_300_000}} if os.environ["ZERO_DEVICE"] == "cuda" else {}
+    return training(clipping=0.1, **budget)(place, folder)
+
+
+@scenario
 def many_small_chunks(place: Place, folder: Path) -> Results:
     """Units are much longer than the pieces in which wide gradients travel."""
     before = contributions.WIDE_CHUNK_NUMEL

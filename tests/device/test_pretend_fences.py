@@ -46,7 +46,7 @@ def case(removal: Removal) -> object:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("removal", "without"), map(case, REMOVALS), indirect=["without"])
+@pytest.mark.parametrize(("removal", "without"), [case(each) for each in REMOVALS], indirect=["without"])
 def test_a_wait_that_is_taken_out_is_noticed(removal: Removal, without: Path) -> None:
     found = verdicts([f"{cell}:copies,compute,late" for cell in removal.noticed_by], without)
     assert wrong(found), f"nobody noticed: {removal.what}"
