@@ -26,8 +26,8 @@ CAPABILITY = (9, 0)
 class Statistics(ctypes.Structure):
     """What the device counts; `pinned` is the number of page-locked pieces of host memory."""
 
-    _names = ("allocated_bytes", "peak_bytes", "reserved_bytes", "limit_bytes", "segments", "pinned", "tasks")
-    _fields_ = [(name, ctypes.c_uint64) for name in _names]
+    _names = "requested_bytes allocated_bytes peak_bytes reserved_bytes limit_bytes segments pinned tasks"
+    _fields_ = [(name, ctypes.c_uint64) for name in _names.split()]
 
 
 def _open() -> ctypes.CDLL:
@@ -61,6 +61,11 @@ def seed(value: int) -> None:
 def limit(nbytes: int) -> None:
     """How much memory the device has."""
     _device.pretend_limit(nbytes)
+
+
+def reset_peak() -> None:
+    """What is allocated now is the largest from here on."""
+    _device.pretend_reset_peak()
 
 
 def statistics() -> Statistics:
@@ -245,7 +250,7 @@ MEMORY = {
     "max_memory_allocated": lambda device=None: statistics().peak_bytes,
     "memory_reserved": lambda device=None: statistics().reserved_bytes,
     "max_memory_reserved": lambda device=None: statistics().reserved_bytes,
-    "reset_peak_memory_stats": lambda device=None: _device.pretend_reset_peak(),
+    "reset_peak_memory_stats": lambda device=None: reset_peak(),
 }
 # The kernels are the CPU's, and so is the generator that they draw from.
 RANDOM = {

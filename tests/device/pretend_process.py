@@ -16,9 +16,6 @@ TESTS = HERE.parent
 TIMEOUT_SECONDS = 280
 SHOWN_CHARACTERS = 6_000
 
-Cell = tuple[str, str]
-"""A scenario at a place, "plain:cpu-nvme", and a mode of the device."""
-
 
 def needed() -> None:
     """Skip where the device cannot be built; build it if nobody has.
@@ -42,18 +39,22 @@ def finished(*command: str, tree: Path = TESTS.parent, **variables: str) -> subp
     )
 
 
-def verdicts(wanted: list[str], modes: tuple[str, ...], tree: Path = TESTS.parent) -> dict[Cell, str]:
-    """What each scenario says in each mode: "same", or what is wrong. A process that dies is a verdict too."""
-    run = finished(str(HERE / "pretend_run.py"), ",".join(modes), *wanted, tree=tree)
-    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
-    found = {(each, mode): said for each, mode, said in lines}
-    for cell in ((each, mode) for each in wanted for mode in modes):
-        if cell not in found:
-            found[cell] = f"the process ended ({run.returncode}) in or before it:\n{run.stderr[-SHOWN_CHARACTERS:]}"
-            break
+def verdicts(cells: list[str], tree: Path = TESTS.parent) -> dict[str, str]:
+    """What each scenario says at its place and in each of its modes: "same", or what is wrong.
+
+    A process that dies is a verdict too: on the first cell that it did not come to.
+    """
+    run = finished(str(HERE / "pretend_run.py"), *cells, tree=tree)
+    found: dict[str, str] = dict(json.loads(line) for line in run.stdout.splitlines() if line.startswith("["))
+    for each in cells:
+        name, pair, modes = each.split(":")
+        for cell in (f"{name}:{pair}:{mode}" for mode in modes.split(",")):
+            if cell not in found:
+                found[cell] = f"the process ended ({run.returncode}) in it:\n{run.stderr[-SHOWN_CHARACTERS:]}"
+                return found
     return found
 
 
-def wrong(found: dict[Cell, str]) -> str:
+def wrong(found: dict[str, str]) -> str:
     """A line for everything that is not as on the CPU."""
-    return "\n".join(f"{each} in mode {mode}: {said}" for (each, mode), said in found.items() if said != "same")
+    return "\n".join(f"{cell}: {said}" for cell, said in found.items() if said != "same")

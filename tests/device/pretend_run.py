@@ -48,12 +48,12 @@ def verdict(name: str, place: Place, mode: str, reference: Results) -> str:
     return "same" if not wrong else f"{len(wrong)} of {len(reference)} differ: {wrong[:4]}"
 
 
-def main(modes: str, *wanted: str) -> None:
+def main(*wanted: str) -> None:
     faulthandler.enable()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    for each in wanted:
-        name, _, pair = each.partition(":")
+    for cell in wanted:
+        name, pair, modes = cell.split(":")
         param, states = pair.split("-")
         reference: Results | None = None
         for mode in modes.split(","):
@@ -62,7 +62,7 @@ def main(modes: str, *wanted: str) -> None:
                 said = verdict(name, (param, states), mode, reference)
             except Exception:
                 said = traceback.format_exc(limit=-6)
-            print(json.dumps([each, mode, said]), flush=True)
+            print(json.dumps([f"{name}:{pair}:{mode}", said]), flush=True)
     faulthandler.cancel_dump_traceback_later()
 
 

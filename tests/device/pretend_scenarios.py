@@ -6,6 +6,7 @@ product makes it: a blocking copy would hide a fence that is missing.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from models import build, make_config, tokens
 from torch import Tensor
 
 import zero
+from zero.optim import contributions
 
 Place = tuple[str, str]
 """(offload_param, offload_optimizer)."""
@@ -87,7 +89,8 @@ FP16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hys
 STATES = "offload_optimizer"
 SCENARIOS |= {
     "plain": training(),
-    "clipped": training(clipping=1.0),
+    "clipped": training(clipping=0.1),
+    "clipped_and_accumulated": training(clipping=0.1, accumulation=2),
     "fp32": training(bf16=False),
     "fp16": training(bf16=False, fp16=FP16),
     "accumulated": training(accumulation=2),
@@ -164,6 +167,28 @@ def experts(place: Place, folder: Path) -> Results:
     engine = opened(Experts(), place, folder)
     for index in range(STEPS):
         step(engine, index)
+    return closing(engine)
+
+
+def mixtral() -> Any:
+    """Experts packed into 3-D parameters, of which a step gathers the rows that are routed to."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(vocab_size=models.VOCAB, **sizes, **heads, **plain)).train()
+
+
+@scenario
+def rows_of_experts(place: Place, folder: Path) -> Results:
+    limits = {"stage3_max_live_parameters": 500_000, "stage3_prefetch_bucket_size": 10_000}
+    engine = opened(mixtral(), place, folder, zero=limits)
+    for index in range(3):
+        text = sent(tokens(index), engine)
+        engine.backward(engine(input_ids=text, labels=text, use_cache=False).loss)
+        engine.step()
     return closing(engine)
 
 
@@ -351,6 +376,85 @@ def saved_and_loaded(place: Place, folder: Path) -> Results:
     again.load_checkpoint(saved)
     step(again, 2)
     return {**{f"again {name}": value for name, value in found.items()}, **closing(again)}
+
+
+@scenario
+def made_on_the_device(place: Place, folder: Path) -> Results:
+    """The model is still being made there when the engine takes it."""
+    model = build("gpt")
+    if os.environ["ZERO_DEVICE"] == "cuda":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.pin_memory().to("cuda", non_blocking=True)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    engine = opened(model, place, folder)
+    step(engine, 0)
+    step(engine, 1)
+    return closing(engine)
+
+
+class Branching(torch.nn.Module):
+    """Two weights of one unit work on two streams, and so do their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (torch.nn.Parameter(torch.randn(models.WIDTH, models.WIDTH) / 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return x + x @ self.one + x @ self.other
+        side, mine = torch.cuda.Stream(), torch.cuda.current_stream()
+        one = x @ self.one
+        side.wait_stream(mine)
+        with torch.cuda.stream(side):
+            x.record_stream(side)
+            other = x @ self.other
+        mine.wait_stream(side)
+        other.record_stream(mine)
+        return x + one + other
+
+
+@scenario
+def branches_on_streams(place: Place, folder: Path) -> Results:
+    model: Any = build("gpt")
+    torch.manual_seed(0)
+    model.blocks = torch.nn.ModuleList(Branching() for _ in range(3))
+    engine = opened(model, place, folder, clipping=0.1, zero={"stage3_max_live_parameters": 8_000})
+    for index in range(3):
+        step(engine, index)
+    return closing(engine)
+
+
+@scenario
+def gradients_set(place: Place, folder: Path) -> Results:
+    import zero.utils as utils
+
+    engine = opened("gpt", place, folder)
+    for index in range(2):
+        micro_batch(engine, index)
+        for name, parameter in engine.module.named_parameters():
+            if "up" in name:
+                utils.safe_set_full_grad(parameter, sent(torch.full(parameter.shape, 0.01 * index), engine) * 2)
+        engine.step()
+    return closing(engine)
+
+
+@scenario
+def gradients_on_nvme(place: Place, folder: Path) -> Results:
+    """The host's budget has no room for gradients; on the CPU it would have to hold what lies on the device too."""
+    budget = {"memory_budget": {"host": 17_300_000}} if os.environ["ZERO_DEVICE"] == "cuda" else {}
+    return training(clipping=0.1, **budget)(place, folder)
+
+
+@scenario
+def many_small_chunks(place: Place, folder: Path) -> Results:
+    """Units are much longer than the pieces in which wide gradients travel."""
+    before = contributions.WIDE_CHUNK_NUMEL
+    contributions.WIDE_CHUNK_NUMEL = 4096
+    try:
+        return SCENARIOS["clipped_and_accumulated"](place, folder)
+    finally:
+        contributions.WIDE_CHUNK_NUMEL = before
 
 
 @scenario

@@ -266,6 +266,9 @@ class Adoption:
         """Release the parameters whose last element lies in [begin, end)."""
         if self._done is None:
             return
+        # On a GPU the mover's stream may still read them, and their memory is reused in the order of another stream.
+        streams = self._storage.streams
+        self._storage.mover.run("storing initial values", streams.reached(streams.behind_updates()))
         for unit in space.overlapping(begin, end):
             for slot in unit.slots:
                 # What is in other ranks' slices is done with this rank's first element, or its last.

@@ -39,7 +39,7 @@ bool DeviceAllocator::BySize::operator()(const Block *a, const Block *b) const {
 DeviceStatistics DeviceAllocator::statistics() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   return_passed();
-  return {allocated_bytes_, peak_bytes_, reserved_bytes_, limit_bytes_, segments_};
+  return {requested_bytes_, allocated_bytes_, peak_bytes_, reserved_bytes_, limit_bytes_, segments_};
 }
 
 void DeviceAllocator::set_limit(size_t nbytes) {
@@ -97,7 +97,9 @@ DeviceAllocator::Block *DeviceAllocator::take(size_t nbytes, int stream) {
   }
   split(block, needed);
   block->used = true;
+  block->requested = nbytes;
   used_[block->data] = block;
+  requested_bytes_ += block->requested;
   allocated_bytes_ += block->nbytes;
   peak_bytes_ = std::max(peak_bytes_, allocated_bytes_);
   return block;
@@ -141,6 +143,7 @@ void DeviceAllocator::put(void *data) {
   TORCH_INTERNAL_ASSERT(found != used_.end(), "pretend GPU: memory that nobody has is freed");
   Block *block = found->second;
   used_.erase(found);
+  requested_bytes_ -= block->requested;
   allocated_bytes_ -= block->nbytes;
   Leaving leaving{block, {}};
   for (int stream : block->other_streams) leaving.marks.emplace_back(stream, Scheduler::get().latest(stream));

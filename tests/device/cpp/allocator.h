@@ -17,7 +17,7 @@
 namespace pretend {
 
 struct DeviceStatistics {
-  uint64_t allocated_bytes, peak_bytes, reserved_bytes, limit_bytes, segments;
+  uint64_t requested_bytes, allocated_bytes, peak_bytes, reserved_bytes, limit_bytes, segments;
 };
 
 class DeviceAllocator final : public c10::DeviceAllocator {
@@ -47,6 +47,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     size_t nbytes;
     int stream;
     bool small;
+    size_t requested = 0;
     bool used = false;
     std::set<int> other_streams;  // that work with it too, see recordStream
     Block *before = nullptr, *behind = nullptr;
@@ -69,7 +70,8 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   static void put_back(void *data);
 
   std::recursive_mutex mutex_;
-  size_t limit_bytes_ = size_t(8) << 30, reserved_bytes_ = 0, allocated_bytes_ = 0, peak_bytes_ = 0, segments_ = 0;
+  size_t limit_bytes_ = size_t(8) << 30, reserved_bytes_ = 0, segments_ = 0;
+  size_t requested_bytes_ = 0, allocated_bytes_ = 0, peak_bytes_ = 0;  // blocks are larger than what was asked for
   size_t end_ = 0;                              // of the addresses that segments have been given
   std::map<size_t, std::vector<size_t>> gaps_;  // segment size -> offsets of segments that were returned
   std::set<Block *, BySize> free_[2];           // large and small blocks

@@ -293,7 +293,8 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::make
 
 // torch would take these apart into other operators, which round otherwise.
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
-  for (const char *name : {"native_layer_norm", "native_group_norm", "native_dropout"}) {
+  for (const char *name :
+       {"native_layer_norm", "native_group_norm", "native_dropout", "silu_backward", "mish_backward"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }

@@ -19,13 +19,13 @@ const bool registered = (c10::SetAllocator(c10::kCUDA, &DeviceAllocator::get(), 
 extern "C" {
 
 struct pretend_statistics {
-  uint64_t allocated_bytes, peak_bytes, reserved_bytes, limit_bytes, segments, pinned, tasks;
+  uint64_t requested_bytes, allocated_bytes, peak_bytes, reserved_bytes, limit_bytes, segments, pinned, tasks;
 };
 
 void pretend_read(pretend_statistics *out) {
   const DeviceStatistics device = DeviceAllocator::get().statistics();
-  *out = {device.allocated_bytes, device.peak_bytes, device.reserved_bytes,         device.limit_bytes,
-          device.segments,        pinned_count(),    Scheduler::get().tasks_run()};
+  *out = {device.requested_bytes, device.allocated_bytes, device.peak_bytes, device.reserved_bytes,
+          device.limit_bytes,     device.segments,        pinned_count(),    Scheduler::get().tasks_run()};
 }
 
 void pretend_mode(int mode) { Scheduler::get().set_mode(static_cast<Mode>(mode)); }

@@ -1,0 +1,376 @@
+"""The waits of the product, each with an edit that takes it out and scenarios that notice.
+
+Found by what the code says around them: whoever changes that code changes the edit here too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One wait that is not there."""
+
+    what: str
+    file: str
+    before: str
+    after: str
+    noticed_by: tuple[str, ...]
+    """Scenarios at their places: one of them has to find other values."""
+    covered_by: str = ""
+    """Why nobody notices, as far as is known: the test expects that nobody does."""
+
+
+D = ("clipped_and_accumulated:cpu-cpu", "clipped_and_accumulated:none-none", "clipped:nvme-nvme", "clipped:cpu-cpu")
+REMOVALS = (
+    Removal(
+        "a copy does not wait for its fences",
+        "offload/streams.py",
+        "        self._hold(stream, after)\n        with torch.cuda.stream(stream):\n            target.copy_",
+        "        with torch.cuda.stream(stream):\n            target.copy_",
+        D,
+    ),
+    Removal(
+        "the host does not wait",
+        "offload/streams.py",
+        "            if isinstance(fence, torch.cuda.Event) and not fence.query():",
+        "            if False:",
+        D,
+    ),
+    Removal(
+        "a stream does not follow the user's other one",
+        "offload/streams.py",
+        "        if stream is not None and stream != current:",
+        "        if False:",
+        ("branches_on_streams:none-none", "branches_on_streams:cpu-cpu", "branches_on_streams:nvme-nvme"),
+        "no scenario notices so far",
+    ),
+    Removal(
+        "new memory is used before its zeros are written",
+        "offload/arena.py",
+        "    torch.cuda.synchronize(device)\n    return data",
+        "    return data",
+        D,
+    ),
+    Removal(
+        "a copy between memories of one plane does not wait for who made its source",
+        "offload/planes.py",
+        "await self._streams.reached(copy(target, source, self._streams.fence()))",
+        "await self._streams.reached(copy(target, source))",
+        (*D, "edited_weights:none-none", "saved_and_loaded:none-none", "looked_at_and_set:none-none"),
+        "no scenario notices so far: its callers have waited for what they read",
+    ),
+    Removal(
+        "a write to a plane does not wait until its copy has arrived",
+        "offload/planes.py",
+        "await self._streams.reached(copy(target, source, self._streams.fence()))",
+        "copy(target, source, self._streams.fence())",
+        (*D, "edited_weights:none-none", "saved_and_loaded:none-none", "looked_at_and_set:none-none"),
+    ),
+    Removal(
+        "a fetch from memory does not wait for the last use of where it goes",
+        "offload/copies.py",
+        "memory, *after, streams.fence()",
+        "memory, streams.fence()",
+        D,
+    ),
+    Removal(
+        "a fetch from memory does not wait for the update that writes there",
+        "offload/copies.py",
+        "memory, *after, streams.fence()",
+        "memory, *after",
+        (*D, "states_half_on_the_device:cpu-cpu", "plain:cpu-none", "accumulated:cpu-none"),
+        "alone, an update has written home before it is over; with several ranks it counts",
+    ),
+    Removal(
+        "a fetch from NVMe does not wait for the last use of where it goes",
+        "offload/copies.py",
+        "block.data, *after)\n            finally:\n"
+        "                streams.release(block, copied)\n\n    await settle_all([take_chunks()",
+        "block.data)\n            finally:\n"
+        "                streams.release(block, copied)\n\n    await settle_all([take_chunks()",
+        (*D, "plain:nvme-nvme"),
+    ),
+    Removal(
+        "a chunk of the host is reused before it has been copied",
+        "offload/copies.py",
+        "                streams.release(block, copied)\n\n    await settle_all([take_chunks()",
+        "                block.release()\n\n    await settle_all([take_chunks()",
+        (*D, "plain:nvme-nvme"),
+    ),
+    Removal(
+        "a gradient is written to memory that a copy still reads",
+        "zero/optim/gradients.py",
+        "        self._streams.wait(*block.fences)\n        return block",
+        "        return block",
+        D,
+    ),
+    Removal(
+        "the step does not wait for gradients and their sums",
+        "zero/optim/gradients.py",
+        "        if on_their_way:\n            self._storage",
+        "        if False:\n            self._storage",
+        D,
+    ),
+    Removal(
+        "a gradient is written over the one that an update reads",
+        "zero/optim/gradients.py",
+        "            streams.wait(streams.behind_updates())  # on a GPU",
+        "            pass  # on a GPU",
+        (*D, "plain:none-none", "two_backwards:none-none", "gradients_set:none-none"),
+        "the forward before it has waited for the unit's update",
+    ),
+    Removal(
+        "a gradient is widened before it has been made",
+        "zero/optim/gradients.py",
+        "            self._streams.wait(made)\n",
+        "",
+        ("two_backwards:none-none", "two_backwards:cpu-cpu", "two_backwards:nvme-nvme"),
+        "the copies of its sums, which the next wait is for, are behind it",
+    ),
+    Removal(
+        "a gradient is widened before it has been copied",
+        "zero/optim/gradients.py",
+        "            await self._streams.reached(state.copied)\n",
+        "",
+        ("two_backwards:none-none", "two_backwards:cpu-cpu", "two_backwards:nvme-nvme"),
+        "no scenario notices so far: the small pool has waited for all but the last",
+    ),
+    Removal(
+        "a contribution is added before the home has been widened",
+        "zero/optim/gradients.py",
+        "        self._streams.wait(self._streams.behind_updates())\n        state.plane, state.dtype = wide",
+        "        state.plane, state.dtype = wide",
+        ("two_backwards:none-none", "two_backwards:cpu-cpu", "two_backwards:nvme-nvme"),
+    ),
+    Removal(
+        "gradient memory is reused before it has been copied",
+        "zero/optim/gradients.py",
+        "            item.block.release(state.copied)",
+        "            item.block.release()",
+        D,
+    ),
+    Removal(
+        "sums are reused before they have been copied",
+        "zero/optim/gradients.py",
+        "        block.release(state.copied)\n\n    def flush_all",
+        "        block.release()\n\n    def flush_all",
+        D,
+    ),
+    Removal(
+        "a gradient is copied out before it has been made",
+        "zero/optim/contributions.py",
+        "self._streams.copy_out(stored, item.buffer, self._streams.fence())",
+        "self._streams.copy_out(stored, item.buffer)",
+        D,
+    ),
+    Removal(
+        "sums are copied out before they have been made",
+        "zero/optim/contributions.py",
+        "        return self._streams.copy_out(item.sums, sums, self._streams.fence())",
+        "        return self._streams.copy_out(item.sums, sums)",
+        D,
+        "the copy of the gradient before it, on the same stream, waits behind them",
+    ),
+    Removal(
+        "sums of a contribution to NVMe are copied out before they have been made",
+        "zero/optim/contributions.py",
+        "            self._streams.copy_out(item.sums, sums, self._streams.fence())\n            item.summed",
+        "            self._streams.copy_out(item.sums, sums)\n            item.summed",
+        ("gradients_on_nvme:nvme-nvme",),
+    ),
+    Removal(
+        "a chunk of wide gradient is made while the one before is copied",
+        "zero/optim/contributions.py",
+        "            streams.wait(*block.fences)\n            wide",
+        "            wide",
+        ("many_small_chunks:cpu-cpu",),
+    ),
+    Removal(
+        "a chunk of wide gradient is copied before it has been made",
+        "zero/optim/contributions.py",
+        "streams.copy_out(stored[lo:hi], wide, streams.fence())",
+        "streams.copy_out(stored[lo:hi], wide)",
+        ("many_small_chunks:cpu-cpu",),
+    ),
+    Removal(
+        "a contribution is stored before it has been made",
+        "zero/optim/contributions.py",
+        "self._streams.reached(self._streams.copy_out(copied, source, item.fence))",
+        "self._streams.reached(self._streams.copy_out(copied, source))",
+        (*D, "accumulated:nvme-nvme"),
+    ),
+    Removal(
+        "an update does not wait for the step",
+        "zero/optim/pipeline.py",
+        "            streams.wait(arguments.fence)\n",
+        "",
+        (*D, "plain:none-none", "gradients_set:none-none", "gradients_set:cpu-cpu", "branches_on_streams:none-none"),
+        "the host has waited for the sums of all gradients before it decides the step",
+    ),
+    Removal(
+        "new weights are delivered over those in use",
+        "zero/optim/pipeline.py",
+        "streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence())",
+        "streams.copy_in(target, weight.bytes, streams.fence())",
+        (*D, "plain:cpu-cpu", "plain:nvme-nvme", "states_half_on_the_device:nvme-nvme"),
+    ),
+    Removal(
+        "new weights are delivered before they have been made",
+        "zero/optim/pipeline.py",
+        "streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence())",
+        "streams.copy_in(target, weight.bytes, *delivery.fences)",
+        (*D, "plain:nvme-none", "plain:cpu-none", "states_half_on_the_device:nvme-nvme"),
+        "no scenario notices so far",
+    ),
+    Removal(
+        "staging is reused before new weights are delivered",
+        "zero/optim/pipeline.py",
+        "staging.keep_until(streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence()))",
+        "streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence())",
+        (*D, "plain:nvme-none", "plain:cpu-none", "states_half_on_the_device:nvme-nvme"),
+    ),
+    Removal(
+        "new weights are read ahead over those in use",
+        "zero/optim/behind.py",
+        "storage.arena, storage.streams, delivery.fences)",
+        "storage.arena, storage.streams, ())",
+        D,
+    ),
+    Removal(
+        "weights are used before they have been copied",
+        "zero/schedule/loading.py",
+        "        self._storage.streams.wait(arrival.fence)\n",
+        "",
+        D,
+    ),
+    Removal(
+        "weights that live on the device are used before they have been updated",
+        "zero/schedule/loading.py",
+        "            arrival.fence = streams.behind_updates()",
+        "            pass",
+        (*D, "plain:none-none", "states_half_on_the_device:none-nvme", "stage_1:none-none", "stage_2:none-none"),
+        "whoever brings the unit returns the same wait",
+    ),
+    Removal(
+        "weights are brought without waiting for their update",
+        "zero/schedule/loading.py",
+        "        return self._storage.streams.behind_updates()",
+        "        return None",
+        (*D, "plain:none-none", "states_half_on_the_device:none-nvme", "stage_1:none-none", "stage_2:none-none"),
+        "whoever uses the unit where it lives waits too",
+    ),
+    Removal(
+        "a unit's memory is reused before its last use",
+        "zero/schedule/loading.py",
+        "                leaving.block.release(leaving.fence)\n        self._draining",
+        "                leaving.block.release()\n        self._draining",
+        D,
+    ),
+    Removal(
+        "a modified unit is stored before it has been modified",
+        "zero/schedule/loading.py",
+        "            streams.wait(modified)\n            await streams.reached(modified, streams.behind_copies_in())\n",
+        "",
+        ("clamped_in_forward:cpu-cpu", "clamped_in_forward:nvme-nvme", "edited_weights:cpu-cpu"),
+    ),
+    Removal(
+        "weights that stay on the device are bound before they have been updated",
+        "zero/schedule/coordinator.py",
+        "        self._storage.streams.wait(self._storage.streams.behind_updates())\n",
+        "",
+        ("plain:none-none", "stage_1:none-none", "stage_2:none-none", "stage_0:none-none", "kept_for_reuse:none-none"),
+        "no scenario notices so far",
+    ),
+    Removal(
+        "an update on the device does not wait for what it reads",
+        "zero/store/staging.py",
+        "            self._streams.wait(self._streams.copy_in(self.bytes, source, self._streams.fence()))",
+        "            self._streams.copy_in(self.bytes, source, self._streams.fence())",
+        ("plain:cpu-none", "plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
+    ),
+    Removal(
+        "what an update reads is copied over what the one before still uses",
+        "zero/store/staging.py",
+        "            self._streams.wait(self._streams.copy_in(self.bytes, source, self._streams.fence()))",
+        "            self._streams.wait(self._streams.copy_in(self.bytes, source))",
+        ("plain:cpu-none", "plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
+        "its write-back has waited for the update",
+    ),
+    Removal(
+        "what an update has made is written home before it is there",
+        "zero/store/staging.py",
+        "await self._streams.reached(self._streams.copy_out(self._host, self.bytes, self._streams.fence()))",
+        "self._streams.copy_out(self._host, self.bytes, self._streams.fence())",
+        ("plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
+    ),
+    Removal(
+        "what an update has made is copied out before it has been made",
+        "zero/store/staging.py",
+        "await self._streams.reached(self._streams.copy_out(self._host, self.bytes, self._streams.fence()))",
+        "await self._streams.reached(self._streams.copy_out(self._host, self.bytes))",
+        ("plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
+    ),
+    Removal(
+        "memory for an update is taken while the device still uses it",
+        "zero/store/staging.py",
+        "        storage.streams.wait(*device.fences)\n",
+        "",
+        ("plain:cpu-none", "plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
+        "what is written there first is a copy behind the mover's stream and behind deliveries",
+    ),
+    Removal(
+        "memory of the host is reused before the device has read it",
+        "zero/store/staging.py",
+        "        self._streams.release(self._host, self._streams.fence(), *self._fences)",
+        "        self._host.release()",
+        ("plain:cpu-none", "plain:nvme-none", "plain:none-nvme", "accumulated:nvme-nvme", "clipped:nvme-cpu"),
+    ),
+    Removal(
+        "memory of the device is reused before an update is done with it",
+        "zero/store/staging.py",
+        "        self._device.release(self._streams.fence(), *self._fences)",
+        "        self._device.release()",
+        ("plain:cpu-none", "plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
+        "what is written there first is a copy behind the mover's stream and behind deliveries",
+    ),
+    Removal(
+        "a record is looked at before it has been copied",
+        "zero/store/stored_values.py",
+        "        await streams.reached(streams.fence())  # who reads it does so on streams of its own\n",
+        "",
+        ("looked_at_and_set:nvme-none", "saved_and_loaded:nvme-none", "looked_at_and_set:none-none"),
+        "no scenario notices so far",
+    ),
+    Removal(
+        "weights are edited while a forward still copies them",
+        "zero/editing.py",
+        "        await streams.reached(streams.behind_copies_in())  # a forward",
+        "        pass  # a forward",
+        ("edited_weights:cpu-cpu", "looked_at_and_set:cpu-cpu", "edited_weights:cpu-none"),
+        "the editor has read the weights, behind those copies",
+    ),
+    Removal(
+        "a model that is being made on the device is taken before it is",
+        "zero/store/adoption.py",
+        "            streams.wait(made)  # a model",
+        "            pass  # a model",
+        ("made_on_the_device:none-none", "made_on_the_device:cpu-cpu"),
+        "opening the device's memory has waited for all its streams",
+    ),
+    Removal(
+        "rows of experts are used before they have been copied",
+        "zero/schedule/rows.py",
+        '            storage.streams.wait(storage.mover.run(f"fetching rows of {unit.name}", job))',
+        '            storage.mover.run(f"fetching rows of {unit.name}", job)',
+        ("rows_of_experts:cpu-cpu", "rows_of_experts:nvme-nvme"),
+    ),
+    Removal(
+        "rows of experts are fetched over those in use",
+        "zero/schedule/lending.py",
+        "        block.release(self._storage.streams.fence())",
+        "        block.release()",
+        ("rows_of_experts:cpu-cpu", "rows_of_experts:nvme-nvme"),
+    ),
+)

@@ -1,0 +1,56 @@
+"""Which scenarios run where: by default at two places, with `--full` everywhere."""
+
+from __future__ import annotations
+
+import itertools
+
+PLACES = ("none-none", "cpu-cpu", "nvme-nvme", "none-nvme")
+ALL_PLACES = tuple("-".join(pair) for pair in itertools.product(("none", "cpu", "nvme"), repeat=2))
+TRAINING = {
+    "precision": (
+        *("plain", "clipped", "fp32", "fp16", "accumulated", "clipped_and_accumulated", "two_backwards"),
+        *("bf16_moments", "8bit_moments"),
+    ),
+    "models": ("lora", "partly_frozen", "odd_sizes", "tied", "reused", "experts", "tiles", "clamped_in_forward"),
+    "where": (
+        "states_half_on_the_device",
+        "not_pinned",
+        "many_small_chunks",
+        "gradients_on_nvme",
+        "kept_for_reuse",
+        "stage_0",
+        "stage_1",
+        "stage_2",
+    ),
+}
+AROUND_TRAINING = {
+    "activations": ("activations_on_the_host", "activations_on_nvme", "activations_offloaded", "recomputed"),
+    "around_a_step": ("offload_states", "evaluation", "inference", "generation", "backward_of_the_users"),
+    "edits": ("edited_weights", "looked_at_and_set", "frozen_later", "resized", "saved_and_loaded", "gradients_set"),
+    "order": ("update_in_backward", "streams_of_the_users", "two_engines", "made_on_the_device", "branches_on_streams"),
+}
+LONG = {"rows": ("rows_of_experts",)}
+"""These import transformers."""
+ONLY = {
+    "update_in_backward": ("nvme-nvme",),  # its two slots are for planes on NVMe
+    "activations_on_nvme": ("nvme-nvme", "none-nvme"),  # the folder is that of the planes
+    "gradients_on_nvme": ("nvme-nvme",),
+    "stage_0": ("none-none",),  # nothing is offloaded there
+    "made_on_the_device": ("cpu-none", "none-none"),  # only there does the device copy from the model
+}
+GROUPS = TRAINING | AROUND_TRAINING | LONG
+
+
+def by_default(group: str) -> list[str]:
+    """Cells: each scenario at one place with copies early and all of it late, at another with computation early."""
+    out = []
+    for index, name in enumerate(GROUPS[group]):
+        places = ONLY.get(name, (PLACES[index % 4], PLACES[(index + 2) % 4]))
+        modes = ("copies,late", "compute") if len(places) > 1 else ("copies,late,compute",)
+        out += [f"{name}:{place}:{mode}" for place, mode in zip(places, modes, strict=True)]
+    return out
+
+
+def everywhere(group: str, mode: str) -> list[str]:
+    """Cells: each scenario at every place."""
+    return [f"{name}:{place}:{mode}" for name in GROUPS[group] for place in ONLY.get(name, ALL_PLACES)]

@@ -1,0 +1,26 @@
+"""Every scenario at every place and in every mode has the bits of the CPU: the long form."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from pretend_groups import GROUPS, LONG, everywhere
+from pretend_process import finished, needed, verdicts, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["copies", "compute", "late", "random", "eager"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_training_at_every_place_has_the_bits_of_the_cpu(group: str, mode: str) -> None:
+    needed()
+    if group in LONG:
+        pytest.importorskip("transformers")
+    found = verdicts(everywhere(group, mode))
+    assert not wrong(found), wrong(found)
+
+
+def test_every_scenario_is_in_a_group() -> None:
+    needed()
+    listed = finished("-c", "import pretend_run as run; print(*run.SCENARIOS)")
+    assert sorted(listed.stdout.split()) == sorted(itertools.chain(*GROUPS.values())), listed.stderr

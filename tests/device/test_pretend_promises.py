@@ -1,0 +1,70 @@
+"""What an engine promises about a GPU: the host runs ahead, the plan says what is taken, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pretend_process import HERE, SHOWN_CHARACTERS, finished, needed
+
+ENGINES = (
+    *("none-none bf16", "none-none accumulated", "cpu-cpu fp16", "nvme-nvme bf16", "nvme-nvme accumulated"),
+    "none-nvme clipped",
+)
+EXPECTED_WAIT = "_loss_was_finite"
+"""A step asks whether the loss, and with it the loss scale, was finite: the one thing it cannot decide without."""
+MORE_PLANNED = "the plan has a pool for updates in flight that updates on the device never open"
+KEPT_BY_THE_MODEL = "the parameters of a closed engine still point at its stand-in for what is away"
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, dict[str, Any]]:
+    """What pretend_measure.py found for each."""
+    needed()
+    run = finished(str(HERE / "pretend_measure.py"))
+    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-SHOWN_CHARACTERS:]
+    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert [each["engine"] for each in found] == list(ENGINES)
+    return {each["engine"]: each for each in found}
+
+
+@pytest.mark.parametrize("label", ENGINES)
+def test_a_step_waits_for_the_device_only_to_ask_whether_the_loss_was_finite(
+    engines: dict[str, Any], label: str
+) -> None:
+    waits = engines[label]["waits"]
+    others = [wait for wait in waits if EXPECTED_WAIT not in wait]
+    assert not others, "\n".join(others)
+    assert len(waits) == engines[label]["steps"], "\n".join(waits)
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        pytest.param(label, marks=pytest.mark.xfail(strict=True, reason=MORE_PLANNED))
+        if label == "none-none accumulated"
+        else label
+        for label in ENGINES
+    ],
+)
+def test_an_engine_holds_the_device_memory_that_its_plan_says(engines: dict[str, Any], label: str) -> None:
+    """Between two steps: activations come on top of the plan."""
+    held, planned = engines[label]["held_bytes"], engines[label]["planned_bytes"]
+    assert held == planned
+
+
+@pytest.mark.parametrize("label", ENGINES)
+def test_a_closed_engine_leaves_no_pinned_memory(engines: dict[str, Any], label: str) -> None:
+    assert engines[label]["closed_pinned"] == 0
+
+
+@pytest.mark.parametrize("label", ENGINES)
+@pytest.mark.xfail(strict=True, reason=KEPT_BY_THE_MODEL)
+def test_a_closed_engine_leaves_no_device_memory_while_its_model_lives(engines: dict[str, Any], label: str) -> None:
+    assert engines[label]["closed_bytes"] == 0
+
+
+@pytest.mark.parametrize("label", ENGINES)
+def test_a_closed_engine_whose_model_is_gone_leaves_no_device_memory(engines: dict[str, Any], label: str) -> None:
+    assert engines[label]["gone_bytes"] == 0
