@@ -15,7 +15,6 @@ ENGINES = (
 EXPECTED_WAIT = "_loss_was_finite"
 """A step asks whether the loss, and with it the loss scale, was finite: the one thing it cannot decide without."""
 MORE_PLANNED = "the plan has a pool for updates in flight that updates on the device never open"
-KEPT_BY_THE_MODEL = "the parameters of a closed engine still point at its stand-in for what is away"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,6 @@ def test_a_closed_engine_leaves_no_pinned_memory(engines: dict[str, Any], label:
 
 
 @pytest.mark.parametrize("label", ENGINES)
-@pytest.mark.xfail(strict=True, reason=KEPT_BY_THE_MODEL)
 def test_a_closed_engine_leaves_no_device_memory_while_its_model_lives(engines: dict[str, Any], label: str) -> None:
     assert engines[label]["closed_bytes"] == 0
 
