@@ -107,9 +107,9 @@ def is_current(library: Library, package: Path = PACKAGE) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(package: Path) -> Iterator[None]:
-    # The folder itself carries the lock, so that no lock file is left behind.
-    descriptor = os.open(package, os.O_RDONLY)
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time; the folder itself carries the lock, so that no lock file is left behind."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -149,7 +149,7 @@ def build(library: Library, package: Path = PACKAGE, *, werror: bool = False) ->
     """
     if not expand(library.sources, package):
         return f"{library.name}: skipped: no sources under {package}"
-    with _locked(package):
+    with locked(package):
         if is_current(library, package) and not werror:
             return f"{library.name}: is current"
         compiler = find_compiler(library)

@@ -14,7 +14,7 @@ from offload.streams import Fence, Streams
 
 CHUNK_BYTES = 2 << 20
 DEVICE_CHUNK_BYTES = 8 << 20
-"""To and from a device: at 25 GB/s a copy of them takes some ten times as long as to ask for it."""
+"""To and from a device: 0.3 ms at 25 GB/s."""
 CHUNKS_IN_FLIGHT = 4
 """Of one fetch: reads that go on while others are copied to the device."""
 

@@ -62,10 +62,10 @@ class SquareSum:
     @classmethod
     def of(cls, sums: torch.Tensor) -> SquareSum:
         """The sum over the rows of (rows, 2) int64."""
-        tags, highs, lows = sums[:, TAGGED] >> TAG_SHIFT, sums[:, TAGGED] & (1 << TAG_SHIFT) - 1, sums[:, LOW]
-        nonfinite = int(highs[tags == TAG_NONFINITE].sum())
+        nonfinite = int(nonfinite_of(sums).sum())
         if nonfinite or not sums.numel():
             return cls(nonfinite=nonfinite)
+        tags, highs, lows = sums[:, TAGGED] >> TAG_SHIFT, sums[:, TAGGED] & (1 << TAG_SHIFT) - 1, sums[:, LOW]
         top = int(tags.max())
         low = _exact_sum(lows[tags == top]) + _exact_sum(highs[tags == top - 1])
         return cls(_exact_sum(highs[tags == top]), low, top + BIN_MIN)
@@ -96,7 +96,8 @@ class SquareSum:
     def unpack(cls, data: bytes) -> SquareSum:
         """What `pack` has made."""
         digits = data[_HEAD.size :]
-        high, low = (int.from_bytes(part, "little", signed=True) for part in (digits[:16], digits[16:32]))
+        parts = digits[:_DIGIT_BYTES], digits[_DIGIT_BYTES:]
+        high, low = (int.from_bytes(part, "little", signed=True) for part in parts)
         return cls(high, low, *_HEAD.unpack_from(data))
 
 

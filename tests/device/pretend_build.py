@@ -5,7 +5,6 @@ What was built lies in the system's folder for temporary files, for all later ru
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -14,16 +13,11 @@ import re
 import shutil
 import subprocess
 import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from native import build
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TORCH = "2.13"
 """The version whose inner interfaces the device is written against."""
@@ -70,7 +64,8 @@ def built() -> Built:
     """The libraries for the sources as they are now; built if nobody has done so before."""
     folder = _cache() / _key()
     out = Built(folder / "libpretend.so", folder / "libzn_pretend.so")
-    with _locked(folder):
+    folder.mkdir(exist_ok=True)
+    with build.locked(folder):
         if not out.kernels.exists():  # the last one to be put there
             _build(folder, out)
     return out
@@ -91,17 +86,6 @@ def _key() -> str:
     for path in (Path(__file__), *sorted(SOURCES.iterdir())):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:20]
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _build(folder: Path, out: Built) -> None:
