@@ -317,6 +317,7 @@ class Clamping(torch.nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         with torch.no_grad():
             self.layer.weight.clamp_(-0.1, 0.1)
+        self.gain.data.mul_(0.5)
         return self.inner(text) * self.layer(self.gain).float().mean()
 
 

@@ -508,6 +508,8 @@ class Clamped(Model):
     """A temperature that every forward clamps, as contrastive models do, and a table that it renormalises."""
 
     class Scaled(Block):
+        """In place."""
+
         def __init__(self) -> None:
             super().__init__()
             self.temperature = nn.Parameter(torch.full((3,), 5.0))
@@ -520,19 +522,49 @@ class Clamped(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Clamped.Scaled() for _ in range(4))
+        self.blocks = nn.ModuleList(self.Scaled() for _ in range(4))
+
+
+class ClampedData(Clamped):
+    """Through `.data`, where torch counts no versions."""
+
+    class Scaled(Clamped.Scaled):
+        """Of its own parameters."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.temperature.data.clamp_(max=1.5)
+            self.up.weight.data.view(-1).div_(self.up.weight.detach().norm())
+            return Block.forward(self, x) * self.temperature.mean()
+
+
+class ClampedFromOutside(Clamped):
+    """Before the modules that own the parameters are called."""
+
+    class Scaled(Clamped.Scaled):
+        """Scaled."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Block.forward(self, x) * self.temperature.mean()
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks[1:3]:
+            block.temperature.data.clamp_(max=1.5)
+            weight = block.up.weight.data
+            weight /= weight.norm(dim=1, keepdim=True)
+        return super().middle(x)
 
 
 TIERS = [("none", "none"), ("cpu", "cpu"), NVME]
 
 
+@pytest.mark.parametrize("kind", [Clamped, ClampedData, ClampedFromOutside])
 @pytest.mark.parametrize("alias", [True, False], ids=["alias", "copy"])
 def test_a_parameter_that_forward_changes_has_the_same_value_on_every_tier(
-    open_engine: Open, nvme_path: Any, monkeypatch: pytest.MonkeyPatch, alias: bool
+    open_engine: Open, nvme_path: Any, monkeypatch: pytest.MonkeyPatch, alias: bool, kind: type[Clamped]
 ) -> None:
     monkeypatch.setenv("ZERO_NO_ALIAS", "0" if alias else "1")
-    names = trainability(built(Clamped))
-    engines = [opened(open_engine, nvme_path, Clamped, pair) for pair in TIERS]
+    names = trainability(built(kind))
+    engines = [opened(open_engine, nvme_path, kind, pair) for pair in TIERS]
     losses = []
     for engine in engines:
         losses.append([])
@@ -548,11 +580,12 @@ def test_a_parameter_that_forward_changes_has_the_same_value_on_every_tier(
         assert differences(other, held[0]) == []
 
 
+@pytest.mark.parametrize("kind", [Clamped, ClampedData])
 @pytest.mark.parametrize("pair", TIERS, ids="-".join)
 def test_what_forward_has_changed_can_be_read_before_backward(
-    open_engine: Open, nvme_path: Any, pair: tuple[str, str]
+    open_engine: Open, nvme_path: Any, pair: tuple[str, str], kind: type[Clamped]
 ) -> None:
-    engine = opened(open_engine, nvme_path, Clamped, pair)
+    engine = opened(open_engine, nvme_path, kind, pair)
     loss = engine(tokens(0))
     for block in range(4):
         assert (engine.full_parameter(f"blocks.{block}.temperature") == 1.5).all(), block

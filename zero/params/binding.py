@@ -10,6 +10,7 @@ from offload.binding import FlatStorage, Poison
 from offload.saved_views import version_of
 from zero.params.layout import Slot, Unit
 from zero.params.released import Keeper, mark, set_present, set_released, show_shard
+from zero.params.watched import forget, watch, written
 
 
 class BoundUnit:
@@ -76,6 +77,7 @@ class BoundUnit:
     def bind(self, data: torch.Tensor) -> None:
         """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values."""
         self._storage.bind(data)
+        self._forget_values()
         self.show()
         self._versions = self._count_versions()
         self._replaced = False
@@ -84,6 +86,7 @@ class BoundUnit:
         """The values are present, and a module that owns them is called, or an editor has them: no keeper is asked."""
         for parameter in self.parameters:
             set_present(parameter)
+            watch(parameter)
 
     def hide(self) -> None:
         """The values are present by chance: whoever looks at them asks the keeper, so that the use is known."""
@@ -93,7 +96,7 @@ class BoundUnit:
     @property
     def modified(self) -> bool:
         """True if somebody has modified a parameter since `bind`, in place or (see `recapture`) its `.data`."""
-        return self._replaced or self._count_versions() != self._versions
+        return self._replaced or self._count_versions() != self._versions or any(map(written, self.parameters))
 
     @property
     def differs(self) -> bool:
@@ -142,10 +145,15 @@ class BoundUnit:
             and parameter.dtype == view.dtype
         )
 
+    def _forget_values(self) -> None:
+        for parameter in self.parameters:
+            forget(parameter)
+
     def _count_versions(self) -> int:
         return sum(version_of(parameter) for parameter in self.parameters)
 
     def unbind(self) -> torch.Tensor:
         """Release the parameters; returns the memory that was bound."""
         self.hide()
+        self._forget_values()
         return self._storage.unbind()

@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from offload.accelerator import KINDS
 from offload.errors import StateError
 from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
+from zero.params.watched import note, unwatch
 
 logger = logging.getLogger("zero")
 KEEPER = "_zero_keeper"
@@ -279,6 +280,7 @@ def register_face(face: type, present: type) -> None:
 
 def set_released(parameter: nn.Parameter) -> None:
     """Change the face to released. Idempotent."""
+    unwatch(parameter)
     present = type(parameter)
     if issubclass(present, ReleasedParameter):
         return
@@ -290,6 +292,7 @@ def set_released(parameter: nn.Parameter) -> None:
 
 def set_present(parameter: nn.Parameter) -> None:
     """Change the face back to the parameter's own class. Idempotent."""
+    unwatch(parameter)
     present = _present_class_of.get(type(parameter))
     if present is not None:
         parameter.__class__ = present
@@ -317,7 +320,7 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     keepers: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
     result: Any = None
     try:
-        for parameter in sources:
+        for tensor, parameter in zip(given, sources, strict=True):
             if isinstance(parameter, ReleasedParameter):
                 keeper = keeper_of(parameter)
                 try:
@@ -330,6 +333,8 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                         return _written(func, args, kwargs)
                     raise
                 keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
+                if tensor is not parameter or _names(func)[1] == "data":
+                    note(parameter)
         result = _untouched(func, args, kwargs)
     finally:
         for keeper, parameters in keepers.values():

@@ -20,16 +20,18 @@ Pool = Callable[[int], RankPool]
 
 
 class Scaled(nn.Module):
-    """Two layers; the first may scale its own weight whenever it is called."""
+    """Two layers; the weight of the first may be scaled whenever the model is called: "in place" or through ".data"."""
 
-    def __init__(self, shrinks: bool = False) -> None:
+    def __init__(self, shrinks: str = "") -> None:
         super().__init__()
         self.first, self.second, self.shrinks = nn.Linear(37, 41), nn.Linear(41, 3), shrinks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.shrinks:
-            with torch.no_grad():
+        with torch.no_grad():
+            if self.shrinks == "in place":
                 self.first.weight.mul_(0.5)
+            elif self.shrinks == ".data":
+                self.first.weight.data.mul_(0.5)
         return self.second(torch.relu(self.first(x))).square().mean()
 
 
@@ -102,9 +104,9 @@ def test_what_one_rank_has_edited_is_saved_by_all(
         assert torch.equal(told[1], told[0])
 
 
-def shrink_in_forward(place: Place, nvme_path: str) -> str:
+def shrink_in_forward(how: str, place: Place, nvme_path: str) -> str:
     with seeded(3):
-        model, x = Scaled(shrinks=True), torch.randn(5, 37)
+        model, x = Scaled(shrinks=how), torch.randn(5, 37)
     with opened(place, nvme_path, model) as engine:
         try:
             engine(x)
@@ -113,9 +115,12 @@ def shrink_in_forward(place: Place, nvme_path: str) -> str:
     return ""
 
 
+@pytest.mark.parametrize("how", ["in place", ".data"])
 @pytest.mark.parametrize("where", ["none", "nvme"])
-def test_forward_may_not_modify_what_other_ranks_read_at_any_time(rank_pool: Pool, nvme_path: Any, where: str) -> None:
-    for told in rank_pool(2).run(shrink_in_forward, Place(3, where, where), str(nvme_path)):
+def test_forward_may_not_modify_what_other_ranks_read_at_any_time(
+    rank_pool: Pool, nvme_path: Any, where: str, how: str
+) -> None:
+    for told in rank_pool(2).run(shrink_in_forward, how, Place(3, where, where), str(nvme_path)):
         assert "in place" in told
         assert "shared_host_memory" in told
 
