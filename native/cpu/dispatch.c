@@ -20,16 +20,19 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256 };
 #endif
 
 #define ZN_ISA scalar
+#define ZN_FMA(a, b, c) ((a) * (b) + (c))
 #include "adamw_body.inc"
 #include "moments_body.inc"
 #include "cast_body.inc"
 #include "square_sums_body.inc"
 #include "ranks_body.inc"
 #undef ZN_ISA
+#undef ZN_FMA
 
 #if ZN_X86_ROWS
+#define ZN_FMA __builtin_fma
 #pragma GCC push_options
-#pragma GCC target("avx2")
+#pragma GCC target("avx2,fma")
 #define ZN_ISA avx2
 #include "adamw_body.inc"
 #include "moments_body.inc"
@@ -54,7 +57,7 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256 };
 static int supported_scalar(void) { return 1; }
 
 #if ZN_X86_ROWS
-static int supported_avx2(void) { return __builtin_cpu_supports("avx2") != 0; }
+static int supported_avx2(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 static int supported_avx512(void) {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
