@@ -108,7 +108,7 @@ class UnitEditor:
         self._coordinator.let_go(index)
         if bound.bound:
             # In use by a forward around us, or persistent: edits happen in place.
-            bound.show()
+            bound.show(watched=False)
             self.before_in_place()
             self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
@@ -117,7 +117,7 @@ class UnitEditor:
         copy = torch.empty_like(before)
         copy.copy_(before)
         self._before[index] = before
-        bound.bind(copy)
+        bound.bind(copy, watched=False)
         self._coordinator.hold(index)
 
     def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
@@ -148,6 +148,8 @@ class UnitEditor:
             if self._coordinator.held(index):
                 self._coordinator.unhold(index)
                 bound.unbind()
+            else:
+                bound.show()
         try:
             changes = agree_on_edits(self._exchange, edits, modifier_rank)
         except StateError as error:

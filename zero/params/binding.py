@@ -74,19 +74,24 @@ class BoundUnit:
                 self._turn(parameter, view)
                 self._hide(parameter)
 
-    def bind(self, data: torch.Tensor) -> None:
-        """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values."""
+    def bind(self, data: torch.Tensor, *, watched: bool = True) -> None:
+        """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values. See `show`."""
         self._storage.bind(data)
         self._forget_values()
-        self.show()
+        self.show(watched=watched)
         self._versions = self._count_versions()
         self._replaced = False
 
-    def show(self) -> None:
-        """The values are present, and a module that owns them is called, or an editor has them: no keeper is asked."""
+    def show(self, *, watched: bool = True) -> None:
+        """The values are present, and a module that owns them is called, or an editor has them: no keeper is asked.
+
+        Args:
+            watched: `modified` is to know what is written through `.data`; an editor compares all values anyway.
+        """
         for parameter in self.parameters:
             set_present(parameter)
-            watch(parameter)
+            if watched:
+                watch(parameter)
 
     def hide(self) -> None:
         """The values are present by chance: whoever looks at them asks the keeper, so that the use is known."""
