@@ -7,14 +7,14 @@ a copy that would be dropped.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 _DATA: Any = torch._C.TensorBase.data
+_BEFORE = "_zero_before"
+"""Attribute of a parameter: its values when `.data` was first asked for, on the host."""
 
 
 class WatchedParameter(nn.Parameter):
@@ -39,8 +39,6 @@ class WatchedParameter(nn.Parameter):
 
 _watched_class_of: dict[type, type] = {nn.Parameter: WatchedParameter}
 _own_class_of: dict[type, type] = {WatchedParameter: nn.Parameter}
-_before: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-"""Parameter -> its values when `.data` was first asked for, on the host."""
 
 
 def watch(parameter: nn.Parameter) -> None:
@@ -63,20 +61,19 @@ def unwatch(parameter: nn.Parameter) -> None:
 
 def note(parameter: nn.Parameter) -> None:
     """Somebody gets what may be written to unseen: keep the values as they are, unless they are kept already."""
-    if parameter not in _before:
-        _before[parameter] = _values_of(parameter).clone()
+    if _BEFORE not in parameter.__dict__:
+        parameter.__dict__[_BEFORE] = _values_of(parameter).clone()
 
 
 def written(parameter: nn.Parameter) -> bool:
     """True if a bit has changed since `note`, however; False without it."""
-    before = _before.get(parameter) if _before else None
+    before = parameter.__dict__.get(_BEFORE)
     return before is not None and not torch.equal(_bits(before), _bits(_values_of(parameter)))
 
 
 def forget(parameter: nn.Parameter) -> None:
     """What was noted is stored, or let go."""
-    if _before:
-        _before.pop(parameter, None)
+    parameter.__dict__.pop(_BEFORE, None)
 
 
 def _values_of(parameter: nn.Parameter) -> Tensor:
