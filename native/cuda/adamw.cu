@@ -13,32 +13,70 @@ struct Arrays {
   zn_moments moments;
   const void *grad;
   float grad_scale;
+  bool aligned; /* runs of WIDE elements can be moved at once */
 };
 
-template <int MASTER>
-__device__ float load_master(const Arrays &a, int64_t i) {
-  if (MASTER == IN_WEIGHT) return ((const float *)a.weight)[i];
-  if (MASTER == SPLIT) return zn_join_one(((const uint16_t *)a.weight)[i], ((const int16_t *)a.master)[i]);
-  return ((const float *)a.master)[i];
+/* Elements that a thread moves with one load or store of each array: 16 bytes of fp32. */
+constexpr int WIDE = 4;
+
+template <typename T, int WIDTH>
+struct alignas(WIDTH * sizeof(T)) Run {
+  T at[WIDTH];
+};
+
+template <typename T, int WIDTH>
+__device__ Run<T, WIDTH> &run_at(const void *array, int64_t i) {
+  return *(Run<T, WIDTH> *)((T *)array + i);
 }
 
-template <int MASTER>
-__device__ void store_master(const Arrays &a, int64_t i, float w) {
-  if (MASTER == IN_WEIGHT) {
-    zn_store<ZN_F32>(a.weight, i, w);
-  } else if (MASTER == SPLIT) {
-    zn_split_one((uint16_t *)a.weight + i, (int16_t *)a.master + i, w);
+template <int DTYPE>
+struct Stored {
+  using type = uint16_t;
+};
+template <>
+struct Stored<ZN_F32> {
+  using type = float;
+};
+
+template <int DTYPE, int WIDTH>
+__device__ void load(float (&values)[WIDTH], const void *array, int64_t i) {
+  const auto run = run_at<typename Stored<DTYPE>::type, WIDTH>(array, i);
+  for (int k = 0; k < WIDTH; k++) values[k] = zn_load<DTYPE>(run.at, k);
+}
+
+template <int DTYPE, int WIDTH>
+__device__ void store(void *array, int64_t i, const float (&values)[WIDTH]) {
+  Run<typename Stored<DTYPE>::type, WIDTH> run;
+  for (int k = 0; k < WIDTH; k++) zn_store<DTYPE>(run.at, k, values[k]);
+  run_at<typename Stored<DTYPE>::type, WIDTH>(array, i) = run;
+}
+
+template <int MASTER, int WIDTH>
+__device__ void load_masters(float (&w)[WIDTH], const Arrays &a, int64_t i) {
+  if (MASTER == SPLIT) {
+    const auto weights = run_at<uint16_t, WIDTH>(a.weight, i);
+    const auto remainders = run_at<int16_t, WIDTH>(a.master, i);
+    for (int k = 0; k < WIDTH; k++) w[k] = zn_join_one(weights.at[k], remainders.at[k]);
   } else {
-    zn_store<ZN_F32>(a.master, i, w);
-    zn_store<MASTER == BESIDE_BF16 ? ZN_BF16 : ZN_F16>(a.weight, i, w);
+    load<ZN_F32>(w, MASTER == IN_WEIGHT ? a.weight : a.master, i);
   }
 }
 
-/* One element; its moments are in registers. */
-template <int MASTER, int GRAD_DTYPE>
-__device__ void update(const Arrays &a, const zn_adam_segment &s, int64_t i, float &m, float &v) {
-  float w = load_master<MASTER>(a, i);
-  float g = __fmul_rn(zn_load<GRAD_DTYPE>(a.grad, i), a.grad_scale);
+template <int MASTER, int WIDTH>
+__device__ void store_masters(const Arrays &a, int64_t i, const float (&w)[WIDTH]) {
+  if (MASTER == SPLIT) {
+    Run<uint16_t, WIDTH> weights;
+    Run<int16_t, WIDTH> remainders;
+    for (int k = 0; k < WIDTH; k++) zn_split_one(weights.at + k, remainders.at + k, w[k]);
+    run_at<uint16_t, WIDTH>(a.weight, i) = weights;
+    run_at<int16_t, WIDTH>(a.master, i) = remainders;
+  } else {
+    store<ZN_F32>(MASTER == IN_WEIGHT ? a.weight : a.master, i, w);
+    if (MASTER != IN_WEIGHT) store<MASTER == BESIDE_BF16 ? ZN_BF16 : ZN_F16>(a.weight, i, w);
+  }
+}
+
+__device__ void update_one(const zn_adam_segment &s, float &w, float g, float &m, float &v) {
   if (s.l2 != 0.0f) g = __fadd_rn(g, __fmul_rn(s.l2, w));
   if (s.decay != 1.0f) w = __fmul_rn(w, s.decay);
   m = __fadd_rn(m, __fmul_rn(s.one_minus_beta1, __fsub_rn(g, m)));
@@ -46,30 +84,60 @@ __device__ void update(const Arrays &a, const zn_adam_segment &s, int64_t i, flo
   w = __fsub_rn(w, __fmul_rn(s.step_size, __fdiv_rn(m, __fadd_rn(__fsqrt_rn(v), s.eps))));
   m = __uint_as_float(zn_canonical_bits(m));
   v = __uint_as_float(zn_canonical_bits(v));
-  store_master<MASTER>(a, i, w);
 }
 
-/* fp32 and bf16 moments. Every block strides through every segment: the host does not see them (they lie
- * on the device), and so a long one gets the whole GPU whatever the others are. */
+/* Elements from `i` on; their moments are in registers. */
+template <int MASTER, int GRAD_DTYPE, int WIDTH>
+__device__ void update(const Arrays &a, const zn_adam_segment &s, int64_t i, float (&m)[WIDTH], float (&v)[WIDTH]) {
+  float w[WIDTH], g[WIDTH];
+  load_masters<MASTER>(w, a, i);
+  load<GRAD_DTYPE>(g, a.grad, i);
+  for (int k = 0; k < WIDTH; k++) update_one(s, w[k], __fmul_rn(g[k], a.grad_scale), m[k], v[k]);
+  store_masters<MASTER>(a, i, w);
+}
+
+/* The same, with fp32 or bf16 moments. */
+template <int MASTER, int GRAD_DTYPE, int MOMENT_DTYPE, int WIDTH>
+__device__ void update_in_place(const Arrays &a, const zn_adam_segment &s, int64_t i) {
+  float m[WIDTH], v[WIDTH];
+  load<MOMENT_DTYPE>(m, a.moments.exp_avg, i);
+  load<MOMENT_DTYPE>(v, a.moments.exp_avg_sq, i);
+  update<MASTER, GRAD_DTYPE>(a, s, i, m, v);
+  if (MOMENT_DTYPE == ZN_F32) {
+    store<ZN_F32>(a.moments.exp_avg, i, m);
+    store<ZN_F32>(a.moments.exp_avg_sq, i, v);
+  } else {
+    Run<uint16_t, WIDTH> averages, squares;
+    for (int k = 0; k < WIDTH; k++) {
+      const uint32_t noise = zn_noise_at(a.moments, i + k);
+      averages.at[k] = zn_round_bf16(m[k], noise & 0xFFFFu);
+      squares.at[k] = zn_round_bf16(v[k], noise >> 16);
+    }
+    run_at<uint16_t, WIDTH>(a.moments.exp_avg, i) = averages;
+    run_at<uint16_t, WIDTH>(a.moments.exp_avg_sq, i) = squares;
+  }
+}
+
+/* Every block strides through every segment: the host does not see them (they lie on the device), and so a long one
+ * gets the whole GPU whatever the others are. */
 template <int MASTER, int GRAD_DTYPE, int MOMENT_DTYPE>
 __global__ void in_place_kernel(Arrays arrays, const zn_adam_segment *segments, int64_t segment_count) {
-  const int64_t stride = (int64_t)gridDim.x * blockDim.x;
-  void *exp_avg = arrays.moments.exp_avg, *exp_avg_sq = arrays.moments.exp_avg_sq;
-  for (int64_t k = 0; k < segment_count; k++) {
-    const zn_adam_segment segment = segments[k];
+  const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, stride = (int64_t)gridDim.x * blockDim.x;
+  for (int64_t n = 0; n < segment_count; n++) {
+    const zn_adam_segment segment = segments[n];
     if (segment.skip) continue;
-    for (int64_t i = segment.begin + (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < segment.end; i += stride) {
-      float m = zn_load<MOMENT_DTYPE>(exp_avg, i), v = zn_load<MOMENT_DTYPE>(exp_avg_sq, i);
-      update<MASTER, GRAD_DTYPE>(arrays, segment, i, m, v);
-      if (MOMENT_DTYPE == ZN_F32) {
-        ((float *)exp_avg)[i] = m;
-        ((float *)exp_avg_sq)[i] = v;
-      } else {
-        const uint32_t noise = zn_noise_at(arrays.moments, i);
-        ((uint16_t *)exp_avg)[i] = zn_round_bf16(m, noise & 0xFFFFu);
-        ((uint16_t *)exp_avg_sq)[i] = zn_round_bf16(v, noise >> 16);
-      }
+    /* Elements before the first whole run, whole runs, elements behind the last one. */
+    int64_t first = segment.end, last = segment.end;
+    if (arrays.aligned) {
+      first = min((segment.begin + WIDE - 1) / WIDE * WIDE, segment.end);
+      last = max(segment.end / WIDE * WIDE, first);
     }
+    for (int64_t i = segment.begin + thread; i < first; i += stride)
+      update_in_place<MASTER, GRAD_DTYPE, MOMENT_DTYPE, 1>(arrays, segment, i);
+    for (int64_t i = first + thread * WIDE; i < last; i += stride * WIDE)
+      update_in_place<MASTER, GRAD_DTYPE, MOMENT_DTYPE, WIDE>(arrays, segment, i);
+    for (int64_t i = last + thread; i < segment.end; i += stride)
+      update_in_place<MASTER, GRAD_DTYPE, MOMENT_DTYPE, 1>(arrays, segment, i);
   }
 }
 
@@ -94,10 +162,10 @@ __global__ void blocks_kernel(Arrays arrays, const zn_adam_segment *segments, in
     while (k < segment_count && segments[k].end <= i) k++;
     const bool mine = k < segment_count && segments[k].begin <= i && !segments[k].skip;
     if (!__syncthreads_or(mine)) continue; /* not a bit changes */
-    float m, v;
-    zn_block_load(m, v, arrays.moments, block);
+    float m[1], v[1];
+    zn_block_load(m[0], v[0], arrays.moments, block);
     if (mine) update<MASTER, GRAD_DTYPE>(arrays, segments[k], i, m, v);
-    zn_block_store(arrays.moments, m, v, block, zn_noise_at(arrays.moments, i));
+    zn_block_store(arrays.moments, m[0], v[0], block, zn_noise_at(arrays.moments, i));
   }
 }
 
@@ -150,7 +218,9 @@ int32_t zn_cuda_adamw(void *weight, int32_t weight_dtype, void *master, int32_t 
   if (!moments_valid(moments)) return -EINVAL;
   if (segment_count == 0 || moments->numel == 0) return 0;
   if (!weight || !grad || !segments) return -EINVAL;
-  const Arrays arrays = {weight, master, *moments, grad, grad_scale};
+  const uintptr_t address = (uintptr_t)weight | (uintptr_t)master | (uintptr_t)moments->exp_avg |
+                            (uintptr_t)moments->exp_avg_sq | (uintptr_t)grad;
+  const Arrays arrays = {weight, master, *moments, grad, grad_scale, address % (WIDE * sizeof(float)) == 0};
   const cudaStream_t on = (cudaStream_t)stream;
   if (weight_dtype == ZN_F32) return launch<IN_WEIGHT>(arrays, grad_dtype, segments, segment_count, on);
   if (weight_dtype == ZN_F16) return launch<BESIDE_F16>(arrays, grad_dtype, segments, segment_count, on);

@@ -40,7 +40,8 @@ def on(device: torch.device, tensors: list[Tensor | None]) -> list[Any]:
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("grad_dtype", FLOATS)
 @pytest.mark.parametrize("mode", ["split", "fp32", "fp16 with fp32 master"])
-def test_adamw_gives_the_bits_of_the_cpu(numel: int, grad_dtype: torch.dtype, mode: str) -> None:
+@pytest.mark.parametrize("unaligned", [False, True])
+def test_adamw_gives_the_bits_of_the_cpu(numel: int, grad_dtype: torch.dtype, mode: str, unaligned: bool) -> None:
     weight = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     master = {"split": torch.zeros(numel, dtype=torch.int16), "fp32": None}.get(mode, weight.clone())
     weight = weight.to({"split": torch.bfloat16, "fp32": torch.float32}.get(mode, torch.float16))
@@ -56,6 +57,8 @@ def test_adamw_gives_the_bits_of_the_cpu(numel: int, grad_dtype: torch.dtype, mo
     results = []
     for device in (torch.device("cpu"), CUDA):
         w, m, a, s, g = on(device, [weight, master, *moments, grad])
+        if unaligned:  # one of them is enough
+            g = torch.cat([g[:1], g])[1:] if numel else g
         kernels.adamw(w, m, Moments(a, s), g, segments, grad_scale=0.7)
         results.append([t for t in (w, m, a, s) if t is not None])
     assert same(*results)
