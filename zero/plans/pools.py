@@ -95,9 +95,9 @@ class PoolSizes:
         return width * max((unit.numel for unit in self._trained), default=0)
 
     def staged_width(self, weights: bool, gradients: bool, widened: bool) -> int:
-        """Bytes per element that an update on a GPU brings there: weights, gradients, or such as may become fp32."""
+        """Bytes per element that an update on a GPU brings there: of weights, and of gradients, which may be fp32."""
         width = max((unit.dtype.itemsize for unit in self._trained), default=0)
-        return (width if weights else 0) + (4 if widened else width if gradients else 0)
+        return (width if weights else 0) + ((4 if widened else width) if gradients else 0)
 
     def updates(self, groups: Sequence[SubGroup], staged_bytes_per_element: int, in_flight: int) -> int:
         """Room for what updates on a GPU work on and does not live there.
