@@ -279,7 +279,7 @@ class Report:
         self.figures[what] = value
 
     def finish(self) -> None:
-        """Write the JSON where the options ask for it."""
+        """Write the JSON where the options ask for it. May be called after every part: what is there is whole."""
         options = {name: str(v) if isinstance(v, Path) else v for name, v in vars(self.options).items()}
         options.pop("json", None)
         options.pop("path", None)  # the name of a folder says nothing about the disk below it
@@ -293,7 +293,10 @@ class Report:
             "series": [{**dataclasses.asdict(s), "is_contended": s.is_contended} for s in self.series],
         }
         if self.options.json is not None:
-            Path(self.options.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            target = Path(self.options.json)
+            unfinished = target.with_name(target.name + ".part")
+            unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            unfinished.replace(target)
 
 
 def verdict_of(value: float, at_least: float | None, at_most: float | None) -> str:

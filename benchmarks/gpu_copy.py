@@ -1,7 +1,8 @@
-"""How fast are copies between our pinned host memory and a GPU, next to cudaMemcpyAsync of the same size?
+"""How near are copies between our pinned host memory and a GPU to what PCIe gives, that is to large runtime copies?
 
 Ours go through the arena's memory (mapped on huge pages, then registered) and the engine's own streams, with a fence
-each. The runtime's use memory that it has allocated itself. Exits with status 2 where there is no GPU.
+each. What PCIe gives is cudaMemcpyAsync of 256 MiB, in memory that the runtime has allocated itself; its copies of our
+size stand beside, and say how much of a distance is the size's. Exits with status 2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -10,16 +11,22 @@ import argparse
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
-from benchmarks.common import Report, RivalMissing, measure, parser
+from benchmarks.common import Candidate, Report, RivalMissing, Round, measure, parser
 from benchmarks.gpu import require_gpu
 from benchmarks.rivals.cudart import Cudart
 from offload.arena import Arena
 from offload.streams import DeviceStreams
 
-DIRECTIONS = ("to the device", "to the host", "both ways")
+DIRECTIONS = {"to the device": "to_device", "to the host": "to_host", "both ways": "both_ways"}
+"""And the names of their rates in the JSON."""
+TRANSFER_BYTES = (512 << 10, 2 << 20, 8 << 20, 32 << 20)
+LARGE_BYTES = 256 << 20
+MUST = 0.95
+"""Of what PCIe gives."""
 
 
 def ours(
@@ -64,43 +71,57 @@ def runtime(device: torch.device, transfer_bytes: int, total_bytes: int, directi
     return run
 
 
-def ask(report: Report, device: torch.device, options: argparse.Namespace, transfer_bytes: int, direction: str) -> None:
-    """One size and direction."""
-    given = device, transfer_bytes, options.total_bytes, direction
+def size_name(nbytes: int) -> str:
+    """Such as "0.5 MiB"."""
+    return f"{nbytes / (1 << 20):g} MiB"
+
+
+def ask(report: Report, device: torch.device, options: argparse.Namespace, direction: str) -> None:
+    """One direction: every size of ours and of the runtime's, turn by turn."""
+    total_bytes = options.total_bytes
     with ExitStack() as until:
-        compare(report, options.rounds, given, until)
-
-
-def compare(report: Report, rounds: int, given: tuple[torch.device, int, int, str], until: ExitStack) -> None:
-    """Both, turn by turn."""
-    _, transfer_bytes, total_bytes, direction = given
-    candidates = {"ours": ours(*given, until)}
-    try:
-        candidates["cudaMemcpyAsync"] = runtime(*given)
-    except RivalMissing as error:
-        report.lack("cudaMemcpyAsync", str(error))
-    name = f"{transfer_bytes >> 20} MiB {direction}"
-    series = measure(name, candidates, rounds=rounds, warmups=2)
+        candidates: dict[str, Candidate] = {
+            f"ours, {size_name(nbytes)}": ours(device, nbytes, total_bytes, direction, until)
+            for nbytes in options.transfer_bytes
+        }
+        try:
+            for nbytes in (*options.transfer_bytes, LARGE_BYTES):
+                candidates[f"runtime, {size_name(nbytes)}"] = runtime(device, nbytes, total_bytes, direction)
+        except RivalMissing as error:
+            report.lack("cudaMemcpyAsync", str(error))
+        series = measure(direction, candidates, rounds=options.rounds, warmups=2)
     moved_bytes = total_bytes * (2 if direction == "both ways" else 1)
     report.keep(series, moved_bytes)
-    report.figure(f"{name}: GB/s, ours", round(moved_bytes / series.median("ours") / 1e9, 2))
-    if len(candidates) > 1 and series.has("cudaMemcpyAsync"):
-        ratios = series.ratios(lambda r: r["cudaMemcpyAsync"].seconds / r["ours"].seconds)
-        report.mark(f"{name}: GB/s, ours / cudaMemcpyAsync", ratios)
+    large = f"runtime, {size_name(LARGE_BYTES)}"
+    if large not in candidates or not series.has(large):
+        return
+    rates = report.figures.setdefault("rates", {})
+    rates[DIRECTIONS[direction]] = moved_bytes / series.median(large)
+    for nbytes in options.transfer_bytes:
+        name = size_name(nbytes)
+        ratios = series.ratios(partial(speed_over, large, f"ours, {name}"))
+        report.mark(f"{name} {direction}: ours / PCIe", ratios, at_least=MUST)
+        if series.has(f"runtime, {name}"):
+            ratios = series.ratios(partial(speed_over, large, f"runtime, {name}"))
+            report.mark(f"{name} {direction}: the runtime's / PCIe", ratios)
+
+
+def speed_over(floor: str, name: str, this: Round) -> float:
+    """How much of the floor's speed a candidate had in one round."""
+    return this[floor].seconds / this[name].seconds
 
 
 def main() -> None:
     """Measure and print."""
     arguments = parser(__doc__)
-    arguments.add_argument("--transfer-bytes", type=int, nargs="+", default=[2 << 20, 32 << 20, 256 << 20])
+    arguments.add_argument("--transfer-bytes", type=int, nargs="+", default=list(TRANSFER_BYTES))
     arguments.add_argument("--total-bytes", type=int, default=1 << 30)
     options = arguments.parse_args()
     device = require_gpu()
     report = Report("gpu_copy", __doc__, options)
-    for transfer_bytes in options.transfer_bytes:
-        for direction in DIRECTIONS:
-            ask(report, device, options, transfer_bytes, direction)
-    report.finish()
+    for direction in DIRECTIONS:
+        ask(report, device, options, direction)
+        report.finish()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""What does a training step of a 7 B-parameter GPT cost under a 16 GB device budget, and how much memory does it take?
+"""What does a training step on a GPU cost with weights and states elsewhere, next to its floor and to others?
 
-Ours with weights and states in host memory, then on NVMe with a host cache, next to FSDP2 with CPUOffloadPolicy; and
-without offload, ours and plain torch, where that fits. Each contestant is a process of its own with a time limit; one
+The floor is the slowest of: plain torch's forward and backward, the bytes over PCIe, over the host's memory and over
+the disk at the rates that gpu_copy and gpu_host have measured (`--rates`). Shape 1B: ours on several tiers with one and
+four micro-batches of 4096 tokens, ours without offload, plain torch, FSDP2 with CPUOffloadPolicy. Shape 8B: a Llama on
+24 GB of the device, weights on NVMe, states on the host. Each contestant is a process of its own with a time limit; one
 that does not end in time counts with the steps it has done. Exits with status 2 where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import statistics
@@ -20,57 +23,93 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Report, parser
-from benchmarks.gpu import SHAPES, require_gpu
-from benchmarks.shapes import Shape
+from benchmarks.gpu import LLAMAS, SHAPES, require_gpu
+from benchmarks.gpu_floors import Rates, floors, slowest, work_of
 
-DEVICE_BUDGET_BYTES = 9_000_000_000
-"""Of the engine; activations, logits and torch's libraries come on top, 16 GB together."""
-DEVICE_LIMIT_BYTES = 16_000_000_000
-HOST_BUDGET_BYTES = 70_000_000_000
-"""With NVMe: what a 7 B model's 98 GB do not fit into."""
+DEVICE_BUDGET_BYTES = {"tiny": 10**9, "1B": 2_000_000_000, "8B": 12_000_000_000}
+"""Of the engine; activations, logits and torch's libraries come on top."""
+DEVICE_LIMIT_BYTES = 24_000_000_000
+"""All of what the 8 B model may take, as torch's allocator counts it."""
+STALL_MARK = 0.05
+"""Of a step, where nothing but the computation bounds it."""
+TRACE_BYTES_MAX = 2_000_000
+"""Compressed."""
+WORKER, FSDP2 = "benchmarks.gpu_worker", "benchmarks.rivals.fsdp2"
+PLAIN = "torch, no offload"
+PAIRS = (("ours, no offload", PLAIN), ("ours, cpu", "FSDP2, fp32 masters"), ("ours, cpu", "FSDP2, all bf16"))
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A process, and its share of the time."""
+    """A process, and its share of the time that is left."""
 
     name: str
-    module: str
     spec: dict[str, Any]
+    share: float
+    module: str = WORKER
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """Where our engine keeps what, and how many micro-batches a step has."""
+
+    name: str
+    weights: str
+    states: str
+    micro_steps: int
     share: float
 
 
-def our_config(tier: str, path: Path, shape: Shape, device_bytes: int | None, host_bytes: int | None) -> dict[str, Any]:
-    """The engine's JSON with weights and states on `tier`."""
-    where = {"device": tier, **({"nvme_path": str(path)} if tier == "nvme" else {})}
-    budgets = {"device": device_bytes, "host": host_bytes}
-    return {
-        "train_micro_batch_size_per_gpu": shape.batch,
+OURS = {
+    "1B": (
+        Ours("ours, cpu", "cpu", "cpu", 1, 0.25),
+        Ours("ours, cpu, 4 micro-batches", "cpu", "cpu", 4, 0.25),
+        Ours("ours, no offload", "none", "none", 1, 0.25),
+        Ours("ours, states on nvme, 4 micro-batches", "cpu", "nvme", 4, 0.35),
+        Ours("ours, states on nvme", "cpu", "nvme", 1, 0.4),
+    ),
+    "8B": (Ours("ours, 8 B on 24 GB", "nvme", "cpu", 1, 1.0),),
+}
+OURS["tiny"] = OURS["1B"]
+"""In the order of their interest: the last ones may find no time left."""
+TRACED = "ours, cpu, 4 micro-batches"
+
+
+def our_config(how: Ours, path: Path, batch: int, device_bytes: int) -> dict[str, Any]:
+    """The engine's JSON."""
+
+    def on(tier: str) -> dict[str, Any]:
+        return {"device": tier, **({"nvme_path": str(path)} if tier == "nvme" else {})}
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": how.micro_steps,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": 3, "offload_param": dict(where), "offload_optimizer": dict(where)},
-        "memory_budget": {name: nbytes for name, nbytes in budgets.items() if nbytes is not None},
+        "zero_optimization": {"stage": 3, "offload_param": on(how.weights), "offload_optimizer": on(how.states)},
     }
+    return config if how.weights == "none" else {**config, "memory_budget": {"device": device_bytes}}
 
 
-def contestants(options: argparse.Namespace) -> list[Contestant]:
-    """In the order of their interest: the last ones may find no time left."""
+def contestants(options: argparse.Namespace, trace: Path | None = None) -> list[Contestant]:
+    """Those of a shape: plain torch first, for without it no floor is known; the other rivals last."""
     shape, path = SHAPES[options.shape], Path(options.path).resolve()
-    common = {"shape": asdict(shape), "warmup": options.warmup, "steps": options.steps}
-
-    def ours(tier: str, device_bytes: int | None, host_bytes: int | None) -> dict[str, Any]:
-        config = our_config(tier, path, shape, device_bytes, host_bytes)
-        return {**common, "contestant": "ours", "config": config, "path": str(path)}
-
-    worker, rival, device_bytes = "benchmarks.gpu_worker", "benchmarks.rivals.fsdp2", options.device_bytes
+    common = {"shape": asdict(shape), "warmup": options.warmup, "steps": options.steps, "path": str(path)}
+    device_bytes = DEVICE_BUDGET_BYTES[options.shape]
+    found = []
+    for how in OURS[options.shape]:
+        spec = {**common, "contestant": "ours", "config": our_config(how, path, shape.batch, device_bytes)}
+        spec["trace"] = str(trace) if trace is not None and how.name == TRACED else None
+        spec["llama"] = LLAMAS["8B"] if options.shape == "8B" else None
+        found.append(Contestant(how.name, spec, how.share))
+    if options.shape == "8B":
+        return found
+    rivals = [("FSDP2, fp32 masters", "float32"), ("FSDP2, all bf16", "bfloat16")]
     return [
-        Contestant("ours, cpu", worker, ours("cpu", device_bytes, None), 0.25),
-        Contestant("FSDP2, fp32 masters", rival, {**common, "dtype": "float32"}, 0.3),
-        Contestant("ours, nvme", worker, ours("nvme", device_bytes, options.host_bytes), 0.4),
-        Contestant("FSDP2, all bf16", rival, {**common, "dtype": "bfloat16"}, 0.4),
-        Contestant("ours, no offload", worker, ours("none", None, None), 0.6),
-        Contestant("torch, no offload", worker, {**common, "contestant": "plain"}, 1.0),
+        Contestant(PLAIN, {**common, "contestant": "plain"}, 0.3),
+        *found,
+        *(Contestant(name, {**common, "dtype": dtype}, 0.7, FSDP2) for name, dtype in rivals),
     ]
 
 
@@ -95,68 +134,137 @@ def run(contestant: Contestant, seconds: float) -> dict[str, Any]:
 
 
 def summarize(said: str, complaints: str, why: str) -> dict[str, Any]:
-    """The figures of a contestant from its JSON lines."""
-    events = []
+    """The figures of a contestant from its JSON lines: of the whole, and what each step told."""
+    steps, by_name = [], dict[str, dict[str, Any]]()
     for line in said.splitlines():
         try:
-            events.append(json.loads(line))
+            event = json.loads(line)
         except ValueError:
             continue  # a library talks too
-    by_name = {event.get("event"): event for event in events if isinstance(event, dict)}
-    if "done" in by_name:
-        found = dict(by_name["done"])
-    else:
-        found = {"step_seconds": [event["seconds"] for event in events if event.get("event") == "step"]}
+        if not isinstance(event, dict):
+            continue
+        name = event.pop("event", "")
+        if name == "step":
+            steps.append(event)
+        else:
+            by_name[name] = event
+    found = {
+        **by_name.get("done", {}),
+        "plan": by_name.get("plan"),
+        "ready_seconds": by_name.get("ready", {}).get("seconds"),
+        "warmup_seconds": by_name.get("warmup", {}).get("seconds"),
+        "step_seconds": [step["seconds"] for step in steps],
+        "steps": steps,
+    }
+    if "refused" in by_name:
+        found["why"] = f"it does not fit: {by_name['refused']['why']}"
+    elif "done" not in by_name:
         found["why"] = f"{why}: {' | '.join(complaints.strip().splitlines()[-3:])}"
-    found["ready_seconds"] = by_name.get("ready", {}).get("seconds")
-    found.pop("event", None)
     return found
 
 
-def judge(report: Report, results: dict[str, dict[str, Any]]) -> None:
-    """Ratios of step times and the memory limit."""
-    for name, found in results.items():
-        if "cpu" in name or "nvme" in name:
-            peak = found.get("peak_reserved_bytes")
-            if peak:
-                report.mark(f"{name}: peak device memory / 16 GB", [peak / DEVICE_LIMIT_BYTES], at_most=1.0)
-    for ours in ("ours, cpu", "ours, nvme", "ours, no offload"):
-        for rival in ("FSDP2, fp32 masters", "FSDP2, all bf16", "torch, no offload"):
-            mine, theirs = (results.get(name, {}).get("step_seconds") for name in (ours, rival))
-            if mine and theirs:
-                median = statistics.median(theirs)
-                report.mark(f"step time, {ours} / {rival}", [seconds / median for seconds in mine])
+def median_of(found: dict[str, Any], figure: str) -> float | None:
+    """Of a figure that its steps told; None where none did."""
+    values = [step[figure] for step in found["steps"] if figure in step]
+    return statistics.median(values) if values else None
+
+
+def judge_floor(
+    report: Report, name: str, found: dict[str, Any], micro_steps: int, compute: float | None, rates: Rates
+) -> None:
+    """One of ours against its floor; stalls have a bound where the computation alone bounds the step."""
+    if not found["step_seconds"] or not found["plan"]:
+        return
+    parts = floors(work_of(found["plan"]["traffic"], micro_steps, compute), rates)
+    bound = slowest(parts)
+    report.figure(f"{name}: floors", parts, ", ".join(f"{k} {v:.3f} s" for k, v in parts.items() if v))
+    for what in ("exposed_wait_seconds", "device_wait_seconds"):
+        shares = [step[what] / step["seconds"] for step in found["steps"] if what in step]
+        hidden = bound is not None and bound[0] == "compute"
+        if shares:
+            report.mark(f"{name}: {what} / step", shares, at_most=STALL_MARK if hidden else None)
+    if bound is not None:
+        where, seconds = bound
+        report.mark(f"{name}: step / floor ({where})", [taken / seconds for taken in found["step_seconds"]])
+
+
+def judge(report: Report, newest: str, results: dict[str, dict[str, Any]], shape: str, rates: Rates) -> None:
+    """What can be said now that the newest contestant has run."""
+    found, plain = results[newest], results.get(PLAIN)
+    for how in OURS[shape]:
+        if how.name == newest:
+            compute = median_of(plain, "compute_seconds") if plain else None
+            judge_floor(report, newest, found, how.micro_steps, compute, rates)
+    peak = max((step.get("peak_reserved_bytes", 0) for step in found["steps"]), default=0)
+    if shape == "8B" and peak:
+        report.mark("8 B: peak device memory / 24 GB", [peak / DEVICE_LIMIT_BYTES], at_most=1.0)
+    for mine, rival in PAIRS:
+        ours, theirs = (results.get(name, {}).get("step_seconds") for name in (mine, rival))
+        if newest in (mine, rival) and ours and theirs:
+            report.mark(f"step time, {mine} / {rival}", [seconds / statistics.median(theirs) for seconds in ours])
+
+
+def keep_trace(report: Report, recorded: Path, target: Path | None) -> None:
+    """Compress the timeline to where the caller wants it, if there is one and it is small."""
+    if target is None or not recorded.exists():
+        return
+    packed = gzip.compress(recorded.read_bytes())
+    recorded.unlink()
+    if len(packed) > TRACE_BYTES_MAX:
+        report.lack("timeline", f"{len(packed):,} bytes compressed are more than {TRACE_BYTES_MAX:,}")
+    else:
+        target.write_bytes(packed)
+
+
+def show(report: Report, name: str, found: dict[str, Any]) -> None:
+    """Keep all its figures, print the first ones."""
+    if "why" in found:
+        report.lack(name, found["why"])
+    times = found["step_seconds"]
+    text = f"{statistics.median(times):.3f} s" if times else "no step"
+    for figure, label in (
+        *(("exposed_wait_seconds", "waited"), ("device_wait_seconds", "device waited")),
+        *(("gathered_bytes", "to the device"), ("peak_reserved_bytes", "peak device memory")),
+        *(("nvme_read_bytes", "read"), ("nvme_write_bytes", "written")),
+    ):
+        value = median_of(found, figure)
+        if value:
+            text += f", {label} {value:.3f} s" if figure.endswith("seconds") else f", {label} {value / 1e9:.2f} GB"
+    report.figure(name, found, text)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print; the JSON is written after every contestant."""
     arguments = parser(__doc__, rounds=1, disk=True)
-    arguments.add_argument("--shape", choices=list(SHAPES), default="7B")
+    arguments.add_argument("--shape", choices=list(SHAPES), default="1B")
     arguments.add_argument("--warmup", type=int, default=1)
     arguments.add_argument("--steps", type=int, default=3)
-    arguments.add_argument("--device-bytes", type=int, default=DEVICE_BUDGET_BYTES, help="memory_budget.device of ours")
-    arguments.add_argument("--host-bytes", type=int, default=HOST_BUDGET_BYTES, help="memory_budget.host with NVMe")
     arguments.add_argument("--seconds", type=float, default=480.0, help="for all contestants together")
+    arguments.add_argument("--rates", nargs="*", default=[], metavar="FILE", help="JSON that has rates")
+    arguments.add_argument("--trace", type=Path, metavar="FILE", help="where a timeline is written, compressed")
     options = arguments.parse_args()
     require_gpu()
-    report = Report("gpu_step", __doc__, options, folders=[options.path])
-    report.figure("parameters", SHAPES[options.shape].numel)
+    ask(Report("gpu_step", __doc__, options, folders=[options.path]), options)
+
+
+def ask(report: Report, options: argparse.Namespace) -> None:
+    """Every contestant in turn."""
+    rates = Rates.from_files(map(Path, options.rates))
+    report.figure("rates: bytes/s", asdict(rates))
     results: dict[str, dict[str, Any]] = {}
     end = time.monotonic() + options.seconds
-    for contestant in contestants(options):
-        left = end - time.monotonic()
-        if left < 10:
-            report.lack(contestant.name, "no time left")
-            continue
-        found = results[contestant.name] = run(contestant, left * contestant.share)
-        if "why" in found:
-            report.lack(contestant.name, found["why"])
-        if found["step_seconds"]:
-            text = f"{statistics.median(found['step_seconds']):.3f} s"
-            peak = found.get("peak_reserved_bytes")
-            text += f", peak device memory {peak / 1e9:.2f} GB" if peak else ""
-            report.figure(contestant.name, found, text)
-    judge(report, results)
+    with tempfile.TemporaryDirectory() as folder:
+        recorded = Path(folder) / "trace.json"
+        for contestant in contestants(options, None if options.trace is None else recorded):
+            left = end - time.monotonic()
+            if left < 10:
+                report.lack(contestant.name, "no time left")
+                continue
+            found = results[contestant.name] = run(contestant, left * contestant.share)
+            show(report, contestant.name, found)
+            keep_trace(report, recorded, options.trace)
+            judge(report, contestant.name, results, options.shape, rates)
+            report.finish()
     report.finish()
 
 

@@ -1,63 +1,102 @@
 """One contestant of the GPU training question, once, in a process of its own: `python -m benchmarks.gpu_worker SPEC`.
 
-SPEC is JSON: `contestant` (ours, plain), `shape`, `warmup`, `steps`; ours also `config` and `path`. Runs on the CPU
-where there is no GPU, which says that it works and nothing about speed.
+SPEC is JSON: `contestant` (ours, plain), `shape`, `llama` (see `make_model`), `warmup`, `steps`; ours also `config`,
+`path`, and `trace`, a file for the timeline of one more step, or null. Runs on the CPU where there is no GPU, which
+says that it works and nothing about speed.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 import zero
-from benchmarks.gpu import RecomputingGPT, device_figures, quick_initialisation
-from benchmarks.loop import emit, peak_rss_bytes, timed_steps
+from benchmarks.gpu import RecomputingGPT, StreamWaits, device_figures, make_model, quick_initialisation, tell_done
+from benchmarks.loop import emit, timed_steps
 from benchmarks.models import Samples
 from benchmarks.shapes import Shape
+from offload.accelerator import compute_device, synchronize
+from offload.errors import BudgetError
+from offload.streams import shares_host_memory
+from zero.config import load_config
+from zero.machine import read_machine
+from zero.planning import plan_model
+from zero.plans.traffic import step_traffic
+
+COUNTED = (
+    "exposed_wait_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "optimizer_seconds",
+    "gathered_bytes",
+    "nvme_read_bytes",
+    "nvme_write_bytes",
+)
+"""Of the engine's statistics, told for each step."""
 
 
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def tell_plan(spec: dict[str, Any]) -> None:
+    """What the model takes and a step moves, before anything is built.
+
+    Raises:
+        BudgetError: this machine does not have it.
+    """
+    with torch.device("meta"):
+        model = make_model(Shape(**spec["shape"]), spec.get("llama"))
+    config, device = load_config(spec["config"]), compute_device()
+    layout, plan = plan_model(model, config, read_machine(device), device)
+    free = shutil.disk_usage(spec["path"]).free
+    if plan.swap_bytes > free:
+        raise BudgetError(f"the plan needs {plan.swap_bytes:,} bytes of the disk, {free:,} are free")
+    traffic = step_traffic(plan, layout, config.gradient_accumulation_steps, on_gpu=not shares_host_memory(device))
+    emit(
+        "plan",
+        model=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        rows=[(row.tier, row.plane, row.nbytes) for row in plan.rows],
+        traffic=asdict(traffic),
+    )
 
 
-def ours(spec: dict[str, Any]) -> dict[str, Any]:
+def ours(spec: dict[str, Any]) -> None:
     """Train with this project's engine."""
+    tell_plan(spec)
     shape, config = Shape(**spec["shape"]), spec["config"]
     begin = time.perf_counter()
     with zero.Init(config_dict_or_path=config), quick_initialisation():
-        model = RecomputingGPT(shape)
+        model = make_model(shape, spec.get("llama"))
     engine = zero.initialize(model=model, config=config)[0]
     emit("ready", seconds=time.perf_counter() - begin)
     samples = Samples(shape, engine.device)
-    allocated: list[int] = []
+    before = engine.statistics()
 
-    def step() -> None:
-        engine.backward(engine(samples.next()))
-        engine.step()
+    def step() -> dict[str, Any]:
+        nonlocal before
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(samples.next()))
+            engine.step()
         synchronize()
-        allocated.append(device_figures()["allocations"])
+        now = engine.statistics()
+        told = {name: getattr(now, name) - getattr(before, name) for name in COUNTED}
+        before = now
+        return {**told, "device_wait_seconds": waits.seconds(), **device_figures()}
 
-    with engine:
-        measured = timed_steps(step, warmup=spec["warmup"], steps=spec["steps"], path=spec.get("path"))
-        after = engine.statistics()
-        return {
-            **measured,
-            "plan_rows": [(row.tier, row.plane, row.nbytes) for row in engine.plan.rows],
-            "exposed_wait_seconds": after.exposed_wait_seconds,
-            "allocations_after_each_step": allocated,
-        }
+    with engine, StreamWaits(engine.device) as waits:
+        tell_done(timed_steps(step, warmup=spec["warmup"], steps=spec["steps"], path=spec["path"]))
+        if spec.get("trace"):
+            with engine.trace(spec["trace"]):
+                step()
 
 
-def plain(spec: dict[str, Any]) -> dict[str, Any]:
+def plain(spec: dict[str, Any]) -> None:
     """Torch with everything on the device: weights, gradients and AdamW's states in bf16."""
-    shape = Shape(**spec["shape"])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape, device = Shape(**spec["shape"]), compute_device()
     with torch.device("meta"):
         model = RecomputingGPT(shape).bfloat16()
     model.to_empty(device=device)
@@ -68,21 +107,28 @@ def plain(spec: dict[str, Any]) -> dict[str, Any]:
     samples = Samples(shape, device)
     emit("ready", seconds=0.0)
 
-    def step() -> None:
+    def step() -> dict[str, Any]:
+        begin = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         model(samples.next()).backward()
+        synchronize()
+        computed = time.perf_counter() - begin
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         synchronize()
+        return {"compute_seconds": computed, **device_figures()}
 
-    return timed_steps(step, warmup=spec["warmup"], steps=spec["steps"])
+    tell_done(timed_steps(step, warmup=spec["warmup"], steps=spec["steps"]))
 
 
 def main() -> None:
-    """Run the contestant that the specification names and print its figures."""
+    """Run the contestant that the specification names; it prints its figures."""
     spec = json.loads(sys.argv[1])
-    result = {"ours": ours, "plain": plain}[spec["contestant"]](spec)
-    emit("done", **result, **device_figures(), peak_rss_bytes=peak_rss_bytes(), torch=torch.__version__)
+    try:
+        {"ours": ours, "plain": plain}[spec["contestant"]](spec)
+    except BudgetError as error:
+        emit("refused", why=str(error))
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

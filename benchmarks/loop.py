@@ -33,7 +33,7 @@ def timed_steps(step: Callable[[], Any], *, warmup: int, steps: int, path: str |
     steady state. The counters are read between two turns and cost microseconds.
 
     Args:
-        step: one turn: forward, backward, optimizer.
+        step: one turn: forward, backward, optimizer. If it returns a dict of figures, the turn's line has them.
         warmup: turns that are not measured.
         steps: turns that are.
         path: folder of the swap files, whose device's counters are read.
@@ -52,12 +52,12 @@ def timed_steps(step: Callable[[], Any], *, warmup: int, steps: int, path: str |
     first = used
     for number in range(steps):
         begin = time.perf_counter()
-        step()
+        figures = step()
         seconds.append(time.perf_counter() - begin)
         now = resource.getrusage(resource.RUSAGE_SELF)
         faults.append(now.ru_minflt - used.ru_minflt)
         used = now
-        emit("step", number=number, seconds=seconds[-1])
+        emit("step", number=number, seconds=seconds[-1], **(figures if isinstance(figures, dict) else {}))
     cpu = used.ru_utime + used.ru_stime - first.ru_utime - first.ru_stime
     moved = {name: (value - own[name]) / steps for name, value in process_io().items()}
     result = {

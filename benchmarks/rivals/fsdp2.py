@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.gpu import RecomputingGPT, device_figures, fill_with_noise
-from benchmarks.loop import emit, peak_rss_bytes, timed_steps
+from benchmarks.gpu import RecomputingGPT, fill_with_noise, tell_done
+from benchmarks.loop import emit, timed_steps
 from benchmarks.models import Samples
 from benchmarks.shapes import Shape
 
@@ -73,8 +73,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Train and print the figures."""
-    result = train(json.loads(sys.argv[1]))
-    emit("done", **result, **device_figures(), peak_rss_bytes=peak_rss_bytes(), torch=torch.__version__)
+    tell_done(train(json.loads(sys.argv[1])))
 
 
 if __name__ == "__main__":
