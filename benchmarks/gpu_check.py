@@ -87,7 +87,12 @@ PARTS = (
     Part("gpu_copy", question("gpu_copy", "gpu_copy"), 45, 20),
     Part("gpu_host", question("gpu_host", "gpu_host", "--path", "{disk}"), 45, 20),
     Part("gpu_step", question("gpu_step", "gpu_step", *STEP, "--trace", "{results}/gpu_step_trace.json.gz"), 220, 130),
-    Part("gpu_large", question("gpu_step", "gpu_large", *STEP, "--shape", "8B", "--steps", "2"), SECONDS, 120),
+    Part(
+        "gpu_large",
+        question("gpu_step", "gpu_large", *STEP, "--shape", "8B", "--warmup", "1", "--steps", "2"),
+        SECONDS,
+        120,
+    ),
 )
 
 
