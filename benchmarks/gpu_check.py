@@ -25,7 +25,7 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("aiofiles", "cffi", "numpy", "psutil", "pycparser", "pydantic", "safetensors", "torch", "tqdm"),
-    *("hypothesis", "pytest"),
+    *("hypothesis", "pytest", "pytest_timeout"),
 )
 """What zero and the tests import."""
 SECONDS = 570.0
