@@ -23,7 +23,7 @@ from offload.errors import BudgetError
 
 DEVICES = ("none", "cpu", "nvme")
 PAIRS = tuple(itertools.product(DEVICES, DEVICES))
-STEPS = 20
+STEPS = 6
 
 Open = Callable[..., Any]
 
@@ -117,7 +117,7 @@ def assert_units_came_and_went(engine: Any, steps: int, idle: frozenset[str] = f
 
 
 SCENARIOS = {
-    "plain": Scenario(),
+    "plain": Scenario(steps=20),
     "accumulated, clipped, sub-groups cut units": Scenario(accumulation=4, clipping=0.3, sub_group_numel=4096),
     "accumulated": Scenario(accumulation=4, model="tied"),
     "two backwards, clipped, frozen and unused parameters": Scenario(

@@ -20,7 +20,7 @@ from offload.errors import ConfigError, StateError
 from zero.ops.lion import Lion
 from zero.values.fragments import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-STEPS = 20
+STEPS = 8
 TIERS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"))
 
 GIVEN = ("in the config", "as an object")
