@@ -38,6 +38,7 @@ from zero.optim.rules import Rule
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
+from zero.params.initialisation import cuts_values
 from zero.params.layout import Slot, Unit
 from zero.params.provisional import forget, provisional_source, room_to_come
 from zero.params.tiles import Tile, TiledKeeper
@@ -256,7 +257,7 @@ class Assembly:
             "model cut in place in %.1f s: %s of its values were in memory%s, %s where zero.Init had put them",
             time.perf_counter() - began,
             format_bytes(from_memory),
-            " (none would be if it were built under zero.Init)" if from_memory else "",
+            " (none would be if it were built under zero.Init)" if from_memory and cuts_values(self._config) else "",
             format_bytes(spilled),
         )
 

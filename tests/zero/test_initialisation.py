@@ -616,10 +616,17 @@ def test_one_line_says_what_cutting_a_whole_model_cost(
 ) -> None:
     import logging
 
-    config = make_config(NVME, nvme_path)
-    with zero.Init(config_dict_or_path=config):
-        inside = build("gpt")
-    for model, words in ((build("gpt"), "zero.Init)"), (inside, "0 B of its values were in memory, ")):
+    def built(config: dict[str, Any], inside: bool) -> tuple[Any, dict[str, Any]]:
+        with zero.Init(config_dict_or_path=config, enabled=inside):
+            return build("gpt"), config
+
+    nvme, host = make_config(NVME, nvme_path), make_config(("cpu", "cpu"), nvme_path)
+    for (model, config), words in (
+        (built(nvme, inside=False), "values were in memory (none would be if it were built under zero.Init), "),
+        (built(nvme, inside=True), "0 B of its values were in memory, "),
+        (built(host, inside=False), "values were in memory, 0 B"),
+        (built(host, inside=True), "values were in memory, 0 B"),
+    ):
         caplog.clear()
         with caplog.at_level(logging.INFO, "zero"):
             open_engine(model, config)

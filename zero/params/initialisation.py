@@ -244,15 +244,22 @@ def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...]
         if remote_device == "nvme":
             raise ConfigError('zero.Init: remote_device "nvme" needs config_dict_or_path: its offload_param.nvme_path')
         return None
-    zero = _without_batch(source).zero_optimization
-    offload = zero.offload_param
-    device = remote_device or str(getattr(offload.device, "value", offload.device))
-    if device != "nvme":
-        shares = zero.stage == 3 and zero.shared_host_memory is not False and ranks.world_size() > 1
-        return () if shares else None
+    config = _without_batch(source)
+    if not cuts_values(config, remote_device):
+        return None
+    offload = config.zero_optimization.offload_param
+    if (remote_device or offload.device) != "nvme":
+        return ()
     if not offload.nvme_path:
         raise ConfigError('zero.Init: remote_device "nvme": zero_optimization.offload_param.nvme_path is not set')
     return tuple(make_ready(map(str, offload.nvme_path)))
+
+
+def cuts_values(config: Config, remote_device: str | None = None) -> bool:
+    """True if `Init` takes values away while a model is built: to NVMe, or to where ranks of a node share them."""
+    zero = config.zero_optimization
+    shares = zero.stage == 3 and zero.shared_host_memory is not False and ranks.world_size() > 1
+    return (remote_device or zero.offload_param.device) == "nvme" or shares
 
 
 def _without_batch(source: str | os.PathLike[str] | dict[str, Any] | Config) -> Config:
