@@ -108,7 +108,7 @@ class UnitEditor:
         self._coordinator.let_go(index)
         if bound.bound:
             # In use by a forward around us, or persistent: edits happen in place.
-            bound.show(watched=False)
+            bound.show(edited=True)
             self.before_in_place()
             self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
@@ -117,7 +117,7 @@ class UnitEditor:
         copy = torch.empty_like(before)
         copy.copy_(before)
         self._before[index] = before
-        bound.bind(copy, watched=False)
+        bound.bind(copy, edited=True)
         self._coordinator.hold(index)
 
     def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:

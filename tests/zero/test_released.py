@@ -323,3 +323,14 @@ def test_after_close_values_are_refused_and_metadata_stays(engine: Any) -> None:
     assert parameter.shape == (128, 32)
     with pytest.raises(StateError):
         parameter.sum()
+
+
+def test_looking_at_data_that_is_always_there_keeps_no_copy(open_engine: Any, nvme_path: Any) -> None:
+    engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path, zero={"stage": 2}))
+    for index in range(2):
+        engine.backward(engine(tokens(index)))
+        engine.step()
+        for parameter in engine.module.parameters():
+            assert parameter.data.isfinite().all()
+            kept = [name for name, value in parameter.__dict__.items() if isinstance(value, Tensor)]
+            assert kept == []

@@ -74,23 +74,24 @@ class BoundUnit:
                 self._turn(parameter, view)
                 self._hide(parameter)
 
-    def bind(self, data: torch.Tensor, *, watched: bool = True) -> None:
+    def bind(self, data: torch.Tensor, *, edited: bool = False) -> None:
         """Make the values in `data` (uint8, `unit.nbytes` long) the parameters' values. See `show`."""
         self._storage.bind(data)
         self._forget_values()
-        self.show(watched=watched)
+        self.show(edited=edited)
         self._versions = self._count_versions()
         self._replaced = False
 
-    def show(self, *, watched: bool = True) -> None:
+    def show(self, *, edited: bool = False) -> None:
         """The values are present, and a module that owns them is called, or an editor has them: no keeper is asked.
 
         Args:
-            watched: `modified` is to know what is written through `.data`; an editor compares all values anyway.
+            edited: by somebody who compares all values afterwards.
         """
         for parameter in self.parameters:
             set_present(parameter)
-            if watched:
+            # What is written to a persistent unit is where it stays.
+            if not self.unit.persistent and not edited:
                 watch(parameter)
 
     def hide(self) -> None:

@@ -20,7 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from offload.accelerator import KINDS
 from offload.errors import StateError
 from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
-from zero.params.watched import note, unwatch
+from zero.params.watched import WatchedParameter, note, unwatch
 
 logger = logging.getLogger("zero")
 KEEPER = "_zero_keeper"
@@ -333,7 +333,8 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                         return _written(func, args, kwargs)
                     raise
                 keepers.setdefault(id(keeper), (keeper, []))[1].append(parameter)
-                if tensor is not parameter or _names(func)[1] == "data":
+                unseen = tensor is not parameter or _names(func)[1] == "data"
+                if unseen and isinstance(parameter, (ReleasedParameter, WatchedParameter)):
                     note(parameter)
         result = _untouched(func, args, kwargs)
     finally:
