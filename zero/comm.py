@@ -66,7 +66,7 @@ class Comm:
         timeline: Timeline | None = None,
     ) -> None:
         self.device = device
-        self._streams, self._timeline = streams, timeline or Timeline()
+        self.streams, self._timeline = streams, timeline or Timeline()
         self._members = backend.ranks_of(process_group) if backend.in_a_group() else [0]
         self.world_size = len(self._members)
         self.rank = self._members.index(backend.own_rank()) if self.world_size > 1 else 0
@@ -77,6 +77,7 @@ class Comm:
         self._groups: dict[tuple[int, ...], Group] = {(self.rank,): Group((self.rank,), 0)}
         self.payload: dict[str, Payload] = {}
         self._nccl = self.world_size > 1 and backend.uses_nccl(device, process_group)
+        self._name = backend.name_for(device) if self._nccl else "gloo"
         self.fixed_order = fixed_order or not self._nccl
         self._lines: Lines | None = None
         self._watch: Watch | None = None
@@ -119,7 +120,7 @@ class Comm:
         what = f"opening the group of ranks {ranks}"
         with self._waiting(self._log.count - 1, what):
             try:
-                return self._lines.open([self._members[rank] for rank in ranks], "nccl" if self._nccl else "gloo")
+                return self._lines.open([self._members[rank] for rank in ranks], self._name)
             except BaseException as error:
                 raise self._explained(error, what) from error
 
@@ -176,7 +177,7 @@ class Comm:
             for the stream that is current on the mover.
         """
         if group.size == 1:
-            self._streams.wait(self._alone(ticket, after))
+            self.streams.wait(self._alone(ticket, after))
             return [flat]
         numel = self._slices(ticket, flat, group)[0].numel()
         arrived = into if into is not None else flat.new_empty(flat.numel() if self.fixed_order else numel)
@@ -185,7 +186,7 @@ class Comm:
             start: Callable[[], Any] = lambda: backend.reduce_scatter(arrived, flat, group.handle)  # noqa: E731
         else:
             start = lambda: backend.exchange(backend.as_bytes(arrived), backend.as_bytes(flat), group.handle)  # noqa: E731
-        self._streams.wait(await self._run(ticket, group, flat, (*after, self._streams.fence()), start))
+        self.streams.wait(await self._run(ticket, group, flat, (*after, self.streams.fence()), start))
         return list(backend.slices(arrived, numel))
 
     async def all_reduce(
@@ -204,7 +205,7 @@ class Comm:
             (N,) each, as `reduce_scatter`.
         """
         if group.size == 1:
-            self._streams.wait(self._alone(ticket, after))
+            self.streams.wait(self._alone(ticket, after))
             return [flat]
         arrived, numel = flat, flat.numel()
         if self.fixed_order:
@@ -213,7 +214,7 @@ class Comm:
             start: Callable[[], Any] = lambda: backend.all_gather(whole, own, group.handle)  # noqa: E731
         else:
             start = lambda: backend.all_reduce(flat, group.handle)  # noqa: E731
-        self._streams.wait(await self._run(ticket, group, flat, (*after, self._streams.fence()), start))
+        self.streams.wait(await self._run(ticket, group, flat, (*after, self.streams.fence()), start))
         return list(backend.slices(arrived, numel))
 
     def check(self) -> None:
@@ -236,8 +237,8 @@ class Comm:
         waiting = [fence for fence in after if fence is not None]
         if len(waiting) < 2:
             return waiting[0] if waiting else None
-        self._streams.wait(*waiting)
-        return self._streams.fence()
+        self.streams.wait(*waiting)
+        return self.streams.fence()
 
     def _slices(self, ticket: Ticket, flat: Tensor, group: Group) -> tuple[Tensor, ...]:
         if flat.dim() != 1 or not flat.is_contiguous() or flat.numel() % group.size:
@@ -254,22 +255,22 @@ class Comm:
         self._loop = asyncio.get_running_loop()
         try:
             if not self._nccl:
-                await self._streams.reached(*after)
+                await self.streams.reached(*after)
             await self._order.turn(ticket.number)
             self._fate.check()
             with self._waiting(ticket.place, str(ticket)) as wait:
                 if not self._nccl:
                     await self._compare(ticket, group)
-                with self._streams.collective(*after):
+                with self.streams.collective(*after):
                     work = start()
                 self._order.passed(ticket.number)
                 self._count(ticket.kind, flat)
                 if not self._nccl:
                     with self._timeline.span("collectives", str(ticket), flat.nbytes):
                         await self._done(work, str(ticket))
-                with self._streams.collective():
+                with self.streams.collective():
                     work.wait()  # NCCL's: of the stream, not of this thread
-                    fence = self._streams.fence()
+                    fence = self.streams.fence()
                 if self._nccl:
                     wait.fence = fence
                 return fence
@@ -384,7 +385,7 @@ class Comm:
             self._fate.end(RankLostError(f"rank {self.rank} has failed: {type(error).__name__}: {error}"))
         self._leave()
         self._groups.clear()
-        self._streams.close()
+        self.streams.close()
 
 
 def _leave(pid: int, watch: Watch | None, lines: Lines | None, fate: Fate) -> None:

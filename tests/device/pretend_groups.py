@@ -36,6 +36,8 @@ ONLY = {
     "activations_on_nvme": ("nvme-nvme", "none-nvme"),  # the folder is that of the planes
     "gradients_on_nvme": ("nvme-nvme",),
     "stage_0": ("none-none",),  # nothing is offloaded there
+    "no_sync_0": ("none-none",),
+    "left_out_apart_0": ("none-none",),
     "made_on_the_device": ("cpu-none", "none-none"),  # only there does the device copy from the model
 }
 GROUPS = TRAINING | AROUND_TRAINING | LONG
@@ -54,3 +56,46 @@ def by_default(group: str) -> list[str]:
 def everywhere(group: str, mode: str) -> list[str]:
     """Cells: each scenario at every place."""
     return [f"{name}:{place}:{mode}" for name in GROUPS[group] for place in ONLY.get(name, ALL_PLACES)]
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+FOUR_RANKS = ("two_of_two", "near")
+OF_RANKS = {
+    "exchange": (
+        *("replicas", "replicas_loaded", "sums_in_rank_order", "divided_before", "summed", "one_after_the_other"),
+        *("fp32_loaded", "fp16_loaded", "lora_loaded", "partly_frozen_loaded", "persistent"),
+        "states_half_on_the_device_loaded",
+    ),
+    "stages": (
+        *("no_sync_0", "no_sync_1", "no_sync_2", "no_sync_3"),
+        *("left_out", "left_out_apart_0", "left_out_apart_1", "left_out_apart_2", "left_early", "several_uses"),
+    ),
+    "between_steps": ("fetched_in_vain", "edited_by_the_first", "generated_between", "lora_saved_and_loaded"),
+}
+"""What is there for several ranks' sake."""
+NOT_IN_STEP = ("experts", "rows_of_experts", "update_in_backward")
+"""Refused on several ranks, or routed by each rank's own data."""
+RANKS = OF_RANKS | {
+    group: tuple(name for name in names if name not in NOT_IN_STEP)
+    for group, names in (TRAINING | AROUND_TRAINING).items()
+}
+RANKS_BY_DEFAULT = (
+    *("clipped_and_accumulated:cpu-cpu:copies,compute", "replicas:none-cpu:compute", "divided_before:nvme-nvme:copies"),
+    *("left_out_apart_2:none-nvme:late", "lora_saved_and_loaded:cpu-nvme:compute", "fetched_in_vain:cpu-cpu:compute"),
+    "edited_by_the_first:none-none:late",
+)
+"""What several ranks do beside one, each thing once."""
+PLACED_MODES = ("copies", "compute", "late")
+
+
+def ranks_everywhere(group: str, mode: str) -> list[str]:
+    """Cells: each scenario at a third of the places, another one for each of three modes."""
+    at = PLACED_MODES.index(mode)
+    return [f"{name}:{place}:{mode}" for name in RANKS[group] for place in ONLY.get(name, ALL_PLACES[at::3])]
+
+
+def ranks_by_gloo(group: str) -> list[str]:
+    """Cells: each scenario at one place."""
+    modes, names = itertools.cycle(PLACED_MODES), RANKS[group]
+    return [f"{name}:{ONLY.get(name, PLACES)[0]}:{mode}" for name, mode in zip(names, modes, strict=False)]

@@ -1,12 +1,18 @@
 """Runs scenarios on the CPU and on the pretend GPU, in this process, and prints a verdict for each as a line of JSON.
 
-pretend_run.py modes scenario:param-states ...
+pretend_run.py scenario:param-states:mode,mode ...
+
+With WORLD_SIZE in the environment it is one of several ranks, each with a pretend GPU of its own, which share
+PRETEND_FOLDER and have collectives as PRETEND_WAY says, see pretend_ranks.py. A rank leaves at the first error: it is
+no longer in step with the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
+import itertools
 import json
 import logging
 import os
@@ -14,25 +20,41 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
 sys.path[:0] = [os.environ.get("PRETEND_TREE", str(TESTS.parent)), str(TESTS), str(Path(__file__).parent)]
 
 import pretend  # noqa: E402 (before torch)
+import pretend_rank_scenarios  # noqa: E402, F401 (more of them)
 import torch  # noqa: E402
 from pretend_scenarios import SCENARIOS, Place, Results  # noqa: E402
 
 HANGS_AFTER_SECONDS = 120
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+_numbers = itertools.count()
 
 
 def result_of(name: str, place: Place, device: str) -> Results:
     """What the scenario finds on `device`."""
     os.environ["ZERO_DEVICE"] = device
     faulthandler.dump_traceback_later(HANGS_AFTER_SECONDS, exit=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch() as folder:
         torch.manual_seed(0)
-        return SCENARIOS[name](place, Path(folder))
+        return SCENARIOS[name](place, folder)
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for one run, the same on all ranks."""
+    if RANKS == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    folder = Path(os.environ["PRETEND_FOLDER"]) / str(next(_numbers))
+    folder.mkdir(exist_ok=True)
+    yield folder
 
 
 def verdict(name: str, place: Place, mode: str, reference: Results) -> str:
@@ -52,6 +74,10 @@ def main(*wanted: str) -> None:
     faulthandler.enable()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    if RANKS > 1:
+        import pretend_ranks
+
+        pretend_ranks.join(os.environ["PRETEND_WAY"], Path(os.environ["PRETEND_FOLDER"]))
     for cell in wanted:
         name, pair, modes = cell.split(":")
         param, states = pair.split("-")
@@ -62,6 +88,9 @@ def main(*wanted: str) -> None:
                 said = verdict(name, (param, states), mode, reference)
             except Exception:
                 said = traceback.format_exc(limit=-6)
+                if RANKS > 1:
+                    print(json.dumps([f"{name}:{pair}:{mode}", said]), flush=True)
+                    os._exit(1)
             print(json.dumps([f"{name}:{pair}:{mode}", said]), flush=True)
     faulthandler.cancel_dump_traceback_later()
 

@@ -7,7 +7,6 @@ product makes it: a blocking copy would hide a fence that is missing.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,18 @@ def sent(data: Tensor, engine: Any) -> Tensor:
 
 def opened(model: Any, place: Place, folder: Path, **more: Any) -> Any:
     built = build(model) if isinstance(model, str) else model
+    # Ranks with a device share no host memory; those on the CPU do as they do.
+    more["zero"] = {"shared_host_memory": False, **more.get("zero", {})}
     return zero.initialize(model=built, config=make_config(place, folder, **more))[0]
 
 
+def batch(index: int, **more: Any) -> Tensor:
+    """Micro-batch `index` of this rank; ranks have different ones."""
+    return tokens(index + 1_000 * int(os.environ.get("RANK", "0")), **more)
+
+
 def micro_batch(engine: Any, index: int, **more: Any) -> None:
-    engine.backward(engine(sent(tokens(index, **more), engine)))
+    engine.backward(engine(sent(batch(index, **more), engine)))
 
 
 def step(engine: Any, index: int, **more: Any) -> None:
@@ -186,7 +192,7 @@ def rows_of_experts(place: Place, folder: Path) -> Results:
     limits = {"stage3_max_live_parameters": 500_000, "stage3_prefetch_bucket_size": 10_000}
     engine = opened(mixtral(), place, folder, zero=limits)
     for index in range(3):
-        text = sent(tokens(index), engine)
+        text = sent(batch(index), engine)
         engine.backward(engine(input_ids=text, labels=text, use_cache=False).loss)
         engine.step()
     return closing(engine)
@@ -249,7 +255,7 @@ def evaluation(place: Place, folder: Path) -> Results:
         step(engine, index)
         engine.eval()
         with torch.no_grad():
-            losses[f"loss {index}"] = engine(sent(tokens(9), engine)).detach()
+            losses[f"loss {index}"] = engine(sent(batch(9), engine)).detach()
         engine.train()
     return closing(engine, {name: kept(loss) for name, loss in losses.items()})
 
@@ -259,7 +265,7 @@ def inference(place: Place, folder: Path) -> Results:
     config = {"zero": make_config(place, folder)["zero_optimization"], "dtype": "bf16"}
     engine = zero.init_inference(build("gpt"), config=config)
     with torch.no_grad():
-        losses = [engine(sent(tokens(index), engine)) for index in range(3)]
+        losses = [engine(sent(batch(index), engine)) for index in range(3)]
     found = {f"loss {index}": kept(loss) for index, loss in enumerate(losses)}
     engine.close()
     return found
@@ -270,7 +276,7 @@ def generation(place: Place, folder: Path) -> Results:
     engine = opened("gpt", place, folder)
     step(engine, 0)
     with engine.generation(), torch.no_grad():
-        losses = [engine(sent(tokens(index), engine)) for index in range(4)]
+        losses = [engine(sent(batch(index), engine)) for index in range(4)]
     found = {f"loss {index}": kept(loss) for index, loss in enumerate(losses)}
     step(engine, 1)
     return closing(engine, found)
@@ -335,7 +341,7 @@ def backward_of_the_users(place: Place, folder: Path) -> Results:
     """Nobody announces it to the engine."""
     engine = opened("gpt", place, folder)
     for index in range(3):
-        (engine(sent(tokens(index), engine)) * 2).backward()
+        (engine(sent(batch(index), engine)) * 2).backward()
         engine.step()
     return closing(engine)
 
@@ -352,7 +358,7 @@ def streams_of_the_users(place: Place, folder: Path) -> Results:
     for index in range(3):
         with torch.cuda.stream(first):
             first.wait_stream(torch.cuda.default_stream())
-            loss = engine(sent(tokens(index), engine))
+            loss = engine(sent(batch(index), engine))
         with torch.cuda.stream(second):
             second.wait_stream(first)
             engine.backward(loss)
@@ -366,7 +372,7 @@ def saved_and_loaded(place: Place, folder: Path) -> Results:
     engine = opened("gpt", place, folder)
     step(engine, 0)
     step(engine, 1)
-    saved = tempfile.mkdtemp(dir=folder)
+    saved = folder / "saved"
     engine.save_checkpoint(saved)
     step(engine, 2)
     engine.load_checkpoint(saved)

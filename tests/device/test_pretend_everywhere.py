@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from pretend_groups import GROUPS, LONG, everywhere
+from pretend_groups import FOUR_RANKS, GROUPS, LONG, OF_RANKS, everywhere
 from pretend_process import finished, needed, verdicts, wrong
 
 
@@ -23,4 +23,6 @@ def test_training_at_every_place_has_the_bits_of_the_cpu(group: str, mode: str) 
 def test_every_scenario_is_in_a_group() -> None:
     needed()
     listed = finished("-c", "import pretend_run as run; print(*run.SCENARIOS)")
-    assert sorted(listed.stdout.split()) == sorted(itertools.chain(*GROUPS.values())), listed.stderr
+    assert sorted(listed.stdout.split()) == sorted(itertools.chain(*GROUPS.values(), *OF_RANKS.values(), FOUR_RANKS)), (
+        listed.stderr
+    )

@@ -49,6 +49,11 @@ def uses_nccl(device: torch.device, group: Handle | None) -> bool:
     return kind is not None and kind.collects() and kind.collectives in str(dist.get_backend_config(group))
 
 
+def name_for(device: torch.device) -> str:
+    """The backend whose collectives run on a stream of the device: NCCL, or what its kind has instead."""
+    return KINDS[device.type].collectives
+
+
 def new_group(
     ranks: Sequence[int],
     name: str,

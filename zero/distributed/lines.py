@@ -37,7 +37,7 @@ class Lines:
 
         Args:
             ranks: its members.
-            name: of its backend, "gloo" or "nccl".
+            name: of its backend.
         """
         before = connections()
         timeout = timedelta(seconds=OPENING_SECONDS) if name == "gloo" and backend.has_cpu(self._parent) else None

@@ -311,7 +311,7 @@ class Collectives(AmongRanks):
     ) -> AsyncIterator[list[torch.Tensor]]:
         """See `Exchange`. What arrives has room for one unit: reductions take turns."""
         async with self._room:
-            yield await self._reduced(list(turn), unit, self._on_the_wire(flat), *after)
+            yield await self._reduced(list(turn), unit, self._on_the_wire(flat, after), *after)
 
     async def _reduced(self, tickets: list[Any], unit: Unit, flat: torch.Tensor, *after: Fence) -> list[torch.Tensor]:
         own, sources = flat, [flat]
@@ -325,16 +325,19 @@ class Collectives(AmongRanks):
             into = self._room_for(own)
             parts = await self._comm.reduce_scatter(tickets.pop(0), own, self._replicas, *after, into=into)
             kernels.reduce_ranks(own.chunk(self._replicas.size)[self._replicas.index], parts)
-            await self._comm.all_gather(tickets.pop(0), own, self._replicas)
+            streams = self._comm.streams
+            streams.wait(await self._comm.all_gather(tickets.pop(0), own, self._replicas, streams.fence()))
             sources = [own]
         return sources
 
-    def _on_the_wire(self, flat: torch.Tensor) -> torch.Tensor:
+    def _on_the_wire(self, flat: torch.Tensor, after: tuple[Fence, ...]) -> torch.Tensor:
         """`flat` as it travels. A wider dtype changes nothing where sums are made in fp32 anyway."""
-        wish = self._wire.dtype
-        if wish is not None and wish.itemsize != flat.element_size():
-            wider = wish.itemsize > flat.element_size()
-            flat = flat if wider and self._comm.fixed_order else flat.to(wish)
+        wish = self._wire.dtype or flat.dtype
+        if wish.itemsize == flat.element_size() or (wish.itemsize > flat.element_size() and self._comm.fixed_order):
+            wish = flat.dtype
+        if wish != flat.dtype or self._before != 1:
+            self._comm.streams.wait(*after)  # it is read, or changed, on the mover's stream
+        flat = flat.to(wish)
         return flat if self._before == 1 else flat.div_(self._before)
 
     def _room_for(self, flat: torch.Tensor) -> torch.Tensor | None:

@@ -169,7 +169,7 @@ class Loader:
         arrivals = [self._bring(unit, self._flat_of(unit)) for unit in self._layout.units if unit.persistent]
         for transfer in arrivals:
             if transfer is not None:
-                transfer.result()
+                self._storage.streams.wait(transfer.result())
 
     def _flat_of(self, unit: Unit) -> torch.Tensor:
         memory = self._storage.flat(unit)
@@ -222,8 +222,10 @@ class Loader:
             StateError: what was modified is memory of other ranks too.
         """
         try:
-            if arrival.transfer is not None:
-                arrival.transfer.settle()
+            if arrival.transfer is not None and arrival.transfer.settle() is None:
+                # Nobody may have waited for what was fetched in vain: collectives still write there, and they are
+                # late where another rank is.
+                self._storage.streams.wait(arrival.transfer.result())
             placement = self._exchange.placement
             if modified and placement.shares_memory and placement.weights_sharded:
                 raise StateError(

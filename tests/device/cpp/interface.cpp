@@ -6,6 +6,7 @@
 #include "memory.h"
 #include "pinned.h"
 #include "scheduler.h"
+#include "wire.h"
 
 using namespace pretend;
 
@@ -48,6 +49,20 @@ const char *pretend_synchronize(int noted) {
 }
 
 void pretend_empty_cache() { DeviceAllocator::get().empty(); }
+
+// ---- collectives, see wire.h
+
+void *pretend_wire(const char *path, int rank, int size, int stream) {
+  return new Wire(path, rank, size, stream);  // never destroyed: who has it may ask at any time
+}
+
+void pretend_launch_collective(void *wire, int what, int number, void *to, const void *from, size_t nbytes, int root) {
+  const Message message{static_cast<Collective>(what), static_cast<Number>(number), to, from, nbytes, root};
+  static_cast<Wire *>(wire)->launch(message);
+}
+
+void pretend_abort(void *wire) { static_cast<Wire *>(wire)->abort(); }
+void pretend_close(void *wire) { static_cast<Wire *>(wire)->close(); }
 
 // ---- the kernels' side, see cuda_runtime.h
 

@@ -11,6 +11,7 @@
 namespace pretend {
 namespace {
 
+constexpr int ASKS_AGAIN_US = 200;
 constexpr int TURN_US_MAX = 300;  // how long random mode lets the device idle between two tasks
 thread_local bool is_device_thread = false;
 std::atomic<Listener> listener_{nullptr};
@@ -33,13 +34,13 @@ void Scheduler::seed(unsigned value) {
   random_.seed(value);
 }
 
-Ticket Scheduler::add(int stream, std::function<void()> task) {
+Ticket Scheduler::add(int stream, std::function<void()> task, std::function<bool()> able) {
   Ticket ticket;
   bool now;
   {
     Lock lock(mutex_);
     start();
-    streams_[stream].tasks.push_back({std::move(task)});
+    streams_[stream].tasks.push_back({std::move(task), -1, 0, std::move(able)});
     ticket = ++streams_[stream].given;
     const bool is_default = stream == DEFAULT_STREAM;
     now = mode_ == Mode::eager || (mode_ == Mode::copies && !is_default) || (mode_ == Mode::compute && is_default);
@@ -98,9 +99,7 @@ void Scheduler::loop() {
   Lock lock(mutex_);
   while (true) {
     if (!wanted_.empty()) {
-      const auto [stream, ticket] = wanted_.front();
-      wanted_.pop_front();
-      run_until(lock, stream, ticket);
+      run_wanted(lock);
     } else if (mode_ == Mode::random) {
       run_any(lock);
     } else {
@@ -113,6 +112,7 @@ bool Scheduler::ready(int stream) const {
   const auto &tasks = streams_[stream].tasks;
   if (tasks.empty()) return false;
   const Task &first = tasks.front();
+  if (first.able && !first.able()) return false;
   return first.wait_stream < 0 || streams_[first.wait_stream].done >= first.wait_ticket;
 }
 
@@ -132,9 +132,7 @@ void Scheduler::run_any(Lock &lock) {
 
 void Scheduler::run_first(Lock &lock, int stream) {
   Task task = std::move(streams_[stream].tasks.front());
-  if (task.wait_stream >= 0) {
-    run_until(lock, task.wait_stream, task.wait_ticket);
-  } else {
+  if (task.run) {
     lock.unlock();
     run_guarded(task.run);
     task.run = nullptr;  // what it holds goes before anybody hears that it is done
@@ -145,8 +143,31 @@ void Scheduler::run_first(Lock &lock, int stream) {
   moved_.notify_all();
 }
 
-void Scheduler::run_until(Lock &lock, int stream, Ticket ticket) {
-  while (streams_[stream].done < ticket) run_first(lock, stream);
+void Scheduler::run_wanted(Lock &lock) {
+  bool ran = false;
+  for (size_t i = 0; i < wanted_.size();) {
+    const auto [stream, ticket] = wanted_[i];
+    const bool done = streams_[stream].done >= ticket;
+    const int next = done ? -1 : next_for(stream);
+    if (done) {
+      wanted_.erase(wanted_.begin() + i);
+    } else if (next >= 0) {
+      run_first(lock, next);
+      ran = true;
+    } else {
+      i++;
+    }
+  }
+  if (!ran && !wanted_.empty()) work_.wait_for(lock, std::chrono::microseconds(ASKS_AGAIN_US));
+}
+
+int Scheduler::next_for(int stream) const {
+  while (!ready(stream)) {
+    const Task &first = streams_[stream].tasks.front();
+    if (first.wait_stream < 0) return -1;
+    stream = first.wait_stream;
+  }
+  return stream;
 }
 
 void Scheduler::run_guarded(const std::function<void()> &task) {

@@ -36,7 +36,8 @@ class Scheduler {
   void set_mode(Mode mode);
   void seed(unsigned value);
 
-  Ticket add(int stream, std::function<void()> task);
+  // `able`: the stream stands still until it says yes. It is asked again and again, and other streams go on.
+  Ticket add(int stream, std::function<void()> task, std::function<bool()> able = nullptr);
   // What `stream` is given from now on waits until `other` has come to `ticket`.
   void add_wait(int stream, int other, Ticket ticket);
 
@@ -54,6 +55,7 @@ class Scheduler {
     std::function<void()> run;  // or, where `wait_stream` >= 0, nothing but waiting
     int wait_stream = -1;
     Ticket wait_ticket = 0;
+    std::function<bool()> able = nullptr;
   };
   struct Stream {
     std::deque<Task> tasks;
@@ -64,7 +66,9 @@ class Scheduler {
   [[noreturn]] void loop();
   void start();
   void run_first(Lock &lock, int stream);
-  void run_until(Lock &lock, int stream, Ticket ticket);
+  void run_wanted(Lock &lock);
+  // A stream whose first task can run, and that has to for `stream` to go on; -1: all of that waits for other ranks.
+  int next_for(int stream) const;
   bool ready(int stream) const;
   void run_any(Lock &lock);
   void run_guarded(const std::function<void()> &task);
