@@ -5,7 +5,7 @@ Found by what the code says around them: whoever changes that code changes the e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Removal:
     """Scenarios at their places: one of them has to find other values."""
     covered_by: str = ""
     """Why nobody notices, as far as is known: the test expects that nobody does."""
+    ranks: bool = False
+    """Two ranks run the scenarios."""
 
 
 D = ("clipped_and_accumulated:cpu-cpu", "clipped_and_accumulated:none-none", "clipped:nvme-nvme", "clipped:cpu-cpu")
@@ -374,3 +376,114 @@ REMOVALS = (
         ("rows_of_experts:cpu-cpu", "rows_of_experts:nvme-nvme"),
     ),
 )
+LAUNCHED = "                with self.streams.collective(*after):\n                    work = start()"
+REDUCED = (
+    "(*after, self.streams.fence()), start))\n        return list(backend.slices(arrived, numel))\n\n    async def all"
+)
+BACK = "streams.wait(await self._comm.all_gather(tickets.pop(0), own, self._replicas, streams.fence()))"
+L = ("clipped_and_accumulated:cpu-cpu", "clipped_and_accumulated:none-none", "several_uses:none-none")
+OF_RANKS = (
+    Removal(
+        "a collective starts before what it sends is there",
+        "zero/comm.py",
+        LAUNCHED,
+        LAUNCHED.replace("*after", ""),
+        L[:1],
+    ),
+    Removal(
+        "what a collective brings is used before it has come",
+        "zero/comm.py",
+        "                    work.wait()  # NCCL's: of the stream, not of this thread\n",
+        "",
+        L[:1],
+    ),
+    Removal(
+        "a gradient's sum is used before it has come",
+        "zero/comm.py",
+        f"self.streams.wait(await self._run(ticket, group, flat, {REDUCED}",
+        f"(await self._run(ticket, group, flat, {REDUCED}",
+        L,
+    ),
+    Removal(
+        "a gradient arrives where the one before is still read",
+        "zero/comm.py",
+        REDUCED,
+        REDUCED.replace("(*after, self.streams.fence())", "after"),
+        (*L, "replicas:none-cpu"),
+        "the host has waited for the sums of the one before, which are behind it",
+    ),
+    Removal(
+        "a sum over replicas is sent before it has been made",
+        "zero/exchanging/exchange.py",
+        BACK,
+        BACK.replace(", streams.fence()", ""),
+        ("replicas:none-cpu",),
+    ),
+    Removal(
+        "a sum over replicas is used before all of it has come",
+        "zero/exchanging/exchange.py",
+        BACK,
+        BACK.replace("streams.wait(", "(", 1),
+        ("replicas:none-cpu",),
+    ),
+    Removal(
+        "a gradient is divided before it has been made",
+        "zero/exchanging/exchange.py",
+        "            self._comm.streams.wait(*after)  # it is read",
+        "            pass  # it is read",
+        ("divided_before:nvme-nvme",),
+    ),
+    Removal(
+        "a gradient is reduced before it has been made",
+        "zero/optim/reducing.py",
+        "turn, self._streams.fence(), first",
+        "turn, None, first",
+        L,
+    ),
+    Removal(
+        "a whole gradient is written over one that is still used",
+        "zero/optim/reducing.py",
+        "        self._streams.wait(*block.fences)\n        return block",
+        "        return block",
+        L,
+        "a reduction is over when the host has its sums, which are behind its last use",
+    ),
+    Removal(
+        "a gradient is reduced into one that an update reads",
+        "zero/optim/reducing.py",
+        "            self._streams.wait(self._streams.behind_updates())\n",
+        "",
+        (*L, "two_backwards:none-none"),
+        "the forward before it has waited for the unit's update",
+    ),
+    Removal(
+        "a slice is sent before it is there",
+        "zero/schedule/loading.py",
+        "await self._exchange.gather(turn, unit, flat, own))",
+        "await self._exchange.gather(turn, unit, flat))",
+        ("plain:cpu-cpu",),
+    ),
+    Removal(
+        "a slice of what always stays is sent before it has been updated",
+        "zero/schedule/loading.py",
+        "return await self._exchange.gather(turn, unit, memory, own)",
+        "return await self._exchange.gather(turn, unit, memory)",
+        ("left_out_apart_2:none-nvme", "persistent:none-none"),
+        "no scenario notices so far",
+    ),
+    Removal(
+        "what always stays is used before all slices have come",
+        "zero/schedule/loading.py",
+        "self._storage.streams.wait(transfer.result())\n\n    def _flat_of",
+        "transfer.result()\n\n    def _flat_of",
+        ("left_out_apart_2:none-nvme", "persistent:none-none"),
+    ),
+    Removal(
+        "memory is reused while a collective that nobody waited for writes there",
+        "zero/schedule/loading.py",
+        "                self._storage.streams.wait(arrival.transfer.result())\n            placement",
+        "                pass\n            placement",
+        ("fetched_in_vain:cpu-cpu", "fetched_in_vain:nvme-nvme"),
+    ),
+)
+REMOVALS += tuple(replace(removal, ranks=True) for removal in OF_RANKS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from pretend_fences import REMOVALS, Removal
-from pretend_process import TESTS, needed, verdicts, wrong
+from pretend_process import TESTS, needed, verdicts, verdicts_of_ranks, wrong
 
 ROOT = TESTS.parent
 PRODUCT = ("offload", "zero", "native")
@@ -48,5 +48,6 @@ def case(removal: Removal) -> object:
 @pytest.mark.slow
 @pytest.mark.parametrize(("removal", "without"), [case(each) for each in REMOVALS], indirect=["without"])
 def test_a_wait_that_is_taken_out_is_noticed(removal: Removal, without: Path) -> None:
-    found = verdicts([f"{cell}:copies,compute,late" for cell in removal.noticed_by], without)
+    cells = [f"{cell}:copies,compute,late" for cell in removal.noticed_by]
+    found = verdicts_of_ranks(cells, "streams", without) if removal.ranks else verdicts(cells, without)
     assert wrong(found), f"nobody noticed: {removal.what}"
