@@ -17,7 +17,7 @@ from typing import Any
 
 import pretend_build
 
-MODES = ("eager", "late", "random", "copies", "compute")
+MODES = ("eager", "late", "random", "copies", "compute", "alone")
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 NAME = "a pretend GPU"
 CAPABILITY = (9, 0)
@@ -49,8 +49,13 @@ DEVICE = torch.device("cuda", 0)
 
 
 def mode(name: str) -> None:
-    """When the device works, see scheduler.h: eager, late, random, copies or compute."""
+    """When the device works, see scheduler.h: eager, late, random, copies, compute or alone."""
     _device.pretend_mode(MODES.index(name))
+
+
+def early(stream: Stream) -> None:
+    """It works at once, in mode alone."""
+    _device.pretend_early(stream.stream_id)
 
 
 def seed(value: int) -> None:

@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parent.parent
 sys.path[:0] = [os.environ.get("PRETEND_TREE", str(TESTS.parent)), str(TESTS), str(Path(__file__).parent)]
@@ -31,9 +32,25 @@ import pretend_rank_scenarios  # noqa: E402, F401 (more of them)
 import torch  # noqa: E402
 from pretend_scenarios import SCENARIOS, Place, Results  # noqa: E402
 
+import offload.streams  # noqa: E402
+from offload.streams import DeviceStreams  # noqa: E402
+
 HANGS_AFTER_SECONDS = 120
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 _numbers = itertools.count()
+ALONE = {"copies_in": "_in", "copies_out": "_out", "updates": "_updates"}
+"""Modes in which one stream of each engine is early, and all others late."""
+
+
+class Streams(DeviceStreams):
+    """Those of the product, of which one is early where the mode says so."""
+
+    mode = ""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        if self.mode in ALONE:
+            pretend.early(getattr(self, ALONE[self.mode]))
 
 
 def result_of(name: str, place: Place, device: str) -> Results:
@@ -60,7 +77,8 @@ def scratch() -> Iterator[Path]:
 def verdict(name: str, place: Place, mode: str, reference: Results) -> str:
     """ "same", or what is wrong."""
     pretend.settle()
-    pretend.mode(mode)
+    Streams.mode = mode
+    pretend.mode("alone" if mode in ALONE else mode)
     found = result_of(name, place, "cuda")
     gc.collect()
     pretend.settle()
@@ -72,6 +90,7 @@ def verdict(name: str, place: Place, mode: str, reference: Results) -> str:
 
 def main(*wanted: str) -> None:
     faulthandler.enable()
+    offload.streams.DeviceStreams = Streams  # type: ignore[misc]
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if RANKS > 1:

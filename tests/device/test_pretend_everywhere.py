@@ -10,7 +10,7 @@ from pretend_process import finished, needed, verdicts, wrong
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["copies", "compute", "late", "random", "eager"])
+@pytest.mark.parametrize("mode", ["copies", "compute", "late", "random", "eager", "copies_in", "copies_out", "updates"])
 @pytest.mark.parametrize("group", GROUPS)
 def test_training_at_every_place_has_the_bits_of_the_cpu(group: str, mode: str) -> None:
     needed()

@@ -150,14 +150,14 @@ class Call {
     } catch (const std::exception &) {
       return false;
     }
-    bool same_sizes = true;
     for (size_t i = 0; i < metas_.size(); i++) {
-      if (metas_[i].sizes() == originals_[i].sizes()) continue;
-      resize(originals_[i], metas_[i].sizes(), {});  // an `out` of another size
-      same_sizes = false;
+      if (metas_[i].sizes() != originals_[i].sizes()) resize(originals_[i], metas_[i].sizes(), {});
     }
-    if (same_sizes && name_ == "aten::native_layer_norm") give_statistics_the_type_of_the_cpu();
-    return same_sizes;
+    for (size_t i = 0; i < given_.size(); i++) {  // an `out` may have moved when it was resized
+      if (is_tensor(given_[i]) && given_[i].toTensor().is_cuda()) arguments_[i].tensors[0] = raw(given_[i].toTensor());
+    }
+    if (name_ == "aten::native_layer_norm") give_statistics_the_type_of_the_cpu();
+    return true;
   }
 
   // The CPU keeps a layer norm's mean and deviation in the type of its parameters, the GPU and Meta in fp32.
@@ -227,13 +227,8 @@ class Call {
     Stack host;
     std::vector<std::pair<Tensor, Tensor>> pairs;  // what was given, and what stands for it
     for (size_t i = 0; i < given_.size(); i++) {
-      Argument &argument = arguments_[i];
-      // An `out` may have moved when it was resized.
-      if (argument.kind == Argument::TENSOR && given_[i].toTensor().is_cuda()) {
-        argument.tensors[0] = raw(given_[i].toTensor());
-      }
-      host.push_back(argument.on_the_host());
-      pair_up(pairs, given_[i], host.back(), argument.kind);
+      host.push_back(arguments_[i].on_the_host());
+      pair_up(pairs, given_[i], host.back(), arguments_[i].kind);
     }
     op_.callBoxed(&host);
     Stack returned;

@@ -30,6 +30,7 @@ void pretend_read(pretend_statistics *out) {
 }
 
 void pretend_mode(int mode) { Scheduler::get().set_mode(static_cast<Mode>(mode)); }
+void pretend_early(int stream) { Scheduler::get().set_early(stream); }
 void pretend_seed(unsigned value) { Scheduler::get().seed(value); }
 void pretend_limit(uint64_t nbytes) { DeviceAllocator::get().set_limit(nbytes); }
 void pretend_reset_peak() { DeviceAllocator::get().reset_peak(); }

@@ -27,6 +27,12 @@ Scheduler &Scheduler::get() {
 void Scheduler::set_mode(Mode mode) {
   Lock lock(mutex_);
   mode_ = mode;
+  for (Stream &stream : streams_) stream.early = false;
+}
+
+void Scheduler::set_early(int stream) {
+  Lock lock(mutex_);
+  streams_[stream].early = mode_ == Mode::alone;
 }
 
 void Scheduler::seed(unsigned value) {
@@ -42,8 +48,7 @@ Ticket Scheduler::add(int stream, std::function<void()> task, std::function<bool
     start();
     streams_[stream].tasks.push_back({std::move(task), -1, 0, std::move(able)});
     ticket = ++streams_[stream].given;
-    const bool is_default = stream == DEFAULT_STREAM;
-    now = mode_ == Mode::eager || (mode_ == Mode::copies && !is_default) || (mode_ == Mode::compute && is_default);
+    now = early(stream);
   }
   work_.notify_all();
   if (now && !is_device_thread) finish(stream, ticket);
@@ -106,6 +111,12 @@ void Scheduler::loop() {
       work_.wait_for(lock, std::chrono::milliseconds(50));
     }
   }
+}
+
+bool Scheduler::early(int stream) const {
+  const bool is_default = stream == DEFAULT_STREAM;
+  return mode_ == Mode::eager || (mode_ == Mode::copies && !is_default) || (mode_ == Mode::compute && is_default) ||
+         streams_[stream].early;
 }
 
 bool Scheduler::ready(int stream) const {

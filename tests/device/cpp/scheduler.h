@@ -22,6 +22,7 @@ enum class Mode {
   random,   // streams take turns at random moments
   copies,   // at once on all streams but the default one
   compute,  // at once on the default stream alone
+  alone,    // at once on one other stream alone: `set_early` says which
 };
 
 constexpr int STREAMS = 33;
@@ -34,6 +35,8 @@ class Scheduler {
   static Scheduler &get();
 
   void set_mode(Mode mode);
+  // Of mode `alone`; of several engines each may have one.
+  void set_early(int stream);
   void seed(unsigned value);
 
   // `able`: the stream stands still until it says yes. It is asked again and again, and other streams go on.
@@ -60,6 +63,7 @@ class Scheduler {
   struct Stream {
     std::deque<Task> tasks;
     Ticket given = 0, done = 0;
+    bool early = false;
   };
   using Lock = std::unique_lock<std::mutex>;
 
@@ -69,6 +73,7 @@ class Scheduler {
   void run_wanted(Lock &lock);
   // A stream whose first task can run, and that has to for `stream` to go on; -1: all of that waits for other ranks.
   int next_for(int stream) const;
+  bool early(int stream) const;
   bool ready(int stream) const;
   void run_any(Lock &lock);
   void run_guarded(const std::function<void()> &task);
