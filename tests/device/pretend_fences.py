@@ -17,12 +17,19 @@ class Removal:
     before: str
     after: str
     noticed_by: tuple[str, ...]
-    """Scenarios at their places: one of them has to find other values."""
+    """Scenarios at their places, in `MODES` or in those named: one of them has to find other values."""
     covered_by: str = ""
     """Why nobody notices, as far as is known: the test expects that nobody does."""
     ranks: bool = False
     """Two ranks run the scenarios."""
 
+    @property
+    def cells(self) -> list[str]:
+        """What is run: scenario, place, modes."""
+        return [cell if cell.count(":") == 2 else f"{cell}:{MODES}" for cell in self.noticed_by]
+
+
+MODES = "copies,compute,late"
 
 D = ("clipped_and_accumulated:cpu-cpu", "clipped_and_accumulated:none-none", "clipped:nvme-nvme", "clipped:cpu-cpu")
 REMOVALS = (
@@ -45,8 +52,7 @@ REMOVALS = (
         "offload/streams.py",
         "        if stream is not None and stream != current:",
         "        if False:",
-        ("branches_on_streams:none-none", "branches_on_streams:cpu-cpu", "branches_on_streams:nvme-nvme"),
-        "no scenario notices so far",
+        ("branches_on_streams:none-none:compute,late",),
     ),
     Removal(
         "new memory is used before its zeros are written",
@@ -56,12 +62,11 @@ REMOVALS = (
         D,
     ),
     Removal(
-        "a copy between memories of one plane does not wait for who made its source",
+        "a copy between memories of one plane does not wait for who made its source, or uses its target",
         "offload/planes.py",
         "await self._streams.reached(copy(target, source, self._streams.fence()))",
         "await self._streams.reached(copy(target, source))",
-        (*D, "edited_weights:none-none", "saved_and_loaded:none-none", "looked_at_and_set:none-none"),
-        "no scenario notices so far: its callers have waited for what they read",
+        ("evaluation_before_a_step:none-cpu:copies",),
     ),
     Removal(
         "a write to a plane does not wait until its copy has arrived",
@@ -82,8 +87,7 @@ REMOVALS = (
         "offload/copies.py",
         "memory, *after, streams.fence()",
         "memory, *after",
-        (*D, "states_half_on_the_device:cpu-cpu", "plain:cpu-none", "accumulated:cpu-none"),
-        "alone, an update has written home before it is over; with several ranks it counts",
+        ("copied_to_be_used:none-none:copies_in",),
     ),
     Removal(
         "a fetch from NVMe does not wait for the last use of where it goes",
@@ -120,24 +124,14 @@ REMOVALS = (
         "zero/optim/gradients.py",
         "            streams.wait(streams.behind_updates())  # on a GPU",
         "            pass  # on a GPU",
-        (*D, "plain:none-none", "two_backwards:none-none", "gradients_set:none-none"),
-        "the forward before it has waited for the unit's update",
-    ),
-    Removal(
-        "a gradient is widened before it has been made",
-        "zero/optim/gradients.py",
-        "            self._streams.wait(made)\n",
-        "",
-        ("two_backwards:none-none", "two_backwards:cpu-cpu", "two_backwards:nvme-nvme"),
-        "the copies of its sums, which the next wait is for, are behind it",
+        ("rows_of_experts:nvme-none:compute",),
     ),
     Removal(
         "a gradient is widened before it has been copied",
         "zero/optim/gradients.py",
-        "            await self._streams.reached(state.copied)\n",
+        "            await self._streams.reached(state.copied)  # of its sums too: it has been made\n",
         "",
-        ("two_backwards:none-none", "two_backwards:cpu-cpu", "two_backwards:nvme-nvme"),
-        "no scenario notices so far: the small pool has waited for all but the last",
+        ("two_backwards:cpu-cpu:late", "two_backwards:none-none:updates"),
     ),
     Removal(
         "a contribution is added before the home has been widened",
@@ -166,14 +160,6 @@ REMOVALS = (
         "self._streams.copy_out(stored, item.buffer, self._streams.fence())",
         "self._streams.copy_out(stored, item.buffer)",
         D,
-    ),
-    Removal(
-        "sums are copied out before they have been made",
-        "zero/optim/contributions.py",
-        "        return self._streams.copy_out(item.sums, sums, self._streams.fence())",
-        "        return self._streams.copy_out(item.sums, sums)",
-        D,
-        "the copy of the gradient before it, on the same stream, waits behind them",
     ),
     Removal(
         "sums of a contribution to NVMe are copied out before they have been made",
@@ -208,8 +194,7 @@ REMOVALS = (
         "zero/optim/pipeline.py",
         "            streams.wait(arguments.fence)\n",
         "",
-        (*D, "plain:none-none", "gradients_set:none-none", "gradients_set:cpu-cpu", "branches_on_streams:none-none"),
-        "the host has waited for the sums of all gradients before it decides the step",
+        ("evaluation_before_a_step:none-none:copies",),
     ),
     Removal(
         "new weights are delivered over those in use",
@@ -223,13 +208,12 @@ REMOVALS = (
         "zero/optim/pipeline.py",
         "streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence())",
         "streams.copy_in(target, weight.bytes, *delivery.fences)",
-        (*D, "plain:nvme-none", "plain:cpu-none", "states_half_on_the_device:nvme-nvme"),
-        "no scenario notices so far",
+        ("plain:nvme-none:copies_in",),
     ),
     Removal(
         "staging is reused before new weights are delivered",
         "zero/optim/pipeline.py",
-        "staging.keep_until(streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence()))",
+        "streams.wait(streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence()))",
         "streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence())",
         (*D, "plain:nvme-none", "plain:cpu-none", "states_half_on_the_device:nvme-nvme"),
     ),
@@ -252,16 +236,7 @@ REMOVALS = (
         "zero/schedule/loading.py",
         "            arrival.fence = streams.behind_updates()",
         "            pass",
-        (*D, "plain:none-none", "states_half_on_the_device:none-nvme", "stage_1:none-none", "stage_2:none-none"),
-        "whoever brings the unit returns the same wait",
-    ),
-    Removal(
-        "weights are brought without waiting for their update",
-        "zero/schedule/loading.py",
-        "        return self._storage.streams.behind_updates()",
-        "        return None",
-        (*D, "plain:none-none", "states_half_on_the_device:none-nvme", "stage_1:none-none", "stage_2:none-none"),
-        "whoever uses the unit where it lives waits too",
+        ("evaluations_on_streams:none-none:compute,late",),
     ),
     Removal(
         "a unit's memory is reused before its last use",
@@ -279,11 +254,17 @@ REMOVALS = (
     ),
     Removal(
         "weights that stay on the device are bound before they have been updated",
-        "zero/schedule/coordinator.py",
-        "        self._storage.streams.wait(self._storage.streams.behind_updates())\n",
+        "zero/schedule/loading.py",
+        "        self.follow_persistent()\n",
         "",
-        ("plain:none-none", "stage_1:none-none", "stage_2:none-none", "stage_0:none-none", "kept_for_reuse:none-none"),
-        "no scenario notices so far",
+        ("always_bound:none-none:compute,late",),
+    ),
+    Removal(
+        "weights that are always bound are used on another stream before they have been updated",
+        "zero/schedule/coordinator.py",
+        "            self._loader.follow_persistent()\n",
+        "            pass\n",
+        ("evaluations_of_what_is_always_bound:none-none:compute,late",),
     ),
     Removal(
         "an update on the device does not wait for what it reads",
@@ -297,8 +278,7 @@ REMOVALS = (
         "zero/store/staging.py",
         "            self._streams.wait(self._streams.copy_in(self.bytes, source, self._streams.fence()))",
         "            self._streams.wait(self._streams.copy_in(self.bytes, source))",
-        ("plain:cpu-none", "plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
-        "its write-back has waited for the update",
+        ("many_sub_groups:none-cpu:copies_in",),
     ),
     Removal(
         "what an update has made is written home before it is there",
@@ -315,35 +295,25 @@ REMOVALS = (
         ("plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
     ),
     Removal(
-        "memory for an update is taken while the device still uses it",
-        "zero/store/staging.py",
-        "        storage.streams.wait(*device.fences)\n",
-        "",
-        ("plain:cpu-none", "plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
-        "what is written there first is a copy behind the mover's stream and behind deliveries",
-    ),
-    Removal(
         "memory of the host is reused before the device has read it",
         "zero/store/staging.py",
-        "        self._streams.release(self._host, self._streams.fence(), *self._fences)",
+        "        self._streams.release(self._host, self._streams.fence())",
         "        self._host.release()",
         ("plain:cpu-none", "plain:nvme-none", "plain:none-nvme", "accumulated:nvme-nvme", "clipped:nvme-cpu"),
-    ),
-    Removal(
-        "memory of the device is reused before an update is done with it",
-        "zero/store/staging.py",
-        "        self._device.release(self._streams.fence(), *self._fences)",
-        "        self._device.release()",
-        ("plain:cpu-none", "plain:nvme-none", "accumulated:nvme-none", "states_half_on_the_device:nvme-nvme"),
-        "what is written there first is a copy behind the mover's stream and behind deliveries",
     ),
     Removal(
         "a record is looked at before it has been copied",
         "zero/store/stored_values.py",
         "        await streams.reached(streams.fence())  # who reads it does so on streams of its own\n",
         "",
-        ("looked_at_and_set:nvme-none", "saved_and_loaded:nvme-none", "looked_at_and_set:none-none"),
-        "no scenario notices so far",
+        ("resized:cpu-none:late", "resized:nvme-none:late"),
+    ),
+    Removal(
+        "a record is replaced while its reader still copies it",
+        "zero/store/stored_values.py",
+        "    streams.wait(read)\n",
+        "",
+        ("shortened:cpu-none:late,copies_in",),
     ),
     Removal(
         "weights are edited while a forward still copies them",
@@ -351,15 +321,14 @@ REMOVALS = (
         "        await streams.reached(streams.behind_copies_in())  # a forward",
         "        pass  # a forward",
         ("edited_weights:cpu-cpu", "looked_at_and_set:cpu-cpu", "edited_weights:cpu-none"),
-        "the editor has read the weights, behind those copies",
+        "the edit has come to the host, on a stream that is behind the forward: stays for whoever edits otherwise",
     ),
     Removal(
         "a model that is being made on the device is taken before it is",
         "zero/store/adoption.py",
         "            streams.wait(made)  # a model",
         "            pass  # a model",
-        ("made_on_the_device:none-none", "made_on_the_device:cpu-cpu"),
-        "opening the device's memory has waited for all its streams",
+        ("replaced_on_the_device:cpu-cpu:late",),
     ),
     Removal(
         "rows of experts are used before they have been copied",
@@ -466,7 +435,7 @@ OF_RANKS = (
     Removal(
         "a slice of what always stays is sent before it has been updated",
         "zero/schedule/loading.py",
-        "return await self._exchange.gather(turn, unit, memory, own)",
+        "return await self._exchange.gather(turn, unit, memory, self._storage.streams.behind_updates())",
         "return await self._exchange.gather(turn, unit, memory)",
         ("left_out_apart_2:none-nvme", "persistent:none-none"),
         "no scenario notices so far",
@@ -474,8 +443,8 @@ OF_RANKS = (
     Removal(
         "what always stays is used before all slices have come",
         "zero/schedule/loading.py",
-        "self._storage.streams.wait(transfer.result())\n\n    def _flat_of",
-        "transfer.result()\n\n    def _flat_of",
+        "[*gathered, self._storage.streams.behind_updates()]",
+        "[self._storage.streams.behind_updates()]",
         ("left_out_apart_2:none-nvme", "persistent:none-none"),
     ),
     Removal(

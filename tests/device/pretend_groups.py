@@ -18,6 +18,9 @@ TRAINING = {
         "many_small_chunks",
         "gradients_on_nvme",
         "kept_for_reuse",
+        "many_sub_groups",
+        "always_bound",
+        "copied_to_be_used",
         "stage_0",
         "stage_1",
         "stage_2",
@@ -25,9 +28,24 @@ TRAINING = {
 }
 AROUND_TRAINING = {
     "activations": ("activations_on_the_host", "activations_on_nvme", "activations_offloaded", "recomputed"),
-    "around_a_step": ("offload_states", "evaluation", "inference", "generation", "backward_of_the_users"),
-    "edits": ("edited_weights", "looked_at_and_set", "frozen_later", "resized", "saved_and_loaded", "gradients_set"),
-    "order": ("update_in_backward", "streams_of_the_users", "two_engines", "made_on_the_device", "branches_on_streams"),
+    "around_a_step": (
+        *("offload_states", "evaluation", "evaluation_before_a_step", "inference", "generation"),
+        "backward_of_the_users",
+    ),
+    "edits": (
+        *("edited_weights", "looked_at_and_set", "frozen_later", "resized", "shortened", "saved_and_loaded"),
+        "replaced_on_the_device",
+        "gradients_set",
+    ),
+    "order": (
+        "update_in_backward",
+        "streams_of_the_users",
+        "two_engines",
+        "made_on_the_device",
+        "branches_on_streams",
+        "evaluations_on_streams",
+        "evaluations_of_what_is_always_bound",
+    ),
 }
 LONG = {"rows": ("rows_of_experts",)}
 """These import transformers."""

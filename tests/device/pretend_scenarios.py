@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,8 @@ SCENARIOS |= {
     "states_half_on_the_device": training(zero={STATES: {"ratio": 0.5}}, clipping=1.0),
     "bf16_moments": training(zero={STATES: {"state_dtype": "bf16"}}),
     "8bit_moments": training(zero={STATES: {"state_dtype": "8bit"}}),
+    "many_sub_groups": training(zero={STATES: {"ratio": 0.25}, "sub_group_size": 4096}),
+    "always_bound": training(zero={"stage3_param_persistence_threshold": 10**9}),
     "not_pinned": training(zero={STATES: {"pin_memory": False}, "offload_param": {"pin_memory": False}}),
     "stage_0": training(zero={"stage": 0}),
     "stage_1": training(zero={"stage": 1}),
@@ -189,10 +192,11 @@ def mixtral() -> Any:
 
 @scenario
 def rows_of_experts(place: Place, folder: Path) -> Results:
-    limits = {"stage3_max_live_parameters": 500_000, "stage3_prefetch_bucket_size": 10_000}
+    """Some sub-groups of an expert's unit are not updated before its gradients come."""
+    limits = {"stage3_max_live_parameters": 500_000, "stage3_prefetch_bucket_size": 10_000, "sub_group_size": 4096}
     engine = opened(mixtral(), place, folder, zero=limits)
     for index in range(3):
-        text = sent(batch(index), engine)
+        text = sent(batch(index, length=3), engine)
         engine.backward(engine(input_ids=text, labels=text, use_cache=False).loss)
         engine.step()
     return closing(engine)
@@ -257,6 +261,20 @@ def evaluation(place: Place, folder: Path) -> Results:
         with torch.no_grad():
             losses[f"loss {index}"] = engine(sent(batch(9), engine)).detach()
         engine.train()
+    return closing(engine, {name: kept(loss) for name, loss in losses.items()})
+
+
+@scenario
+def evaluation_before_a_step(place: Place, folder: Path) -> Results:
+    """It uses the weights that the step replaces. The engine does not wait for losses that it has not seen."""
+    engine, losses = opened("gpt", place, folder), {}
+    for index in range(3):
+        engine(sent(tokens(index), engine)).backward()
+        engine.eval()
+        with torch.no_grad():
+            losses[f"loss {index}"] = engine(sent(tokens(9), engine)).detach()
+        engine.train()
+        engine.step()
     return closing(engine, {name: kept(loss) for name, loss in losses.items()})
 
 
@@ -367,6 +385,37 @@ def streams_of_the_users(place: Place, folder: Path) -> Results:
     return closing(engine)
 
 
+def evaluations(**config: Any) -> Scenario:
+    """Two side by side on streams of their own, which have waited for the step's."""
+
+    def run(place: Place, folder: Path) -> Results:
+        engine, losses = opened("gpt", place, folder, **config), {}
+        on_device = engine.device.type != "cpu"
+        for index in range(2):
+            step(engine, index)
+            engine.eval()
+            streams = [torch.cuda.Stream() if on_device else None for _ in range(2)]
+            for at, stream in enumerate(streams):
+                if stream is not None:
+                    stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream) if stream is not None else nullcontext(), torch.no_grad():
+                    losses[index, at] = engine(sent(tokens(9 + at), engine)).detach()
+            for at, stream in reversed(list(enumerate(streams))):
+                if stream is not None:
+                    torch.cuda.current_stream().wait_stream(stream)
+                losses[index, at] = kept(losses[index, at])
+            engine.train()
+        return closing(engine, {f"loss {at}": loss for at, loss in losses.items()})
+
+    return run
+
+
+SCENARIOS |= {
+    "evaluations_on_streams": evaluations(),
+    "evaluations_of_what_is_always_bound": evaluations(zero={"stage3_param_persistence_threshold": 10**9}),
+}
+
+
 @scenario
 def saved_and_loaded(place: Place, folder: Path) -> Results:
     engine = opened("gpt", place, folder)
@@ -385,23 +434,38 @@ def saved_and_loaded(place: Place, folder: Path) -> Results:
     return {**{f"again {name}": value for name, value in found.items()}, **closing(again)}
 
 
+def in_the_making(module: Any) -> Any:
+    """`module`, which its device is still making when this returns."""
+    for parameter in module.parameters():
+        if os.environ["ZERO_DEVICE"] == "cuda":
+            parameter.data = parameter.data.pin_memory().to("cuda", non_blocking=True)
+        parameter.data.mul_(1.5)
+    return module
+
+
 @scenario
 def made_on_the_device(place: Place, folder: Path) -> Results:
-    """The model is still being made there when the engine takes it."""
-    model = build("gpt")
-    if os.environ["ZERO_DEVICE"] == "cuda":
-        for parameter in model.parameters():
-            parameter.data = parameter.data.pin_memory().to("cuda", non_blocking=True)
-    for parameter in model.parameters():
-        parameter.data.mul_(1.5)
-    engine = opened(model, place, folder)
+    engine = opened(in_the_making(build("gpt")), place, folder)
     step(engine, 0)
     step(engine, 1)
     return closing(engine)
 
 
+@scenario
+def replaced_on_the_device(place: Place, folder: Path) -> Results:
+    """Unlike `initialize`, a new plan opens nothing that waits for the device."""
+    model: Any = build("gpt")
+    engine = opened(model, place, folder)
+    step(engine, 0)
+    torch.manual_seed(1)
+    model.blocks[2].up = in_the_making(torch.nn.Linear(models.WIDTH, 4 * models.WIDTH))
+    step(engine, 1)
+    step(engine, 2)
+    return closing(engine)
+
+
 class Branching(torch.nn.Module):
-    """Two weights of one unit work on two streams, and so do their gradients."""
+    """Two weights of one unit work on two streams, and so do their gradients; nothing else joins these in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,13 +473,13 @@ class Branching(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
-            return x + x @ self.one + x @ self.other
+            return x + x @ self.one + x.detach() @ self.other
         side, mine = torch.cuda.Stream(), torch.cuda.current_stream()
         one = x @ self.one
         side.wait_stream(mine)
         with torch.cuda.stream(side):
             x.record_stream(side)
-            other = x @ self.other
+            other = x.detach() @ self.other
         mine.wait_stream(side)
         other.record_stream(mine)
         return x + one + other
@@ -465,6 +529,16 @@ def many_small_chunks(place: Place, folder: Path) -> Results:
 
 
 @scenario
+def copied_to_be_used(place: Place, folder: Path) -> Results:
+    """Weights are copied to memory of their use also where they could be used at home, as with several ranks."""
+    os.environ["ZERO_NO_ALIAS"] = "1"
+    try:
+        return SCENARIOS["clipped"](place, folder)
+    finally:
+        del os.environ["ZERO_NO_ALIAS"]
+
+
+@scenario
 def two_engines(place: Place, folder: Path) -> Results:
     one, other = opened("gpt", place, folder), opened("gpt", ("nvme", "cpu"), folder)
     for index in range(3):
@@ -500,6 +574,19 @@ def resized(place: Place, folder: Path) -> Results:
     step(engine, 0)
     torch.manual_seed(1)
     model.blocks[2].up = models.LoraLinear(torch.nn.Linear(models.WIDTH, 4 * models.WIDTH))
+    step(engine, 1)
+    step(engine, 2)
+    return closing(engine)
+
+
+@scenario
+def shortened(place: Place, folder: Path) -> Results:
+    """What follows a bias that goes moves up, so that new sub-groups are made of parts of several old ones."""
+    model: Any = build("gpt")
+    engine = opened(model, place, folder, zero={"sub_group_size": 8192})
+    step(engine, 0)
+    for block in model.blocks:
+        block.attention.qkv.bias = None
     step(engine, 1)
     step(engine, 2)
     return closing(engine)

@@ -112,7 +112,7 @@ class ContributionStore:
             self._streams.copy_out(stored, item.buffer, self._streams.fence())
         else:
             self._widen_out(item, stored, sums)
-        return self._streams.copy_out(item.sums, sums, self._streams.fence())
+        return self._streams.copy_out(item.sums, sums)  # behind the copy before, which waits for what made the sums
 
     def sum_on_device(self, item: Contribution, sums: torch.Tensor) -> None:
         """Have the sums of a first contribution made where it is, so that `store` need not touch it."""

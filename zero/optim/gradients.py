@@ -390,11 +390,9 @@ class Gradients:
         self._settle(state)
         unit = state.unit
         wide, narrow, dtype = self._wide_home(unit), state.plane, state.dtype
-        made = self._streams.fence()
 
         async def widen() -> None:
-            self._streams.wait(made)
-            await self._streams.reached(state.copied)
+            await self._streams.reached(state.copied)  # of its sums too: it has been made
             await self._store.widen(unit, narrow, dtype, wide)
 
         self._storage.mover.run(f"widening the gradient of {unit.name}", widen())

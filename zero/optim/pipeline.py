@@ -159,7 +159,7 @@ class SubGroupPipeline:
             kept = False
             try:
                 await self._compute_into(work, arguments, threads)
-                await self._deliver(work, wanted, staging)
+                await self._deliver(work, wanted)
                 told.applied(frozenset(unit.index for unit in units) & wanted.keys())
                 self.spare.give(group, units)
                 kept, error = await self._write_back(work, staging, told, lent is not None)
@@ -217,14 +217,14 @@ class SubGroupPipeline:
         else:
             compute()  # the device is only told what to do
 
-    async def _deliver(self, work: _Work, wanted: Mapping[int, Delivery], staging: Staging) -> None:
+    async def _deliver(self, work: _Work, wanted: Mapping[int, Delivery]) -> None:
         """Copy new weights to where they are wanted or live, if they were not updated there."""
         streams = self._storage.streams
         for unit, weight in zip(work.units, work.weights, strict=True):
             if unit.index in wanted and not weight.borrowed:
                 delivery = wanted[unit.index]
                 target = _part(unit, delivery.into, weight.begin, weight.end)
-                staging.keep_until(streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence()))
+                streams.wait(streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence()))
         # Who uses weights on the device where they live has no other way to see them.
         await settle_all([weight.write() for weight in work.weights if weight.copied_home])
 

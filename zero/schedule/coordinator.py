@@ -97,7 +97,9 @@ class Coordinator(LendsRows, LendsUnits):
         self._forward_uses[index] += 1
         if self._forward_uses[index] > 1:
             return False
-        if not self._persistent(index):
+        if self._persistent(index):
+            self._loader.follow_persistent()
+        else:
             self._in_backward = False
             self.trace.use_forward(index, backward_follows=backward_follows)
             self._hot.used(index)
@@ -199,7 +201,6 @@ class Coordinator(LendsRows, LendsUnits):
     def bind_persistent(self) -> None:
         """Bind the units that never leave the device to their home, where they are not."""
         self._loader.complete_persistent()
-        self._storage.streams.wait(self._storage.streams.behind_updates())
         for unit in self._layout.units:
             memory = self._storage.flat(unit) if unit.persistent else None
             if memory is not None and not self._bound[unit.index].bound:

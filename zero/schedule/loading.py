@@ -72,21 +72,16 @@ class _Ways:
             raise
         return self._near.keep(unit, flat, await self._exchange.gather(turn, unit, flat, own))
 
-    async def bring_own(self, unit: Unit) -> Fence:
-        """Update this rank's slice where it lives."""
-        await self._updates.bring_unit(unit)
-        return self._storage.streams.behind_updates()
-
     async def bring_all(self, unit: Unit, memory: torch.Tensor, turn: Turn, partial: set[int]) -> Fence:
         """Bring all slices up to date where they live; the unit stays `partial` if that fails."""
         try:
-            own = await self.bring_own(unit)
+            await self._updates.bring_unit(unit)
         except BaseException as error:
             partial.add(unit.index)
             self._exchange.give_up(turn, error)
             raise
         try:
-            return await self._exchange.gather(turn, unit, memory, own)
+            return await self._exchange.gather(turn, unit, memory, self._storage.streams.behind_updates())
         except BaseException:
             partial.add(unit.index)
             raise
@@ -126,6 +121,7 @@ class Loader:
         self.at_begin: Callable[[], None] = lambda: None
         """Called before a unit is begun: weights may have been put away."""
         self._draining: list[Draining] = []
+        self._persistent_fences: list[Fence] = []
         self._partial = set(storage.plan.whole)
         """Units whose home has room for all slices, but only this rank's is up to date."""
 
@@ -166,10 +162,15 @@ class Loader:
 
     def complete_persistent(self) -> None:
         """Bring the units that are always bound up to date: this rank's slices, and those of the others."""
-        arrivals = [self._bring(unit, self._flat_of(unit)) for unit in self._layout.units if unit.persistent]
-        for transfer in arrivals:
-            if transfer is not None:
-                self._storage.streams.wait(transfer.result())
+        transfers = [self._bring(unit, self._flat_of(unit)) for unit in self._layout.units if unit.persistent]
+        gathered = [transfer.result() for transfer in transfers if transfer is not None]
+        self._persistent_fences = [*gathered, self._storage.streams.behind_updates()]
+        self.follow_persistent()
+
+    def follow_persistent(self) -> None:
+        """The calling thread's stream uses what is always bound from now on; others may have done so before."""
+        self._storage.streams.wait(*self._persistent_fences)
+        self._persistent_fences = [f for f in self._persistent_fences if f is not None and not f.query()]
 
     def _flat_of(self, unit: Unit) -> torch.Tensor:
         memory = self._storage.flat(unit)
@@ -186,7 +187,7 @@ class Loader:
         streams = self._storage.streams
         if arrival.transfer is not None:
             arrival.fence = arrival.transfer.result()
-        if arrival.block is None and arrival.fence is None:  # used where they live, and where updates write them
+        if arrival.block is None and arrival.fence is None:  # they are used where updates write them
             arrival.fence = streams.behind_updates()
         self.follow(arrival)
 
@@ -246,14 +247,15 @@ class Loader:
         while self._draining:
             self._drain_one()
 
-    def _bring(self, unit: Unit, memory: torch.Tensor) -> Transfer[Fence] | None:
+    def _bring(self, unit: Unit, memory: torch.Tensor) -> Transfer[Any] | None:
+        """What is under way, whose result is a fence behind what follows an update; None: there is nothing to do."""
         if unit.index in self._partial:
             self._partial.discard(unit.index)
             job = self._ways.bring_all(unit, memory, self._exchange.turn("gather", unit), self._partial)
             return self._storage.mover.post(f"gathering unit {unit.name}", job)
         if self._updates.current(unit.index):
             return None
-        return self._storage.mover.post(f"updating unit {unit.name}", self._ways.bring_own(unit))
+        return self._storage.mover.post(f"updating unit {unit.name}", self._updates.bring_unit(unit))
 
     def _reclaim(self) -> None:
         """Give back what nothing moves in any more."""

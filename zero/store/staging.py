@@ -10,7 +10,7 @@ from offload.arena import Block
 from offload.errors import StateError
 from offload.planes import Plane
 from offload.sizes import PAGE_BYTES, align_up
-from offload.streams import Fence, Streams
+from offload.streams import Streams
 from zero.store.storage import Storage
 
 
@@ -105,12 +105,12 @@ class Staged:
 class Staging:
     """Memory that some ranges pass through, of the host and of the device. Used on the mover's loop.
 
-    Make it with `lease`.
+    What the device does with it the mover's stream does, or a copy that is behind that stream and that it waits for. So
+    whoever is next may have memory of the device at once. Make it with `lease`.
     """
 
     def __init__(self, host: Block, device: Block, streams: Streams) -> None:
         self._host, self._device, self._streams = host, device, streams
-        self._fences: list[Fence] = []
 
     @staticmethod
     async def lease(storage: Storage, parts: Sequence[Staged], what: str, lent: Block | None = None) -> Staging:
@@ -130,7 +130,6 @@ class Staging:
         except BaseException:
             host.release()
             raise
-        storage.streams.wait(*device.fences)
         at_host = at_device = 0
         for part in parts:
             part.stage(
@@ -141,11 +140,8 @@ class Staging:
             at_device += align_up(part.device_nbytes, PAGE_BYTES)
         return Staging(host, device, storage.streams)
 
-    def keep_until(self, fence: Fence) -> None:
-        """Something that `fence` is behind still uses the memory."""
-        self._fences.append(fence)
-
     def release(self) -> None:
-        """Give it back once the device is done with it. Idempotent."""
-        self._device.release(self._streams.fence(), *self._fences)
-        self._streams.release(self._host, self._streams.fence(), *self._fences)
+        """Give it back, memory of the host once the device is done with it. Idempotent."""
+        self._device.release()
+        if self._host.data.numel():
+            self._streams.release(self._host, self._streams.fence())

@@ -12,6 +12,7 @@ from offload.copies import read_plane
 from offload.errors import StateError
 from offload.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL, align_up
+from offload.streams import Fence, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.record import Record
 from zero.store.adoption import Piece
@@ -74,7 +75,8 @@ class StoredValues:
         """Give back the memory that the last sub-group was read into. Idempotent."""
         staged, self._staged = self._staged, None
         if staged is not None:
-            self._storage.mover.run("releasing a state record", _release(staged))
+            read = self._storage.streams.fence()  # its reader may only have told the device to read
+            self._storage.mover.run("releasing a state record", _release(staged, self._storage.streams, read))
 
     def _weights(self, unit: Unit, lo: int, hi: int) -> torch.Tensor:
         plane = self._storage.weights[self._layout.space_of(unit)]
@@ -145,7 +147,8 @@ async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> Stag
         raise
 
 
-async def _release(staged: StagedGroup) -> None:
+async def _release(staged: StagedGroup, streams: Streams, read: Fence) -> None:
+    streams.wait(read)
     staged.release()
 
 
