@@ -10,8 +10,9 @@ from fuzz.verdict import failures
 
 CHUNKS = [range(first, first + 25) for first in range(0, 75, 25)]
 LONG = [range(first, first + 400) for first in range(75, 75 + 10 * 400, 400)]
+long = (pytest.mark.slow, pytest.mark.timeout(1800))
 
 
-@pytest.mark.parametrize("chunk", [*CHUNKS, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in LONG)], ids=str)
+@pytest.mark.parametrize("chunk", [*CHUNKS, *(pytest.param(chunk, marks=long) for chunk in LONG)], ids=str)
 def test_one_rank_gives_the_bits_of_the_reference(chunk: range) -> None:
     assert not (told := failures(chunk, 1)), told

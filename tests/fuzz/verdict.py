@@ -51,9 +51,11 @@ def wrong_with(case: Case, pool: Pool) -> str:
                 ranks = [trained(case, folder)]
             else:
                 ranks = pool(case.run.ranks).run(trained, case, folder, timeout_seconds=RUN_SECONDS)
-        except Exception as error:
-            if case.run.ranks > 1:
+        except BaseException as error:
+            if case.run.ranks > 1:  # ranks that were interrupted would answer the next case with this one's
                 pool(case.run.ranks).restart()
+            if not isinstance(error, Exception):
+                raise
             return "".join(traceback.format_exception(error))
     names = [*(f"operation {number}, {op.kind}{op.args}" for number, op in enumerate(case.ops)), "the end"]
     for name, theirs, *mine in zip(names, expected, *ranks, strict=True):

@@ -119,11 +119,20 @@ class ReducedGradients(Gradients):
     def passed(self, index: int) -> None:
         """See `Gradients`. What has arrived may be reduced when its turn comes."""
         self.flush(index)
-        if self._in_backward and self._reducing and index in self._given:
+        if self._in_backward and self._reducing and index in self._given and not self._lacks_some(index):
             if self._starting:
                 self._order.see(index)
             else:
                 self._start_all(self._order.complete(index, self._waiting))
+
+    def _lacks_some(self, index: int) -> bool:
+        """True if a parameter's sum of earlier backwards waits for its gradient of this one.
+
+        A reentrant checkpoint ends with its unit passed and others of the unit's gradients still to come. What is added
+        up before the mean of ranks is not to depend on when that is taken, so the unit waits for the end of backward.
+        """
+        given, earlier = self._given[index], self._units[index].contributions
+        return self.deferred and any(count and position not in given for position, count in enumerate(earlier))
 
     def end_backward(self) -> None:
         """See `Gradients`. All ranks come here."""
