@@ -12,8 +12,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-# A busy neighbour is no failure: how long an example may take is not for a test to say.
-hypothesis.settings.register_profile("patient", deadline=None)
+# A busy neighbour is no failure: how long an example may take, or the search for one, is not for a test to say.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
 
 # Threads that wait for the next small loop sleep, in this process and in those it starts: there are more tests, and
