@@ -62,11 +62,11 @@ REMOVALS = (
         D,
     ),
     Removal(
-        "a copy between memories of one plane does not wait for who made its source, or uses its target",
+        "a copy between memories of one plane does not wait for who made its source",
         "offload/planes.py",
         "await self._streams.reached(copy(target, source, self._streams.fence()))",
         "await self._streams.reached(copy(target, source))",
-        ("evaluation_before_a_step:none-cpu:copies",),
+        ("plain:none-none:copies_out,late",),
     ),
     Removal(
         "a write to a plane does not wait until its copy has arrived",
@@ -197,6 +197,13 @@ REMOVALS = (
         ("evaluation_before_a_step:none-none:copies",),
     ),
     Removal(
+        "the host updates weights that are still being copied to a forward",
+        "zero/optim/pipeline.py",
+        "                await streams.reached(arguments.fence)\n",
+        "                pass\n",
+        ("evaluation_before_a_step:cpu-cpu:late",),
+    ),
+    Removal(
         "new weights are delivered over those in use",
         "zero/optim/pipeline.py",
         "streams.copy_in(target, weight.bytes, *delivery.fences, streams.fence())",
@@ -250,7 +257,7 @@ REMOVALS = (
         "zero/schedule/loading.py",
         "            streams.wait(modified)\n            await streams.reached(modified, streams.behind_copies_in())\n",
         "",
-        ("clamped_in_forward:cpu-cpu", "clamped_in_forward:nvme-nvme", "edited_weights:cpu-cpu"),
+        ("scaled_in_forward:cpu-cpu", "scaled_in_forward:nvme-nvme"),
     ),
     Removal(
         "weights that stay on the device are bound before they have been updated",

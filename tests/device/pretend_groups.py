@@ -11,7 +11,17 @@ TRAINING = {
         *("plain", "clipped", "fp32", "fp16", "accumulated", "clipped_and_accumulated", "two_backwards"),
         *("bf16_moments", "8bit_moments"),
     ),
-    "models": ("lora", "partly_frozen", "odd_sizes", "tied", "reused", "experts", "tiles", "clamped_in_forward"),
+    "models": (
+        "lora",
+        "partly_frozen",
+        "odd_sizes",
+        "tied",
+        "reused",
+        "experts",
+        "tiles",
+        "clamped_in_forward",
+        "scaled_in_forward",
+    ),
     "where": (
         "states_half_on_the_device",
         "not_pinned",

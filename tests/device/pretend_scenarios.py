@@ -354,6 +354,24 @@ def clamped_in_forward(place: Place, folder: Path) -> Results:
     return closing(engine)
 
 
+class Scaling(Clamping):
+    """Changes it at each call, and never looks at what it is: that would wait for the device."""
+
+    def forward(self, text: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.mul_(0.9)
+        return self.inner(text) * self.layer(self.gain).float().mean()
+
+
+@scenario
+def scaled_in_forward(place: Place, folder: Path) -> Results:
+    torch.manual_seed(0)
+    engine = opened(Scaling(), place, folder)
+    for index in range(3):
+        step(engine, index)
+    return closing(engine)
+
+
 @scenario
 def backward_of_the_users(place: Place, folder: Path) -> Results:
     """Nobody announces it to the engine."""
