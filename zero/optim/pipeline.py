@@ -154,9 +154,8 @@ class SubGroupPipeline:
         async with self.places.take(work.host_nbytes) as lent:
             told.turn()
             streams.wait(arguments.fence)
-            if (
-                self._storage.compute(group).type == "cpu"
-            ):  # it writes over weights that a forward's copies may still read
+            if self._storage.compute(group) != self._storage.device:
+                # The host writes over weights that a forward's copies may still read.
                 await streams.reached(arguments.fence)
             staging = await Staging.lease(self._storage, work.parts, "sub-group", lent)
             error: BaseException | None = None
