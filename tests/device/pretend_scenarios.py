@@ -346,9 +346,9 @@ class Clamping(torch.nn.Module):
 
 
 @scenario
-def clamped_in_forward(place: Place, folder: Path) -> Results:
+def clamped_in_forward(place: Place, folder: Path, kind: type[torch.nn.Module] = Clamping) -> Results:
     torch.manual_seed(0)
-    engine = opened(Clamping(), place, folder)
+    engine = opened(kind(), place, folder)
     for index in range(3):
         step(engine, index)
     return closing(engine)
@@ -365,11 +365,7 @@ class Scaling(Clamping):
 
 @scenario
 def scaled_in_forward(place: Place, folder: Path) -> Results:
-    torch.manual_seed(0)
-    engine = opened(Scaling(), place, folder)
-    for index in range(3):
-        step(engine, index)
-    return closing(engine)
+    return clamped_in_forward(place, folder, Scaling)
 
 
 @scenario

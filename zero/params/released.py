@@ -20,7 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from offload.accelerator import KINDS
 from offload.errors import StateError
 from zero.params.face import NOT_AVAILABLE, SHARD, ZeroParamStatus, forget_face, has_face, put_on_face
-from zero.params.watched import WatchedParameter, note, unwatch
+from zero.params.watched import Mixin, WatchedParameter, note, unwatch
 
 logger = logging.getLogger("zero")
 KEEPER = "_zero_keeper"
@@ -269,33 +269,21 @@ def is_kept(parameter: torch.Tensor) -> bool:
     return KEEPER in getattr(parameter, "__dict__", {})
 
 
-_released_class_of: dict[type, type] = {nn.Parameter: ReleasedParameter}
-_present_class_of: dict[type, type] = {ReleasedParameter: nn.Parameter}
-
-
-def register_face(face: type, present: type) -> None:
-    """Another released class: `set_present` turns it into `present`."""
-    _present_class_of[face] = present
+_RELEASED = Mixin(ReleasedParameter, "Released")
+register_face = _RELEASED.add
+"""Another released class: `set_present` turns it into the second argument."""
 
 
 def set_released(parameter: nn.Parameter) -> None:
     """Change the face to released. Idempotent."""
     unwatch(parameter)
-    present = type(parameter)
-    if issubclass(present, ReleasedParameter):
-        return
-    if present not in _released_class_of:
-        released = type(f"Released{present.__name__}", (ReleasedParameter, present), {})
-        _released_class_of[present], _present_class_of[released] = released, present
-    parameter.__class__ = _released_class_of[present]
+    _RELEASED.put_on(parameter)
 
 
 def set_present(parameter: nn.Parameter) -> None:
     """Change the face back to the parameter's own class. Idempotent."""
     unwatch(parameter)
-    present = _present_class_of.get(type(parameter))
-    if present is not None:
-        parameter.__class__ = present
+    _RELEASED.take_off(parameter)
 
 
 _ACCESSORS = ("__get__", "__set__", "__delete__")

@@ -37,26 +37,42 @@ class WatchedParameter(nn.Parameter):
         return copied
 
 
-_watched_class_of: dict[type, type] = {nn.Parameter: WatchedParameter}
-_own_class_of: dict[type, type] = {WatchedParameter: nn.Parameter}
+class Mixin:
+    """A class that is mixed into that of parameters, whatever it is, and taken out again.
+
+    Args:
+        mixed: for `nn.Parameter` itself; mixed into the others.
+        word: their names begin with it.
+    """
+
+    def __init__(self, mixed: type, word: str) -> None:
+        self._mixed, self._word = mixed, word
+        self._with: dict[type, type] = {nn.Parameter: mixed}
+        self._own: dict[type, type] = {mixed: nn.Parameter}
+
+    def add(self, mixed: type, own: type) -> None:
+        """A class like it that somebody else puts on is taken out too."""
+        self._own[mixed] = own
+
+    def put_on(self, parameter: nn.Parameter) -> None:
+        """Idempotent."""
+        own = type(parameter)
+        if issubclass(own, self._mixed):
+            return
+        if own not in self._with:
+            self._with[own] = type(f"{self._word}{own.__name__}", (self._mixed, own), {})
+            self.add(self._with[own], own)
+        parameter.__class__ = self._with[own]
+
+    def take_off(self, parameter: nn.Parameter) -> None:
+        """Idempotent."""
+        own = self._own.get(type(parameter))
+        if own is not None:
+            parameter.__class__ = own
 
 
-def watch(parameter: nn.Parameter) -> None:
-    """Change its own class to the watched one. Idempotent."""
-    own = type(parameter)
-    if issubclass(own, WatchedParameter):
-        return
-    if own not in _watched_class_of:
-        watched = type(f"Watched{own.__name__}", (WatchedParameter, own), {})
-        _watched_class_of[own], _own_class_of[watched] = watched, own
-    parameter.__class__ = _watched_class_of[own]
-
-
-def unwatch(parameter: nn.Parameter) -> None:
-    """Change its class back to its own. Idempotent."""
-    own = _own_class_of.get(type(parameter))
-    if own is not None:
-        parameter.__class__ = own
+_WATCHED = Mixin(WatchedParameter, "Watched")
+watch, unwatch = _WATCHED.put_on, _WATCHED.take_off
 
 
 def note(parameter: nn.Parameter) -> None:

@@ -125,6 +125,26 @@ def test_forward_may_not_modify_what_other_ranks_read_at_any_time(
         assert "shared_host_memory" in told
 
 
+def shrink_and_read(how: str, place: Place, nvme_path: str) -> torch.Tensor:
+    with seeded(3):
+        model, x = Scaled(shrinks=how), torch.randn(5, 37)
+    with opened(place, nvme_path, model) as engine:
+        engine(x)
+        return engine.full_parameter("first.weight")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["in place", ".data"])
+@pytest.mark.parametrize("where", ["none", "nvme"])
+def test_what_forward_writes_is_kept_where_ranks_share_no_memory(
+    rank_pool: Pool, nvme_path: Any, where: str, how: str
+) -> None:
+    place = Place(3, where, where, shared=False)
+    with seeded(3):
+        first = Scaled().first.weight.detach()
+    for told in rank_pool(2).run(shrink_and_read, how, place, str(nvme_path)):
+        assert torch.equal(told, first * 0.5)
+
+
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
