@@ -85,6 +85,7 @@ static inline int zn_is_dtype(int32_t dtype) { return dtype >= ZN_F32 && dtype <
 #define ZN_NAN_F16 0x7E00u
 #define ZN_INF_F32 0x7F800000u
 #define ZN_MAGNITUDE_F32 0x7FFFFFFFu
+#define ZN_AHEAD_NUMEL 1024
 
 ZN_INLINE uint32_t zn_bits(float value) {
   uint32_t bits;
