@@ -164,14 +164,19 @@ class Layout:
         A unit that is fetched shares no sub-group: whoever fetches it needs its sub-groups and no other. Persistent
         neighbours, which are small and never fetched, share one, so that records stay long.
         """
-        step = max(numel_max // BLOCK_NUMEL, 1) * BLOCK_NUMEL
         return tuple(
-            SubGroup(index, *piece)
-            for index, space in enumerate(self.spaces)
-            if space.trainable
-            for begin, end in _runs(space.units)
-            for piece in _even_pieces(begin, end, step)
+            SubGroup(space, begin, min(begin + numel, end))
+            for space, first, end, numel in self.cuts(numel_max)
+            for begin in range(first, end, numel)
         )
+
+    def cuts(self, numel_max: int) -> Iterator[tuple[int, int, int, int]]:
+        """As `sub_groups`, run by run: (space, begin, end, elements of each sub-group of the run but the last)."""
+        step = max(numel_max // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+        for index, space in enumerate(self.spaces):
+            for begin, end in _runs(space.units) if space.trainable else ():
+                count = -(-(end - begin) // step)
+                yield index, begin, end, align_up(-(-(end - begin) // count), BLOCK_NUMEL)  # nearly equal lengths
 
 
 def _runs(units: Iterable[Unit]) -> Iterator[tuple[int, int]]:
@@ -186,13 +191,6 @@ def _runs(units: Iterable[Unit]) -> Iterator[tuple[int, int]]:
         end = unit.end
     if begin < end:
         yield begin, end
-
-
-def _even_pieces(begin: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) in as few pieces of at most `step` as possible, of nearly equal length."""
-    count = -(-(end - begin) // step)
-    length = align_up(-(-(end - begin) // count), BLOCK_NUMEL)
-    return ((lo, min(lo + length, end)) for lo in range(begin, end, length))
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,12 @@ class PlaneSizes:
 
     def records_bytes(self, numel: int) -> int:
         """Of all records, when sub-groups have `numel` elements."""
-        return sum(self.record_bytes(group) for group in self.layout.sub_groups(numel))
+        total = 0
+        for space, begin, end, each in self.layout.cuts(numel):
+            whole, rest = divmod(end - begin, each)
+            record = self.format(self.layout.spaces[space])
+            total += whole * record.nbytes(each) + record.nbytes(rest)
+        return total
 
 
 def rows_of(plan: Plan, sizes: PlaneSizes, pools: PoolSizes) -> Iterable[PlanRow]:
