@@ -105,6 +105,7 @@ def test_peak_memory_of_a_child_is_not_its_parents() -> None:
 # ---- the questions ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_train_step_holds_a_lean_step_against_its_floor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     content = answer(monkeypatch, tmp_path, "train_step", *TINY, "--tier", "nvme")
     assert content["missing"] == {"deepspeed": "left out by the test"}
@@ -128,6 +129,7 @@ def test_train_step_alone_measures_our_engine_on_each_tier(monkeypatch: pytest.M
     assert content["figures"]["parameters"] == SHAPES["tiny"].numel
 
 
+@pytest.mark.slow
 def test_faults_are_counted_for_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     content = answer(monkeypatch, tmp_path, "faults", *TINY, "--tokens", "32")
     assert {what: mark["at_most"] for what, mark in marks(content).items()} == {
@@ -135,6 +137,7 @@ def test_faults_are_counted_for_each_step(monkeypatch: pytest.MonkeyPatch, tmp_p
     }
 
 
+@pytest.mark.slow
 def test_memory_flat_holds_the_peak_against_plan_and_activations(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -145,7 +148,8 @@ def test_memory_flat_holds_the_peak_against_plan_and_activations(
     assert mark["values"] == [parts["peak"] / bound] and parts["activations"] > 0
 
 
-@pytest.mark.parametrize("sizes", [(16,), pytest.param((16, 32), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(16,), (16, 32)], ids=str)
 def test_overlap_demands_hiding_only_where_there_is_time_to(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: tuple[int, ...]
 ) -> None:
@@ -185,6 +189,7 @@ def test_what_passes_the_limit_is_killed_and_counted() -> None:
         assert group.peak_bytes is None or 32 << 20 < group.peak_bytes <= 256 << 20
 
 
+@pytest.mark.slow
 @needs_groups
 def test_largest_model_trains_in_the_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     only = ("--runs", "--gpt", "--rival-shapes", "168M")

@@ -1,4 +1,4 @@
-"""Which scenarios run where: by default at two places, with `--full` everywhere."""
+"""Which scenarios run where: by default at one place each, with `--full` everywhere."""
 
 from __future__ import annotations
 
@@ -71,13 +71,17 @@ ONLY = {
 GROUPS = TRAINING | AROUND_TRAINING | LONG
 
 
+MODES = ("copies", "compute", "late")
+"""What is early: copies alone, computation alone, or nothing."""
+MODES_BY_DEFAULT = ("copies,late", "compute,copies", "late,compute")
+
+
 def by_default(group: str) -> list[str]:
-    """Cells: each scenario at one place with copies early and all of it late, at another with computation early."""
+    """Cells: each scenario at one place in two modes; neighbours have another place and another pair of modes."""
     out = []
     for index, name in enumerate(GROUPS[group]):
-        places = ONLY.get(name, (PLACES[index % 4], PLACES[(index + 2) % 4]))
-        modes = ("copies,late", "compute") if len(places) > 1 else ("copies,late,compute",)
-        out += [f"{name}:{place}:{mode}" for place, mode in zip(places, modes, strict=True)]
+        places = ONLY.get(name, PLACES)
+        out.append(f"{name}:{places[index % len(places)]}:{MODES_BY_DEFAULT[index % len(MODES_BY_DEFAULT)]}")
     return out
 
 
@@ -114,16 +118,15 @@ RANKS_BY_DEFAULT = (
     "edited_by_the_first:none-none:late",
 )
 """What several ranks do beside one, each thing once."""
-PLACED_MODES = ("copies", "compute", "late")
 
 
 def ranks_everywhere(group: str, mode: str) -> list[str]:
     """Cells: each scenario at a third of the places, another one for each of three modes."""
-    at = PLACED_MODES.index(mode)
+    at = MODES.index(mode)
     return [f"{name}:{place}:{mode}" for name in RANKS[group] for place in ONLY.get(name, ALL_PLACES[at::3])]
 
 
 def ranks_by_gloo(group: str) -> list[str]:
     """Cells: each scenario at one place."""
-    modes, names = itertools.cycle(PLACED_MODES), RANKS[group]
+    modes, names = itertools.cycle(MODES), RANKS[group]
     return [f"{name}:{ONLY.get(name, PLACES)[0]}:{mode}" for name, mode in zip(names, modes, strict=False)]

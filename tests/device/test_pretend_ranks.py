@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pretend_groups import FOUR_RANKS, PLACED_MODES, RANKS, RANKS_BY_DEFAULT, ranks_by_gloo, ranks_everywhere
+from pretend_groups import FOUR_RANKS, MODES, RANKS, RANKS_BY_DEFAULT, ranks_by_gloo, ranks_everywhere
 from pretend_process import needed, verdicts_of_ranks, wrong
 
 
@@ -18,7 +18,7 @@ def test_two_ranks_with_a_device_each_have_the_bits_of_two_cpus() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", PLACED_MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("group", RANKS)
 def test_two_ranks_at_every_place_have_the_bits_of_two_cpus(group: str, mode: str) -> None:
     same(ranks_everywhere(group, mode), "streams")
@@ -31,7 +31,7 @@ def test_two_ranks_whose_collectives_are_gloos_have_the_bits_of_two_cpus(group: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", PLACED_MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_four_ranks_in_groups_have_the_bits_of_four_cpus(mode: str) -> None:
     places = ("none-none", "cpu-cpu", "nvme-nvme")
     same([f"{name}:{place}:{mode}" for name in FOUR_RANKS for place in places], "streams", ranks=4)
