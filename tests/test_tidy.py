@@ -378,3 +378,12 @@ def test_test_files_have_unique_names() -> None:
     """importlib mode needs it, and so does whoever reads a report."""
     names = [path.name for path in sources("tests") if path.name.startswith("test_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_every_smoke_of_the_clients_is_a_test_of_its_file() -> None:
+    folder = ROOT / "tests" / "clients"
+    tree = ast.parse((folder / "conftest.py").read_text())
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    for stem, names in ast.literal_eval(assigned["SMOKES"]).items():
+        text = (folder / f"{stem}.py").read_text()
+        assert [name for name in names if f"def {name}(" not in text] == [], stem

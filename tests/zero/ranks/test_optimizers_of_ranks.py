@@ -19,7 +19,7 @@ from zero.ops.lion import Lion
 
 Pool = Callable[[int], RankPool]
 
-STEPS = 8
+STEPS = 4
 NAMED: dict[str, tuple[Any, Group, Group]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.2}, {"momentum": 0.5, "nesterov": False}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.02, "initial_accumulator_value": 0.3}, {"lr": 0.01}),
