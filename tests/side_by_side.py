@@ -1,4 +1,4 @@
-"""Test files in several processes at once: `--workers 2`, what ./scripts/test does where there are two cores.
+"""Test files in several processes at once: `--workers 3`, what ./scripts/test does where there are two cores.
 
 The process that pytest was started in collects, forks the workers (which have collected and imported then), hands out
 files and reports what comes back, a file at a time, as if it had run them itself. Fixtures of a file or a test are as
