@@ -23,8 +23,8 @@ from benchmarks.contestants import our_config
 from benchmarks.models import GPT, Samples
 from benchmarks.rivals import fio
 from benchmarks.shapes import SHAPES
-from offload.aio import AioOptions, open_aio
-from offload.pinned import map_host, tensor_over
+from offload.disk.aio import AioOptions, open_aio
+from offload.memory.pinned import map_host, tensor_over
 from offload.sizes import PAGE_BYTES, align_up
 
 LANES, LANE_BYTES = 4, 16 << 20

@@ -14,8 +14,8 @@ import torch
 from benchmarks.adam import BYTES_SPLIT, STEP
 from benchmarks.common import Report, measure, parser
 from benchmarks.gpu import require_gpu
-from offload import kernels
-from offload.moments import Moments
+from offload.kernels import kernels
+from offload.kernels.moments import Moments
 
 MUST = 0.85
 """Of the copy's bandwidth, by the update."""

@@ -52,7 +52,7 @@ class Work:
 
 
 def work_of(traffic: Mapping[str, Any], micro_steps: int, compute_seconds: float | None) -> Work:
-    """From the plan's traffic of a step (zero.plans.traffic).
+    """From the plan's traffic of a step (zero.plan.traffic).
 
     Args:
         traffic: its fields by name.

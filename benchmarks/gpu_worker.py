@@ -24,10 +24,10 @@ from benchmarks.shapes import Shape
 from offload.accelerator import compute_device, synchronize
 from offload.errors import BudgetError
 from offload.streams import shares_host_memory
+from zero.assembly.model_plan import plan_model
 from zero.config import load_config
-from zero.machine import read_machine
-from zero.planning import plan_model
-from zero.plans.traffic import step_traffic
+from zero.plan.machine import read_machine
+from zero.plan.traffic import step_traffic
 
 COUNTED = (
     "exposed_wait_seconds",

@@ -18,11 +18,11 @@ import zero
 from benchmarks import rank_loop
 from benchmarks.loop import emit
 from benchmarks.shapes import SHAPES, Shape
-from offload.pinned import return_freed_memory
-from offload.planes import Plane
-from zero.exchanging.exchange import Exchange
-from zero.exchanging.sharing import SharedMemory
-from zero.plans.plan import NVME
+from offload.memory.pinned import return_freed_memory
+from offload.planes.planes import Plane
+from zero.exchange.exchange import Exchange
+from zero.exchange.shared_memory import SharedMemory
+from zero.plan.plan import NVME
 from zero.store.storage import Storage
 
 

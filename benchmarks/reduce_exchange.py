@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import Report, RivalMissing, measure, parser
-from offload import kernels
-from offload.shared_exchange import SharedExchange
-from offload.sharing import SharedRegion, exchange_regions
+from offload.kernels import kernels
+from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.node.shared_exchange import SharedExchange
 from offload.sizes import BLOCK_NUMEL
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from torch import nn
 
 import zero
 from benchmarks.common import Report, measure, parser
-from offload.snapshot_list import remove_snapshot
+from offload.files.snapshot_list import remove_snapshot
 
 STEPS = 10
 MUST = 1.02

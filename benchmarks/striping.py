@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.common import Report, Round, measure, parser
 from benchmarks.throttled import CannotThrottle, ThrottledDisks
-from offload.aio import AioOptions, open_aio
-from offload.arena import Arena
-from offload.planes import Disk
-from offload.swapfile import SwapSpace
+from offload.disk.aio import AioOptions, open_aio
+from offload.disk.swapfile import SwapSpace
+from offload.memory.arena import Arena
+from offload.planes.planes import Disk
 
 RECORDS_IN_FLIGHT = 4
 MUST = 0.90

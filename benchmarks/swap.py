@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import write_incompressible
-from offload.aio import AioOptions, open_aio
-from offload.arena import Arena
-from offload.planes import Disk
-from offload.swapfile import SwapSpace
+from offload.disk.aio import AioOptions, open_aio
+from offload.disk.swapfile import SwapSpace
+from offload.memory.arena import Arena
+from offload.planes.planes import Disk
 
 RECORDS_IN_FLIGHT = 4
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import native
-from offload import kernels
+from offload.kernels import kernels
 
 NUMEL = 4 << 20
 

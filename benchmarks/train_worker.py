@@ -24,11 +24,11 @@ import zero
 from benchmarks.loop import emit, peak_rss_bytes, saved_bytes, timed_steps
 from benchmarks.models import GPT, Samples
 from benchmarks.shapes import Shape
-from offload.aio import AioOptions, open_aio
-from offload.pinned import keep_freed_memory, map_host, return_freed_memory, tensor_over
-from offload.planes import Disk
+from offload.disk.aio import AioOptions, open_aio
+from offload.disk.swapfile import SwapSpace
+from offload.memory.pinned import keep_freed_memory, map_host, return_freed_memory, tensor_over
+from offload.planes.planes import Disk
 from offload.sizes import PAGE_BYTES, align_up
-from offload.swapfile import SwapSpace
 
 RECORD_BYTES = 48 << 20
 """A sub-group's record and weights: what a step moves at once."""

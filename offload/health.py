@@ -9,11 +9,11 @@ from pathlib import Path
 
 import native
 from offload.accelerator import has_gpu
-from offload.aio import AioOptions, open_aio
-from offload.aio_base import BACKENDS
+from offload.disk.aio import AioOptions, open_aio
+from offload.disk.aio_base import BACKENDS
 from offload.errors import ZeroInfinityError
-from offload.pinned import map_host, tensor_over
-from offload.sharing import SharedRegion
+from offload.memory.pinned import map_host, tensor_over
+from offload.memory.shared_region import SharedRegion
 from offload.sizes import PAGE_BYTES
 
 TRIED_BYTES = 2 << 20
@@ -93,7 +93,7 @@ def shared_memory_trouble() -> str:
 
 def pinning_trouble() -> str:
     """Why host memory cannot be page-locked for the GPU; empty if it can, or if there is no GPU."""
-    from offload.pinned import pin
+    from offload.memory.pinned import pin
 
     if not has_gpu():
         return ""

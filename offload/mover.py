@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from offload.accelerator import same_device
 from offload.errors import StateError, WatchdogError
-from offload.interrupts import uninterrupted
-from offload.stats import Stopwatch
+from offload.stopwatch import Stopwatch
+from offload.system.interrupts import uninterrupted
 from offload.timeline import STALLS, Timeline
 
 T = TypeVar("T")

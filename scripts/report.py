@@ -13,7 +13,7 @@ import torch
 
 import zero
 from offload.sizes import format_bytes
-from zero.machine import peak_rss_bytes
+from zero.plan.machine import peak_rss_bytes
 
 DISK_BLOCK_BYTES = 512
 """Unit of st_blocks, whatever the file system's own block is."""

@@ -24,7 +24,7 @@ from report import Report, Span, TierBytes, draw, table
 from tqdm import tqdm
 
 import zero
-from zero.machine import peak_rss_bytes
+from zero.plan.machine import peak_rss_bytes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WARMUP = 0.1

@@ -20,14 +20,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from offload.errors import BudgetError
+from zero.assembly.model_plan import plan_model
 from zero.config import Config, load_config
-from zero.machine import Machine
 from zero.params.layout import Layout
 from zero.params.units import packed_experts
-from zero.planning import plan_model
-from zero.plans.plan import DEVICE, HOST, NVME, Plan
-from zero.plans.traffic import step_traffic
-from zero.tools.plan import Rates, build_on_meta, step_time
+from zero.plan.machine import Machine
+from zero.plan.plan import DEVICE, HOST, NVME, Plan
+from zero.plan.traffic import step_traffic
+from zero.tools.plan_command import Rates, build_on_meta, step_time
 
 SHAPES = Path(__file__).parent / "data" / "shapes"
 TABLE = Path(__file__).parent.parent / "docs" / "capacity.md"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offload.torch_file import TorchFile, replace_strangers
+from offload.files.torch_file import TorchFile, replace_strangers
 from zero.checkpoint.deepspeed_files import known
 
 SAMPLES = Path(__file__).parent / "data" / "deepspeed"

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from offload.durable import DurableFile, Files, Operation
 from offload.errors import StorageError
+from offload.files.durable import DurableFile, Files, Operation
 
 BLOCK_BYTES = 4096
 NEEDS_ROOM = ("create", "reserve", "write", "written", "make folder", "rename", "sync")

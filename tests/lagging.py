@@ -124,6 +124,6 @@ def lagging_device(monkeypatch: pytest.MonkeyPatch, *, eager: bool = True) -> It
     with monkeypatch.context() as patch:
         patch.setenv("ZERO_NO_ALIAS", "1")
         patch.setattr("zero.store.storage.open_streams", opened)
-        patch.setattr("zero.plans.planner.shares_host_memory", lambda device: False)
+        patch.setattr("zero.plan.planner.shares_host_memory", lambda device: False)
         patch.setattr(SubGroupPipeline, "at_once", at_once_if_eager)
         yield made

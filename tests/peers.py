@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from offload.descriptors import Share
+from offload.system.descriptors import Share
 
 SECONDS_MAX = 60.0
 CONTEXT = multiprocessing.get_context("fork")

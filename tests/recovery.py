@@ -21,7 +21,7 @@ from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor
 
 import zero
-from offload.aio import AioFault
+from offload.disk.aio import AioFault
 from offload.errors import BudgetError, StorageError
 from zero.params.released import ReleasedParameter
 

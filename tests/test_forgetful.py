@@ -11,8 +11,8 @@ import pytest
 import torch
 from forgetful import BLOCK_BYTES, Crash, ForgetfulFiles, every_point, tree
 
-from offload.durable import Files
 from offload.errors import StorageError
+from offload.files.durable import Files
 
 SEEDS = 60
 OLD, NEW = b"o" * 3 * BLOCK_BYTES, b"n" * 2 * BLOCK_BYTES

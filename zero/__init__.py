@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero.names import *  # noqa: F403 - what type checkers see
+    from zero.api import *  # noqa: F403 - what type checkers see
 
 __version__ = "0.1.0"
 
@@ -22,10 +22,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
-    names = import_module(f"{__name__}.names")
-    if name not in (*names.__all__, "__all__"):
+    api = import_module(f"{__name__}.api")
+    if name not in (*api.__all__, "__all__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(names, name)
+    globals()[name] = value = getattr(api, name)
     return value
 
 

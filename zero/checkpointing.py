@@ -18,22 +18,22 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from offload.accelerator import synchronize
-from offload.activations import ActivationStore
 from offload.errors import ConfigError
-from offload.pieces import PieceStore
-from offload.slabs import Slabs
+from offload.saved.activations import ActivationStore
+from offload.saved.slabs import Slabs
+from offload.saved.spill_store import PieceStore
 from offload.streams import open_streams
-from zero.activations import Activations, current, within
-from zero.config import Config, load_config
-from zero.config.activation_block import ActivationCheckpointing
-from zero.plans.activations import KNOB, tier_in
-from zero.plans.plan import DEVICE, NVME
-from zero.rng_tracker import (
+from zero.activations.rng_tracker import (
     CudaRNGStatesTracker,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
     model_parallel_reconfigure_tp_seed,
 )
+from zero.activations.saved_tensors import Activations, current, within
+from zero.config import Config, load_config
+from zero.config.activation_block import ActivationCheckpointing
+from zero.plan.activation_room import KNOB, tier_in
+from zero.plan.plan import DEVICE, NVME
 
 __all__ = [
     "CudaRNGStatesTracker",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zero.data.resumable import RepeatingLoader
 from zero.params.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -12,7 +13,6 @@ from zero.params.leaf_modules import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from zero.resumable import RepeatingLoader
 from zero.values.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,

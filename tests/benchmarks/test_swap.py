@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.swap import Swapper
-from offload.aio import AioOptions
+from offload.disk.aio import AioOptions
 
 RECORD_BYTES = 64 << 10
 

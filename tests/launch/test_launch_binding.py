@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from zero.launch.binding import core_of, cores_by_rank, usable_cpus, visible_devices
+from zero.launch.affinity import core_of, cores_by_rank, usable_cpus, visible_devices
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from zero.launch.environment import exported, find_file, for_other_nodes, parse_file
+from zero.launch.exported_variables import exported, find_file, for_other_nodes, parse_file
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True)
 

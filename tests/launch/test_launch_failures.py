@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.launch.failure import Failure, describe, first_of, from_torch
+from zero.launch.first_failure import Failure, describe, first_of, from_torch
 from zero.launch.memory import MemoryState, explain_kill, read_states
 
 GIB = 1 << 30

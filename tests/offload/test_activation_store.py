@@ -16,16 +16,16 @@ import pytest
 import torch
 from lagging import LaggingStreams
 
-from offload import activations, pieces
-from offload.activations import ActivationStore, Handle
-from offload.aio import AioFault, AioOptions, open_aio
+from offload.disk.aio import AioFault, AioOptions, open_aio
+from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError, StateError, StorageError
 from offload.mover import Mover
-from offload.pieces import PieceStore, Swap
-from offload.planes import Disk
-from offload.slabs import Slabs, SwapArea
+from offload.planes.planes import Disk
+from offload.saved import activations, spill_store
+from offload.saved.activations import ActivationStore, Handle
+from offload.saved.slabs import Slabs, SwapArea
+from offload.saved.spill_store import PieceStore, Swap
 from offload.streams import Streams
-from offload.swapfile import SwapSpace
 
 CPU = torch.device("cpu")
 PLACES = ("device", "host", "disk", "host, lagging", "disk, lagging")
@@ -84,7 +84,7 @@ def place(request: pytest.FixtureRequest, open_place: Open) -> Place:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor of the tests takes several."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 8192)
+    monkeypatch.setattr(spill_store, "PIECE_BYTES", 8192)
 
 
 def settled(place: Place, bytes_left: int = 0) -> bool:
@@ -200,7 +200,7 @@ def test_a_lagging_copy_keeps_its_source_and_no_more_than_a_few(open_place: Open
     place = open_place("host, lagging")
     values = [torch.full((64, 64), float(index)) for index in range(20)]
     handles = [place.store.keep(values.pop()) for _ in range(20)]
-    assert len(place.pieces._copied) <= pieces.COPIES_IN_FLIGHT
+    assert len(place.pieces._copied) <= spill_store.COPIES_IN_FLIGHT
     assert [place.store.restore(handle)[0, 0].item() for handle in handles] == [float(i) for i in reversed(range(20))]
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import native
-from offload import aio as offload_aio
-from offload.aio import Aio, AioFault, AioOptions, open_aio
+from offload.disk import aio as offload_aio
+from offload.disk.aio import Aio, AioFault, AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
 
 CHUNK = 4096

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import offload.binding
-from offload.arena import Arena
-from offload.binding import CAN_SWAP, FlatStorage, Poison, exact_alias
+import offload.memory.flat_storage
 from offload.errors import StateError
+from offload.memory.arena import Arena
+from offload.memory.flat_storage import CAN_SWAP, FlatStorage, Poison, exact_alias
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 4), (), (0, 7), (5,), (2, 1, 2)]
@@ -26,7 +26,7 @@ NUMEL = 12 + 1 + 0 + 5 + 4
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With torch's pointer swap, and by resizing and copying as older torch builds need it."""
     if request.param == "copying":
-        monkeypatch.setattr(offload.binding, "CAN_SWAP", False)
+        monkeypatch.setattr(offload.memory.flat_storage, "CAN_SWAP", False)
     elif not CAN_SWAP:
         pytest.skip("this torch has no UntypedStorage._swap_data_ptr_")
     return str(request.param)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload import block_sums, kernels
-from offload.block_sums import UNKNOWN, BlockSums
+from offload.kernels import block_sums, kernels
+from offload.kernels.block_sums import UNKNOWN, BlockSums
 
 BLOCK = 64
 NBYTES = 4 * BLOCK + 24

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import Parent, all_run, running
 
-from offload import board as boards
-from offload.board import Board, Naps
-from offload.descriptors import Share
 from offload.errors import BudgetError, NativeError, PeerError, StateError, WatchdogError
-from offload.sharing import SharedRegion, exchange_regions
+from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.node import board as boards
+from offload.node.board import Board, Naps
+from offload.system.descriptors import Share
 
 SECONDS = 30.0
 

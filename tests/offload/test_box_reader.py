@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload import kernels
-from offload.box_reader import BLOCKS, HELD, BoxReader, StoredBox
-from offload.durable import Files
 from offload.errors import ConfigError
+from offload.files.box_reader import BLOCKS, HELD, BoxReader, StoredBox
+from offload.files.durable import Files
+from offload.kernels import kernels
 from offload.sizes import PAGE_BYTES
 
 COUNT = 5 * BLOCKS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import native
-from offload import kernels
+from offload.kernels import kernels
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 NUMELS = [0, 1, 17, 4095, 4096, 4097, 3 * 4096 + 5, 40 * 4096 + 1]

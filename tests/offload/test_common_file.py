@@ -11,10 +11,10 @@ import pytest
 import torch
 from peers import Parent, all_run
 
-from offload.common_file import CommonFile
-from offload.descriptors import Share
+from offload.disk.provisional import ProvisionalFile
 from offload.errors import StateError, StorageError
-from offload.provisional import ProvisionalFile
+from offload.node.common_file import CommonFile
+from offload.system.descriptors import Share
 
 MIB = 1 << 20
 COUNT = 3

@@ -14,15 +14,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload import copies
-from offload.aio import AioFault, AioOptions, open_aio
-from offload.arena import Arena
-from offload.copies import clear_alone, copy_alone, fetch_plane, read_plane, write_plane
+from offload.disk.aio import AioFault, AioOptions, open_aio
+from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError, StorageError
-from offload.pinned import map_host, tensor_over
-from offload.planes import Disk, Home, Plane
+from offload.memory.arena import Arena
+from offload.memory.pinned import map_host, tensor_over
+from offload.planes import copies
+from offload.planes.copies import clear_alone, copy_alone, fetch_plane, read_plane, write_plane
+from offload.planes.planes import Disk, Home, Plane
 from offload.streams import Streams
-from offload.swapfile import SwapSpace
 
 BLOCK = 4096
 CPU = torch.device("cpu")

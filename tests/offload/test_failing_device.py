@@ -13,8 +13,8 @@ import torch
 from pretended import pretend_accelerator
 
 import offload.mover
-from offload.arena import Arena
 from offload.errors import StateError
+from offload.memory.arena import Arena
 from offload.mover import Mover
 from offload.streams import DeviceStreams
 from offload.timeline import Timeline

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from offload.garbage import no_collection
+from offload.system.garbage import no_collection
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import native
-from offload import kernel_backend, kernels, kernels_fallback
-from offload.kernels import Moments, Segment
-from offload.square_sums import nonfinite_of
+from offload.kernels import kernel_backend, kernels, kernels_fallback
+from offload.kernels.kernels import Moments, Segment
+from offload.kernels.square_sums import nonfinite_of
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 NUMELS = [0, 1, 7, 15, 16, 17, 1023, 4095, 4096, 4097, 12289]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import kernels
-from offload.kernels import Moments, Segment
+from offload.kernels import kernels
+from offload.kernels.kernels import Moments, Segment
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)

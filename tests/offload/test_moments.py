@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import native
-from offload import kernels
-from offload.kernels import Moments, Segment
+from offload.kernels import kernels
+from offload.kernels.kernels import Moments, Segment
 
 KINDS = [torch.float32, torch.bfloat16, torch.uint8]
 NARROW = KINDS[1:]

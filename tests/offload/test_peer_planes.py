@@ -18,19 +18,19 @@ from hypothesis import strategies as st
 from peers import Parent, all_run, running
 from shared_names import left_behind, shared_names
 
-from offload import swapfile
-from offload.aio import AioOptions, open_aio
-from offload.aio_base import BACKENDS
-from offload.arena import MemoryRegion
-from offload.board import Board
-from offload.descriptors import Share, exchange_descriptors
+from offload.disk import swapfile
+from offload.disk.aio import AioOptions, open_aio
+from offload.disk.aio_base import BACKENDS
+from offload.disk.stripes import StripeMap
+from offload.disk.swapfile import PeerSwap, SwapGeometry, SwapSpace, free_bytes
 from offload.errors import ConfigError, StateError
-from offload.peer_planes import PeerHome, describe, peer_plane
-from offload.pinned import map_host, tensor_over
-from offload.planes import Disk, Home, Plane
-from offload.sharing import SharedRegion, exchange_regions
-from offload.stripes import StripeMap
-from offload.swapfile import PeerSwap, SwapGeometry, SwapSpace, free_bytes
+from offload.memory.arena import MemoryRegion
+from offload.memory.pinned import map_host, tensor_over
+from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.node.board import Board
+from offload.node.peer_planes import PeerHome, describe, peer_plane
+from offload.planes.planes import Disk, Home, Plane
+from offload.system.descriptors import Share, exchange_descriptors
 
 PAGE = 4096
 CPU = torch.device("cpu")

@@ -16,14 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload import swapfile
-from offload.aio import Aio, AioFault, AioOptions, AioStats, open_aio
-from offload.aio_base import Request
+from offload.disk import swapfile
+from offload.disk.aio import Aio, AioFault, AioOptions, AioStats, open_aio
+from offload.disk.aio_base import Request
+from offload.disk.stripes import StripeMap
+from offload.disk.swapfile import Span, SwapSpace
 from offload.errors import ConfigError, StateError, StorageError
-from offload.pinned import map_host, tensor_over
-from offload.planes import Disk, Home, Plane, settle_all
-from offload.stripes import StripeMap
-from offload.swapfile import Span, SwapSpace
+from offload.memory.pinned import map_host, tensor_over
+from offload.planes.planes import Disk, Home, Plane, settle_all
 
 BACKENDS = ("io_uring", "libaio", "threads", "aiofiles")
 PAGE = 4096

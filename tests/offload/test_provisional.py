@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload import provisional
+from offload.disk import provisional
+from offload.disk.provisional import ProvisionalFile
 from offload.errors import ConfigError, StorageError
-from offload.provisional import ProvisionalFile
 
 MIB = 1 << 20
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import native
-from offload import kernels
+from offload.kernels import kernels
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SPECIALS = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-39, 3.4e38, 65520.0, -65519.0]

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.aio import Aio, AioOptions, open_aio
-from offload.arena import Arena
+from offload.disk.aio import Aio, AioOptions, open_aio
+from offload.disk.swapfile import SwapSpace
 from offload.errors import ConfigError
-from offload.planes import Disk
+from offload.memory.arena import Arena
+from offload.planes.planes import Disk
 from offload.sizes import PAGE_BYTES
-from offload.swapfile import SwapSpace
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -87,11 +87,11 @@ def test_past_the_limit_of_locked_memory_everything_moves_and_the_reason_says_wh
     program = f"""
 import asyncio, os, resource
 import torch
-from offload.aio import AioOptions, open_aio
-from offload.arena import Arena
+from offload.disk.aio import AioOptions, open_aio
+from offload.memory.arena import Arena
 from offload.errors import ConfigError
-from offload.planes import Disk
-from offload.swapfile import SwapSpace
+from offload.planes.planes import Disk
+from offload.disk.swapfile import SwapSpace
 open_aio(AioOptions()).close()  # everything is imported while this user may still read it
 swap = SwapSpace([{str(tmp_path)!r}], 1 << 20)
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))

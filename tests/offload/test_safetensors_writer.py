@@ -19,11 +19,11 @@ from forgetful import Crash, ForgetfulFiles, every_point, tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.durable import Files
 from offload.errors import ConfigError, StateError, StorageError
-from offload.safetensors_file import DTYPES, open_checkpoint
-from offload.safetensors_writer import Tensor, WeightsDraft, WeightsWriter, in_file_order
-from offload.write_stream import BLOCK_BYTES
+from offload.files.durable import Files
+from offload.files.safetensors_file import DTYPES, open_checkpoint
+from offload.files.safetensors_writer import Tensor, WeightsDraft, WeightsWriter, in_file_order
+from offload.files.write_stream import BLOCK_BYTES
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from peers import Parent, all_run, running
 
-from offload import kernels
-from offload.arena import Arena
-from offload.board import Board
-from offload.descriptors import Share
 from offload.errors import PeerError, StateError, WatchdogError
-from offload.shared_exchange import FAILED, SharedExchange
-from offload.sharing import SharedRegion, exchange_regions
+from offload.kernels import kernels
+from offload.memory.arena import Arena
+from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.node.board import Board
+from offload.node.shared_exchange import FAILED, SharedExchange
+from offload.system.descriptors import Share
 
 CPU = torch.device("cpu")
 SECONDS = 60.0

@@ -21,14 +21,14 @@ import torch
 from peers import Parent, all_run, running
 from shared_names import left_behind, shared_names
 
-from offload import descriptors
-from offload.aio import AioOptions, open_aio
-from offload.arena import Arena, MemoryRegion
-from offload.descriptors import Share, close_received, exchange_descriptors, same_node
+from offload.disk.aio import AioOptions, open_aio
+from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError, ConfigError, PeerError, StateError
-from offload.planes import Disk
-from offload.sharing import SharedRegion, exchange_regions
-from offload.swapfile import SwapSpace
+from offload.memory.arena import Arena, MemoryRegion
+from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.planes.planes import Disk
+from offload.system import descriptors
+from offload.system.descriptors import Share, close_received, exchange_descriptors, same_node
 
 PAGE = 4096
 CPU = torch.device("cpu")

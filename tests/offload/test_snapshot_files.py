@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from offload.disk.swapfile import free_bytes
 from offload.errors import ConfigError, StorageError
-from offload.snapshot_files import SnapshotFiles, SnapshotSwap
-from offload.swapfile import free_bytes
+from offload.files.snapshot_files import SnapshotFiles, SnapshotSwap
 
 
 def committed(path: Path, *numbers: int) -> bytes:
@@ -67,7 +67,7 @@ def test_what_is_damaged_for_good_is_told(tmp_path: Path) -> None:
 
 def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("offload.snapshot_files.FORMAT", 7)
+        patch.setattr("offload.files.snapshot_files.FORMAT", 7)
         committed(tmp_path, 1)
     files = SnapshotFiles([tmp_path], "a", 0)
     with pytest.raises(ConfigError, match="format 7; this version reads 1 and 2"):
@@ -87,14 +87,14 @@ def test_room_that_the_files_have_is_not_asked_for_twice(tmp_path: Path, monkeyp
     swap = SnapshotSwap(SnapshotFiles([tmp_path], "a", 0), 1 << 20)
     geometry = swap.geometry
     swap.close()
-    monkeypatch.setattr("offload.swapfile.free_bytes", lambda path: 8192)
+    monkeypatch.setattr("offload.disk.swapfile.free_bytes", lambda path: 8192)
     again = SnapshotSwap(SnapshotFiles([tmp_path], "a", 0), 1 << 20, None, (geometry.counts, geometry.stripe_bytes))
     assert again.capacity_bytes == 1 << 20
     again.close()
 
 
 def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.snapshot_files.LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("offload.files.snapshot_files.LOCK_SECONDS", 0.1)
     files = SnapshotFiles([tmp_path], "a", 0)
     with pytest.raises(ConfigError, match="in use by another job"):
         SnapshotFiles([tmp_path], "a", 0)

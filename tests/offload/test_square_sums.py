@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import norm_of
 
-from offload import kernels
-from offload.square_sums import SquareSum
+from offload.kernels import kernels
+from offload.kernels.square_sums import SquareSum
 
 parts_of = st.lists(st.integers(1, 9000), min_size=0, max_size=4)
 spreads = st.sampled_from([0, 3, 12, 40])

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload.arena import Arena
-from offload.binding import exact_alias
+from offload.memory.arena import Arena
+from offload.memory.flat_storage import exact_alias
 from offload.streams import DeviceStreams
 
 if not torch.cuda.is_available():

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload import swapfile
+from offload.disk import swapfile
+from offload.disk.stripes import StripeMap
+from offload.disk.swapfile import RUN_FOLDER_PREFIX, SwapSpace, remove_stale_runs
 from offload.errors import ConfigError, StateError, StorageError
-from offload.pinned import map_host
-from offload.stripes import StripeMap
-from offload.swapfile import RUN_FOLDER_PREFIX, SwapSpace, remove_stale_runs
+from offload.memory.pinned import map_host
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 4096
@@ -224,7 +224,7 @@ def test_a_killed_process_leaves_no_byte_and_no_name(small_fs: Path) -> None:
     before = swapfile.free_bytes(small_fs)
     script = f"""
 import sys, time
-from offload.swapfile import SwapSpace
+from offload.disk.swapfile import SwapSpace
 space = SwapSpace([{str(small_fs)!r}], {30 * MIB})
 print("open", flush=True)
 time.sleep(60)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from offload import threads
+from offload.kernels import threads
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
-from offload.torch_file import Stranger, TorchFile, replace_strangers
+from offload.files.torch_file import Stranger, TorchFile, replace_strangers
 
 
 def opened(path: Path, value: Any) -> TorchFile:

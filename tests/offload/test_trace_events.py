@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import ConfigError
+from offload.files.trace_events import BINS_MAX, assign_rows, check_target, trace_document, write_trace
 from offload.timeline import COMPUTE, LANES, READS, WRITES, Recording, Span
-from offload.trace_events import BINS_MAX, assign_rows, check_target, trace_document, write_trace
 
 ORIGIN_NS, LENGTH_NS = 10**15, 50_000_000
 """Recordings start at a large clock value, where floats of microseconds would lose nanoseconds."""

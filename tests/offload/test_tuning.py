@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from offload import device, probe, tuning
-from offload.device import DeviceIdentity, identify
+from offload.disk import device, probe, tuning
+from offload.disk.device import DeviceIdentity, identify
+from offload.disk.probe import ProbeFile, Setting, mixed_speed, take_turns
+from offload.disk.tuning import Measurement, Tuning, cached, cached_or_probed, choose, combine, default_setting, store
 from offload.errors import ConfigError, StorageError
-from offload.probe import ProbeFile, Setting, mixed_speed, take_turns
-from offload.tuning import Measurement, Tuning, cached, cached_or_probed, choose, combine, default_setting, store
 
 MIB = 1 << 20
 A, B = Setting("io_uring", 2 * MIB, 32), Setting("io_uring", 4 * MIB, 32)

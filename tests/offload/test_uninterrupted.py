@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload.interrupts import LATE_SECONDS, uninterrupted, whole
+from offload.system.interrupts import LATE_SECONDS, uninterrupted, whole
 
 
 class Rang(KeyboardInterrupt):

@@ -16,24 +16,25 @@ from torch.distributed import HashStore
 
 import zero
 from native import NativeUnavailable
-from offload import accelerator, pinned
+from offload import accelerator
 from offload.accelerator import KINDS, compute_device, device_count, has_gpu, load_native, new_event
-from offload.aio import AioOptions, open_aio
-from offload.binding import FlatStorage, Poison
+from offload.disk.aio import AioOptions, open_aio
 from offload.errors import StateError
+from offload.memory import pinned
+from offload.memory.flat_storage import FlatStorage, Poison
+from offload.memory.poison import GRANULE_BYTES, poison_bytes
 from offload.mover import Mover
-from offload.poison import GRANULE_BYTES, poison_bytes
 from offload.streams import DeviceStreams, Streams, open_streams
-from offload.worker import Worker
-from zero.compat.accelerator import get_accelerator
-from zero.distributed.board import Board
-from zero.distributed.fate import Fate
-from zero.distributed.sequence import Log
-from zero.distributed.watch import Watch
+from offload.system.worker import Worker
+from zero.activations.rng_tracker import CudaRNGStatesTracker
+from zero.compat.accelerator_names import get_accelerator
 from zero.flops_profiler import _now
 from zero.launch.job import _pool
-from zero.machine import read_machine
-from zero.rng_tracker import CudaRNGStatesTracker
+from zero.plan.machine import read_machine
+from zero.ranks.failure import Fate
+from zero.ranks.sequence import Log
+from zero.ranks.status import Board
+from zero.ranks.watch import Watch
 
 THIRD = torch.device("cuda", 3)
 

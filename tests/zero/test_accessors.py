@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero.config import load_config
-from zero.values.accessors import ConfigAccessors
+from zero.engine.accessors import ConfigAccessors
 
 
 class Engine(ConfigAccessors):

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import zero
-from offload.aio import AioFault
+from offload.disk.aio import AioFault
 from offload.errors import BudgetError, ConfigError, StateError, StorageError
-from offload.pieces import Swap
+from offload.saved.spill_store import Swap
 
 Open = Callable[..., Any]
 LENGTH, STEPS = 64, 4
@@ -452,7 +452,7 @@ def test_an_exception_in_forward_leaves_nothing_kept(open_engine: Open, nvme_pat
         engine(batch(0))
     model.fail_after = None
     assert engine.statistics().activation_stored_bytes > 0 and kept(engine) == 0
-    assert zero.activations.current() is None
+    assert zero.activations.saved_tensors.current() is None
     assert train(engine) == train(reference) and unequal_to(engine, reference) == []
 
 

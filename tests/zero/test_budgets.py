@@ -10,13 +10,13 @@ from models import make_config
 
 from offload.errors import BudgetError
 from zero.config import load_config
-from zero.machine import Machine
 from zero.params.layout import Layout, UnitContent, build_layout
+from zero.params.placement import Placement
 from zero.params.units import Uses
-from zero.placement import Placement
-from zero.plans.plan import NVME as ON_NVME
-from zero.plans.plan import Plan
-from zero.plans.planner import Planner
+from zero.plan.machine import Machine
+from zero.plan.plan import NVME as ON_NVME
+from zero.plan.plan import Plan
+from zero.plan.planner import Planner
 
 NVME = ("nvme", "nvme")
 MACHINE = Machine(

@@ -49,7 +49,7 @@ from capacity import (
 
 from offload.errors import BudgetError
 from zero.params.units import packed_experts
-from zero.plans.plan import DEVICE, HOST, NVME
+from zero.plan.plan import DEVICE, HOST, NVME
 from zero.tools import cli
 
 LLAMA_8B, LLAMA_70B, LLAMA_405B = (f"llama-3.1-{size}b" for size in (8, 70, 405))

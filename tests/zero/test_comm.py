@@ -16,8 +16,8 @@ from ranks import RankPool
 from offload.errors import ConfigError, StateError
 from offload.mover import Mover
 from offload.streams import Streams
-from zero.comm import Comm
-from zero.distributed import meeting
+from zero.ranks import control_plane
+from zero.ranks.comm import Comm
 
 Pool = Callable[[int], RankPool]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64]
@@ -151,7 +151,7 @@ def test_every_rank_gets_every_payload(rank_pool: Pool) -> None:
 
 
 def broadcasting(source: int, chunk_bytes: int) -> list[torch.Tensor]:
-    meeting.CHUNK_BYTES = chunk_bytes
+    control_plane.CHUNK_BYTES = chunk_bytes
     with opened() as (comm, _):
         shapes: list[tuple[int, ...]] = [(3, 5), (), (0,), (7,), (64, 64)]
         own = comm.rank + 1

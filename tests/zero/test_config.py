@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from offload.errors import ConfigError
 from zero.config import Config, load_config, tolerating_unknown_keys
 from zero.config.fields import Block, Key, block_of, known_keys, means_auto
-from zero.config.sizes import parse_bytes, parse_count, parse_number, parse_whole
+from zero.config.numbers import parse_bytes, parse_count, parse_number, parse_whole
 
 KEYS = {key.path: key for key in known_keys(Config)}
 BLOCKS: dict[str, type[Block]] = {"": Config} | {

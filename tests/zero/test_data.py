@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset, SequentialSampler
 
 import zero
 from offload.errors import ConfigError
-from zero import ranks
 from zero.config import load_config
-from zero.data import make_loader
+from zero.data.loaders import make_loader
+from zero.ranks import world
 
 Open = Callable[..., Any]
 
@@ -48,9 +48,9 @@ def loaders(world_size: int, data: Any, *, micro: int = 1, drop: bool = False, *
     config = load_config({"train_micro_batch_size_per_gpu": micro, "dataloader_drop_last": drop}, world_size=world_size)
     made = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "world_size", lambda: world_size)
+        patch.setattr(world, "world_size", lambda: world_size)
         for rank in range(world_size):
-            patch.setattr(ranks, "rank", lambda rank=rank: rank)
+            patch.setattr(world, "rank", lambda rank=rank: rank)
             made.append(make_loader(data, config, pin=False, **more))
     return made
 

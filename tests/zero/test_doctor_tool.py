@@ -13,7 +13,9 @@ import pytest
 import torch
 from pretended import pretend_accelerator
 
-from offload import health, kernels, tuning
+from offload import health
+from offload.disk import tuning
+from offload.kernels import kernels
 from zero.tools import doctor_facts
 from zero.tools.cli import main
 from zero.tools.doctor_facts import MISSING, OK, SECTIONS, SLOWER, UNKNOWN, Fact, collect

@@ -14,7 +14,7 @@ from recovery import NVME, SLOW, Open, failing, reference_of, spilling, train, u
 from torch import nn
 
 import zero
-from offload.aio import NativeAio
+from offload.disk.aio import NativeAio
 from offload.errors import StorageError
 from zero.params.released import is_kept
 

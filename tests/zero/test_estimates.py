@@ -11,10 +11,10 @@ from models import build, make_config
 
 import zero
 from offload.errors import ConfigError
+from zero.assembly.model_plan import plan_model
 from zero.config import load_config
-from zero.estimates import ENDLESS
-from zero.planning import plan_model
-from zero.plans.plan import DEVICE, HOST, NVME
+from zero.engine.memory_estimates import ENDLESS
+from zero.plan.plan import DEVICE, HOST, NVME
 
 TIERS = ("nvme", "cpu", "none")
 

@@ -310,12 +310,12 @@ def test_more_than_there_is_memory_for_is_refused_and_nothing_is_opened(
 ) -> None:
     import dataclasses
 
-    from zero import editing
+    from zero.values import editor
 
     engine = made(open_engine, nvme_path)
-    true = editing.read_machine(engine.device)
+    true = editor.read_machine(engine.device)
     one = engine.module.norm.weight
-    monkeypatch.setattr(editing, "read_machine", lambda device: dataclasses.replace(true, device_bytes=50_000))
+    monkeypatch.setattr(editor, "read_machine", lambda device: dataclasses.replace(true, device_bytes=50_000))
     with (
         pytest.raises(BudgetError, match=r"GatheredParameters: .*blocks.*free.*named_full_parameters"),
         zero.GatheredParameters(engine.module.parameters()),

@@ -18,7 +18,7 @@ from recovery import once_more
 from reference import Hyper, Reference, differences, round_half_away, snapshot
 
 import zero
-from offload.aio import AioFault, AiofilesAio, AioOptions, NativeAio, open_aio
+from offload.disk.aio import AioFault, AiofilesAio, AioOptions, NativeAio, open_aio
 from offload.errors import ConfigError, StorageError, ZeroInfinityError
 
 Open = Callable[..., Any]

@@ -35,7 +35,7 @@ from torch import nn
 
 import offload.mover
 import zero
-from offload.aio import AioFault
+from offload.disk.aio import AioFault
 from offload.errors import WatchdogError
 
 pytestmark = pytest.mark.usefixtures("quick_collections")

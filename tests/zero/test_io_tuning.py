@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from offload import tuning
-from offload.aio import AioOptions
-from offload.device import identify
+from offload.disk import tuning
+from offload.disk.aio import AioOptions
+from offload.disk.device import identify
+from offload.disk.probe import Setting
+from offload.disk.tuning import Tuning, store
 from offload.errors import ConfigError
-from offload.probe import Setting
-from offload.tuning import Tuning, store
 from zero.config import load_config
 from zero.store.io_tuning import open_tuned, tune_io
 from zero.tools import cli

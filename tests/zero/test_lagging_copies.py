@@ -20,8 +20,8 @@ from reference import differences, snapshot
 from torch import Tensor
 
 import zero
-from offload import kernels
 from offload.errors import BudgetError
+from offload.kernels import kernels
 
 Open = Callable[..., Any]
 DEVICES = ("none", "cpu", "nvme")
@@ -82,7 +82,7 @@ def test_every_pair_of_tiers_trains_to_the_same_bits(
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in each unit, so that the memory of one serves for another of the same unit."""
     monkeypatch.setattr("zero.optim.contributions.CHUNK_NUMEL", 4096)
-    monkeypatch.setattr("offload.copies.DEVICE_CHUNK_BYTES", 6 * 4096)
+    monkeypatch.setattr("offload.planes.copies.DEVICE_CHUNK_BYTES", 6 * 4096)
     monkeypatch.setattr("zero.optim.contributions.WIDE_CHUNK_NUMEL", 4096)
 
 
@@ -204,8 +204,8 @@ def test_updates_beside_a_device_take_all_threads_and_leave_the_mover_free(
         update(*given, threads=threads, **more)
 
     monkeypatch.setattr(kernels, "adamw", watched)
-    monkeypatch.setattr("zero.engine.kernel_threads", lambda on_cpu: 7)
-    monkeypatch.setattr("zero.assembly.update_threads", lambda numel, limit: limit)
+    monkeypatch.setattr("zero.engine.engine.kernel_threads", lambda on_cpu: 7)
+    monkeypatch.setattr("zero.assembly.assembly.update_threads", lambda numel, limit: limit)
     with lagging_device(monkeypatch, eager=False):
         engine = open_engine(build("gpt"), make_config(pair, nvme_path))
         engines.append(engine)
@@ -227,7 +227,7 @@ def test_what_the_host_updates_where_it_is_is_not_page_locked(
         locked.append(data.numel())
         return lambda: None
 
-    monkeypatch.setattr("offload.arena.pin", pin)
+    monkeypatch.setattr("offload.memory.arena.pin", pin)
     monkeypatch.setattr("zero.store.storage.is_accelerator", lambda device: True)
     with lagging_device(monkeypatch):
         engine = open_engine(build("gpt"), make_config(("cpu", "cpu"), nvme_path))

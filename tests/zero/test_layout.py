@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models import build, make_config
 
 from zero.params.layout import Layout, UnitContent, build_layout
-from zero.placement import Placement
+from zero.params.placement import Placement
 
 BLOCK = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)

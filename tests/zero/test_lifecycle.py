@@ -26,8 +26,8 @@ from reference import Hyper, Reference, differences, snapshot
 from torch import nn
 
 import zero
-from offload.binding import Poison
 from offload.errors import StateError, ZeroInfinityError
+from offload.memory.flat_storage import Poison
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")
@@ -400,7 +400,7 @@ def test_a_closed_engine_keeps_no_device_memory_for_a_model_that_lives_on_and_fa
     open_engine: Open, monkeypatch: pytest.MonkeyPatch, nvme_path: Path, stage: int
 ) -> None:
     """The host plays the device: what released parameters look at has to be gone, and something else be there."""
-    monkeypatch.setattr("zero.assembly.Poison", WatchedPoison)
+    monkeypatch.setattr("zero.assembly.assembly.Poison", WatchedPoison)
     monkeypatch.setattr("zero.schedule.coordinator.is_accelerator", lambda device: True)
     monkeypatch.setattr(WatchedPoison, "made", [])
     model = build("gpt")

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero
 from offload.errors import BudgetError, ConfigError, StateError
-from zero.state_kinds import ALL, RECORDS, TO_RUN, OffloadDeviceEnum, OffloadStateTypeEnum
+from zero.assembly.state_kinds import ALL, RECORDS, TO_RUN, OffloadDeviceEnum, OffloadStateTypeEnum
 
 Open = Callable[..., Any]
 Pool = Callable[[int], Any]
@@ -330,13 +330,13 @@ def test_a_device_or_host_without_room_loses_nothing(open_engine: Open, monkeypa
     plain = held(train(open_engine(build("gpt"), config_of(3)), *range(4)))
     engine = train(open_engine(build("gpt"), config_of(3)), 0, 1)
     with monkeypatch.context() as patch:
-        machine = zero.put_away.read_machine(engine.device)
-        patch.setattr("zero.put_away.read_machine", lambda device: type(machine)(1, "test", None, 1, 1))
+        machine = zero.assembly.device_memory.read_machine(engine.device)
+        patch.setattr("zero.assembly.device_memory.read_machine", lambda device: type(machine)(1, "test", None, 1, 1))
         with pytest.raises(BudgetError, match="of host memory are needed, 1 B are free"):
             engine.offload_states()
     assert not engine.offloaded_states
     engine.offload_states()
-    allocate, left = zero.put_away.MemoryRegion._move.__globals__["_allocate"], [1]
+    allocate, left = zero.assembly.device_memory.MemoryRegion._move.__globals__["_allocate"], [1]
 
     def short(*given: Any, **more: Any) -> torch.Tensor:
         if not left:
@@ -345,7 +345,7 @@ def test_a_device_or_host_without_room_loses_nothing(open_engine: Open, monkeypa
         return allocate(*given, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.arena._allocate", short)
+        patch.setattr("offload.memory.arena._allocate", short)
         with pytest.raises(BudgetError, match="do not fit on cpu any more"):
             engine.reload_states()
     assert engine.offloaded_states

@@ -13,8 +13,8 @@ from models import build, make_config, tokens
 from torch import nn
 
 from offload.errors import BudgetError, ConfigError, StateError
-from zero.machine import Machine, read_machine
-from zero.values import states as kept_states
+from zero.engine import optimizer_states as kept_states
+from zero.plan.machine import Machine, read_machine
 
 Open = Callable[..., Any]
 TIERS = {"device": ("none", "none"), "cpu": ("cpu", "cpu"), "nvme": ("nvme", "nvme")}

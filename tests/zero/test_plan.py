@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from models import make_config
 
 from offload.errors import BudgetError, ZeroInfinityError
-from offload.poison import GRANULE_BYTES
+from offload.memory.poison import GRANULE_BYTES
 from zero.config import load_config
-from zero.machine import Machine
 from zero.params.layout import Layout, UnitContent, build_layout
+from zero.params.placement import Placement
 from zero.params.units import Uses
-from zero.placement import Placement
-from zero.plans.plan import DEVICE, HOST, NVME, Plan
-from zero.plans.planner import AUTO_SHARE, Planner
+from zero.plan.machine import Machine
+from zero.plan.plan import DEVICE, HOST, NVME, Plan
+from zero.plan.planner import AUTO_SHARE, Planner
 
 TIERS = ("none", "cpu", "nvme")
 BLOCK = 4096

@@ -15,15 +15,15 @@ import pytest
 import torch
 from models import build, make_config, tokens
 
-from offload import tuning
-from offload.device import identify
+from offload.disk import tuning
+from offload.disk.device import identify
 from offload.errors import ConfigError
+from zero.assembly.model_plan import plan_model
 from zero.config import load_config
-from zero.machine import Machine, read_machine
-from zero.planning import plan_model
-from zero.plans.traffic import StepTraffic, step_traffic
+from zero.plan.machine import Machine, read_machine
+from zero.plan.traffic import StepTraffic, step_traffic
 from zero.tools import cli
-from zero.tools.plan import Rates, build_on_meta, measure_update_rate, step_time
+from zero.tools.plan_command import Rates, build_on_meta, measure_update_rate, step_time
 
 Open = Callable[..., Any]
 TESTS = str(Path(__file__).parents[1])

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offload.errors import ConfigError
-from zero import ranks
 from zero.config import load_config
+from zero.ranks import world
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +33,13 @@ def test_before_torch_distributed_is_initialised_there_is_one_rank(monkeypatch: 
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert (ranks.world_size(), ranks.rank(), ranks.ranks_per_node()) == (1, 0, 1)
+    assert (world.world_size(), world.rank(), world.ranks_per_node()) == (1, 0, 1)
     assert load_config({}).world_size == 1
 
 
 @pytest.mark.usefixtures("second_of_four")
 def test_a_configuration_is_completed_for_the_ranks_there_are() -> None:
-    assert (ranks.world_size(), ranks.rank()) == (4, 1)
+    assert (world.world_size(), world.rank()) == (4, 1)
     config = load_config({"train_batch_size": 32, "gradient_accumulation_steps": 2})
     assert (config.world_size, config.train_micro_batch_size_per_gpu) == (4, 4)
     assert load_config({"train_batch_size": 8}, world_size=2).train_micro_batch_size_per_gpu == 4
@@ -49,14 +49,14 @@ def test_a_configuration_is_completed_for_the_ranks_there_are() -> None:
 
 @pytest.mark.usefixtures("second_of_four")
 @pytest.mark.parametrize(("said", "known"), [("2", 2), ("4", 4), ("8", None), ("0", None), ("x", None), ("", None)])
-@pytest.mark.parametrize("name", ranks.LOCAL_SIZES)
+@pytest.mark.parametrize("name", world.LOCAL_SIZES)
 def test_the_ranks_of_a_node_are_what_the_launcher_says_if_it_can_be(
     monkeypatch: pytest.MonkeyPatch, name: str, said: str, known: Any
 ) -> None:
-    for other in ranks.LOCAL_SIZES:
+    for other in world.LOCAL_SIZES:
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, said)
-    assert ranks.ranks_per_node() == known
+    assert world.ranks_per_node() == known
     block = {"zero_optimization": {"zero_hpz_partition_size": 4}}
     if known == 2:
         with pytest.raises(ConfigError, match="a divisor of 2, the ranks of a node"):

@@ -19,8 +19,8 @@ from ranks import RankError, RankPool, join_group
 
 from offload.mover import Mover
 from offload.streams import Streams
-from zero.comm import Comm
-from zero.distributed.lines import Lines
+from zero.ranks.comm import Comm
+from zero.ranks.process_groups import Lines
 
 Pool = Callable[[int], RankPool]
 DEADLINE_SECONDS = 5.0

@@ -31,7 +31,7 @@ from recovery import (
 from reference import Reference, differences, snapshot
 from torch import Tensor, nn
 
-import offload.binding
+import offload.memory.flat_storage
 import zero
 from offload.errors import StateError, StorageError
 
@@ -50,7 +50,7 @@ def test_without_swapping_storages_units_train_to_the_same_bits(
     pair: tuple[str, str],
     persistence_numel: int,
 ) -> None:
-    monkeypatch.setattr(offload.binding, "CAN_SWAP", False)
+    monkeypatch.setattr(offload.memory.flat_storage, "CAN_SWAP", False)
     keys = {"stage3_param_persistence_threshold": persistence_numel}
     engine = open_engine(build("gpt"), make_config(pair, nvme_path, zero=keys))
     assert any(unit.persistent for unit in engine.units)

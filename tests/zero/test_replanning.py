@@ -21,7 +21,7 @@ from reference import Hyper, Reference, changed, differences, snapshot
 from torch import nn
 
 import zero
-from offload.aio import AioFault
+from offload.disk.aio import AioFault
 from offload.errors import BudgetError, StateError, StorageError
 from zero.params.released import ReleasedParameter, is_kept
 

@@ -24,9 +24,9 @@ from torch.utils.data import (
 import zero
 from offload.archives import make_archive, read_archive
 from offload.errors import ConfigError
-from zero import ranks
 from zero.config import load_config
-from zero.data import make_loader
+from zero.data.loaders import make_loader
+from zero.ranks import world
 
 Batches = list[list[int]]
 
@@ -77,8 +77,8 @@ class Stateful:
 def open_loader(data: Any, micro: int, *, rank: int = 0, of: int = 1, drop: bool = False, **more: Any) -> Any:
     config = load_config({"train_micro_batch_size_per_gpu": micro, "dataloader_drop_last": drop}, world_size=of)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "world_size", lambda: of)
-        patch.setattr(ranks, "rank", lambda: rank)
+        patch.setattr(world, "world_size", lambda: of)
+        patch.setattr(world, "rank", lambda: rank)
         return make_loader(data, config, pin=False, **more)
 
 

@@ -18,7 +18,7 @@ from recovery import NVME, Open, least_host_bytes, once_more, reference_of, uneq
 
 import offload.mover
 import zero
-from offload.aio import AioFault
+from offload.disk.aio import AioFault
 from offload.errors import StorageError
 
 pytestmark = pytest.mark.usefixtures("quick_collections")

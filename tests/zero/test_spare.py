@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from models import build, make_config, tokens
 from recovery import NVME, Open, once_more, reference_of, train, unequal
 
-from offload.aio import AioFault
+from offload.disk.aio import AioFault
 from offload.errors import StorageError
-from zero.optim.spare import SpareRanges
+from zero.optim.lent_gradients import SpareRanges
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 

@@ -15,11 +15,11 @@ from models import GPT, VOCAB, build, make_config, seeded, tokens, trainability
 from reference import differences, snapshot
 from torch import Tensor, nn
 
-from offload import kernels
 from offload.errors import ConfigError
-from offload.kernels import Moments, Segment
+from offload.kernels import kernels
+from offload.kernels.kernels import Moments, Segment
 from zero.config import load_config
-from zero.record import RecordFormat
+from zero.plan.record import RecordFormat
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")

@@ -190,7 +190,7 @@ def test_what_leaves_the_model_comes_out_of_its_tiles(open_engine: Open, nvme_pa
 def test_a_change_that_fails_leaves_the_tiles_as_they_were(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zero.assembly import Assembly
+    from zero.assembly.assembly import Assembly
 
     model = wide()
     plain = in_tiles(copy.deepcopy(model))

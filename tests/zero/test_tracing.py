@@ -16,11 +16,11 @@ import pytest
 import torch
 from models import build, make_config, tokens
 
-import offload.swapfile
+import offload.disk.swapfile
 import zero
-from offload.aio import AioFault
+from offload.disk.aio import AioFault
+from offload.disk.stripes import StripeMap
 from offload.errors import ConfigError, StateError, StorageError
-from offload.stripes import StripeMap
 
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu"), ("none", "none")]
 OpenEngine = Callable[..., Any]
@@ -78,7 +78,7 @@ def test_reads_and_writes_add_up_to_the_engines_counters(
 def test_a_request_that_is_cut_into_stripes_is_a_span_per_part(
     open_engine: OpenEngine, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload.swapfile, "StripeMap", partial(StripeMap, stripe_bytes=1 << 16))
+    monkeypatch.setattr(offload.disk.swapfile, "StripeMap", partial(StripeMap, stripe_bytes=1 << 16))
     folders = [nvme_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()

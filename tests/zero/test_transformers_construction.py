@@ -12,7 +12,7 @@ from models import make_config, seeded
 from torch import nn
 
 import zero
-from zero.params import provisional
+from zero.params import unadopted
 from zero.params.released import ReleasedParameter
 
 transformers = pytest.importorskip("transformers")
@@ -85,7 +85,7 @@ def test_a_model_has_the_bits_of_one_built_in_memory(
 ) -> None:
     """With little memory, what the root's initialisation has brought in is spilled while it still runs."""
     if fetched_bytes_max is not None:
-        monkeypatch.setattr(provisional, "FETCHED_BYTES_MAX", fetched_bytes_max)
+        monkeypatch.setattr(unadopted, "FETCHED_BYTES_MAX", fetched_bytes_max)
     config = make_config(NVME, nvme_path)
     with seeded(3):
         plain = MAKERS[name]()

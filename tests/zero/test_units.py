@@ -13,8 +13,8 @@ from models import Block, build
 from torch import Tensor, nn
 
 from zero.params.layout import build_layout
+from zero.params.placement import Placement
 from zero.params.units import CoveredUnit, CoverRules, Uses, can_root, collect_leaves, cover, uses_of
-from zero.placement import Placement
 
 
 def rules(

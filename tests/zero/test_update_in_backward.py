@@ -13,7 +13,7 @@ from models import ADAMW, build, make_config, tokens, trainability
 from reference import Hyper, Reference, differences, snapshot
 
 import zero
-from offload.aio import AioFault
+from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StorageError
 
 Open = Callable[..., Any]

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from offload import kernels
-from offload.copies import write_plane
 from offload.errors import ConfigError
-from offload.square_sums import rows_of
-from zero.assembly import Assembly
+from offload.kernels import kernels
+from offload.kernels.square_sums import rows_of
+from offload.planes.copies import write_plane
+from zero.assembly.assembly import Assembly
 from zero.checkpoint.extents import PIECE_NUMEL, Extents
 from zero.checkpoint.source import Source
 from zero.optim.gradients import UnitGradient
-from zero.placement import Placement
+from zero.params.placement import Placement
 
 
 def add_accumulated(extents: Extents, parts: Assembly, placement: Placement) -> dict[str, Any] | None:

@@ -17,8 +17,8 @@ import time
 
 from offload.errors import StorageError
 from offload.mover import Transfer
-from offload.worker import Worker
-from zero.assembly import Assembly
+from offload.system.worker import Worker
+from zero.assembly.assembly import Assembly
 from zero.checkpoint.extents import Extent
 from zero.checkpoint.save import CheckpointSave
 from zero.optim.pipeline import StepArguments

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.torch_file import COPY, Region, Stranger, TorchFile
+from offload.files.torch_file import COPY, Region, Stranger, TorchFile
 
 OPTIM_FILE = re.compile(r"(?P<kind>|bf16_|fp16_)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
 MODEL_FILE = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")

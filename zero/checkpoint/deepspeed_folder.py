@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.torch_file import COPY, TorchFile, replace_strangers
+from offload.files.torch_file import COPY, TorchFile, replace_strangers
 from zero.checkpoint.deepspeed_files import (
     Contents,
     RankFile,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offload.errors import ConfigError
-from offload.torch_file import COPY, Region, TorchFile
+from offload.files.torch_file import COPY, Region, TorchFile
 from zero.checkpoint.deepspeed_files import KINDS, Contents, RankFile, number
 from zero.checkpoint.source import MODEL, STEP, state_name
 from zero.checkpoint.spread import Same, Spread, Values

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from offload import kernels
 from offload.errors import ConfigError
-from offload.safetensors_writer import Tensor
+from offload.files.safetensors_writer import Tensor
+from offload.kernels import kernels
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.sharding import MAX_SHARD_SIZE, SAFE, Shard, checked_name, plan_shards
 from zero.checkpoint.source import MODEL, Saved, Source

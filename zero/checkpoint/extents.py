@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.containers import BARE, Container, Run, container, pack
-from offload.planes import Plane
+from offload.files.containers import BARE, Container, Run, container, pack
+from offload.planes.planes import Plane
 from offload.sizes import BLOCK_NUMEL
 from zero.checkpoint.boxes import Box, short_boxes
 from zero.checkpoint.source import MODEL, state_name
 from zero.params.layout import Layout, Slot, SubGroup, Unit
+from zero.params.placement import Placement
 from zero.params.units import Leaf
-from zero.placement import Placement
 
 PIECE_NUMEL = 2 << 20
 """Elements of a box at most."""

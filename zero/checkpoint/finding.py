@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offload.durable import STAGED, Files
 from offload.errors import ConfigError
+from offload.files.durable import STAGED, Files
 from zero.checkpoint.manifest import NAME, Manifest, check, read_manifest
 
 LATEST = "latest"

@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.durable import STAGED, Lock
 from offload.errors import ConfigError, StateError, StorageError
+from offload.files.durable import STAGED, Lock
 from zero.checkpoint.finding import LATEST, REPLACED, Checkpoints, check_tag
 from zero.checkpoint.manifest import NAME, check, read_manifest
 

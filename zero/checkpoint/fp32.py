@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.safetensors_writer import PICKLED, SUFFIX, Tensor
+from offload.files.safetensors_writer import PICKLED, SUFFIX, Tensor
 from zero.checkpoint.export import DTYPES, SavedWeights, export, rounded
 from zero.checkpoint.finding import folder_named
 from zero.checkpoint.opening import open_folder

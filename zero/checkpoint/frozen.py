@@ -16,21 +16,21 @@ from pathlib import Path
 
 import torch
 
-from offload.checksums import combine
-from offload.durable import Files
 from offload.errors import ConfigError, StorageError
-from zero.assembly import Assembly
+from offload.files.durable import Files
+from offload.kernels.checksums import combine
+from zero.assembly.assembly import Assembly
 from zero.checkpoint import torch_metadata as dcp
 from zero.checkpoint.boxes import begin_of
 from zero.checkpoint.extents import Extents
+from zero.checkpoint.folder_source import FolderSource
 from zero.checkpoint.folders import Folders
 from zero.checkpoint.manifest import NAME, FileEntry, check, read_manifest
 from zero.checkpoint.metadata import METADATA_FILE, WrittenBox, read_metadata
 from zero.checkpoint.rank_part import written_boxes
-from zero.checkpoint.reading import FolderSource
 from zero.checkpoint.source import MODEL
 from zero.checkpoint.writing import ExtentWriter
-from zero.exchanging.exchange import Exchange
+from zero.exchange.exchange import Exchange
 
 FOLDER = ".frozen"
 """Of a save_dir."""

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from offload import kernels
 from offload.archives import bytes_tensor
-from offload.durable import Files
 from offload.errors import ConfigError, StorageError
+from offload.files.durable import Files
+from offload.kernels import kernels
 
 NAME = "manifest.json"
 FORMAT: Literal["zero-infinity checkpoint"] = "zero-infinity checkpoint"

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offload.durable import Files
 from offload.errors import ConfigError, DamagedError
+from offload.files.durable import Files
 from zero.checkpoint.deepspeed_folder import is_deepspeed_folder, open_deepspeed_folder
 from zero.checkpoint.finding import check_tag
+from zero.checkpoint.folder_source import CLIENT, RANK, STATE, FolderSource
 from zero.checkpoint.folders import Folders
 from zero.checkpoint.manifest import NAME, Manifest, check, read_manifest
-from zero.checkpoint.reading import CLIENT, RANK, STATE, FolderSource
 from zero.checkpoint.source import Source
 
 logger = logging.getLogger("zero")

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from offload import masters
 from offload.errors import StateError, StorageError, ZeroInfinityError
-from offload.messages import bytes_of, tensor_of
-from zero.exchanging.exchange import Exchange
-from zero.gathered_values import runs_of
+from offload.kernels import masters
+from offload.memory.byte_tensors import bytes_of, tensor_of
+from zero.exchange.exchange import Exchange
 from zero.params.layout import Slot, Unit
 from zero.store.adoption import Piece
 from zero.store.stored_values import StoredValues
+from zero.values.gathered_values import runs_of
 
 CHUNK_NUMEL = 1 << 20
 """Elements in hand at once."""

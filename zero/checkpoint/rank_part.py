@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from offload.aio import Aio, AioOptions, open_aio
-from offload.durable import DurableFile, Files
+from offload.disk.aio import Aio, AioOptions, open_aio
 from offload.errors import ConfigError
+from offload.files.durable import DurableFile, Files
 from offload.mover import Transfer
-from zero.assembly import Assembly
+from zero.assembly.assembly import Assembly
 from zero.checkpoint.extents import Extent, Extents
 from zero.checkpoint.manifest import FileEntry
 from zero.checkpoint.metadata import WrittenBox
@@ -22,7 +22,7 @@ from zero.checkpoint.writing import ExtentWriter
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.rules import Scalar
 from zero.params.buffers import persistent_buffers
-from zero.placement import Placement
+from zero.params.placement import Placement
 
 
 def data_file(rank: int) -> str:

@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from offload import kernels
 from offload.archives import bytes_tensor
-from offload.durable import Files
 from offload.errors import StateError, StorageError, ZeroInfinityError
-from zero.assembly import Assembly
+from offload.files.durable import Files
+from offload.kernels import kernels
+from zero.assembly.assembly import Assembly
 from zero.checkpoint.extents import Extents
 from zero.checkpoint.folders import Folders, Partial
 from zero.checkpoint.frozen import SharedFrozen
@@ -26,7 +26,7 @@ from zero.checkpoint.metadata import METADATA_FILE, WrittenBox, make_metadata
 from zero.checkpoint.rank_part import RankPart, data_file, failure_file, list_file, read_list
 from zero.checkpoint.source import MODEL
 from zero.checkpoint.together import Together
-from zero.exchanging.exchange import Exchange
+from zero.exchange.exchange import Exchange
 
 logger = logging.getLogger("zero")
 

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 from offload.archives import make_archive
-from offload.durable import Files
 from offload.errors import ConfigError, StateError, StorageError, names_file_limit
-from offload.garbage import no_collection
+from offload.files.durable import Files
 from offload.sizes import format_bytes
-from zero.assembly import Assembly
+from offload.system.garbage import no_collection
+from zero.assembly.assembly import Assembly
+from zero.assembly.model_changes import FollowsModel
 from zero.checkpoint.accumulated import add_accumulated, ranks_shape
 from zero.checkpoint.background import BackgroundSave, SavesBehind
 from zero.checkpoint.extents import Extents
 from zero.checkpoint.finding import check_tag, folder_named
+from zero.checkpoint.folder_source import CLIENT, RANK, STATE
 from zero.checkpoint.frozen import (
     FrozenPart,
     SharedFrozen,
@@ -31,13 +33,11 @@ from zero.checkpoint.frozen import (
     frozen_sums,
 )
 from zero.checkpoint.rank_part import plan_extents
-from zero.checkpoint.reading import CLIENT, RANK, STATE
 from zero.checkpoint.save import CheckpointSave
-from zero.checkpoint.small_state import client_part, common_state, rank_state
 from zero.checkpoint.together import Together
 from zero.optim.loss_scale import LossScaler
 from zero.params.buffers import persistent_buffers
-from zero.replanning import FollowsModel
+from zero.snapshots.small_state import client_part, common_state, rank_state
 
 logger = logging.getLogger("zero")
 

@@ -9,8 +9,8 @@ from pathlib import PurePath
 from typing import Any
 
 from offload.errors import ConfigError
-from offload.safetensors_writer import PICKLED, SUFFIX, Tensor, around, in_file_order
-from zero.config.sizes import parse_bytes
+from offload.files.safetensors_writer import PICKLED, SUFFIX, Tensor, around, in_file_order
+from zero.config.numbers import parse_bytes
 
 MAX_SHARD_SIZE = "5GB"
 SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"

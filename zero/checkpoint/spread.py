@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from offload.errors import ConfigError
-from offload.torch_file import Region
+from offload.files.torch_file import Region
 from zero.checkpoint.source import Saved
 
 

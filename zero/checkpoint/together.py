@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from offload.errors import DamagedError, StateError
-from zero.exchanging.exchange import Exchange
+from zero.exchange.exchange import Exchange
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from offload.safetensors_writer import Tensor, WeightsDraft, WeightsWriter
+from offload.files.safetensors_writer import Tensor, WeightsDraft, WeightsWriter
 from offload.sizes import format_bytes
 from zero.checkpoint.plane_reader import Relay
 from zero.checkpoint.sharding import Shard, index_of

@@ -8,16 +8,16 @@ from functools import partial
 
 import torch
 
-from offload import kernels, masters
-from offload.arena import Arena, Block
-from offload.containers import Run
-from offload.copies import copy_alone, read_plane
 from offload.errors import StateError
-from offload.planes import Plane, settle_all
-from offload.worker import Worker
+from offload.files.containers import Run
+from offload.kernels import kernels, masters
+from offload.memory.arena import Arena, Block
+from offload.planes.copies import copy_alone, read_plane
+from offload.planes.planes import Plane, settle_all
+from offload.system.worker import Worker
 from zero.checkpoint.extents import RUN_BYTES, STATE, Extent, Part, block_bounds
 from zero.params.layout import Layout, Unit
-from zero.record import Record
+from zero.plan.record import Record
 from zero.store.storage import Storage
 from zero.store.stored_values import StagedGroup, stage_group
 

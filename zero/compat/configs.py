@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 from offload.errors import ConfigError
+from zero.assembly.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero.compat.monitoring import BLOCKS, DeepSpeedMonitorConfig
 from zero.config import load_config, reading_as_deepspeed
 from zero.config.offload_block import OffloadOptimizerConfig as DeepSpeedZeroOffloadOptimizerConfig
 from zero.config.offload_block import OffloadParamConfig as DeepSpeedZeroOffloadParamConfig
 from zero.config.precision_block import Bf16Config, Fp16Config
 from zero.config.zero_block import ZeroConfig as DeepSpeedZeroConfig
-from zero.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
 
 __all__ = [
     "ADAGRAD_OPTIMIZER",

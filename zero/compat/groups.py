@@ -6,9 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero import ranks
 from zero.compat.missing import missing_function
 from zero.compat.unavailable import EXPERTS, SEQUENCES
+from zero.ranks import world
 
 __all__ = [
     "_clone_world_group",
@@ -58,12 +58,12 @@ def get_data_parallel_group() -> Any:
 
 def get_data_parallel_rank() -> int:
     """This rank."""
-    return ranks.rank()
+    return world.rank()
 
 
 def get_data_parallel_world_size() -> int:
     """Number of ranks."""
-    return ranks.world_size()
+    return world.world_size()
 
 
 def get_model_parallel_world_size() -> int:
@@ -77,7 +77,7 @@ def get_model_parallel_rank() -> int:
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
-    return list(range(ranks.world_size()))
+    return list(range(world.world_size()))
 
 
 def _get_expert_parallel_world_size(group_name: str | None = None) -> int:

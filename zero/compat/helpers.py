@@ -14,11 +14,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from zero.compat.accelerator import get_accelerator
+from zero.assembly.state_kinds import OffloadStateTypeEnum
+from zero.compat.accelerator_names import get_accelerator
 from zero.compat.logs import logger
 from zero.params.gathering import GatheredParameters
 from zero.params.released import is_kept
-from zero.state_kinds import OffloadStateTypeEnum
 
 
 def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from zero.launch.arguments import add_arguments
-from zero.launch.environment import FILE_NAME
+from zero.launch.exported_variables import FILE_NAME
 from zero.launch.hosts import choose, parse_hostfile, read_hostfile
 from zero.tools import cli
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zero import ranks
+from zero.ranks import world
 
 log_levels = {
     "debug": logging.DEBUG,
@@ -83,11 +83,11 @@ def should_log_le(max_log_level_str: str) -> bool:
 
 
 def _rank() -> int:
-    return ranks.rank()
+    return world.rank()
 
 
 def _speaks(wanted: Sequence[int] | None) -> bool:
-    return not ranks.is_distributed() or not wanted or wanted[0] == -1 or _rank() in wanted
+    return not world.is_distributed() or not wanted or wanted[0] == -1 or _rank() in wanted
 
 
 logger.warning_once = warning_once  # type: ignore[attr-defined]

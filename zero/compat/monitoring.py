@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero import ranks
 from zero.config.logging_block import Comet, CsvMonitor, TensorBoard, Wandb
+from zero.ranks import world
 from zero.reports.monitors import Event, Monitors
 
 BLOCKS: dict[str, type[Any]] = {"tensorboard": TensorBoard, "comet": Comet, "wandb": Wandb, "csv_monitor": CsvMonitor}
@@ -57,7 +57,7 @@ class MonitorMaster:
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
         self.monitor_config = monitor_config
-        self._monitors = Monitors(monitor_config, writes=ranks.rank() == 0)
+        self._monitors = Monitors(monitor_config, writes=world.rank() == 0)
         self.enabled = self._monitors.enabled
         self.tb_monitor, self.comet_monitor, self.wandb_monitor, self.csv_monitor = (
             self._monitors.writers.get(name) for name in BLOCKS
@@ -82,7 +82,7 @@ class _One:
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
-        self._monitors = Monitors(DeepSpeedMonitorConfig(**{self.name: monitor_config}), writes=ranks.rank() == 0)
+        self._monitors = Monitors(DeepSpeedMonitorConfig(**{self.name: monitor_config}), writes=world.rank() == 0)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Write (tag, value, step); nothing when it is off."""

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero.compat.accelerator import get_accelerator
+from zero.compat.accelerator_names import get_accelerator
 from zero.config import reading_as_deepspeed
-from zero.distributed.joining import init_distributed
 from zero.params.face import ZeroParamStatus, has_face
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init as OurInit
+from zero.ranks.joining import init_distributed
 
 __all__ = [
     "GatheredParameters",

@@ -12,7 +12,7 @@ from offload.errors import ZeroInfinityError
 from zero.checkpoint import fp32
 from zero.checkpoint.fp32 import Folder, Model, convert_zero_checkpoint_to_fp32_state_dict
 from zero.checkpoint.sharding import MAX_SHARD_SIZE
-from zero.keeping import take_back
+from zero.values.access import take_back
 
 SCRIPT = '''#!/usr/bin/env python3
 """Whole fp32 weights out of the checkpoints beside this file: zero_to_fp32.py CHECKPOINT_DIR OUTPUT."""

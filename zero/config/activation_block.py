@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from zero.config.fields import Block, Flag, Inert, Whole, choice, problem, reads
+from zero.config.numbers import parse_bytes
 from zero.config.offload_block import Paths
-from zero.config.sizes import parse_bytes
 
 ActivationDevice = Literal["none", "cpu", "nvme"]
 

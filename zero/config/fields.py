@@ -33,7 +33,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import Self
 
-from zero.config.sizes import parse_count, parse_number, parse_whole
+from zero.config.numbers import parse_count, parse_number, parse_whole
 
 Role = Literal["acts", "inert", "refused"]
 

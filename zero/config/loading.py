@@ -14,7 +14,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from offload.errors import ConfigError
-from zero import ranks
 from zero.config.fields import (
     AUTO,
     VERSION_KEY,
@@ -28,11 +27,12 @@ from zero.config.fields import (
     shown,
 )
 from zero.config.hints import unknown_key
+from zero.config.numbers import parse_whole
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.reading import copied, read_source
 from zero.config.report import Choice, Origin, Report, plain
 from zero.config.schema import Config
-from zero.config.sizes import parse_whole
+from zero.ranks import world
 
 FETCHING_KEYS = (
     "zero_optimization.stage3_prefetch_bucket_size",
@@ -116,7 +116,7 @@ def load_config(
         ConfigError: lists every problem found: dotted path, what was expected, what was got, what to do.
     """
     if world_size is None:
-        world_size, ranks_per_node = ranks.world_size(), ranks_per_node or ranks.ranks_per_node()
+        world_size, ranks_per_node = world.world_size(), ranks_per_node or world.ranks_per_node()
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(f"world_size: expected an integer of at least 1, got {world_size!r}")
     if isinstance(config, Config):

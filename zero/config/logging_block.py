@@ -17,7 +17,7 @@ from zero.config.fields import (
     choice,
     reads,
 )
-from zero.config.sizes import parse_number, parse_whole
+from zero.config.numbers import parse_number, parse_whole
 
 
 class TensorBoard(Block):

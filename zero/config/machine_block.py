@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from zero.config.fields import AUTO, MEANS_AUTO, Block, Flag, Only, Whole, choice, reads
-from zero.config.sizes import parse_bytes
+from zero.config.numbers import parse_bytes
 
 PAGE_BYTES = 4096
 

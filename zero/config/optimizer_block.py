@@ -18,7 +18,7 @@ from zero.config.fields import (
     problem,
     reads,
 )
-from zero.config.sizes import parse_number
+from zero.config.numbers import parse_number
 
 OPTIMIZER_TYPES = {
     **{name: "Adam" for name in ("adam", "deepspeedcpuadam", "cpuadam", "fusedadam", "cpu_adam", "fused_adam")},

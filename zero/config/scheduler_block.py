@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import Self
 
 from zero.config.fields import Block, Flag, Number, Text, Whole, choice, problem, reads, shown
-from zero.config.sizes import parse_number
+from zero.config.numbers import parse_number
 from zero.lr_schedules import SCHEDULES
 
 SIMILARITY_LEAST = 0.6

@@ -36,11 +36,11 @@ from zero.config.fields import (
 )
 from zero.config.hints import unknown_key
 from zero.config.machine_block import AioConfig, MemoryBudget
+from zero.config.numbers import parse_whole
 from zero.config.optimizer_block import OptimizerConfig
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
 from zero.config.report import Choice, Origin, Report, plain
 from zero.config.scheduler_block import SchedulerConfig
-from zero.config.sizes import parse_whole
 from zero.config.zero_block import ZeroConfig
 
 

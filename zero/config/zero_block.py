@@ -28,8 +28,8 @@ from zero.config.fields import (
     shown,
     world_size_of,
 )
+from zero.config.numbers import parse_number, parse_whole
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
-from zero.config.sizes import parse_number, parse_whole
 
 DEEPSPEED_LEAF_CLASSES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from offload.errors import ConfigError
-from offload.process import die_with_parent
+from offload.system.process import die_with_parent
 from zero.launch.commands import Command
 
 LOOK_SECONDS = 0.1

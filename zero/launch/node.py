@@ -26,10 +26,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from offload.accelerator import device_count, visible_variable
 from offload.errors import ConfigError, ZeroInfinityError
-from offload.run_notes import FOLDER, read_notes
-from zero.launch.binding import core_of, cores_by_rank, usable_cpus, visible_devices
+from offload.node.run_notes import FOLDER, read_notes
+from zero.launch.affinity import core_of, cores_by_rank, usable_cpus, visible_devices
 from zero.launch.commands import torchrun_words
-from zero.launch.failure import Failure, describe, first_of, from_torch
+from zero.launch.first_failure import Failure, describe, first_of, from_torch
 from zero.launch.job import LOCAL_NAMES, Job
 from zero.launch.memory import MemoryState, explain_kill, read_states
 from zero.launch.peers import Peers

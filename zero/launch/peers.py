@@ -16,7 +16,7 @@ from datetime import timedelta
 from torch.distributed import DistError, DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
 from offload.errors import ConfigError
-from zero.launch.failure import Failure
+from zero.launch.first_failure import Failure
 from zero.launch.job import Job
 
 LOOK_SECONDS = 0.5

@@ -40,7 +40,7 @@ def prepare(options: dict[str, Any], environment: dict[str, str]) -> None:
 
 
 def _tie_to_launcher(launcher: int) -> None:
-    path = Path(__file__).resolve().parents[2] / "offload" / "process.py"
+    path = Path(__file__).resolve().parents[2] / "offload" / "system" / "process.py"
     spec = importlib.util.spec_from_file_location("_zero_process", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be loaded")

@@ -11,7 +11,7 @@ from offload.accelerator import device_count
 from offload.errors import ConfigError
 from zero.launch.arguments import check
 from zero.launch.commands import Transport, build_commands
-from zero.launch.environment import for_other_nodes
+from zero.launch.exported_variables import for_other_nodes
 from zero.launch.head import run_commands
 from zero.launch.job import is_remote, plan_job
 from zero.launch.node import run_node

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero.lr_schedules.base import Schedule, torch_optimizer
 from zero.lr_schedules.cycle import LRRangeTest, OneCycle
+from zero.lr_schedules.schedule import Schedule, torch_optimizer
 from zero.lr_schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 SCHEDULES: dict[str, type[Schedule]] = {

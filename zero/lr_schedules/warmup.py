@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from offload.errors import ConfigError
-from zero.lr_schedules.base import PerGroup, Schedule, integer
+from zero.lr_schedules.schedule import PerGroup, Schedule, integer
 
 logger = logging.getLogger("zero")
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload import kernels
-from zero.ops.base import PlainOptimizer, refuse
+from offload.kernels import kernels
+from zero.ops.stepping import PlainOptimizer, refuse
 
 
 class KernelAdam(PlainOptimizer):

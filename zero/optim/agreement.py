@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 
 from offload.errors import StateError
-from offload.square_sums import PACKED_BYTES, SquareSum
-from zero.exchanging.exchange import Exchange
+from offload.kernels.square_sums import PACKED_BYTES, SquareSum
+from zero.exchange.exchange import Exchange
 
 HEAD = struct.Struct(f"<q{PACKED_BYTES}s")
 """Number of the step, sum of squares."""

@@ -14,19 +14,19 @@ from functools import partial
 
 import torch
 
-from offload import kernels
-from offload.arena import Block
-from offload.copies import device_chunk_bytes
 from offload.errors import StorageError
+from offload.kernels import kernels
+from offload.kernels.square_sums import rows_of
+from offload.memory.arena import Block
+from offload.memory.pinned import aligned_copy
 from offload.mover import Transfer
-from offload.pinned import aligned_copy
-from offload.planes import Plane, settle_all
+from offload.planes.copies import device_chunk_bytes
+from offload.planes.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL
-from offload.square_sums import rows_of
 from offload.streams import Fence
-from zero.optim import sums as sums_of
+from zero.optim import accumulate as sums_of
 from zero.params.layout import Slot, Unit
-from zero.plans.pools import WIDE_CHUNK_NUMEL, WIDE_CHUNKS
+from zero.plan.pools import WIDE_CHUNK_NUMEL, WIDE_CHUNKS
 from zero.store.storage import Storage
 
 CHUNK_NUMEL = 256 * 1024

@@ -17,15 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.arena import Block
 from offload.errors import StateError
+from offload.kernels.square_sums import SquareSum, nonfinite_of, rows_in
+from offload.memory.arena import Block
 from offload.mover import Transfer
-from offload.planes import Plane
-from offload.square_sums import SquareSum, nonfinite_of, rows_in
+from offload.planes.planes import Plane
 from offload.streams import Fence
 from zero.optim.contributions import Contribution, ContributionStore
 from zero.params.layout import Layout, Slot, Unit
-from zero.plans.pools import gradient_sums_bytes
+from zero.plan.pools import gradient_sums_bytes
 from zero.store.storage import Storage
 
 

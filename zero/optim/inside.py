@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 
 from offload.errors import StorageError
 from offload.mover import Transfer
-from zero.optim.behind import DueUpdates
 from zero.optim.gradients import Gradients
+from zero.optim.pending_updates import DueUpdates
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import SubGroup, Unit
 from zero.store.storage import Storage

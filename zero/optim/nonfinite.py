@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from offload import kernels
-from offload.copies import read_plane
+from offload.kernels import kernels
+from offload.kernels.square_sums import nonfinite_of
+from offload.planes.copies import read_plane
 from offload.sizes import BLOCK_NUMEL
-from offload.square_sums import nonfinite_of
-from zero.exchanging.exchange import Exchange
+from zero.exchange.exchange import Exchange
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Slot
 from zero.store.storage import Storage

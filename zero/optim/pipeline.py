@@ -10,7 +10,7 @@ kernel can address it, the old weights are read into it and updated there: one r
 and the forward. Elsewhere they are copied there once updated.
 
 [Note: order of writes] Weights are written at once: the memory they are in is wanted for other units. Records may
-wait; see zero/optim/spare.py.
+wait; see zero/optim/lent_gradients.py.
 
 [Note: failure] A sub-group whose read fails is untouched and stays due. One whose write fails has
 been updated: the planes keep its bytes until a later write succeeds, so memory still holds the truth.
@@ -26,14 +26,14 @@ from typing import Any
 import torch
 
 from offload.errors import StateError
-from offload.pinned import aligned_copy
-from offload.planes import settle_all
+from offload.memory.pinned import aligned_copy
+from offload.planes.planes import settle_all
 from offload.streams import Fence
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
-from zero.optim.places import Places
+from zero.optim.lent_gradients import SpareGradients
 from zero.optim.rules import Rule, Run
-from zero.optim.spare import SpareGradients
+from zero.optim.update_slots import Places
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.store.staging import Staged, Staging
 from zero.store.storage import Storage

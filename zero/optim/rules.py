@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from offload import kernels
 from offload.errors import ConfigError
-from zero.record import ADAM_STATES, States
+from offload.kernels import kernels
+from zero.plan.record import ADAM_STATES, States
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Run(NamedTuple):
     weight: Tensor
     """fp32, bf16 or fp16."""
     master: Tensor | None
-    """What the weights lack of their fp32 masters, see `offload.masters`; None: they are the masters."""
+    """What the weights lack of their fp32 masters, see `offload.kernels.masters`; None: they are the masters."""
     states: States
     gradient: Tensor
     """As it was collected."""

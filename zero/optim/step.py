@@ -18,15 +18,15 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from offload.errors import StateError, StorageError, tell, was_told
-from zero.exchanging.exchange import Exchange
+from zero.exchange.exchange import Exchange
 from zero.optim.agreement import agree_on_step
-from zero.optim.behind import DueUpdates
 from zero.optim.clipping import clip_coefficient
 from zero.optim.gradients import Gradients
 from zero.optim.inside import UpdatesInBackward
 from zero.optim.loss_scale import LossScaleError, LossScaler
 from zero.optim.nonfinite import agree_on_nonfinite
 from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.pending_updates import DueUpdates
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage

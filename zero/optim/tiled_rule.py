@@ -3,7 +3,7 @@
 [Note: how] An optimizer of the user's class is a shallow copy of the user's, with one param group that holds one
 parameter: a flat fp32 tile. Its state is what the class has made of that parameter so far, planes cut to the tile,
 numbers as they were after the last step. So the class cannot tell a tile from a small parameter, and what is
-element-wise gives the bits that it gives for the whole. `zero/optim/trial.py` finds out whether a class is.
+element-wise gives the bits that it gives for the whole. `zero/optim/probe_optimizer.py` finds out whether a class is.
 
 [Note: numbers] Every tile of a parameter starts from the same numbers and ends with the same ones, which depend on no
 element. What they are after a step is found by a step over one element, when the step is fixed.
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload import masters
 from offload.errors import ConfigError
+from offload.kernels import masters
 from zero.optim.rules import Progress, Run, Scalar
 
 TILE_NUMEL = 32768

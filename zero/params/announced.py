@@ -13,10 +13,9 @@ from torch import nn
 
 from offload.accelerator import compute_device
 from offload.errors import StateError
-from zero import ranks
-from zero.distributed import backend
 from zero.params.face import has_face
 from zero.params.released import is_kept
+from zero.ranks import backend, world
 
 
 def is_announced(parameter: torch.Tensor) -> bool:
@@ -26,8 +25,8 @@ def is_announced(parameter: torch.Tensor) -> bool:
 
 def check_rank(modifier_rank: int | None) -> None:
     """Raise StateError unless there is such a rank; None, and any before the ranks have met, is fine."""
-    world_size = ranks.world_size()
-    if modifier_rank is not None and ranks.is_distributed() and not 0 <= modifier_rank < world_size:
+    world_size = world.world_size()
+    if modifier_rank is not None and world.is_distributed() and not 0 <= modifier_rank < world_size:
         raise StateError(
             f"GatheredParameters: expected a modifier_rank from 0 to {world_size - 1}, got {modifier_rank}"
         )
@@ -42,7 +41,7 @@ def take_values_of(source_rank: int, parameters: Iterable[torch.Tensor]) -> None
         source_rank: of the default group.
         parameters: any dtype and layout, on the host or the device.
     """
-    if ranks.world_size() == 1:
+    if world.world_size() == 1:
         return
     for parameter in parameters:
         if parameter.is_meta:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from offload.accelerator import HOST
-from offload.binding import FlatStorage, Poison
-from offload.saved_views import version_of
+from offload.memory.flat_storage import FlatStorage, Poison
+from offload.saved.saved_views import version_of
 from zero.params.layout import Slot, Unit
 from zero.params.released import Keeper, mark, set_present, set_released, show_shard
 from zero.params.watched import forget, watch, written

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from zero import ranks
+from zero.ranks import world
 
 
 class ZeroParamStatus(Enum):
@@ -64,7 +64,7 @@ def put_on_face(parameter: nn.Parameter, persistent: bool, private: tuple[str, .
 
 def _share_numel(numel: int) -> int:
     """Elements of a parameter that a rank has on average, rounded up; `ds_tensor` has those of this one."""
-    return -(-numel // ranks.world_size())
+    return -(-numel // world.world_size())
 
 
 def announce(parameter: nn.Parameter) -> None:

@@ -20,17 +20,17 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from zero import ranks
 from zero.config import Config, load_config
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.reading import read_source
-from zero.distributed.joining import join_if_started
+from zero.config.swap_paths import make_ready
 from zero.params.face import announce
 from zero.params.opaque import is_wrapper
-from zero.params.provisional import ProvisionalKeeper, provisional_source
 from zero.params.released import is_kept
+from zero.params.unadopted import ProvisionalKeeper, provisional_source
 from zero.params.waiting_file import open_waiting_file
-from zero.swap_paths import make_ready
+from zero.ranks import world
+from zero.ranks.joining import join_if_started
 
 Source = str | os.PathLike[str] | dict[str, Any] | Config | None
 DEEPSPEED_ONLY = {
@@ -258,7 +258,7 @@ def _spill_folders(source: Source, remote_device: str | None) -> tuple[str, ...]
 def cuts_values(config: Config, remote_device: str | None = None) -> bool:
     """True if `Init` takes values away while a model is built: to NVMe, or to where ranks of a node share them."""
     zero = config.zero_optimization
-    shares = zero.stage == 3 and zero.shared_host_memory is not False and ranks.world_size() > 1
+    shares = zero.stage == 3 and zero.shared_host_memory is not False and world.world_size() > 1
     return (remote_device or zero.offload_param.device) == "nvme" or shares
 
 

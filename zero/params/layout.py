@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.masters import remainder_dtype
+from offload.kernels.masters import remainder_dtype
 from offload.sizes import ALIGN_BYTES, BLOCK_NUMEL, align_up
-from zero.placement import Placement
+from zero.params.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-from offload.common_file import CommonFile
-from offload.descriptors import node_identity, same_node
+from offload.disk.provisional import ProvisionalFile
 from offload.errors import StateError
-from offload.provisional import ProvisionalFile
-from zero import ranks
-from zero.distributed import backend
+from offload.node.common_file import CommonFile
+from offload.system.descriptors import node_identity, same_node
+from zero.ranks import backend, world
 
 WaitingFile: TypeAlias = ProvisionalFile | CommonFile
 _opened = itertools.count()
@@ -34,7 +33,7 @@ def open_waiting_file(folders: Sequence[str]) -> tuple[WaitingFile | None, bool]
         StateError: other ranks do not come; names the first.
         PeerError: ranks of this node lose each other.
     """
-    world_size = ranks.world_size()
+    world_size = world.world_size()
     if world_size == 1:
         return (ProvisionalFile.on_disk(folders) if folders else None), True
     said = _Said(range(world_size))
@@ -44,7 +43,7 @@ def open_waiting_file(folders: Sequence[str]) -> tuple[WaitingFile | None, bool]
     if len(neighbours) == 1 or not same_node(share):
         return (ProvisionalFile.on_disk(folders) if folders else None), False
     own = ProvisionalFile.on_disk(folders) if folders else ProvisionalFile.in_memory()
-    index = neighbours.index(ranks.rank())
+    index = neighbours.index(world.rank())
     return CommonFile.meet(own, index, len(neighbours), share), len(neighbours) == world_size
 
 
@@ -66,7 +65,7 @@ class _Said:
         """Everybody's payload, in the order of the members."""
         key = f"{self._name}/{self._count}"
         self._count += 1
-        self._store.set(f"{key}/{ranks.rank()}", payload)
+        self._store.set(f"{key}/{world.rank()}", payload)
         return [self._said_by(member, f"{key}/{member}") for member in self._members]
 
     def _said_by(self, member: int, key: str) -> bytes:

@@ -18,12 +18,12 @@ import torch
 
 from offload.accelerator import is_accelerator, module_of
 from offload.sizes import format_bytes
-from zero import ranks
 from zero.config import Config
-from zero.exchanging.exchange import Exchange
+from zero.exchange.exchange import Exchange
 from zero.flops_profiler import OneForward
 from zero.forward_profiler import FlopsProfiler
 from zero.params.layout import Layout
+from zero.ranks import world
 from zero.reports.monitors import Event, Monitors
 from zero.reports.statistics import LoopCounters, Statistics, collect
 
@@ -170,7 +170,7 @@ class Reports:
 
     def _start_reports(self) -> None:
         """Open what is enabled. Raises ConfigError if it cannot be."""
-        config, first = self._config, ranks.rank() == 0
+        config, first = self._config, world.rank() == 0
         self.monitor = Monitors(config, writes=first)
         profiler = config.flops_profiler
         if profiler is not None and profiler.enabled and first:
@@ -178,7 +178,7 @@ class Reports:
 
     def _begin_reports(self) -> None:
         """The engine is there."""
-        if ranks.rank() == 0 and Reporter.wanted(self._config, self.monitor):
+        if world.rank() == 0 and Reporter.wanted(self._config, self.monitor):
             self._reporter = Reporter(self, self._config, self.monitor)
 
     def _profiled(self) -> AbstractContextManager[None]:

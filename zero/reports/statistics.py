@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offload import kernels
+from offload.kernels import kernels
 from zero.schedule.counters import FetchCounters
 from zero.store.storage import Storage
 

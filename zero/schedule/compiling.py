@@ -16,7 +16,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
-from offload.interrupts import whole
+from offload.system.interrupts import whole
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 

@@ -13,16 +13,16 @@ from dataclasses import replace
 import torch
 
 from offload.accelerator import HOST, is_accelerator
-from offload.binding import Poison, exact_alias
 from offload.errors import StateError, tell
+from offload.memory.flat_storage import Poison, exact_alias
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit, siblings
-from zero.plans.limits import Limits
+from zero.plan.limits import Limits
 from zero.schedule.counters import FetchCounters
 from zero.schedule.editors import LendsUnits
 from zero.schedule.hot import HotUnits
 from zero.schedule.lending import LendsRows
-from zero.schedule.loading import Arrival, Loader
+from zero.schedule.loader import Arrival, Loader
 from zero.schedule.policy import make_room, plan_prefetch, reuse_distance, until
 from zero.schedule.trace import GENERATE, Trace
 from zero.store.storage import Storage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection
 
-from zero.schedule.loading import Arrival, Loader
+from zero.schedule.loader import Arrival, Loader
 
 
 class LendsUnits:

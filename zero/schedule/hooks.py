@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.interrupts import whole
-from offload.saved_views import version_of
+from offload.saved.saved_views import version_of
+from offload.system.interrupts import whole
 from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import BoundUnit
 from zero.params.units import can_root

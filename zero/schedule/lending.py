@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from offload.arena import Block
 from offload.errors import BudgetError
+from offload.memory.arena import Block
 from zero.params.layout import Layout, Unit
-from zero.plans.limits import Limits
+from zero.plan.limits import Limits
 from zero.schedule.counters import FetchCounters
-from zero.schedule.loading import Loader
+from zero.schedule.loader import Loader
 from zero.schedule.shortage import no_room
 from zero.store.storage import Storage
 

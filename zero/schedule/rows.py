@@ -1,8 +1,9 @@
 """Rows of packed experts, gathered without the rest: only what the router has chosen is fetched.
 
 A loan is some rows of one unit in memory of their own. Its tensors look into one storage whose memory comes and goes,
-as a unit's does (offload/binding.py): it is there during the call that uses the rows, again from the moment gradients
-reach that call until they have passed it, and during a recomputation until the backward that asked for it is over.
+as a unit's does (offload/memory/flat_storage.py): it is there during the call that uses the rows, again from the
+moment gradients reach that call until they have passed it, and during a recomputation until the backward that asked
+for it is over.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from offload.arena import Block
-from offload.binding import FlatStorage, exact_alias
-from offload.interrupts import uninterrupted, whole
+from offload.memory.arena import Block
+from offload.memory.flat_storage import FlatStorage, exact_alias
 from offload.sizes import ALIGN_BYTES, align_up
-from zero.optim.behind import DueUpdates
+from offload.system.interrupts import uninterrupted, whole
+from zero.optim.pending_updates import DueUpdates
 from zero.params.binding import BoundUnit
 from zero.params.layout import Unit
 from zero.schedule.coordinator import Coordinator

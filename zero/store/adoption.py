@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from offload import masters
-from offload.copies import CHUNK_BYTES, clear_alone, copy_alone
-from offload.pinned import return_freed_memory
-from offload.planes import settle_all
-from zero import ranks
+from offload.kernels import masters
+from offload.memory.pinned import return_freed_memory
+from offload.planes.copies import CHUNK_BYTES, clear_alone, copy_alone
+from offload.planes.planes import settle_all
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
-from zero.record import Record
+from zero.plan.record import Record
+from zero.ranks import world
 from zero.store.staging import Staged, Staging
 from zero.store.storage import Storage
 
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
     weight: torch.Tensor
     """Of any floating dtype; fp32 values of a 16-bit parameter keep their bits in its master."""
     remainder: torch.Tensor | None = None
-    """What the 16-bit weight lacks of its fp32 master, see `offload.masters`; None: it is derived from `weight`."""
+    """What the 16-bit weight lacks of its fp32 master (`offload.kernels.masters`); None: derived from `weight`."""
     states: tuple[torch.Tensor, ...] | None = None
     """The optimizer's planes, in the plan's order, fp32; None: zero."""
 
@@ -116,7 +116,7 @@ class Adoption:
             unit=" elements",
             unit_scale=True,
             delay=SHOWN_AFTER_SECONDS,
-            disable=ranks.rank() > 0,
+            disable=world.rank() > 0,
         ) as bar:
             self._move_all(bar)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offload import tuning
-from offload.aio import Aio, AioOptions, open_aio
+from offload.disk import tuning
+from offload.disk.aio import Aio, AioOptions, open_aio
 from offload.errors import ConfigError, StorageError
 from zero.config import Config
 

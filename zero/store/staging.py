@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.arena import Block
 from offload.errors import StateError
-from offload.planes import Plane
+from offload.memory.arena import Block
+from offload.planes.planes import Plane
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Streams
 from zero.store.storage import Storage

@@ -10,28 +10,28 @@ from types import MappingProxyType
 import torch
 
 from offload.accelerator import is_accelerator
-from offload.activations import ActivationStore
-from offload.aio import AioOptions
-from offload.arena import Arena, MemoryRegion, Relocate
-from offload.block_sums import BlockSums
+from offload.disk.aio import AioOptions
+from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError, StateError
+from offload.files.snapshot_files import SnapshotSwap
+from offload.kernels.block_sums import BlockSums
+from offload.kernels.square_sums import rows_in
+from offload.memory.arena import Arena, MemoryRegion, Relocate
+from offload.memory.shared_region import SharedRegion
 from offload.mover import Mover
-from offload.planes import Disk, Home, Plane
-from offload.sharing import SharedRegion
-from offload.snapshot_files import SnapshotSwap
-from offload.square_sums import rows_in
+from offload.planes.planes import Disk, Home, Plane
+from offload.planes.two_slots import Pair, TwoSlotPlane
+from offload.saved.activations import ActivationStore
 from offload.streams import open_streams
-from offload.swapfile import SwapSpace
 from offload.timeline import Timeline
-from offload.two_slots import Pair, TwoSlotPlane
+from zero.activations.activation_store import open_activations
 from zero.config import Config
+from zero.config.swap_paths import ready_swap_paths, wants_pinning
 from zero.params.layout import Layout, Space, SubGroup, Unit
-from zero.plans.plan import DEVICE, HOST, NVME, Plan
-from zero.plans.pools import gradient_sums_bytes
-from zero.store.activations import open_activations
+from zero.plan.plan import DEVICE, HOST, NVME, Plan
+from zero.plan.pools import gradient_sums_bytes
 from zero.store.io_tuning import open_tuned, tune_io
 from zero.store.whole_gradients import SharedPlaces, WholeGradients
-from zero.swap_paths import ready_swap_paths, wants_pinning
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from offload.copies import read_plane
 from offload.errors import StateError
-from offload.planes import Plane, settle_all
+from offload.planes.copies import read_plane
+from offload.planes.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL, align_up
 from offload.streams import Fence, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
-from zero.record import Record
+from zero.plan.record import Record
 from zero.store.adoption import Piece
 from zero.store.staging import Staged, Staging
 from zero.store.storage import Storage

@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
-from offload.arena import Arena, MemoryRegion
-from offload.sharing import SharedRegion
+from offload.memory.arena import Arena, MemoryRegion
+from offload.memory.shared_region import SharedRegion
 from offload.sizes import PAGE_BYTES, align_up
 from zero.params.layout import Layout, Unit
-from zero.plans.plan import DEVICE, Plan
+from zero.plan.plan import DEVICE, Plan
 
 
 class SharedPlaces(Protocol):

@@ -13,17 +13,26 @@ from types import ModuleType
 
 import zero
 from offload.errors import ZeroInfinityError
-from zero.tools import config, doctor, export, plan, run, snapshots, trace, tune
+from zero.tools import (
+    config_command,
+    doctor_command,
+    export_command,
+    plan_command,
+    run_command,
+    snapshots_command,
+    trace_command,
+    tune_command,
+)
 
 COMMANDS: Mapping[str, ModuleType] = {
-    "run": run,
-    "plan": plan,
-    "config": config,
-    "trace": trace,
-    "tune": tune,
-    "snapshots": snapshots,
-    "doctor": doctor,
-    "export": export,
+    "run": run_command,
+    "plan": plan_command,
+    "config": config_command,
+    "trace": trace_command,
+    "tune": tune_command,
+    "snapshots": snapshots_command,
+    "doctor": doctor_command,
+    "export": export_command,
 }
 """Name -> module, in the order of the help."""
 

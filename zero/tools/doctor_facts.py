@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 
 import zero
-from offload import health, kernels, tuning
+from offload import health
 from offload.accelerator import seen_kind, visible_variable
-from offload.device import identify
+from offload.disk import tuning
+from offload.disk.device import identify
+from offload.disk.swapfile import free_bytes
+from offload.kernels import kernels
+from offload.kernels.threads import physical_cores
 from offload.sizes import format_bytes
-from offload.swapfile import free_bytes
-from offload.threads import physical_cores
 from zero.launch.memory import read_states
 
 OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"

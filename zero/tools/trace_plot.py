@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import ConfigError
+from offload.files.trace_events import COUNTERS
 from offload.timeline import COMPUTE, LANES, STALLS
-from offload.trace_events import COUNTERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.keeping import EngineKeeper
 from zero.params.released import is_kept
 from zero.params.tiles import engine_keeper
+from zero.values.access import EngineKeeper
 from zero.values.parameters import ParameterValues
 
 

@@ -7,23 +7,25 @@ in its slices of the parameter's units, 1-D; it may be empty, since units are cu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
-from offload import masters
 from offload.errors import StateError
-from offload.messages import bytes_of, tensor_of
-from zero.assembly import Assembly
-from zero.editing import Put
-from zero.exchanging.exchange import Exchange
-from zero.gathered_values import runs_of
+from offload.kernels import masters
+from offload.memory.byte_tensors import bytes_of, tensor_of
+from zero.exchange.exchange import Exchange
 from zero.params.gathering import GatheredParameters
 from zero.params.layout import Slot, Unit
 from zero.params.released import name_of
-from zero.record import Record
-from zero.values.gradients import GradientValues
+from zero.plan.record import Record
+from zero.values.collected_gradients import GradientValues
+from zero.values.editor import Put
+from zero.values.gathered_values import runs_of
+
+if TYPE_CHECKING:
+    from zero.assembly.assembly import Assembly
 
 
 class Run(NamedTuple):

@@ -15,9 +15,9 @@ import torch
 from models import GPT, make_config
 
 from benchmarks.cgroup import MemoryCgroup
+from zero.assembly.model_plan import plan_model
 from zero.config import load_config
-from zero.machine import read_machine
-from zero.planning import plan_model
+from zero.plan.machine import read_machine
 
 ROOT = Path(__file__).parents[3]
 SIZES = {"vocab": 8192, "width": 1280, "blocks": 16, "heads": 16, "tokens": 64}

@@ -22,8 +22,8 @@ from ranks import PRELOADED
 from recovery import NVME, descriptors
 
 import zero
-from offload.durable import Files
 from offload.errors import StorageError
+from offload.files.durable import Files
 
 Open = Callable[..., Any]
 TAGS = ("a", "a", "b")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import offload.torch_file
+import offload.files.torch_file
 from offload.errors import ConfigError, StorageError
 from zero.checkpoint.deepspeed_folder import DeepSpeedCheckpoint, is_deepspeed_folder, open_deepspeed_folder
 
@@ -68,13 +68,13 @@ def test_a_range_is_that_part_of_the_whole(stage: str, data: st.DataObject) -> N
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_range_reads_its_own_bytes_and_no_others(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_deepspeed_folder(SAMPLES / stage / TAG)
-    read, plain = [], offload.torch_file.read_range
+    read, plain = [], offload.files.torch_file.read_range
 
     def counted(path: Path, offset: int, out: torch.Tensor) -> None:
         read.append(out.nbytes)
         plain(path, offset, out)
 
-    monkeypatch.setattr(offload.torch_file, "read_range", counted)
+    monkeypatch.setattr(offload.files.torch_file, "read_range", counted)
     checkpoint.source.read("model.embedding.weight", 30, 61)
     assert sum(read) == 31 * 4
 

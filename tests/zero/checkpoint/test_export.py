@@ -20,8 +20,8 @@ from models import build, lora_gpt, make_config, seeded, tokens
 
 import zero
 from benchmarks.cgroup import MemoryCgroup
-from offload import kernels
 from offload.errors import ConfigError, StorageError
+from offload.kernels import kernels
 from zero.checkpoint.export import SavedWeights, export
 from zero.checkpoint.extents import PIECE_NUMEL
 from zero.checkpoint.fp32 import resolve_dtype

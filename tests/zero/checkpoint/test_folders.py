@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from forgetful import Crash, ForgetfulFiles, every_point, tree
 
-from offload.durable import Files
 from offload.errors import ConfigError, StateError, StorageError
+from offload.files.durable import Files
 from zero.checkpoint.finding import check_tag
 from zero.checkpoint.folders import Folders, Partial
 from zero.checkpoint.manifest import FileEntry, Manifest, check, read_manifest, write_manifest

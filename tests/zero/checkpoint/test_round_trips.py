@@ -12,7 +12,7 @@ from checkpointed import KINDS, Case, Training, generators_kept, training, unint
 from pairwise import cover
 from reference import differences
 
-from offload.box_reader import HELD
+from offload.files.box_reader import HELD
 from zero.checkpoint.opening import open_folder
 
 STEPS = 6

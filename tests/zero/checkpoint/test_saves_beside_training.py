@@ -18,13 +18,13 @@ from recovery import NVME, SLOW, descriptors, interrupted_when, train, unequal, 
 from torch import nn
 
 import zero
-from offload.aio import AioOptions, open_aio
-from offload.containers import container
-from offload.durable import Files
+from offload.disk.aio import AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
-from zero.checkpoint import loading, rank_part
+from offload.files.containers import container
+from offload.files.durable import Files
+from zero.checkpoint import load, rank_part
 from zero.checkpoint.folders import Checkpoints
-from zero.exchanging.exchange import Alone
+from zero.exchange.exchange import Alone
 from zero.optim.pipeline import StepArguments
 
 Open = Callable[..., Any]
@@ -245,9 +245,9 @@ def test_moments_that_a_source_does_not_have_stay(
     names = [name for name, _ in engine.module.named_parameters()]
     now = {name: engine.full_state(name) for name in names}
     lacking = set(names[::2])
-    has_states = loading.Wanted._has_states
+    has_states = load.Wanted._has_states
     monkeypatch.setattr(
-        loading.Wanted, "_has_states", lambda wanted, name: name not in lacking and has_states(wanted, name)
+        load.Wanted, "_has_states", lambda wanted, name: name not in lacking and has_states(wanted, name)
     )
     engine.load_checkpoint(tmp_path)
     for name in names:

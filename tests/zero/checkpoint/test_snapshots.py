@@ -28,11 +28,11 @@ from snapshot_runs import (
 )
 
 import zero
-from offload.aio import AioFault
-from offload.block_sums import BLOCK_BYTES
+from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
-from offload.snapshot_files import SnapshotFiles
-from offload.two_slots import TwoSlotPlane
+from offload.files.snapshot_files import SnapshotFiles
+from offload.kernels.block_sums import BLOCK_BYTES
+from offload.planes.two_slots import TwoSlotPlane
 
 Open = Callable[..., Any]
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("none", "nvme")]
@@ -260,7 +260,7 @@ def test_another_model_is_refused_and_the_snapshot_stays(open_engine: Open, nvme
 
 
 def test_two_jobs_cannot_have_one_snapshot(open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.snapshot_files.LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("offload.files.snapshot_files.LOCK_SECONDS", 0.1)
     first = train(open_engine(build("gpt"), config_of(nvme_path)), 0, 1)
     with pytest.raises(ConfigError, match=r"'default' \(rank 0\) is in use by another job.*snapshot.name"):
         open_engine(build("gpt"), config_of(nvme_path))
@@ -438,7 +438,7 @@ def test_a_snapshot_of_before_checksums_loads_and_says_so(
         prepare(files, number, {**old, "checksums": [[""] * len(slots) for slots in body["slots"]]}, state)
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.snapshot_files.FORMAT", 1)
+        patch.setattr("offload.files.snapshot_files.FORMAT", 1)
         patch.setattr(SnapshotFiles, "prepare", earlier)
         train(first, 1).close()
     second = open_engine(build("gpt", seed=9), config_of(nvme_path))

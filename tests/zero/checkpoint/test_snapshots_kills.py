@@ -112,8 +112,8 @@ def fails_once(made: dict[str, Any]) -> str:
     from snapshot_jobs import Noisy
 
     import zero
-    from offload.durable import Files
     from offload.errors import StateError, StorageError
+    from offload.files.durable import Files
 
     class Failing(Files):
         def perform(self, operation: Any, path: Any, action: Any, new: Any = None) -> Any:

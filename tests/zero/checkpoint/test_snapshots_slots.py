@@ -28,9 +28,9 @@ from snapshot_runs import (
 )
 
 import zero
-from offload.aio import AioFault
-from offload.durable import Files
+from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StorageError
+from offload.files.durable import Files
 
 Open = Callable[..., Any]
 ACTIONS = ("train", "train", "train", "edit", "forward", "look", "zero_grad", "save", "load", "fail")

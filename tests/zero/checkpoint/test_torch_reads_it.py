@@ -17,8 +17,8 @@ from reference import differences
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from offload.durable import Files
 from offload.errors import ConfigError, StateError
+from offload.files.durable import Files
 from zero.checkpoint.manifest import read_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")

@@ -18,10 +18,10 @@ from pairwise import in_pairs
 from torch import nn
 
 import zero
-from offload.aio import AioFault
+from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
-from offload.safetensors_writer import WeightsWriter
-from offload.write_stream import BLOCK_BYTES, BLOCKS
+from offload.files.safetensors_writer import WeightsWriter
+from offload.files.write_stream import BLOCK_BYTES, BLOCKS
 from zero.checkpoint.plane_reader import CHUNK_NUMEL
 
 safetensors = pytest.importorskip("safetensors.torch")

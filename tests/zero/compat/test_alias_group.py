@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from offload.errors import StateError
-from zero.compat.initialize import initialize
+from zero.compat.initialize_for_clients import initialize
 
 
 def test_without_the_group_a_script_promised_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:

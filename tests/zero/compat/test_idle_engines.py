@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from zero.compat.initialize import initialize
+from zero.compat.initialize_for_clients import initialize
 
 OFFLOADED = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
 """What older TRL makes of a trainer's stage 2 for its reference model."""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from offload.errors import ConfigError
-from zero import ranks
 from zero.compat import monitoring
 from zero.compat.configs import DeepSpeedConfig
+from zero.ranks import world
 
 EVENTS = [("Valid/accuracy", 0.5, 8), ("Valid/accuracy", 0.75, 16)]
 
@@ -38,7 +38,7 @@ def test_events_are_written_to_what_is_enabled(tmp_path: Path, kind: str) -> Non
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    monkeypatch.setattr(world, "rank", lambda: 1)
     monitor = monitoring.MonitorMaster(config(tmp_path))
     monitor.write_events(EVENTS)
     assert monitor.enabled and monitor.csv_monitor is None and not list(tmp_path.iterdir())

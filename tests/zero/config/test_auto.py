@@ -16,7 +16,7 @@ from torch import nn
 import zero
 from offload.errors import ConfigError
 from zero.config import Config, load_config
-from zero.config.auto import Facts, auto_lines, facts_of, hidden_size_of, resolve_auto
+from zero.config.auto_values import Facts, auto_lines, facts_of, hidden_size_of, resolve_auto
 
 HIDDEN_KEYS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 

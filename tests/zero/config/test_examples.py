@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import zero
 from offload.errors import ConfigError
 from zero.config import Config, load_config
-from zero.config.auto import facts_of, resolve_auto
+from zero.config.auto_values import facts_of, resolve_auto
 from zero.config.fields import AUTO, block_of, known_keys
 from zero.tools import cli
-from zero.tools.config import shown_config
+from zero.tools.config_command import shown_config
 from zero.tools.config_schema import json_schema
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "configs"

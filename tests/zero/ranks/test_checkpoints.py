@@ -18,8 +18,8 @@ from ranks_model import batch, motley
 from ranks_runs import Place, Run, digest, engine_config, outcome_of, quiet
 from reference import differences
 
-from offload.durable import Files
 from offload.errors import ConfigError, StateError, StorageError
+from offload.files.durable import Files
 
 Pool = Callable[[int], RankPool]
 STEPS = 2

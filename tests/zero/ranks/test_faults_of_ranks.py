@@ -82,7 +82,7 @@ def test_all_ranks_learn_that_one_could_not_initialize(fresh: RankPool, nvme_pat
 
 
 def train_on_a_disk_that_fails(place: Place, nvme_path: str, op: str) -> tuple[str, float, str]:
-    from offload.aio import AioFault
+    from offload.disk.aio import AioFault
 
     engine = opened(place, nvme_path)
 

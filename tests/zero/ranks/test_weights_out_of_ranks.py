@@ -15,7 +15,7 @@ from ranks import RankPool
 from ranks_model import batch, motley
 from ranks_runs import Place, Run, engine_config, quiet
 
-from offload.aio import AioFault
+from offload.disk.aio import AioFault
 from offload.errors import BudgetError, StateError, StorageError
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -114,8 +114,8 @@ def test_what_two_ranks_have_written_loads_at_another_stage_and_tier(
 
 def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str], list[str]]:
     """Errors of a save that one rank cannot do, and the files of the next that all can."""
-    from offload import write_stream
-    from offload.durable import Files
+    from offload.files import write_stream
+    from offload.files.durable import Files
 
     rank, told = dist.get_rank(), []
     write, room, memory = Files.written, Files.free_bytes, write_stream.map_host

@@ -6,11 +6,11 @@ Module below `deepspeed` -> where from -> names; `theirs=ours` where the two dif
 from __future__ import annotations
 
 SAME: dict[str, str] = {
-    "comm": "zero.compat.comm",
-    "comm.comm": "zero.compat.comm",
+    "comm": "zero.compat.comm_names",
+    "comm.comm": "zero.compat.comm_names",
     "ops.op_builder": "zero.compat.operators",
     "runtime.activation_checkpointing.checkpointing": "zero.checkpointing",
-    "runtime.engine": "zero.compat.engine",
+    "runtime.engine": "zero.compat.engine_name",
     "runtime.zero.partition_parameters": "zero.compat.partition_parameters",
     "utils.groups": "zero.compat.groups",
     "utils.logging": "zero.compat.logs",
@@ -40,13 +40,15 @@ CONFIGS = "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZero
 
 OURS: dict[str, dict[str, str]] = {
     "": {
-        "zero.arguments": "add_config_arguments",
-        "zero.compat.initialize": "initialize",
+        "zero.config.command_line": "add_config_arguments",
+        "zero.compat.initialize_for_clients": "initialize",
         "zero.compat.logs": "log_dist logger",
-        "zero.inference": "init_inference",
+        "zero.engine.inference": "init_inference",
     },
-    "accelerator.abstract_accelerator": {"zero.compat.accelerator": "DeepSpeedAccelerator=Accelerator"},
-    "accelerator.real_accelerator": {"zero.compat.accelerator": "get_accelerator is_current_accelerator_supported"},
+    "accelerator.abstract_accelerator": {"zero.compat.accelerator_names": "DeepSpeedAccelerator=Accelerator"},
+    "accelerator.real_accelerator": {
+        "zero.compat.accelerator_names": "get_accelerator is_current_accelerator_supported"
+    },
     "checkpoint.utils": {
         "zero.compat.checkpoint_names": (
             "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"
@@ -54,20 +56,20 @@ OURS: dict[str, dict[str, str]] = {
         "zero.compat.cloning": "clone_tensors_for_torch_save",
     },
     "comm": {"deepspeed.comm.torch": "TorchBackend", "deepspeed.comm.ccl": "CCLBackend"},
-    "comm.reduce_op": {"zero.compat.comm": "ReduceOp"},
+    "comm.reduce_op": {"zero.compat.comm_names": "ReduceOp"},
     "comm.utils": {
         "zero.compat.plain": "get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher"
     },
     "compression.helper": {
         "zero.compat.helpers": "convert_conv1d_to_linear recursive_getattr recursive_setattr",
     },
-    "constants": {"zero.compat.comm": "default_pg_timeout"},
+    "constants": {"zero.compat.comm_names": "default_pg_timeout"},
     "env_report": {"zero.compat.launcher": "cli_main=report main=report"},
     "git_version_info": {
         "zero.compat.version": "version=VERSION",
         "zero.compat.versions": "accelerator_name compatible_ops git_branch git_hash installed_ops torch_info",
     },
-    "inference.engine": {"zero.inference": "InferenceEngine"},
+    "inference.engine": {"zero.engine.inference": "InferenceEngine"},
     "launcher.launch": {"zero.compat.launcher": "main"},
     "launcher.runner": {
         "zero.compat.launcher": (
@@ -106,7 +108,7 @@ OURS: dict[str, dict[str, str]] = {
     },
     "runtime.dataloader": {
         "torch.utils.data": "DeepSpeedDataLoader=DataLoader",
-        "zero.resumable": "RepeatingLoader",
+        "zero.data.resumable": "RepeatingLoader",
     },
     "runtime.lr_schedules": {
         "zero.compat.schedule_arguments": SCHEDULES,
@@ -129,17 +131,17 @@ OURS: dict[str, dict[str, str]] = {
     "runtime.zero.config": {"zero.compat.configs": f"{CONFIGS} ZeroStageEnum"},
     "runtime.zero.offload_config": {"zero.compat.configs": f"{CONFIGS} OffloadStateTypeEnum"},
     "runtime.zero.offload_states": {"zero.compat.helpers": "get_state_devices"},
-    "runtime.zero.parameter_offload": {"zero.parameter_offload": "DeepSpeedZeRoOffload=ParameterOffload"},
+    "runtime.zero.parameter_offload": {"zero.engine.parameter_offload": "DeepSpeedZeRoOffload=ParameterOffload"},
     "runtime.zero.stage3": {
         "zero.compat.helpers": "unwrap_model_for_generation",
         "zero.compat.optimizer_kinds": "DeepSpeedZeroOptimizer_Stage3",
-        "zero.estimates": (
+        "zero.engine.memory_estimates": (
             "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live"
         ),
     },
     "runtime.zero.stage_1_and_2": {
         "zero.compat.optimizer_kinds": "DeepSpeedZeroOptimizer",
-        "zero.estimates": (
+        "zero.engine.memory_estimates": (
             "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live"
         ),
     },
@@ -149,12 +151,12 @@ OURS: dict[str, dict[str, str]] = {
         "zero.compat.partition_parameters": "is_zero_param",
     },
     "utils": {
-        "zero.compat.comm": "is_initialized",
+        "zero.compat.comm_names": "is_initialized",
         "zero.compat.helpers": "instrument_w_nvtx recursive_getattr recursive_setattr",
         "zero.compat.logs": "log_dist log_dist_once logger set_log_level_from_string",
         "zero.compat.on_device": "OnDevice",
         "zero.params.leaf_modules": LEAVES,
-        "zero.resumable": "RepeatingLoader",
+        "zero.data.resumable": "RepeatingLoader",
         "zero.values.fragments": FRAGMENTS,
     },
     "utils.comms_logging": {"zero.compat.plain": "convert_size"},

@@ -1,0 +1,189 @@
+"""Asynchronous I/O in pure Python, on aiofiles' worker threads: for machines where nothing native was built.
+
+The same promises as the native engine: short transfers are resumed, EINTR and EAGAIN retried, a request
+ends once, in full or with an errno. Chunks of one request run one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno as errno_names
+import fcntl
+import itertools
+import os
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import torch
+from aiofiles.os import wrap
+
+from offload.accelerator import same_device
+from offload.disk.aio_base import Aio, AioFault, AioOptions, AioStats, Op, Request, settle
+from offload.sizes import PAGE_BYTES
+from offload.stopwatch import Stopwatch
+
+TRIES_MAX = 100
+RETRIED = (errno_names.EINTR, errno_names.EAGAIN)
+AGAIN_PAUSE_SECONDS = 50e-6
+
+_preadv = wrap(os.preadv)
+_pwritev = wrap(os.pwritev)
+_fdatasync = wrap(os.fdatasync)
+
+
+def _is_direct(fd: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+    except (OSError, ValueError):
+        return False  # the transfer will say what is wrong with it
+
+
+class _SettlingLoop:
+    """The one method of an event loop that aiofiles uses; a call that has begun is awaited to its end."""
+
+    @staticmethod
+    def run_in_executor(executor: concurrent.futures.Executor, call: Callable[[], Any]) -> Awaitable[Any]:
+        return settle(asyncio.wrap_future(executor.submit(call)))
+
+
+class _Faults:
+    """Decides, seeded, what happens to each transfer."""
+
+    def __init__(self, plan: AioFault) -> None:
+        self.plan = plan
+        self._random = random.Random(plan.seed)
+        self._seen = self._hits = 0
+
+    async def strike(self, op: Op, nbytes: int, is_direct: bool) -> int:
+        """Fail with OSError, wait, or return how many of `nbytes` the transfer may move."""
+        plan = self.plan
+        if op not in plan.ops:
+            return nbytes
+        self._seen += 1
+        if self._seen <= plan.skip or (plan.count_max and self._hits >= plan.count_max):
+            return nbytes
+        dice = self._random.random()
+        if dice < plan.fail_rate:
+            self._hits += 1
+            raise OSError(plan.errno, os.strerror(plan.errno))
+        unit = PAGE_BYTES if is_direct else 1
+        if plan.fail_rate <= dice < plan.fail_rate + plan.short_rate and op != "sync" and nbytes > unit:
+            self._hits += 1
+            return unit * self._random.randint(1, (nbytes - 1) // unit)
+        if 0 <= dice - plan.fail_rate - plan.short_rate < plan.delay_rate:
+            self._hits += 1
+            await settle(asyncio.ensure_future(asyncio.sleep(plan.delay_seconds)))
+        return nbytes
+
+
+class AiofilesAio(Aio):
+    """Needs nothing but Python; copies no data, but pays a thread switch per chunk.
+
+    Args:
+        options: `threads` and `chunk_bytes` act; the queue is as deep as there are threads.
+        reason: why this backend; see `Aio.reason`.
+    """
+
+    def __init__(self, options: AioOptions, reason: str) -> None:
+        super().__init__()
+        self.backend, self.reason = "aiofiles", reason
+        self._chunk_bytes = options.chunk_bytes
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            options.threads, thread_name_prefix="zero-aio", initializer=same_device()
+        )
+        self._faults: _Faults | None = None
+        self._tags = itertools.count()
+        self._moved_bytes = {"read": 0, "write": 0}
+        self._watches = {"any": Stopwatch(), "read": Stopwatch(), "write": Stopwatch(), "sync": Stopwatch()}
+        self._requests = self._chunks = self._resumed = self._retried = 0
+
+    def stats(self) -> AioStats:
+        """What has been moved so far."""
+        return AioStats(
+            read_bytes=self._moved_bytes["read"],
+            write_bytes=self._moved_bytes["write"],
+            requests=self._requests,
+            chunks=self._chunks,
+            resumed=self._resumed,
+            registered=0,
+            retried=self._retried,
+            busy_seconds=self._watches["any"].seconds,
+            read_seconds=self._watches["read"].seconds,
+            write_seconds=self._watches["write"].seconds,
+        )
+
+    def inject(self, fault: AioFault | None) -> None:
+        """Replace the fault plan from the next transfer on; None: no faults."""
+        self._faults = None if fault is None else _Faults(fault)
+
+    async def _move(self, request: Request) -> None:
+        with self._counted(request):
+            if request.buffer is None:
+                await self._move_chunk(request, memoryview(b""), 0)
+                return
+            data = request.buffer.detach().reshape(-1).view(torch.uint8).numpy().data
+            for begin in range(0, len(data), self._chunk_bytes):
+                await self._move_chunk(request, data[begin : begin + self._chunk_bytes], request.offset + begin)
+
+    @contextlib.contextmanager
+    def _counted(self, request: Request) -> Iterator[None]:
+        tag = next(self._tags)
+        self._pending[tag] = request
+        try:
+            with self._watches["any"].running(), self._watches[request.op].running():
+                yield
+        finally:
+            del self._pending[tag]
+            self._requests += 1
+
+    async def _move_chunk(self, request: Request, data: memoryview, offset: int) -> None:
+        """Move all of `data`, or raise; `offset` is where it begins in the file."""
+        is_direct = _is_direct(request.fd)
+        begin = reached = tries = 0
+        try:
+            while True:
+                try:
+                    moved, asked = await self._transfer(request, data[begin:], offset + begin, is_direct)
+                except OSError as error:
+                    tries += 1
+                    if error.errno not in RETRIED or tries > TRIES_MAX:
+                        raise request.error(error.errno or errno_names.EIO, offset + begin) from error
+                    self._retried += 1
+                    await asyncio.sleep(tries * AGAIN_PAUSE_SECONDS)
+                    continue
+                if begin + moved == len(data):
+                    reached = len(data)
+                    return
+                if begin + moved <= reached and moved < asked:
+                    # A read that stops at the same byte twice is at the end of the file.
+                    tries += 1
+                    if request.op == "read" or tries > TRIES_MAX:
+                        errno = errno_names.ENODATA if request.op == "read" else errno_names.EIO
+                        raise request.error(errno, offset + reached)
+                    continue
+                tries, reached = 0, begin + moved
+                self._resumed += 1
+                # O_DIRECT can only go on from an aligned byte.
+                begin = reached - reached % PAGE_BYTES if is_direct else reached
+        finally:
+            self._chunks += 1
+            if request.op != "sync":
+                self._moved_bytes[request.op] += reached
+
+    async def _transfer(self, request: Request, data: memoryview, offset: int, is_direct: bool) -> tuple[int, int]:
+        """One system call on a worker: (bytes moved, bytes asked for)."""
+        asked = len(data)
+        if self._faults is not None:
+            asked = await self._faults.strike(request.op, asked, is_direct)
+        how = {"loop": _SettlingLoop, "executor": self._pool}
+        if request.op == "sync":
+            await _fdatasync(request.fd, **how)
+            return 0, 0
+        move = _preadv if request.op == "read" else _pwritev
+        return await move(request.fd, [data[:asked]], offset, **how), asked
+
+    def _release(self) -> None:
+        self._pool.shutdown(wait=True)

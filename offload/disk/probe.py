@@ -1,0 +1,215 @@
+"""What a folder's disk can do, measured as the optimizer uses it: records read and written back, several in flight.
+
+Every figure comes from O_DIRECT transfers on registered huge pages through the engine itself, in
+short bursts that walk over a file of random bytes. Candidates take turns, so that drift hits all alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from offload.disk.aio import Aio, AioOptions, open_aio
+from offload.disk.aio_base import free_bytes
+from offload.errors import ConfigError, StorageError
+from offload.memory.pinned import map_host, tensor_over
+
+Kind = Literal["read", "write", "mixed"]
+
+FILE_BYTES_MAX = 1_000_000_000
+QUICK_FILE_BYTES_MAX = 512 << 20
+LANES = 4
+"""Records in flight, as in an optimizer step."""
+RECORD_BYTES_MAX = 16 << 20
+RECORD_BYTES_MIN = 1 << 20
+BURST_SECONDS = 0.15
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Setting:
+    """How the engine is opened."""
+
+    backend: str
+    chunk_bytes: int
+    queue_depth: int
+
+    def options(self) -> AioOptions:
+        """For `open_aio`."""
+        return AioOptions(backend=self.backend, chunk_bytes=self.chunk_bytes, queue_depth=self.queue_depth)
+
+    def __str__(self) -> str:
+        return f"{self.backend}, {self.chunk_bytes / (1 << 20):g} MiB x {self.queue_depth}"
+
+
+class ProbeFile:
+    """A file without a name, filled with random bytes, and the memory to move it through.
+
+    Args:
+        folder: on the disk in question.
+        fill_seconds: filling ends then; what has been written is what bursts use.
+        file_bytes_max: at most this, and at most half of what is free.
+
+    Raises:
+        ConfigError: no room.
+        StorageError: the disk failed.
+    """
+
+    def __init__(self, folder: Path, fill_seconds: float, file_bytes_max: int = FILE_BYTES_MAX) -> None:
+        self._path = str(folder)
+        status = os.statvfs(folder)
+        nbytes = min(file_bytes_max, status.f_bavail * status.f_frsize // 2)
+        if nbytes < LANES * RECORD_BYTES_MIN:
+            raise ConfigError(f"probing {folder}: needs {LANES * RECORD_BYTES_MIN:,} free bytes, half of what there is")
+        self._memory = tensor_over(map_host(LANES * RECORD_BYTES_MAX))
+        self._memory.view(torch.int64).random_()
+        self._loop = asyncio.new_event_loop()
+        self._fd = _open_unnamed(folder)
+        self._cursor = 0
+        self.record_bytes = RECORD_BYTES_MIN
+        try:
+            self._records = nbytes // RECORD_BYTES_MIN
+            self._reserve(self._records * RECORD_BYTES_MIN)
+            self._fill(fill_seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self, setting: Setting) -> Aio:
+        """An engine that knows the memory; the caller closes it. Raises ConfigError where it cannot be opened."""
+        aio = open_aio(setting.options())
+        aio.register_memory(self._memory)
+        return aio
+
+    def burst(self, aio: Aio, kind: Kind, seconds: float = BURST_SECONDS) -> float:
+        """Bytes per second, both directions together, in a burst of about `seconds`."""
+        begin = time.perf_counter()
+        moved = self._loop.run_until_complete(self._run(aio, kind, begin + seconds))
+        return moved / (time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Give file and memory back."""
+        os.close(self._fd)
+        self._loop.close()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _reserve(self, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, 0, nbytes)
+        except OSError as error:
+            what, free = f"probing: reserving {nbytes:,} bytes", free_bytes(self._fd)
+            raise StorageError(what, errno=error.errno or 0, path=self._path, offset=0, free_bytes=free) from error
+
+    def _fill(self, seconds: float) -> None:
+        """Write from the start until the time is over; sizes the records so that a burst on a slow disk stays one."""
+        aio = open_aio(AioOptions())
+        deadline, everything = time.perf_counter() + seconds, self._records
+        try:
+            speed = self.burst(aio, "write", seconds / 4)
+            while self._cursor < everything and time.perf_counter() < deadline:
+                speed = self.burst(aio, "write", min(seconds / 4, deadline - time.perf_counter()))
+        finally:
+            aio.close()
+        written = min(self._cursor, everything) * RECORD_BYTES_MIN
+        wanted = speed * 2 * BURST_SECONDS / (2 * LANES)
+        while self.record_bytes < RECORD_BYTES_MAX and 2 * self.record_bytes <= min(wanted, written // LANES):
+            self.record_bytes *= 2
+        self._records, self._cursor = written // self.record_bytes, 0
+
+    async def _run(self, aio: Aio, kind: Kind, deadline: float) -> int:
+        moved = 0
+
+        async def lane(buffer: torch.Tensor) -> None:
+            nonlocal moved
+            while True:  # at least one record, so that there is always a figure
+                offset = self._cursor % self._records * self.record_bytes
+                self._cursor += 1
+                if kind != "write":
+                    await aio.read(self._fd, offset, buffer, self._path)
+                    moved += self.record_bytes
+                if kind != "read":
+                    await aio.write(self._fd, offset, buffer, self._path)
+                    moved += self.record_bytes
+                if time.perf_counter() >= deadline:
+                    return
+
+        starts = range(0, LANES * RECORD_BYTES_MAX, RECORD_BYTES_MAX)
+        await asyncio.gather(*(lane(self._memory[at : at + self.record_bytes]) for at in starts))
+        return moved
+
+
+def _open_unnamed(folder: Path) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    fd, name = tempfile.mkstemp(prefix="zero-infinity-probe-", dir=folder)
+    try:
+        direct = os.open(name, flags | os.O_DIRECT)
+    except OSError:
+        return fd  # tmpfs and some network file systems: the page cache then sits between, as it will later
+    finally:
+        os.unlink(name)
+    os.close(fd)
+    return direct
+
+
+def take_turns(
+    file: ProbeFile, settings: Sequence[Setting], rounds: int, more: Callable[[], bool]
+) -> dict[Setting, list[float]]:
+    """Mixed bytes per second of each setting in each round; those that cannot be opened are left out.
+
+    `more` is asked before each round but the first.
+    """
+    engines: dict[Setting, Aio] = {}
+    speeds: dict[Setting, list[float]] = {}
+    try:
+        for setting in settings:
+            try:
+                engines[setting] = file.open(setting)
+            except ConfigError:
+                continue
+            speeds[setting] = []
+        for turn in range(rounds):
+            if turn and not more():
+                break
+            for setting, aio in engines.items():
+                speeds[setting].append(file.burst(aio, "mixed"))
+    finally:
+        for aio in engines.values():
+            aio.close()
+    return speeds
+
+
+def alone(file: ProbeFile, setting: Setting, kind: Kind, rounds: int) -> float:
+    """Median bytes per second of one kind of traffic."""
+    aio = file.open(setting)
+    try:
+        return statistics.median(file.burst(aio, kind) for _ in range(rounds))
+    finally:
+        aio.close()
+
+
+def mixed_speed(folder: Path) -> float:
+    """Bytes per second of the optimizer's mix, in one or two seconds; for sharing stripes between drives.
+
+    Raises:
+        ConfigError: no room.
+        StorageError: the disk failed.
+    """
+    begin = time.perf_counter()
+    file = ProbeFile(folder, fill_seconds=0.4, file_bytes_max=QUICK_FILE_BYTES_MAX)
+    defaults = AioOptions()
+    aio = file.open(Setting("auto", defaults.chunk_bytes, defaults.queue_depth))
+    try:
+        file.burst(aio, "mixed")
+        # One long burst: what a device lends for a moment (caches, token buckets) does not count.
+        return file.burst(aio, "mixed", max(1.5 - (time.perf_counter() - begin), BURST_SECONDS))
+    finally:
+        aio.close()
+        file.close()

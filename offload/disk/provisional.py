@@ -1,0 +1,163 @@
+"""Values that wait on disk until it is known where they belong.
+
+While a model is being built nothing is known of its layout yet. Its parameters are spilled to one
+unlinked file as soon as their constructor returns, and read back by range when the planes exist. Ranks
+of one node have it in common, see `common_file`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.disk.swapfile import check_folder, free_bytes
+from offload.errors import ConfigError, StorageError
+from offload.sizes import PAGE_BYTES, align_up
+from offload.system.linux import memory_file, punch_hole
+
+
+class ProvisionalFile:
+    """An append-only file without a name; its space returns when it is released or closed, or the process ends.
+
+    Args:
+        descriptor: of a file that has no name; it is the object's from now on.
+        where: the folder, or what else it is in.
+        releases: see below; None: it is tried, on a file that is empty.
+
+    Attributes:
+        descriptor: of the file; -1 once closed.
+        where: as given.
+        releases: the file system takes parts of it back before it is closed.
+    """
+
+    def __init__(self, descriptor: int, where: Path | str, releases: bool | None = None) -> None:
+        self.descriptor, self.where = descriptor, where
+        self._end_bytes = 0
+        self.releases = _can_punch(descriptor) if releases is None else releases
+
+    @classmethod
+    def on_disk(cls, paths: Sequence[Path | str]) -> ProvisionalFile:
+        """In the first of the folders. Raises ConfigError when nothing can be stored there."""
+        if not paths:
+            raise ConfigError("initial values: nvme_path is empty; give at least one folder")
+        folder = check_folder(paths[0])
+        if _has_tmpfile(folder):
+            return cls(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC), folder)
+        descriptor, name = tempfile.mkstemp(prefix="zero-infinity-init-", dir=folder)
+        os.unlink(name)
+        return cls(descriptor, folder)
+
+    @classmethod
+    def in_memory(cls) -> ProvisionalFile:
+        """In host memory, so that another process can read it. Raises OSError: the kernel has no such files."""
+        return cls(memory_file(), "host memory")
+
+    def append(self, values: torch.Tensor) -> int:
+        """Store a tensor's bytes; returns where.
+
+        Raises:
+            StorageError: the file system has no room.
+        """
+        offset = self.reserve(values.numel() * values.element_size())
+        self.write(offset, values)
+        return offset
+
+    def reserve(self, nbytes: int) -> int:
+        """Where the next `nbytes` go, which somebody else may write."""
+        offset = self._end_bytes
+        self._end_bytes += nbytes
+        return offset
+
+    def write(self, offset: int, values: torch.Tensor) -> None:
+        """Overwrite the bytes at `offset`. Raises StorageError."""
+        data = _bytes_of(values.detach().cpu().contiguous())
+        position = 0
+        while position < len(data):
+            try:
+                position += os.pwrite(self.descriptor, data[position : position + (64 << 20)], offset + position)
+            except OSError as error:
+                raise self._failure("spilling initial values", error, offset + position) from error
+        # The page cache has no further use for them: a cgroup would count it.
+        os.posix_fadvise(self.descriptor, offset, len(data), os.POSIX_FADV_DONTNEED)
+
+    def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of `dtype` stored at `offset`. Raises StorageError."""
+        return read_once(self.descriptor, offset, numel, dtype, partial(self._failure, "reading initial values"))
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Nobody reads these bytes any more: the file system has the room of whole pages of them again."""
+        begin, end = align_up(offset, PAGE_BYTES), (offset + nbytes) // PAGE_BYTES * PAGE_BYTES
+        if self.releases and self.descriptor >= 0 and begin < end:
+            punch_hole(self.descriptor, begin, end - begin)
+
+    @property
+    def device(self) -> int:
+        """Number of the file system's device."""
+        return os.fstat(self.descriptor).st_dev
+
+    def close(self) -> None:
+        """Free the space. Idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _failure(self, what: str, error: OSError, offset: int) -> StorageError:
+        free = free_bytes(self.where) if isinstance(self.where, Path) else None
+        return StorageError(what, errno=error.errno or 0, path=str(self.where), offset=offset, free_bytes=free)
+
+
+def read_once(
+    fd: int, offset: int, numel: int, dtype: torch.dtype, failure: Callable[[OSError, int], StorageError]
+) -> torch.Tensor:
+    """`numel` elements of `dtype` at byte `offset` of a file, 1-D; see `read_into`."""
+    out = torch.empty(numel, dtype=dtype)
+    read_into(fd, offset, out, failure)
+    return out
+
+
+def read_into(fd: int, offset: int, out: torch.Tensor, failure: Callable[[OSError, int], StorageError]) -> None:
+    """Fill `out`, contiguous, from byte `offset` of a file.
+
+    The page cache has no further use for them, and a cgroup would count it: it is told so.
+
+    Raises:
+        StorageError: what `failure` makes of the error and the offset.
+    """
+    data, position = _bytes_of(out), 0
+    while position < len(data):
+        try:
+            got = os.preadv(fd, [data[position : position + (64 << 20)]], offset + position)
+        except OSError as error:
+            raise failure(error, offset + position) from error
+        if got == 0:
+            raise failure(OSError(errno.ENODATA, "end of file"), offset + position)
+        position += got
+    os.posix_fadvise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    array: Any = values.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _has_tmpfile(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def _can_punch(fd: int) -> bool:
+    try:
+        punch_hole(fd, 0, PAGE_BYTES)
+    except OSError:
+        return False
+    return True

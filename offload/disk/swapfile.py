@@ -1,0 +1,356 @@
+"""Swap space: preallocated O_DIRECT files, striped over the given paths, that nobody can leave behind.
+
+Each path gets a unique run folder with a locked file in it. The files are unlinked as soon as they
+are open, so the kernel frees them when the process ends, however it ends, and two jobs on one path
+never meet. What a kill can leave is an empty folder of a job that died while starting; the next
+start on that path removes those whose lock is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from offload.disk.probe import mixed_speed
+from offload.disk.stripes import StripeMap
+from offload.errors import ConfigError, StateError, StorageError
+from offload.sizes import PAGE_BYTES, align_up
+
+RUN_FOLDER_PREFIX = "zero-infinity-"
+STARTING_SECONDS = 60.0
+"""A run folder that is younger may belong to a job between creating and unlinking its file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Part of a transfer that lies in one file, contiguous there."""
+
+    fd: int
+    path: str
+    file_offset: int
+    begin: int
+    """First byte of the transfer's buffer that this span covers."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwapGeometry:
+    """Where each byte of a swap space lies in its files: numbers and strings, to be told to another process."""
+
+    counts: tuple[int, ...]
+    """Stripes of each round that go to each file."""
+    stripe_bytes: int
+    capacity_bytes: int
+    paths: tuple[str, ...]
+    """The folders, for errors; the files have no names."""
+    direct: bool
+    """The files are open past the page cache."""
+
+
+@dataclass(slots=True)
+class SwapFile:
+    """One open file of a swap space."""
+
+    fd: int
+    path: str
+    """Its folder, for errors; of one that has a name, the file."""
+
+
+def free_bytes(path: Path | str) -> int:
+    """Bytes an unprivileged process may still write below `path`."""
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize
+
+
+class SwapSpace:
+    """A byte range [0, capacity_bytes) over one or more files.
+
+    Args:
+        paths: existing folders, best on different drives.
+        capacity_bytes: reserved at once, so a full disk fails before training does.
+        speeds: bytes per second of each path's device, to stripe by; None: measured if there are several devices.
+        coming: device number -> bytes that others there give back while the space is filled. Where it needs them it is
+            reserved by `reserve`, once it is full.
+
+    Raises:
+        ConfigError: a path is missing or not writable, or has no room ("need X, have Y at PATH").
+        StorageError: the file system refused the reservation.
+
+    Attributes:
+        direct: no page cache lies between.
+        read_only: it belongs to another process.
+    """
+
+    read_only = False
+    _unreserved = False
+
+    def __init__(
+        self,
+        paths: Sequence[Path | str],
+        capacity_bytes: int,
+        speeds: Sequence[float] | None = None,
+        coming: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        self.direct = True
+        self._files: list[SwapFile] = []
+        folders = [check_folder(path) for path in paths]
+        if not folders:
+            raise ConfigError("swap space: nvme_path is empty; give at least one folder")
+        self._capacity_bytes = 0
+        self._map = StripeMap(stripe_weights(folders, speeds))
+        needs = self._lengths(capacity_bytes)
+        check_room(folders, needs, coming)
+        try:
+            for folder in folders:
+                self._files.append(self._create(folder))
+            if lacks_room(folders, needs):
+                self._capacity_bytes, self._unreserved = align_up(capacity_bytes, PAGE_BYTES), True
+                for file, nbytes in zip(self._files, needs, strict=True):
+                    os.ftruncate(file.fd, nbytes)
+            else:
+                self.extend(capacity_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Reserved bytes."""
+        return self._capacity_bytes
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of the files, as `SwapFile` says."""
+        return tuple(file.path for file in self._files)
+
+    def extend(self, nbytes: int) -> int:
+        """Reserve `nbytes` more; returns the offset of the new range.
+
+        Raises:
+            StorageError: the file system has no room; nothing was written.
+        """
+        self._check_open()
+        begin = self._capacity_bytes
+        end = align_up(begin + nbytes, PAGE_BYTES)
+        for file, length in zip(self._files, self._lengths(end), strict=True):
+            _reserve(file, max(length, PAGE_BYTES), begin)
+        self._capacity_bytes = end
+        return begin
+
+    def reserve(self) -> None:
+        """Reserve what had no room when the space was made. Raises StorageError: somebody else has taken it."""
+        self._check_open()
+        if not self._unreserved:
+            return
+        self._unreserved = False
+        for file, length in zip(self._files, self._lengths(self._capacity_bytes), strict=True):
+            _reserve(file, max(length, PAGE_BYTES), 0)
+
+    def spans(self, offset: int, nbytes: int) -> Iterator[Span]:
+        """The file ranges behind [offset, offset + nbytes), in order, neighbours in one file merged."""
+        self._check_open()
+        for piece in self._map.pieces(offset, nbytes):
+            file = self._files[piece.file]
+            yield Span(file.fd, file.path, piece.file_offset, piece.begin, piece.nbytes)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Of the open files; the space's own."""
+        return tuple(file.fd for file in self._files)
+
+    @property
+    def geometry(self) -> SwapGeometry:
+        """How the space lies in its files now; growing moves nothing."""
+        return SwapGeometry(self._map.counts, self._map.stripe_bytes, self._capacity_bytes, self.paths, self.direct)
+
+    def close(self) -> None:
+        """Close the files; their space returns to the file system. Idempotent."""
+        files, self._files = self._files, []
+        for file in files:
+            os.close(file.fd)
+
+    @property
+    def stripes(self) -> tuple[int, ...]:
+        """Stripes of each round that go to each path."""
+        return self._map.counts
+
+    def _lengths(self, capacity_bytes: int) -> list[int]:
+        capacity_bytes = align_up(capacity_bytes, PAGE_BYTES)
+        return [self._map.file_bytes(file, capacity_bytes) for file in range(len(self._map.counts))]
+
+    def _check_open(self) -> None:
+        if not self._files:
+            raise StateError("the swap space is closed")
+
+    def _create(self, folder: Path) -> SwapFile:
+        remove_stale_runs(folder)
+        try:
+            run = Path(tempfile.mkdtemp(prefix=f"{RUN_FOLDER_PREFIX}{os.getpid()}-", dir=folder))
+        except OSError as error:
+            raise ConfigError(f"nvme_path: cannot create a folder in {folder}: {error.strerror}") from error
+        path = run / "swap"
+        try:
+            fd = self._open_direct(path)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            with contextlib.suppress(OSError):  # by name: `rmtree` opens the folder, and files may be used up
+                path.unlink(missing_ok=True)
+                run.rmdir()
+        return SwapFile(fd, str(folder))
+
+    def _open_direct(self, path: Path) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError:
+            # tmpfs and some network file systems have no O_DIRECT; the page cache then sits between.
+            self.direct = False
+            path.unlink(missing_ok=True)
+            return os.open(path, flags, 0o600)
+
+
+class PeerSwap(SwapSpace):
+    """The swap space of another process, to be read: through descriptors of its files, which have no names.
+
+    The file system has their room back when both have closed them.
+
+    Args:
+        descriptors: as received, in the order of `SwapSpace.descriptors`. They are closed here, also when this fails.
+        geometry: of the other process's space; pieces of it that came to be later can be read too.
+
+    Raises:
+        StateError: there are not as many descriptors as files.
+    """
+
+    read_only = True
+
+    def __init__(self, descriptors: Sequence[int], geometry: SwapGeometry) -> None:
+        self._files, self._capacity_bytes = [], geometry.capacity_bytes
+        self._map, self.direct = StripeMap.of_counts(geometry.counts, geometry.stripe_bytes), geometry.direct
+        if not len(descriptors) == len(geometry.paths) == len(geometry.counts):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise StateError(
+                f"swap space of another process: expected descriptors of {len(geometry.paths)} files "
+                f"({', '.join(geometry.paths)}), got {len(descriptors)}"
+            )
+        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if geometry.direct else 0)
+        for descriptor, path in zip(descriptors, geometry.paths, strict=True):
+            self._files.append(SwapFile(_reopened(descriptor, flags), path))
+
+    def extend(self, nbytes: int) -> int:
+        """Refused.
+
+        Raises:
+            StateError: always; the space is another process's.
+        """
+        raise StateError(
+            f"reserving {nbytes:,} bytes: this swap space belongs to another process, and is only read here"
+        )
+
+
+def _reopened(descriptor: int, flags: int) -> int:
+    """A descriptor of the same file that cannot do more than `flags` say; closes the old one if there is a new one."""
+    try:
+        own = os.open(f"/proc/self/fd/{descriptor}", flags)
+    except OSError:
+        return descriptor  # without /proc
+    os.close(descriptor)
+    return own
+
+
+def check_folder(path: Path | str) -> Path:
+    """The folder as a Path.
+
+    Raises:
+        ConfigError: it does not exist, is not a folder, or is not writable.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"nvme_path: {folder} is not an existing folder; create it on the NVMe file system")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"nvme_path: {folder} is not writable for this user")
+    return folder
+
+
+def check_room(folders: Sequence[Path], needs: Sequence[int], coming: Mapping[int, int] = MappingProxyType({})) -> None:
+    """Refuse a swap space that the file systems cannot hold, before a byte is written.
+
+    Args:
+        folders: where its files will be.
+        needs: bytes in each.
+        coming: device number -> bytes that will be free there in time.
+
+    Raises:
+        ConfigError: "need X, have Y at PATH".
+    """
+    for folder, need, have in _rooms(folders, needs):
+        have += coming.get(folder.stat().st_dev, 0)
+        if have < need:
+            raise ConfigError(
+                f"nvme_path: need {need:,} bytes, have {have:,} at {folder}; free some space, add another path, "
+                "or keep a plane in host memory with offload_param or offload_optimizer device cpu"
+            )
+
+
+def lacks_room(folders: Sequence[Path], needs: Sequence[int]) -> bool:
+    """True if some file system has no room for as many bytes now."""
+    return any(have < need for _, need, have in _rooms(folders, needs))
+
+
+def _rooms(folders: Sequence[Path], needs: Sequence[int]) -> Iterator[tuple[Path, int, int]]:
+    """(folder, bytes needed on its device, bytes free there)."""
+    devices = [folder.stat().st_dev for folder in folders]
+    for folder, device in zip(folders, devices, strict=True):
+        yield folder, sum(n for n, other in zip(needs, devices, strict=True) if other == device), free_bytes(folder)
+
+
+def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> list[float]:
+    """Each folder's share of its device's speed; devices of unknown speed are measured for a second or two each.
+
+    Args:
+        folders: existing ones.
+        speeds: bytes per second of each folder's device, if they are known.
+    """
+    devices = [folder.stat().st_dev for folder in folders]
+    if speeds is None:
+        if len(set(devices)) == 1:
+            return [1.0] * len(folders)
+        measured = {device: mixed_speed(folder) for device, folder in zip(devices, folders, strict=True)}
+        speeds = [measured[device] for device in devices]
+    return [speed / devices.count(device) for speed, device in zip(speeds, devices, strict=True)]
+
+
+def remove_stale_runs(folder: Path) -> None:
+    """Remove run folders of jobs that died between creating and unlinking their file."""
+    for run in folder.glob(f"{RUN_FOLDER_PREFIX}*"):
+        swap = run / "swap"
+        try:
+            if time.time() - run.stat().st_mtime < STARTING_SECONDS:
+                continue  # another job may be creating its file: to try the lock could make it fail to get it
+            if swap.exists():
+                with swap.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(run, ignore_errors=True)
+        except OSError:
+            continue  # locked by its owner, or gone meanwhile
+
+
+def _reserve(file: SwapFile, nbytes: int, offset: int) -> None:
+    """Make the first `nbytes` of the file exist; `offset` is where the new part of the swap space begins."""
+    try:
+        os.posix_fallocate(file.fd, 0, nbytes)
+    except OSError as error:
+        raise _failure(f"reserving swap space: need {nbytes:,} bytes", error, file, offset) from error
+
+
+def _failure(what: str, error: OSError, file: SwapFile, offset: int) -> StorageError:
+    return StorageError(what, errno=error.errno or 0, path=file.path, offset=offset, free_bytes=free_bytes(file.path))

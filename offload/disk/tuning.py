@@ -1,0 +1,310 @@
+"""How to open the I/O engine on a device: measured once, remembered per device.
+
+A probe asks one question after the other (which backend, how large a chunk, how many in flight), each
+against what was best so far. The defaults are what measured fastest on our machines, and short bursts
+are noisy, so another setting is chosen only when it wins clearly, and its sum against the defaults
+once more in the end.
+
+Results are small JSON files in the user's cache folder, one a device. A file that cannot be read is as
+good as none; a folder that cannot be written costs a new probe next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.disk.aio import AioOptions
+from offload.disk.aio_base import NATIVE_BACKENDS
+from offload.disk.device import DeviceIdentity, identify
+from offload.disk.probe import ProbeFile, Setting, alone, take_turns
+from offload.errors import ConfigError
+
+FORMAT = 1
+PROBE_SECONDS_MAX = 22.0
+CONFIRM_SECONDS_MAX = 4.0
+FILL_SECONDS_MAX = 3.0
+ROUNDS = 7
+WINS_SHARE_MIN = 6 / 7
+"""Six of seven rounds: by chance alone this happens in one of 16."""
+MARGIN = 1.05
+"""How much faster than the incumbent a setting must be to replace it, in the median."""
+CHUNK_BYTES = tuple(kib << 10 for kib in (512, 1024, 2048, 4096, 8192))
+QUEUE_DEPTHS = (8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One candidate for one question."""
+
+    question: str
+    setting: Setting
+    mixed_bytes_per_second: float
+    ratio: float
+    """To the incumbent: median over rounds; above 1 is faster."""
+    wins: int
+    """Rounds in which it was faster than the incumbent."""
+    rounds: int
+
+    @property
+    def is_clear(self) -> bool:
+        """True when it beats the incumbent by more than short bursts err."""
+        return self.ratio > MARGIN and self.wins >= WINS_SHARE_MIN * self.rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What was measured on a device, what was chosen, and why."""
+
+    device: DeviceIdentity
+    setting: Setting
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    mixed_bytes_per_second: float
+    measurements: tuple[Measurement, ...]
+    reasons: tuple[str, ...]
+    probe_seconds: float
+    measured_at: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Tuning:
+        """The inverse of `as_dict`.
+
+        Raises:
+            ValueError: it is not one, or of another version.
+        """
+        try:
+            if values["format"] != FORMAT:
+                raise ValueError(f"format {values['format']}, expected {FORMAT}")
+            rest = {key: value for key, value in values.items() if key != "format"}
+            rest["device"] = DeviceIdentity(**rest["device"])
+            rest["setting"] = Setting(**rest["setting"])
+            rest["setting"].options()
+            rest["measurements"] = tuple(
+                Measurement(**{**m, "setting": Setting(**m["setting"])}) for m in rest["measurements"]
+            )
+            rest["reasons"] = tuple(rest["reasons"])
+            tuning = Tuning(**rest)
+            if not tuning.mixed_bytes_per_second > 0:
+                raise ValueError("no speed")
+        except (KeyError, TypeError, AttributeError, ConfigError) as error:
+            raise ValueError(str(error)) from error
+        return tuning
+
+
+# ---- the probe ---------------------------------------------------------------------------------
+
+
+def default_setting() -> Setting:
+    """What an engine uses that nobody has tuned."""
+    options = AioOptions()
+    return Setting(NATIVE_BACKENDS[0], options.chunk_bytes, options.queue_depth)
+
+
+def probe(folder: Path) -> Tuning:
+    """Measure the device below `folder`, for up to half a minute, however slow it is.
+
+    Raises:
+        ConfigError: no room for the file, or no native backend works here.
+        StorageError: the disk failed.
+    """
+    begin = time.perf_counter()
+
+    def has_time() -> bool:
+        return time.perf_counter() - begin < PROBE_SECONDS_MAX
+
+    def may_confirm() -> bool:
+        return time.perf_counter() - begin < PROBE_SECONDS_MAX + CONFIRM_SECONDS_MAX
+
+    best = default_setting()
+    measurements: list[Measurement] = []
+    reasons: list[str] = []
+    file = ProbeFile(folder, FILL_SECONDS_MAX)
+    try:
+        for question in ("backend", "chunk_bytes", "queue_depth"):
+            if not has_time():
+                reasons.append(f"{question}: not measured, the time was over")
+                continue
+            speeds = take_turns(file, _candidates(question, best), ROUNDS, has_time)
+            best, reason, found = choose(question, best, speeds)
+            measurements += found
+            reasons.append(reason)
+        best, reason, found = _confirm(best, measurements, lambda s: take_turns(file, s, ROUNDS, may_confirm))
+        measurements += found
+        reasons += [reason] if reason else []
+        rounds = ROUNDS if has_time() else 1
+        read, write, mixed = (alone(file, best, kind, rounds) for kind in ("read", "write", "mixed"))
+    finally:
+        file.close()
+    return Tuning(
+        device=identify(folder),
+        setting=best,
+        read_bytes_per_second=read,
+        write_bytes_per_second=write,
+        mixed_bytes_per_second=mixed,
+        measurements=tuple(measurements),
+        reasons=tuple(reasons),
+        probe_seconds=time.perf_counter() - begin,
+        measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )
+
+
+def _candidates(question: str, best: Setting) -> list[Setting]:
+    values = {"backend": NATIVE_BACKENDS, "chunk_bytes": CHUNK_BYTES, "queue_depth": QUEUE_DEPTHS}[question]
+    fields = dataclasses.asdict(best)
+    others = [Setting(**{**fields, question: value}) for value in values]
+    return [best, *(setting for setting in others if setting != best)]
+
+
+def _confirm(
+    best: Setting, measurements: list[Measurement], measure: Callable[[list[Setting]], dict[Setting, list[float]]]
+) -> tuple[Setting, str, list[Measurement]]:
+    """The defaults once more against all that was changed: the winner of many comparisons may be a lucky one."""
+    default = default_setting()
+    if best == default or default not in {m.setting for m in measurements}:
+        return best, "", []
+    chosen, _, found = choose("all together", default, measure([default, best]))
+    if chosen == best:
+        return best, f"confirmed: {found[1].ratio:.2f} times the defaults", found
+    return default, f"not confirmed ({found[1].ratio:.2f} times the defaults): the defaults stay", found
+
+
+def choose(
+    question: str, incumbent: Setting, speeds: dict[Setting, list[float]]
+) -> tuple[Setting, str, list[Measurement]]:
+    """The winner of one question, why, and the figures. Pure.
+
+    Args:
+        question: the field of Setting that differs.
+        incumbent: what has to be beaten.
+        speeds: bytes per second in each round; a setting that could not be opened is missing.
+
+    Raises:
+        ConfigError: nothing could be opened.
+    """
+    if not speeds:
+        raise ConfigError(f"tuning: none of the {question} candidates can be opened here; run: python -m native.build")
+    known = incumbent if incumbent in speeds else next(iter(speeds))
+    found = []
+    for setting, samples in speeds.items():
+        ratios = [ours / base for ours, base in zip(samples, speeds[known], strict=True)]
+        wins = sum(ratio > 1 for ratio in ratios)
+        median = statistics.median(samples)
+        found.append(Measurement(question, setting, median, statistics.median(ratios), wins, len(ratios)))
+    fastest = max(found, key=lambda m: (m.is_clear, m.ratio))
+    if known != incumbent:
+        return known, f"{question}: {_value(known, question)}, the best that can be opened here", found
+    if fastest.setting == known:
+        return known, f"{question}: {_value(known, question)} was fastest", found
+    text = (
+        f"{_value(fastest.setting, question)} was {fastest.ratio:.2f} times as fast as {_value(known, question)} "
+        f"and won {fastest.wins} of {fastest.rounds} rounds"
+    )
+    if fastest.is_clear:
+        return fastest.setting, f"{question}: {text}", found
+    return known, f"{question}: {_value(known, question)} stays; {text}, too little to tell", found
+
+
+def _value(setting: Setting, question: str) -> str:
+    if question == "chunk_bytes":
+        return f"{setting.chunk_bytes >> 10:,} KiB"
+    return str(getattr(setting, question, setting))
+
+
+# ---- the cache ---------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Where results are kept: below $XDG_CACHE_HOME, or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "zero-infinity" / "tuning"
+
+
+def cached(folder: Path) -> Tuning | None:
+    """What was measured on the device below `folder`; None if nothing was, or it cannot be read."""
+    device = identify(folder)
+    try:
+        tuning = Tuning.from_dict(json.loads((cache_folder() / f"{device.key}.json").read_text(encoding="utf-8")))
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: no home folder
+        return None
+    return tuning if tuning.device == device else None
+
+
+def store(tuning: Tuning) -> str:
+    """Remember a result. Returns what went wrong, or nothing: it can be measured again."""
+    try:
+        target = cache_folder() / f"{tuning.device.key}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(prefix=".tuning-", dir=target.parent)
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8") as out:
+                json.dump(tuning.as_dict(), out, indent=1)
+            os.replace(name, target)  # readers see the old result or the new one
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+    except (OSError, RuntimeError) as error:
+        return f"the result could not be kept in the cache folder: {error}"
+    return ""
+
+
+def cached_or_probed(folder: Path) -> Tuning:
+    """The known result, or a probe; of several processes one measures and the others wait for it.
+
+    Raises:
+        ConfigError: no room for the probe's file, or no native backend works here.
+        StorageError: the disk failed.
+    """
+    with _alone_with(identify(folder)):
+        tuning = cached(folder)
+        if tuning is None:
+            tuning = probe(folder)
+            store(tuning)
+        return tuning
+
+
+@contextlib.contextmanager
+def _alone_with(device: DeviceIdentity) -> Iterator[None]:
+    """One process at a time, where the cache folder can be written."""
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        fd = os.open(cache_folder() / f"{device.key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except (OSError, RuntimeError):
+        yield
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+# ---- several devices ---------------------------------------------------------------------------
+
+
+def combine(tunings: Sequence[Tuning]) -> Setting:
+    """One engine for several folders: the fastest device's backend and chunk, and each device's depth.
+
+    Folders on one device count once: their requests share its queue.
+    """
+    if not tunings:
+        raise ConfigError("tuning: no folder was given")
+    devices = {tuning.device.key: tuning for tuning in tunings}.values()
+    fastest = max(devices, key=lambda tuning: tuning.mixed_bytes_per_second)
+    depth = min(sum(tuning.setting.queue_depth for tuning in devices), 4096)
+    return dataclasses.replace(fastest.setting, queue_depth=depth)

@@ -1,0 +1,241 @@
+"""Reads boxes of files ahead of whoever wants them, checked, with a few blocks of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload.disk.aio import AioOptions, open_aio
+from offload.errors import DamagedError
+from offload.files.durable import DurableFile, Files
+from offload.kernels import kernels
+from offload.memory.arena import Arena, Block
+from offload.mover import Mover
+from offload.sizes import PAGE_BYTES, align_up
+
+BLOCKS = 10
+ENTRIES_MAX = 64
+"""Boxes in memory or on their way."""
+HELD = 4
+"""What was asked for last stays as it is for so many further boxes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """Some bytes of a file that are read together."""
+
+    file: int
+    """Which of the reader's files."""
+    offset: int
+    """A multiple of 4096; the file reaches to the next multiple behind the last byte."""
+    nbytes: int
+    crc: int | None = None
+    """CRC-32C; None: not known."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    block: Block | None
+    reading: asyncio.Task[torch.Tensor]
+    data: torch.Tensor | None = None
+    """Once read."""
+    asked: bool = False
+    """Set by who asks, the others by the reader: until it has noted `used`, nobody reclaims the block."""
+    used: bool = False
+
+
+class BoxReader:
+    """A thread that reads, and a ring of blocks. Its methods may be called on any other thread, one at a time.
+
+    Args:
+        paths: the files.
+        block_bytes: of a block; a larger box is read when it is asked for.
+        files: the disk.
+
+    Raises:
+        StorageError: a file cannot be opened.
+    """
+
+    def __init__(self, paths: Sequence[Path], block_bytes: int, files: Files) -> None:
+        self._paths = paths
+        self._files: list[DurableFile] = []
+        try:
+            for path in paths:
+                self._files.append(files.open(path))
+        except BaseException:
+            self._close_files()
+            raise
+        self._aio = open_aio(AioOptions())
+        self._mover = Mover(self._aio.in_flight, lambda: self._aio.stats().chunks)
+        self._block_bytes = align_up(block_bytes, PAGE_BYTES)
+        self._arena = Arena(
+            "reading",
+            BLOCKS * self._block_bytes,
+            "nothing: it is fixed",
+            torch.device("cpu"),
+            register=self._aio.register_memory,
+        )
+        self._entries: dict[StoredBox, _Entry] = {}
+        self._held: deque[_Entry] = deque(maxlen=HELD)
+        self._ahead: asyncio.Task[None] | None = None
+        self._changed: asyncio.Event = asyncio.Event()
+        self._closed = False
+
+    def expect(self, boxes: Iterable[StoredBox]) -> None:
+        """These will be asked for, in that order; what was expected before is not any more."""
+        self._mover.run("reading ahead", self._expect(list(boxes)))
+
+    def get(self, box: StoredBox) -> torch.Tensor:
+        """The box's bytes, uint8; they stay as they are until `HELD` further boxes have been asked for.
+
+        Raises:
+            StorageError: the read failed.
+            DamagedError: the bytes are not those that were written.
+        """
+        entry = self._entries.get(box)
+        if entry is not None and entry.data is not None and not entry.asked and not entry.used:
+            entry.asked = True
+            self._mover.call(lambda: self._use(box))
+            return entry.data
+        return self._mover.run(f"reading {self._paths[box.file]}", self._get(box))
+
+    def get_parts(self, parts: Sequence[tuple[StoredBox, int, int]]) -> torch.Tensor:
+        """Bytes [begin, end) of each of these boxes, one after another, uint8, in memory of their own.
+
+        Any number of them; what `get` has returned stays as it is. Raises as `get`.
+        """
+        out = torch.empty(sum(end - begin for _, begin, end in parts), dtype=torch.uint8, device="cpu")
+        self._mover.run(f"reading {len(parts)} boxes", self._get_parts(parts, out))
+        return out
+
+    def close(self) -> None:
+        """Give back threads, memory and files. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._mover.run("closing a reader", self._end())
+        self._mover.close()
+        self._aio.close()
+        self._arena.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    async def _expect(self, boxes: list[StoredBox]) -> None:
+        await self._stop()
+        self._ahead = asyncio.create_task(self._read_ahead(boxes))
+
+    async def _stop(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ahead
+            self._ahead = None
+
+    async def _end(self) -> None:
+        await self._stop()
+        await asyncio.gather(*(entry.reading for entry in self._entries.values()), return_exceptions=True)
+        for entry in self._entries.values():
+            if entry.block is not None:
+                entry.block.release()
+        self._entries.clear()
+
+    async def _read_ahead(self, boxes: list[StoredBox]) -> None:
+        for box in boxes:
+            while box not in self._entries and box.nbytes <= self._block_bytes:
+                block = self._room(align_up(box.nbytes, PAGE_BYTES))
+                if block is not None:
+                    self._entries[box] = self._begin(box, block, block.data)
+                    break
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _room(self, nbytes: int) -> Block | None:
+        """Memory for one more box, of what is free or not held any more: boxes may be small, and many go in."""
+        while True:
+            block = self._arena.try_lease(nbytes) if len(self._entries) < ENTRIES_MAX else None
+            if block is not None or not self._reclaim():
+                return block
+
+    def _reclaim(self) -> bool:
+        """Let go of what was asked for longest ago and is not held any more; False if there is nothing."""
+        for box, entry in self._entries.items():
+            if entry.used and entry.reading.done() and entry not in self._held:
+                del self._entries[box]
+                if entry.block is not None:
+                    entry.block.release()
+                return True
+        return False
+
+    async def _get(self, box: StoredBox) -> torch.Tensor:
+        return await self._data_of(self._use(box))
+
+    def _use(self, box: StoredBox) -> _Entry:
+        """It has been asked for."""
+        entry = self._entry(box)
+        if entry not in self._held:
+            self._held.append(entry)
+        entry.used = True
+        self._changed.set()
+        return entry
+
+    async def _get_parts(self, parts: Sequence[tuple[StoredBox, int, int]], out: torch.Tensor) -> None:
+        position = 0
+        for box, begin, end in parts:
+            entry = self._entry(box)
+            entry.used = False  # nobody gets the block for another box before the copy is made
+            try:
+                out[position : position + end - begin].copy_((await self._data_of(entry))[begin:end])
+            finally:
+                entry.used = True
+            position += end - begin
+
+    def _entry(self, box: StoredBox) -> _Entry:
+        entry = self._entries.pop(box, None)
+        if entry is None:  # nobody has foreseen it
+            memory = torch.empty(align_up(box.nbytes, PAGE_BYTES) + PAGE_BYTES, dtype=torch.uint8, device="cpu")
+            skip = -memory.data_ptr() % PAGE_BYTES
+            entry = self._begin(box, None, memory[skip:])
+        self._entries = {b: e for b, e in self._entries.items() if e.block is not None or e in self._held}
+        self._entries[box] = entry  # behind all that was asked for before
+        return entry
+
+    async def _data_of(self, entry: _Entry) -> torch.Tensor:
+        try:
+            return await asyncio.shield(entry.reading)
+        finally:
+            self._changed.set()
+
+    def _begin(self, box: StoredBox, block: Block | None, memory: torch.Tensor) -> _Entry:
+        entry = _Entry(block, asyncio.create_task(self._read(box, memory)))
+
+        def read(task: asyncio.Task[torch.Tensor]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                entry.data = task.result()
+            self._changed.set()
+
+        entry.reading.add_done_callback(read)
+        return entry
+
+    async def _read(self, box: StoredBox, memory: torch.Tensor) -> torch.Tensor:
+        path = self._paths[box.file]
+        if box.nbytes:
+            whole = memory[: align_up(box.nbytes, PAGE_BYTES)]
+            await self._aio.read(self._files[box.file].fd, box.offset, whole, str(path), "checkpoint")
+        data = memory[: box.nbytes]
+        found = kernels.crc32c(data) if box.crc is not None else None
+        if found != box.crc:
+            raise DamagedError(
+                f"{path}: {box.nbytes:,} bytes at {box.offset:,} are not those that were written: checksum expected "
+                f"{box.crc:#010x}, got {found:#010x}; load another checkpoint, or restore the file"
+            )
+        return data

@@ -1,0 +1,322 @@
+"""Files and folders that survive a crash: what has returned is on the disk, what has not returned did not half happen.
+
+A file's bytes last once the file was synced, its name once the folder was. Every call that changes the disk goes
+through `Files.perform`, so that a test can stop between any two of them and forget what was not synced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+
+from offload.disk.swapfile import free_bytes
+from offload.errors import StorageError
+
+Operation = Literal[
+    "create", "reserve", "write", "truncate", "sync", "rename", "unlink", "make folder", "remove folder", "sync folder"
+]
+T = TypeVar("T")
+NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+STAGED = ".partial-"
+"""Between a file's name and a process id, while its new contents are written beside it."""
+
+
+class DurableFile:
+    """An open file, for transfers through its descriptor.
+
+    Attributes:
+        path: what it was opened as.
+        fd: its descriptor; closed by `close`.
+        direct: no page cache lies between: offsets, sizes and addresses are multiples of 4096.
+    """
+
+    def __init__(self, files: Files, path: Path, fd: int, direct: bool) -> None:
+        self.path, self.fd, self.direct, self._files = path, fd, direct, files
+
+    def sync(self) -> None:
+        """What was written so far lasts; its name does when the folder was synced too.
+
+        Raises:
+            StorageError: it may not last; do not try again, the kernel may have forgotten the pages.
+        """
+        self._files.perform("sync", self.path, lambda: os.fsync(self.fd))
+
+    def truncate(self, nbytes: int) -> None:
+        """Cut it to `nbytes`."""
+        self._files.perform("truncate", self.path, lambda: os.ftruncate(self.fd, nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return os.fstat(self.fd).st_size
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent; makes nothing last."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Lock:
+    """A lock between processes, on an open file; the kernel frees it when the process ends, however it ends.
+
+    Attributes:
+        certain: False where the file system has no locks: nobody else was asked.
+    """
+
+    def __init__(self, fd: int, certain: bool) -> None:
+        self._fd, self.certain = fd, certain
+
+    def close(self) -> None:
+        """Free it. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a forked worker may have the descriptor too
+            os.close(fd)
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Files:
+    """The real disk. Stateless. What fails raises a StorageError with path, errno and free space."""
+
+    def perform(self, operation: Operation, path: Path, action: Callable[[], T], new: Path | None = None) -> T:
+        """Every change of the disk, one system call each.
+
+        Args:
+            operation: what it does.
+            path: to what.
+            action: does it.
+            new: the new path of a rename.
+        """
+        return _telling(operation if new is None else f"{operation} to {new.name}", path, action)
+
+    def written(self, file: DurableFile, offset: int, data: torch.Tensor) -> None:
+        """To be called when `data` was written to `file` at `offset` through its descriptor."""
+
+    # ---- changes --------------------------------------------------------------------------------
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder and those above it, to last; nothing if it is there."""
+        if path.is_dir():
+            return
+        self.make_folder(path.parent)
+        self.perform("make folder", path, lambda: path.mkdir(exist_ok=True))
+        self.sync_folder(path.parent)
+
+    def create(self, path: Path, nbytes: int) -> DurableFile:
+        """A new file of `nbytes` whose room is reserved, past the page cache where that works."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd, direct = self.perform("create", path, lambda: _open_direct(path, flags))
+        file = DurableFile(self, path, fd, direct)
+        try:
+            if nbytes:
+                self.perform("reserve", path, lambda: _reserve(fd, nbytes))
+        except BaseException:
+            file.close()
+            self.perform("unlink", path, path.unlink)
+            raise
+        return file
+
+    def stage(self, path: Path, data: bytes | str, mode: int = 0o644) -> Path:
+        """Write what `path` is to contain beside it, to last; returns where. To `rename` it needs no more room."""
+        beside = path.with_name(f"{path.name}{STAGED}{os.getpid()}")
+        self.remove(beside)  # of a process that died and had the same id
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = self.perform("create", beside, lambda: os.open(beside, flags, mode))
+        try:
+            content = data.encode() if isinstance(data, str) else data
+            self.perform("write", beside, lambda: _write_all(fd, content))
+            self.perform("sync", beside, lambda: os.fsync(fd))
+        except Exception:
+            self.remove(beside)
+            raise
+        finally:
+            os.close(fd)
+        return beside
+
+    def write_bytes(self, path: Path, data: bytes | str, mode: int = 0o644) -> None:
+        """Make `path` contain `data`, to last: at any moment all of the old or all of the new contents are there."""
+        beside = self.stage(path, data, mode)
+        try:
+            self.rename(beside, path)
+        except Exception:
+            self.remove(beside)
+            raise
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file or a folder another name, to last; a file or an empty folder that had the name is gone."""
+        self.perform("rename", old, lambda: old.replace(new), new)
+        for parent in {old.parent, new.parent}:
+            self.sync_folder(parent)
+
+    def remove(self, path: Path, first: Sequence[str] = ()) -> None:
+        """Remove a file or a folder with all that is in it; nothing if it is not there.
+
+        Args:
+            path: of the file or folder.
+            first: names in the folder that are gone before anything else is: without them it is known to be half gone.
+        """
+        if not os.path.lexists(path):
+            return
+        self._remove(path, first)
+        self.sync_folder(path.parent)
+
+    def sync_folder(self, path: Path) -> None:
+        """The names in the folder last."""
+        self.perform("sync folder", path, lambda: _sync_folder(path))
+
+    def _remove(self, path: Path, first: Sequence[str]) -> None:
+        if path.is_symlink() or not path.is_dir():
+            self.perform("unlink", path, path.unlink)
+            return
+        marks = [path / name for name in first if os.path.lexists(path / name)]
+        for mark in marks:
+            self.perform("unlink", mark, mark.unlink)
+        if marks:
+            self.sync_folder(path)
+        for name in self.listing(path):
+            self._remove(path / name, ())
+        self.perform("remove folder", path, path.rmdir)
+
+    # ---- looks ----------------------------------------------------------------------------------
+
+    def open(self, path: Path) -> DurableFile:
+        """An existing file, to be read through its descriptor, past the page cache where that works."""
+        return DurableFile(self, path, *_telling("open", path, lambda: _open_direct(path, os.O_RDONLY | os.O_CLOEXEC)))
+
+    def read_bytes(self, path: Path) -> bytes:
+        """All of a small file."""
+        return _telling("read", path, path.read_bytes)
+
+    def listing(self, path: Path) -> list[str]:
+        """The names in a folder, sorted; none if it is not there."""
+        try:
+            return sorted(os.listdir(path))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _storage_error("list", path, error) from error
+
+    def exists(self, path: Path) -> bool:
+        """True if there is a file or a folder."""
+        return os.path.lexists(path)
+
+    def file_bytes(self, path: Path) -> int | None:
+        """Length of a file; None if there is no file."""
+        try:
+            found = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise _storage_error("look at", path, error) from error
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def stamp(self, path: Path) -> tuple[int, int, int]:
+        """(inode, bytes, time of the last write in ns) of a file: other numbers mean other contents, perhaps."""
+        found = _telling("look at", path, path.stat)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def free_bytes(self, path: Path) -> int:
+        """Room for files at `path`, or where it would be made."""
+        return _telling("look at", path, lambda: free_bytes(_existing(path)))
+
+    def lock(self, path: Path, wait_seconds: float = 0.0) -> Lock | None:
+        """Lock a file, which is made if need be; None if another process has the lock all the time."""
+        fd = self.perform("create", path, lambda: os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        return _lock(fd, wait_seconds)
+
+    def lock_folder(self, path: Path, wait_seconds: float = 0.0) -> Lock | None:
+        """As `lock`, on a folder itself: nothing is left in it."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        return _lock(_telling("open", path, lambda: os.open(path, flags)), wait_seconds)
+
+
+def _lock(fd: int, wait_seconds: float) -> Lock | None:
+    until = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return Lock(fd, True)
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return Lock(fd, False)
+            if time.monotonic() >= until:
+                os.close(fd)
+                return None
+        time.sleep(0.02)
+
+
+def _telling(what: str, path: Path, action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except StorageError:
+        raise
+    except OSError as error:
+        raise _storage_error(what, path, error) from error
+
+
+def _storage_error(what: str, path: Path, error: OSError) -> StorageError:
+    free = None
+    with contextlib.suppress(OSError):
+        free = free_bytes(_existing(path))
+    return StorageError(what, errno=error.errno or 0, path=str(path), offset=0, free_bytes=free)
+
+
+def _existing(path: Path) -> Path:
+    """The folder itself, or the nearest above that is there."""
+    path = path.absolute()
+    return next((folder for folder in (path, *path.parents) if folder.is_dir()), path)
+
+
+def _open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    """Descriptor, and whether it is past the page cache: tmpfs and some network file systems refuse that."""
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o644), True
+    except OSError as error:
+        if error.errno not in NO_DIRECT_IO:
+            raise
+        if flags & os.O_EXCL:
+            path.unlink(missing_ok=True)  # some refuse it only after they have made the file
+        return os.open(path, flags, 0o644), False
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in NO_DIRECT_IO:
+            raise
+        os.ftruncate(fd, nbytes)  # the file system cannot reserve; it has a length at least
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in NO_DIRECT_IO:  # some network file systems have nothing to sync in a folder
+            raise
+    finally:
+        os.close(fd)

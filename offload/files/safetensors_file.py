@@ -1,0 +1,174 @@
+"""Safetensors files, read by range: no more of a checkpoint is in memory than what is asked for.
+
+The format (https://github.com/huggingface/safetensors): 8 bytes of header length, little-endian, a JSON header
+`name -> {dtype, shape, data_offsets}`, then the tensors' bytes, offsets counted from the end of the header.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.disk.provisional import read_once
+from offload.errors import ConfigError, StorageError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+HEADER_BYTES_MAX = 100 << 20
+"""The reference implementation refuses longer ones too."""
+SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
+REREAD = "download or copy the file again"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    offset_bytes: int
+    """From the beginning of the file."""
+
+
+class SafetensorsFile:
+    """One open file; every tensor's place is checked against the file's length at once.
+
+    Attributes:
+        entries: name -> where and what it is.
+
+    Raises:
+        ConfigError: the file cannot be opened, is cut short or is no safetensors file; names it and the tensor.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            self.entries = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of `dtype` at byte `offset`, 1-D. Raises StorageError."""
+        return read_once(self._fd, offset, numel, dtype, self._failure)
+
+    def _failure(self, error: OSError, offset: int) -> StorageError:
+        return StorageError(
+            "reading a checkpoint", errno=error.errno or 0, path=str(self.path), offset=offset, free_bytes=None
+        )
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        """A parameter that was never adopted may be the last to hold it."""
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+    def _read_header(self) -> dict[str, Entry]:
+        file_bytes = os.fstat(self._fd).st_size
+        length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+        if file_bytes < 8 or not 2 <= length <= min(HEADER_BYTES_MAX, file_bytes - 8):
+            raise ConfigError(
+                f"{self.path}: no safetensors file, or one that is cut short: it says its header has {length:,} bytes, "
+                f"and has {max(file_bytes - 8, 0):,} after the first 8; {REREAD}"
+            )
+        try:
+            header = json.loads(os.pread(self._fd, length, 8))
+        except ValueError as error:
+            raise ConfigError(f"{self.path}: its header is no JSON ({error}); {REREAD}") from error
+        header.pop("__metadata__", None)
+        return {name: self._entry(name, told, 8 + length, file_bytes) for name, told in header.items()}
+
+    def _entry(self, name: str, told: dict[str, Any], origin: int, file_bytes: int) -> Entry:
+        if told["dtype"] not in DTYPES:
+            raise ConfigError(
+                f"{name} in {self.path}: dtype {told['dtype']} is unknown; expected one of {', '.join(DTYPES)}"
+            )
+        dtype, shape = DTYPES[told["dtype"]], torch.Size(told["shape"])
+        begin, end = told["data_offsets"]
+        expected_bytes = math.prod(shape) * dtype.itemsize
+        if end - begin != expected_bytes:
+            raise ConfigError(
+                f"{name} in {self.path}: shape {tuple(shape)} of {dtype} takes {expected_bytes:,} bytes, its place in "
+                f"the file has {end - begin:,}; {REREAD}"
+            )
+        if origin + end > file_bytes:
+            raise ConfigError(
+                f"{name} in {self.path}: the file is cut short: expected at least {origin + end:,} bytes, got "
+                f"{file_bytes:,}; {REREAD}"
+            )
+        return Entry(dtype, shape, origin + begin)
+
+
+def open_checkpoint(folder: Path) -> dict[str, SafetensorsFile]:
+    """Tensor name -> its file, of a folder as `save_pretrained` writes it, or of one file.
+
+    Raises:
+        ConfigError: there is nothing to load, a shard is missing, or a file is damaged.
+    """
+    if folder.is_file():
+        paths: list[Path] = [folder]
+    else:
+        paths = _shards(folder)
+    files = {path: SafetensorsFile(path) for path in paths}
+    return {name: file for file in files.values() for name in file.entries}
+
+
+def _shards(folder: Path) -> list[Path]:
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if not indices:
+        found = sorted(folder.glob("*.safetensors"))
+        if not found:
+            raise ConfigError(
+                f"{folder}: expected model.safetensors, or model.safetensors.index.json and the files it names; "
+                "found neither. save_pretrained(folder) of transformers writes them"
+            )
+        whole = [path for path in found if not SHARD.search(path.name)]
+        if not whole:
+            raise ConfigError(
+                f"{folder}: {found[0].name} is part of a model whose index, *.safetensors.index.json, is missing; the "
+                "model was not written or copied to its end: write or copy it again"
+            )
+        return whole
+    weight_map: dict[str, str] = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"]
+    paths = [folder / name for name in sorted(set(weight_map.values()))]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ConfigError(
+            f"{folder}: {indices[0].name} names {len(paths)} files, of which {len(missing)} are missing: "
+            f"{', '.join(missing[:4])}; download the rest"
+        )
+    return paths

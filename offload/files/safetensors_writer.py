@@ -1,0 +1,279 @@
+"""Files of weights, written in one pass: no more of a model is in memory than a few blocks, nor in the page cache.
+
+They are safetensors, or, where their names ask for it, the archives that torch.save makes of a state dict.
+
+A file is written under a name of its own, beside, past the page cache where the file system allows it. Files of one
+model appear together: their index goes first and comes last, so what is there of a broken attempt is no model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError, StateError, StorageError
+from offload.files.containers import surroundings
+from offload.files.durable import Files
+from offload.files.safetensors_file import DTYPES
+from offload.files.write_stream import WriteStream
+from offload.memory.byte_tensors import tensor_of
+from offload.sizes import PAGE_BYTES, align_up
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = {"format": "pt"}
+SUFFIX = ".safetensors"
+PICKLED = (".bin", ".pt", ".pth")
+"""Suffixes of torch.save archives."""
+DRAFT = ".partial"
+"""At the end of a file's name while it is written; it has a dot before."""
+WAIT_SECONDS = 3600.0
+"""How long a writer waits for one of another process in its folder: every rank may convert the same checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a file to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    aliases: tuple[str, ...] = ()
+    """Further names, which an archive of torch.save has too; safetensors hold one name for a tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of its values."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def in_file_order(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Wide dtypes first, else as given: so every tensor begins at a multiple of its element, as readers ask for."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def header_of(tensors: Sequence[Tensor]) -> bytes:
+    """Length and header of a file; the values begin on a page.
+
+    Raises:
+        ConfigError: a dtype that such files cannot hold.
+    """
+    header: dict[str, Any] = {"__metadata__": METADATA}
+    end = 0
+    for tensor in tensors:
+        if tensor.dtype not in NAMES:
+            raise ConfigError(
+                f"{tensor.name}: {tensor.dtype} cannot be written to a safetensors file; expected one of "
+                f"{', '.join(map(str, NAMES))}"
+            )
+        begin, end = end, end + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    padded_bytes = align_up(8 + len(text), PAGE_BYTES) - 8
+    return padded_bytes.to_bytes(8, "little") + text.ljust(padded_bytes)
+
+
+def around(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
+    """What a file has before the values of each tensor, and behind those of the last.
+
+    Raises:
+        ConfigError: a dtype that such files cannot hold.
+    """
+    if suffix not in PICKLED:
+        return [header_of(tensors), *[b""] * len(tensors)]
+    held = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors}
+    again = {alias: held[tensor.name] for tensor in tensors for alias in tensor.aliases}
+    return surroundings({**held, **again}, list(held.values()), lambda loaded: [loaded[name] for name in held])
+
+
+class WeightsWriter:
+    """One file in the making: safetensors, or an archive of torch.save where its suffix is one of `PICKLED`.
+
+    Args:
+        files: the disk.
+        path: its final name.
+        tensors: in the order in which their values will come; see `in_file_order`.
+
+    Attributes:
+        draft: where it is written until `publish`.
+
+    Raises:
+        ConfigError: a dtype that such files cannot hold.
+        StorageError: the file cannot be created, or there is no room for it.
+    """
+
+    def __init__(self, files: Files, path: Path, tensors: Sequence[Tensor]) -> None:
+        self._files, self.path, self.draft = files, path, path.with_name(f".{path.name}{DRAFT}")
+        self._around = around(path.suffix, tensors)
+        self._nbytes = sum(map(len, self._around)) + sum(tensor.nbytes for tensor in tensors)
+        self._coming = iter(zip(tensors, self._around, strict=False))
+        self._current: Tensor | None = None
+        self._missing_numel = 0
+        files.remove(self.draft)
+        self._file = files.create(self.draft, align_up(self._nbytes, PAGE_BYTES))
+        self._stream: WriteStream | None = None
+        try:
+            self._stream = WriteStream(files, self._file)
+            self._next_tensor()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def append(self, values: torch.Tensor) -> None:
+        """The next values of the tensor whose turn it is, of its dtype, on the host; any shape.
+
+        Raises:
+            StateError: another dtype, or more than are missing.
+            StorageError: this write, or one before, has failed.
+        """
+        if not values.numel():
+            return
+        tensor = self._current
+        if tensor is None or values.dtype != tensor.dtype or values.numel() > self._missing_numel:
+            expected = f"up to {self._missing_numel:,} of {tensor.name}, {tensor.dtype}" if tensor else "nothing"
+            raise StateError(f"{self.path}: expected {expected}, got {values.numel():,} elements of {values.dtype}")
+        self._open_stream().append(values.detach().contiguous().view(-1).view(torch.uint8))
+        self._missing_numel -= values.numel()
+        if not self._missing_numel:
+            self._next_tensor()
+
+    def finish(self) -> None:
+        """Everything has come: write the rest, and wait until the disk has all of it.
+
+        Raises:
+            StateError: values are missing.
+            StorageError: a write has failed.
+        """
+        if self._current is not None:
+            raise StateError(f"{self.path}: {self._missing_numel:,} elements of {self._current.name} are missing")
+        self._open_stream().finish()
+        self._file.truncate(self._nbytes)
+        self._file.sync()
+        self._close()
+
+    def publish(self) -> None:
+        """After `finish`: give it its name, to last. Raises StorageError."""
+        self._files.rename(self.draft, self.path)
+
+    def abandon(self) -> None:
+        """Remove what has been written, unless it is published. Idempotent."""
+        self._close()
+        with suppress(StorageError):  # what has failed before is what the user is told
+            self._files.remove(self.draft)
+
+    def _next_tensor(self) -> None:
+        """Write what comes before the next tensor that has values; or what is behind the last."""
+        self._current, self._missing_numel = None, 0
+        while self._current is None:
+            tensor, before = next(self._coming, (None, self._around[-1]))
+            if before:
+                self._open_stream().append(tensor_of(before))
+            if tensor is None:
+                return
+            if tensor.nbytes:
+                self._current, self._missing_numel = tensor, tensor.shape.numel()
+
+    def _open_stream(self) -> WriteStream:
+        if self._stream is None:
+            raise StateError(f"{self.path}: the file is finished")
+        return self._stream
+
+    def _close(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+        self._file.close()
+
+
+class WeightsDraft:
+    """The files of one model, which appear in a folder together.
+
+    Args:
+        folder: made if it is not there.
+        stem: what their names begin with: STEM.safetensors, or STEM-00001-of-00003.safetensors and
+            STEM.safetensors.index.json. Such files of an earlier model are replaced.
+        expected_bytes: of all files together.
+        files: the disk.
+        suffix: instead of .safetensors.
+
+    The folder is locked until `abandon`: processes that write into one do so one after the other.
+
+    Raises:
+        StateError: another process has been writing there all the time.
+        StorageError: the folder cannot be made, or the file system has less room than that.
+    """
+
+    def __init__(
+        self, folder: Path, stem: str, expected_bytes: int, files: Files | None = None, *, suffix: str = SUFFIX
+    ) -> None:
+        self._folder, self._stem, self._files = folder, re.escape(stem), files or Files()
+        self._suffix = re.escape(suffix)
+        self._index = folder / f"{stem}{suffix}.index.json"
+        self._drafts: list[WeightsWriter] = []
+        self._files.make_folder(folder)
+        self._lock = self._files.lock_folder(folder, WAIT_SECONDS)
+        if self._lock is None:
+            raise StateError(f"{folder}: another process has been writing weights there for {WAIT_SECONDS:.0f} s")
+        with ExitStack() as failing:
+            failing.callback(self._lock.close)
+            self._begin(expected_bytes)
+            failing.pop_all()
+
+    def _begin(self, expected_bytes: int) -> None:
+        folder = self._folder
+        for name in self._present(rf"\.?{self._stem}(-.*)?{self._suffix}(\.index\.json)?\.partial(-\d+)?"):
+            self._files.remove(folder / name)  # of a writer that was killed
+        room = self._files.free_bytes(folder)
+        if room < expected_bytes:
+            doing = f"writing {expected_bytes:,} bytes of weights"
+            raise StorageError(doing, errno=ENOSPC, path=str(folder), offset=0, free_bytes=room)
+
+    def file(self, name: str, tensors: Sequence[Tensor]) -> WeightsWriter:
+        """The next file. Raises StorageError."""
+        file = WeightsWriter(self._files, self._folder / name, tensors)
+        self._drafts.append(file)
+        return file
+
+    def publish(self, index: dict[str, Any] | None) -> None:
+        """All files are finished: they and the index get their names, and what an earlier model left is removed.
+
+        At any moment there is one model, the earlier or the new one; or, where both have shards of the same names,
+        shards without an index, which are no model.
+
+        Raises:
+            StorageError: the folder has the earlier model, the new one or none.
+        """
+        names = {file.path.name for file in self._drafts}
+        if index is not None and names & set(self._files.listing(self._folder)):
+            self._files.remove(self._index)
+        for file in self._drafts:
+            file.publish()
+        if index is not None:
+            self._files.write_bytes(self._index, json.dumps(index, indent=2, sort_keys=True) + "\n")
+        else:
+            self._files.remove(self._index)
+        for name in self._present(rf"{self._stem}(-\d{{5}}-of-\d{{5}})?{self._suffix}"):
+            if name not in names:
+                self._files.remove(self._folder / name)
+
+    def abandon(self) -> None:
+        """Remove what has not been published. Idempotent."""
+        with ExitStack() as every:  # also when one of them raises
+            if self._lock is not None:
+                every.callback(self._lock.close)
+            for file in self._drafts:
+                every.callback(file.abandon)
+
+    def _present(self, pattern: str) -> list[str]:
+        return [name for name in self._files.listing(self._folder) if re.fullmatch(pattern, name)]

@@ -1,0 +1,365 @@
+"""The folder of a snapshot: named swap files, locked while their job lives, and what says which bytes in them count.
+
+    PATH/zero-snapshots/NAME/rank-K/swap            in every folder of nvme_path
+    PATH/zero-snapshots/NAME/rank-K/part            in every folder: which of how many it is
+    PATH/zero-snapshots/NAME/rank-K/manifest-{0,1}  in the first one: which slots count, and bytes of the caller's
+    PATH/zero-snapshots/NAME/committed              of the first rank: the number that counts; all ranks have theirs
+
+[Note: in place] A new file, or a new name, costs a commit of the file system's journal, which takes its time on a busy
+disk. So small files are written in place too, by turns: the manifest of snapshot N is `manifest-(N % 2)`, and what is
+overwritten is that of N - 2. `committed` has a place for even and one for odd numbers, with two copies in each; the
+highest number that can be read counts. It is written when all manifests are on the disk. What is torn by a failure of
+the power has a wrong checksum, and what came before it is untouched: also in the slots, until the writer knows more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.disk.stripes import StripeMap
+from offload.disk.swapfile import SwapFile, SwapSpace, check_folder, check_room, stripe_weights
+from offload.errors import ConfigError, StorageError
+from offload.files.durable import NO_DIRECT_IO, Files
+from offload.kernels import kernels
+from offload.sizes import PAGE_BYTES, align_up
+
+FOLDER = "zero-snapshots"
+FORMAT = 2
+"""Before 2 only what was in memory had checksums."""
+FORMATS = (1, FORMAT)
+"""That can be read."""
+MANIFEST_BYTES = 64 << 10
+"""Manifests are multiples of it, so that they are seldom longer than the one before."""
+LOCK_SECONDS = 15.0
+"""A job that was killed holds its lock until the last of its children is gone; loaders' workers look every 5 s."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""Of a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a rank's manifest says, and the state beside it."""
+
+    number: int
+    body: Mapping[str, Any]
+    state: bytes
+
+
+class SnapshotFiles:
+    """One rank's part of a snapshot, held by this process alone until `close`.
+
+    Args:
+        paths: existing folders; the first holds the manifests.
+        name: of the snapshot, a plain file name.
+        rank: whose part.
+        disk: through which small files are written.
+
+    Raises:
+        ConfigError: a path is missing or not writable, the name is none, or another process holds the snapshot.
+
+    Attributes:
+        committed: a snapshot is here that counts, or may count; else nothing is left after `close`.
+    """
+
+    def __init__(self, paths: Sequence[Path | str], name: str, rank: int, disk: Files | None = None) -> None:
+        self._disk = disk or Files()
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"snapshot name: expected letters, digits, '.', '_' and '-', got {name!r}")
+        folders = [check_folder(path) for path in paths]
+        self.name, self.rank, self.committed, self.direct = name, rank, True, True
+        self.root = folders[0] / FOLDER / name
+        self.folders = [folder / FOLDER / name / f"rank-{rank}" for folder in folders]
+        self._descriptors: list[int] = []
+        try:
+            for number, folder in enumerate(self.folders, 1):
+                self._descriptors.append(self._lock(folder / "swap"))
+                self._take_part(folder / "part", f"{number} of {len(folders)}")
+            self.committed = any(True for _ in self.folders[0].glob("manifest-*"))
+        except BaseException:
+            self._let_go()
+            raise
+
+    # ---- what is there ------------------------------------------------------------------------
+
+    @property
+    def committed_head(self) -> dict[str, Any] | None:
+        """What the first rank has committed last, as given to `commit`; None: nothing. Only the first rank knows.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        return read_committed(self.root)
+
+    def manifest(self, number: int) -> Manifest | None:
+        """This rank's manifest of that number; None if it has none.
+
+        Raises:
+            StorageError: it is damaged.
+        """
+        path = self._manifest(number)
+        if not path.exists():
+            return None
+        data = self._disk.read_bytes(path)
+        body, begin = _unpacked(data, path)
+        if body["number"] != number:
+            return None
+        state = data[begin : begin + body["state_bytes"]]
+        if _checksum(state) != body["state_crc32c"]:
+            raise _damaged(path)
+        return Manifest(number, body, state)
+
+    # ---- writing ------------------------------------------------------------------------------
+
+    def prepare(self, number: int, body: Mapping[str, Any], state: bytes) -> None:
+        """Write this rank's manifest; what it names must be on stable storage. That of `number` - 2 is gone.
+
+        Raises:
+            StorageError: it is not there.
+        """
+        beside = {"number": number, "state_bytes": len(state), "state_crc32c": _checksum(state)}
+        data = _packed({**body, **beside}) + state
+        self._overwrite(self._manifest(number), 0, data.ljust(align_up(len(data), MANIFEST_BYTES), b"\0"))
+
+    def commit(self, head: Mapping[str, Any]) -> None:
+        """The first rank: the snapshot of `head["number"]` is the one that counts; all ranks have theirs.
+
+        Raises:
+            StorageError: it may count or not: the one before must stay, too.
+        """
+        copy = _packed(head).ljust(PAGE_BYTES, b"\0")
+        self._overwrite(self.root / "committed", head["number"] % 2 * 2 * PAGE_BYTES, 2 * copy)
+
+    def _manifest(self, number: int) -> Path:
+        return self.folders[0] / f"manifest-{number % 2}"
+
+    def _overwrite(self, path: Path, offset: int, data: bytes) -> None:
+        """Bytes of a file, and nothing else where it was as long before; they last. Raises StorageError."""
+        grown = not path.exists() or path.stat().st_size < offset + len(data)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        descriptor = self._disk.perform("create" if grown else "write", path, lambda: os.open(path, flags, 0o600))
+        try:
+            self._disk.perform("write", path, lambda: _write_all(descriptor, offset, data))
+            self._disk.perform("sync", path, lambda: (os.fsync if grown else os.fdatasync)(descriptor))
+        finally:
+            os.close(descriptor)
+        if grown:
+            self._disk.sync_folder(path.parent)
+
+    # ---- end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the snapshot; without one that counts nothing is left. Idempotent."""
+        if self._descriptors and not self.committed:
+            remove_ranks(self.folders)
+            if self.rank == 0:
+                (self.root / "committed").unlink(missing_ok=True)
+            remove_empty([folder.parent for folder in self.folders])
+        self._let_go()
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Of the swap files; this object's own."""
+        return tuple(self._descriptors)
+
+    def _let_go(self) -> None:
+        descriptors, self._descriptors = self._descriptors, []
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked worker may have the descriptor too
+            os.close(descriptor)
+
+    def _lock(self, path: Path) -> int:
+        end = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                descriptor = self._open(path)
+            except FileNotFoundError:
+                continue  # another job has just ended, and removed the folder
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(descriptor, path):
+                    return descriptor
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    os.close(descriptor)
+                    raise ConfigError(
+                        f"offload_optimizer.snapshot: {self.name!r} (rank {self.rank}) is in use by another job, which "
+                        f"holds {path}; end that job, or give this one another snapshot.name"
+                    ) from None
+            os.close(descriptor)
+            time.sleep(0.05)
+
+    def _take_part(self, path: Path, part: str) -> None:
+        """Files that belong to a space over other folders must not be taken for a new one."""
+        if not path.exists():
+            self._disk.write_bytes(path, part)
+        found = self._disk.read_bytes(path).decode(errors="replace")
+        if found != part:
+            raise ConfigError(
+                f"offload_optimizer.snapshot: {path.parent} is part {found} of snapshot {self.name!r}, and nvme_path "
+                f"makes it part {part}; name the same folders in the same order, remove the snapshot (zero snapshots "
+                "rm), or set another snapshot.name"
+            )
+
+    def _open(self, path: Path) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._disk.make_folder(path.parent)  # a job that has just ended may have taken it along
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno not in NO_DIRECT_IO:
+                raise ConfigError(f"nvme_path: cannot open {path}: {error.strerror}") from error
+            self.direct = False
+            return os.open(path, flags, 0o600)
+
+
+class SnapshotSwap(SwapSpace):
+    """The swap space in a snapshot's files.
+
+    Args:
+        files: held; closed with the space.
+        capacity_bytes: as of any swap space.
+        speeds: as of any swap space.
+        geometry: (counts, stripe_bytes) of the space when it was made; None: it is new, and what the files hold goes.
+
+    Raises:
+        ConfigError: there is no room.
+        StorageError: the file system refused the reservation.
+    """
+
+    def __init__(
+        self,
+        files: SnapshotFiles,
+        capacity_bytes: int,
+        speeds: Sequence[float] | None = None,
+        geometry: tuple[Sequence[int], int] | None = None,
+    ) -> None:
+        self._snapshot, self.direct, self._capacity_bytes = files, files.direct, 0
+        folders = [folder.parent for folder in files.folders]
+        self._map = StripeMap(stripe_weights(folders, speeds)) if geometry is None else StripeMap.of_counts(*geometry)
+        named = zip(files.descriptors, files.folders, strict=True)
+        self._files = [SwapFile(descriptor, str(folder / "swap")) for descriptor, folder in named]
+        try:
+            if geometry is None:
+                for file in self._files:
+                    os.ftruncate(file.fd, 0)
+            have = [os.fstat(file.fd).st_blocks * 512 for file in self._files]
+            needs = self._lengths(capacity_bytes)
+            check_room(folders, [max(need - there, 0) for need, there in zip(needs, have, strict=True)])
+            self.extend(capacity_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files; they stay if a snapshot in them counts. Idempotent."""
+        self._files = []
+        self._snapshot.close()
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """False if somebody has removed the file between opening and locking it."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(descriptor)
+    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
+
+
+def remove_ranks(folders: Sequence[Path]) -> None:
+    """Remove the folders of ranks' parts; who does it holds their locks."""
+    for folder in folders:
+        # The swap file last: it holds the lock.
+        for path in sorted(folder.glob("*"), key=lambda path: path.name == "swap"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def remove_empty(roots: Sequence[Path]) -> None:
+    """Remove the folders of snapshots, and those above them, as far as nothing is in them."""
+    for root in roots:
+        for folder in (root, root.parent):
+            with contextlib.suppress(OSError):  # others have something there
+                folder.rmdir()
+
+
+# ---- small files --------------------------------------------------------------------------------
+
+
+def read_committed(root: Path) -> dict[str, Any] | None:
+    """What was committed last in the folder of a snapshot; None: nothing.
+
+    Raises:
+        StorageError: it cannot be read, or is damaged.
+        ConfigError: it is of another version.
+    """
+    path = root / "committed"
+    if not path.exists():
+        return None
+    data, found = Files().read_bytes(path), []
+    for begin in range(0, len(data), PAGE_BYTES):
+        with contextlib.suppress(StorageError):  # torn
+            found.append(_unpacked(data[begin : begin + PAGE_BYTES], path)[0])
+    if not found:
+        raise _damaged(path)
+    return max(found, key=lambda head: int(head["number"]))
+
+
+def read_body(path: Path) -> dict[str, Any]:
+    """What a manifest says.
+
+    Raises:
+        StorageError: it cannot be read, or is damaged.
+        ConfigError: it is of another version.
+    """
+    return _unpacked(Files().read_bytes(path), path)[0]
+
+
+def _packed(body: Mapping[str, Any]) -> bytes:
+    text = json.dumps({"format": FORMAT, **body}, separators=(",", ":")).encode()
+    return text + f"\n{_checksum(text)}\n".encode()
+
+
+def _unpacked(data: bytes, path: Path) -> tuple[dict[str, Any], int]:
+    """What `_packed` was given, and where it ends."""
+    text, _, rest = data.partition(b"\n")
+    checksum = rest.partition(b"\n")[0]
+    if checksum != _checksum(text).encode():
+        raise _damaged(path)
+    body: dict[str, Any] = json.loads(text)
+    if body.get("format") not in FORMATS:
+        raise ConfigError(
+            f"snapshot: {path} has format {body.get('format')}; this version reads {' and '.join(map(str, FORMATS))}"
+        )
+    return body, len(text) + len(checksum) + 2
+
+
+def _write_all(descriptor: int, offset: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[written:], offset + written
+
+
+def _checksum(data: bytes) -> str:
+    return f"{kernels.crc32c(torch.frombuffer(bytearray(data or b'-'), dtype=torch.uint8)):08x}"
+
+
+def _damaged(path: Path) -> StorageError:
+    what = "snapshot: a file is not what was written (its checksum differs)"
+    return StorageError(what, errno=5, path=str(path), offset=0, free_bytes=None)

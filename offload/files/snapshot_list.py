@@ -1,0 +1,111 @@
+"""All snapshots below a folder, whoever made them: looking at them, and removing one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ConfigError, StateError, StorageError
+from offload.files.snapshot_files import FOLDER, NAME, read_body, read_committed, remove_empty, remove_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One snapshot, as found below a path."""
+
+    name: str
+    head: Mapping[str, Any] | None
+    """None: nothing was committed. Else what `SnapshotFiles.commit` was given."""
+    ranks: tuple[int, ...]
+    """Whose parts are below this path."""
+    allocated_bytes: int
+    in_use: bool
+    committed_at: float | None
+    """Seconds since 1970."""
+    trouble: str = ""
+
+
+def list_snapshots(path: Path | str) -> list[Listed]:
+    """The snapshots below a path, by name."""
+    return [_listed(folder) for folder in sorted((Path(path) / FOLDER).glob("*")) if folder.is_dir()]
+
+
+def remove_snapshot(path: Path | str, name: str) -> int:
+    """Remove a snapshot, all ranks' parts below `path` and what they have in other folders; returns the bytes freed.
+
+    Raises:
+        ConfigError: there is none of that name.
+        StateError: a job uses it.
+    """
+    root = Path(path) / FOLDER / name
+    if not NAME.fullmatch(name) or not root.is_dir():
+        names = ", ".join(listed.name for listed in list_snapshots(path)) or "none"
+        raise ConfigError(f"no snapshot {name!r} below {path}; there are: {names}")
+    parts = sorted({part for rank in root.glob("rank-*") for part in [rank, *_elsewhere(rank)]})
+    held: list[int] = []
+    try:
+        for part in parts:
+            held += _try_lock(part / "swap")
+        freed = sum(_allocated(part) for part in parts)
+        (root / "committed").unlink(missing_ok=True)
+        remove_ranks(parts)
+        remove_empty(sorted({part.parent for part in parts} | {root}))
+        return freed
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def _elsewhere(rank: Path) -> list[Path]:
+    """The folders of a rank's part below other paths, as its manifest names them."""
+    found: list[Path] = []
+    for manifest in rank.glob("manifest-*"):
+        with contextlib.suppress(StorageError, KeyError, TypeError):
+            found += [Path(folder) for folder in read_body(manifest)["folders"]]
+    # Whatever a manifest says: only a part of this very snapshot is one.
+    return [folder for folder in found if folder.parts[-3:] == rank.parts[-3:] and folder.is_dir()]
+
+
+def _listed(root: Path) -> Listed:
+    ranks = sorted(rank for rank in root.glob("rank-*") if rank.is_dir())
+    numbers = tuple(sorted(int(rank.name.removeprefix("rank-")) for rank in ranks))
+    committed, head, trouble, when = root / "committed", None, "", None
+    try:
+        head = read_committed(root)
+        when = committed.stat().st_mtime if head else None
+    except StorageError as error:
+        trouble = str(error)
+    in_use = any(_is_locked(rank / "swap") for rank in ranks)
+    return Listed(root.name, head, numbers, sum(map(_allocated, ranks)), in_use, when, trouble)
+
+
+def _allocated(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*"))
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        for descriptor in _try_lock(path):
+            os.close(descriptor)
+    except StateError:
+        return True
+    return False
+
+
+def _try_lock(path: Path) -> list[int]:
+    """The descriptor that holds the lock; none if there is no such file. Raises StateError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise StateError(f"snapshot: {path.parent} is in use by a job; end it first") from None
+    return [descriptor]

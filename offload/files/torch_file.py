@@ -1,0 +1,254 @@
+"""Files of torch.save, and plain arrays on disk, read by range; what else a file holds is unpickled without running it.
+
+Tensors are mapped while a file's objects are put together, so opening costs no memory. Afterwards only their places in
+the file are kept, and ranges come by read: an error of the disk is then an exception, not a signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import collections
+import datetime
+import pathlib
+import pickle
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy
+import torch
+
+from offload.disk.provisional import read_into
+from offload.errors import ConfigError, StorageError
+
+HARMLESS: tuple[Any, ...] = (
+    *(frozenset, argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    *(numpy.ndarray, numpy.dtype, *(type(numpy.dtype(kind)) for kind in "?bhilqBHILQefdFDUS")),
+)
+"""What people put beside their weights and what torch refuses by default: making one runs nothing of the file's."""
+_REBUILD: Any = numpy.zeros(0).__reduce__()[0]
+_SCALAR: Any = numpy.float64(0).__reduce__()[0]
+NUMPY = tuple(
+    (function, f"numpy.{core}.multiarray.{name}")
+    for core in ("core", "_core")
+    for function, name in ((_REBUILD, "_reconstruct"), (_SCALAR, "scalar"))
+)
+"""numpy's own, under the names it has had."""
+
+
+def _dict(*_factory: Any) -> dict[Any, Any]:
+    return {}
+
+
+PLAINER = ((_dict, "collections.defaultdict"),)
+"""What becomes something plainer: torch lets items be set in plain dicts only."""
+_ALLOWING = threading.Lock()
+
+
+class Stranger:
+    """In place of an object of a class that is not loaded: what it was made of. Nothing of that class runs.
+
+    Attributes:
+        name: of the class, with its module.
+        args: what it was called with.
+        state: what it was then given; None if nothing.
+    """
+
+    name: ClassVar[str] = ""
+
+    def __init__(self, *args: Any) -> None:
+        """Called, or only made: pickle does either."""
+
+    def __new__(cls, *args: Any) -> Stranger:
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """An array in a file.
+
+    Attributes:
+        offset_bytes: of its first element.
+        numel: of the array.
+        layout: (shape, strides) where its elements do not lie in order.
+    """
+
+    path: Path
+    offset_bytes: int
+    numel: int
+    dtype: torch.dtype
+    layout: tuple[torch.Size, tuple[int, ...]] | None = None
+
+    def read(self, begin: int, out: torch.Tensor) -> None:
+        """Elements from `begin` on into all of `out`, which is 1-D and of the same dtype.
+
+        Elements that do not lie in order are read with all that lies between the first and the last.
+
+        Raises:
+            StorageError: the file cannot be read, or is shorter than it was.
+        """
+        if self.layout is None:
+            read_range(self.path, self.offset_bytes + begin * self.dtype.itemsize, out)
+            return
+        shape, strides = self.layout
+        span = torch.empty(1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)), dtype=self.dtype)
+        read_range(self.path, self.offset_bytes, span)
+        out.copy_(span.as_strided(shape, strides).reshape(-1)[begin : begin + out.numel()])
+
+
+def read_range(path: Path, offset: int, out: torch.Tensor) -> None:
+    """Fill `out`, contiguous, from byte `offset` of a file. Raises StorageError."""
+
+    def failure(error: OSError, at: int) -> StorageError:
+        return StorageError("reading a checkpoint", errno=error.errno or 0, path=str(path), offset=at, free_bytes=None)
+
+    try:
+        with path.open("rb", buffering=0) as file:
+            read_into(file.fileno(), offset, out, failure)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise failure(error, offset) from error
+
+
+class TorchFile:
+    """A file that torch.save wrote.
+
+    Attributes:
+        path: the file.
+        contents: what was saved. Its tensors are mapped: use `region` for the large ones and copy the small ones, then
+            drop it.
+
+    Args:
+        path: the file.
+        wanted: what it should be, for errors.
+
+    Raises:
+        ConfigError: it is not there, is no such file, is cut short or damaged.
+    """
+
+    def __init__(self, path: Path, wanted: str) -> None:
+        self.path = path
+        if not path.is_file():
+            raise ConfigError(f"{path}: missing; expected {wanted}. {COPY}")
+        try:
+            self.contents = _load(path)
+        except Exception as error:
+            # Whatever bytes make of an unpickler: it is the file that is wrong.
+            if isinstance(error, pickle.UnpicklingError) and _reason(error).startswith(("Can only", "Trying to")):
+                raise ConfigError(
+                    f"{path}: {_reason(error)}. Nothing of a class that is not known is run, and this object cannot be "
+                    "left out; save it as plain dicts, lists, numbers and strings"
+                ) from error
+            raise ConfigError(
+                f"{path}: expected {wanted}, as torch.save writes it since 1.6; it is cut short, damaged or of another "
+                f"kind ({type(error).__name__}: {_reason(error)}). {COPY}"
+            ) from error
+        self._mapped = _Mapped(path)
+
+    def region(self, tensor: torch.Tensor) -> Region:
+        """Where a tensor of `contents` lies in the file."""
+        if tensor.numel() == 0:
+            return Region(self.path, 0, 0, tensor.dtype)
+        layout = None if tensor.is_contiguous() else (tensor.shape, tensor.stride())
+        return Region(self.path, self._mapped.offset_of(tensor.data_ptr()), tensor.numel(), tensor.dtype, layout)
+
+
+COPY = "Copy the folder again, or take another tag"
+
+
+def _load(path: Path) -> Any:
+    # What may be unpickled is known to the whole process while it is allowed; what the user allowed stays so.
+    with _ALLOWING:
+        users = set(torch.serialization.get_safe_globals())
+        with torch.serialization.safe_globals([kind for kind in (*HARMLESS, *NUMPY, *PLAINER) if kind not in users]):
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            with torch.serialization.safe_globals([(_stranger(name), name) for name in unknown]):
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _stranger(name: str) -> type[Stranger]:
+    module, _, short = name.rpartition(".")
+    return type(short, (Stranger,), {"name": name, "__module__": module})
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    # Between advice to load the file without care and a link.
+    return lines[-2] if lines[0].startswith("Weights only load failed") and len(lines) > 2 else lines[0]
+
+
+class _Mapped:
+    """Where this process has mapped a file: addresses become offsets."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        inode, name = path.stat().st_ino, str(path.resolve())
+        self._ranges: list[tuple[int, int, int]] = []
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+            addresses, _, offset, _device, number, *names = line.split(maxsplit=5)
+            # Layered file systems show another inode than stat does.
+            if int(number) == inode or name in names:
+                begin, _, end = addresses.partition("-")
+                self._ranges.append((int(begin, 16), int(end, 16), int(offset, 16)))
+        self._ranges.sort()
+
+    def offset_of(self, address: int) -> int:
+        place = bisect.bisect_right(self._ranges, address, key=lambda found: found[0]) - 1
+        if place < 0 or address >= self._ranges[place][1]:
+            raise ConfigError(
+                f"{self._path}: its file system does not let it be mapped into memory; copy it to a local disk"
+            )
+        begin, _, offset = self._ranges[place]
+        return address - begin + offset
+
+
+def replace_strangers(value: Any, where: str, known: Callable[[Stranger], Any]) -> Any:
+    """A copy of `value` without strangers, and of its own memory; `known` says what one stands for.
+
+    Args:
+        value: of dicts, lists, tuples, sets, namespaces and plain values.
+        where: what to call it in an error.
+        known: returns the stranger itself if it does not know it.
+
+    Raises:
+        ConfigError: there is a stranger that `known` does not know; names its class and place.
+    """
+    if isinstance(value, Stranger):
+        found = known(value)
+        if found is value:
+            raise ConfigError(
+                f"{where}: an object of class {value.name} is not loaded, because loading it could run anything. If "
+                f"you trust the file, call torch.serialization.add_safe_globals([{value.name}]) before"
+            )
+        return replace_strangers(found, where, known)
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        named = {key: replace_strangers(item, f"{where}.{key}", known) for key, item in vars(value).items()}
+        return type(value)(**named)
+    if isinstance(value, dict):
+        items = [
+            (replace_strangers(key, f"a key of {where}", known), replace_strangers(item, f"{where}[{key!r}]", known))
+            for key, item in value.items()
+        ]
+        return type(value)(items) if type(value) in (dict, collections.OrderedDict) else dict(items)
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(replace_strangers(item, f"{where}[{place}]", known) for place, item in enumerate(value))
+    return value

@@ -1,0 +1,86 @@
+"""Bytes in order into a file, several writes at a time, past the page cache where the file is opened so."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+import torch
+
+from offload.disk.aio import AioOptions, open_aio
+from offload.files.durable import DurableFile, Files
+from offload.memory.pinned import map_host, tensor_over
+from offload.mover import Mover, Transfer
+from offload.sizes import PAGE_BYTES, align_up
+
+BLOCK_BYTES = 4 << 20
+"""Of one write."""
+BLOCKS = 4
+"""One is filled while the others are written."""
+
+
+class WriteStream:
+    """Writes a new file from its first byte to its last; the last write is padded to a page.
+
+    Args:
+        files: the disk.
+        file: empty, or with room reserved; it stays open.
+    """
+
+    def __init__(self, files: Files, file: DurableFile) -> None:
+        self._files, self._file = files, file
+        self._aio = open_aio(AioOptions())
+        self._mover = Mover(self._aio.in_flight, lambda: self._aio.stats().chunks)
+        self._free = [tensor_over(map_host(BLOCK_BYTES)) for _ in range(BLOCKS)]
+        self._filled_bytes = self._offset = 0
+        self._under_way: deque[tuple[Transfer[None], torch.Tensor, int, int]] = deque()
+
+    def append(self, data: torch.Tensor) -> None:
+        """The next bytes: uint8, 1-D, of the host; they are copied.
+
+        Raises:
+            StorageError: a write has failed; nothing that follows is written.
+        """
+        position = 0
+        while position < data.numel():
+            count = min(data.numel() - position, BLOCK_BYTES - self._filled_bytes)
+            self._free[-1][self._filled_bytes : self._filled_bytes + count] = data[position : position + count]
+            self._filled_bytes, position = self._filled_bytes + count, position + count
+            if self._filled_bytes == BLOCK_BYTES:
+                self._flush()
+
+    def finish(self) -> None:
+        """Write the rest, and wait for all writes. Raises StorageError."""
+        if self._filled_bytes:
+            self._flush()
+        while self._under_way:
+            self._settle()
+
+    def close(self) -> None:
+        """Wait until no byte moves; give threads and memory back. Idempotent."""
+        while self._under_way:
+            self._under_way.popleft()[0].settle()
+        self._mover.close()
+        self._aio.close()
+        self._free = []
+
+    def _flush(self) -> None:
+        """Begin to write the block; wait for an earlier one if there is none to go on with."""
+        block, nbytes = self._free.pop(), align_up(self._filled_bytes, PAGE_BYTES)
+        job = self._aio.write(self._file.fd, self._offset, block[:nbytes], str(self._file.path))
+        transfer = self._mover.post(f"writing {self._file.path}", job)
+        self._under_way.append((transfer, block, self._offset, nbytes))
+        self._offset += nbytes
+        self._filled_bytes = 0
+        while not self._free or (self._under_way and not self._file.direct):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the oldest write."""
+        transfer, block, offset, nbytes = self._under_way.popleft()
+        self._free.insert(0, block)
+        transfer.result()
+        self._files.written(self._file, offset, block[:nbytes])
+        if not self._file.direct:  # pages are given back once the disk has them: a memory cgroup counts them
+            os.fdatasync(self._file.fd)
+            os.posix_fadvise(self._file.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,91 @@
+"""Checksums of a run of bytes that is written in parts, block by block, of what passes by on its way to the disk.
+
+[Note: parts] A block is known once parts that were noted cover it. A part that is written again replaces those it
+overlaps; what is left of them is not known any more, and neither is the block, until somebody has looked at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from offload.kernels import kernels
+from offload.kernels.checksums import combine
+
+BLOCK_BYTES = 2 << 20
+UNKNOWN = -1
+Part = tuple[int, int, int]
+"""(first byte, end, CRC-32C)."""
+
+
+class BlockSums:
+    """CRC-32C of each block.
+
+    Args:
+        nbytes: length of the run.
+        text: the `text` of others, of a run as long; "": nothing is known.
+
+    Raises:
+        ValueError: `text` is none of such a run.
+    """
+
+    __slots__ = ("_nbytes", "_parts", "_sums")
+
+    def __init__(self, nbytes: int, text: str = "") -> None:
+        self._nbytes = nbytes
+        self._sums = np.full(-(-nbytes // BLOCK_BYTES), UNKNOWN, dtype=np.int64)
+        self._parts: dict[int, list[Part]] = {}
+        """Of blocks that are not known as a whole."""
+        if text:
+            told = np.frombuffer(bytes.fromhex(text), dtype="<u4")
+            if told.size != self._sums.size:
+                raise ValueError(f"checksums of {nbytes:,} bytes: expected {self._sums.size:,}, got {told.size:,}")
+            self._sums[:] = told
+
+    @property
+    def text(self) -> str:
+        """All of them, as 8 digits each; "" while one is not known."""
+        return "" if (self._sums == UNKNOWN).any() else self._sums.astype("<u4").tobytes().hex()
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """(first byte, end, checksum or UNKNOWN) of each block, in order."""
+        for index, known in enumerate(self._sums.tolist()):
+            yield index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self._nbytes), known
+
+    def unknown(self) -> list[tuple[int, int]]:
+        """[first byte, end) of each block that is not known."""
+        return [(begin, end) for begin, end, known in self.blocks() if known == UNKNOWN]
+
+    def forget(self, begin: int, end: int) -> None:
+        """Bytes [begin, end) are about to change."""
+        for index, _, _ in _cut(begin, end):
+            parts = [part for part in self._parts.get(index, ()) if part[1] <= begin or end <= part[0]]
+            self._sums[index] = UNKNOWN
+            self._keep(index, parts)
+
+    def note(self, begin: int, data: torch.Tensor) -> None:
+        """The bytes from `begin` on are `data` (uint8, host)."""
+        self.forget(begin, begin + data.numel())
+        for index, lo, hi in _cut(begin, begin + data.numel()):
+            part = (lo, hi, kernels.crc32c(data[lo - begin : hi - begin]))
+            self._keep(index, sorted([*self._parts.get(index, ()), part]))
+
+    def _keep(self, index: int, parts: list[Part]) -> None:
+        first, end = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self._nbytes)
+        self._parts.pop(index, None)
+        if sum(hi - lo for lo, hi, _ in parts) < end - first:
+            if parts:
+                self._parts[index] = parts
+            return
+        total = 0
+        for lo, hi, crc in parts:
+            total = combine(total, crc, hi - lo) if lo > first else crc
+        self._sums[index] = total
+
+
+def _cut(begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(block, first byte, end) of the part of [begin, end) in each block that it touches."""
+    for index in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+        yield index, max(begin, index * BLOCK_BYTES), min(end, (index + 1) * BLOCK_BYTES)

@@ -1,0 +1,104 @@
+"""Which code runs a kernel: the native library of the tensors' device, or torch."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from native import Native, NativeUnavailable
+from offload.accelerator import HOST, is_accelerator, load_native, module_of, stream_address
+from offload.errors import NativeError
+from offload.kernels.moments import Moments
+from offload.kernels.segment import Segment
+
+_MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One native library, with the calling convention of its device."""
+
+    native: Native
+    device: torch.device
+
+    def pointer(self, tensor: Tensor, ctype: str = "void *") -> Any:
+        """Address of the first element."""
+        return self.native.ffi.cast(ctype, tensor.data_ptr())
+
+    def moments(self, moments: Moments) -> Any:
+        """A zn_moments struct; it lives as long as the object returned."""
+        scales = moments.exp_avg_scale, moments.exp_avg_sq_scale
+        values = {
+            "kind": _MOMENTS[moments.exp_avg.dtype],
+            "exp_avg": self.pointer(moments.exp_avg),
+            "exp_avg_sq": self.pointer(moments.exp_avg_sq),
+            "numel": moments.exp_avg.numel(),
+            "origin": moments.origin,
+            "step": moments.step,
+        }
+        for name, scale in zip(("exp_avg_scale", "exp_avg_sq_scale"), scales, strict=True):
+            values[name] = self.native.ffi.NULL if scale is None else self.pointer(scale, "float *")
+        return self.native.ffi.new("zn_moments *", values)
+
+    def segments(self, segments: Sequence[Segment]) -> Any:
+        """An array of zn_adam_segment in host memory."""
+        return self.native.ffi.new("zn_adam_segment[]", [_segment_values(segment) for segment in segments])
+
+    def on_device(self, table: Any) -> Tensor | None:
+        """`table` as bytes on a GPU; None on the CPU, where the table itself serves."""
+        if self.device.type == "cpu":
+            return None
+        # Pinned and not waited for: the stream may have to wait for a whole backward, and the caller must not.
+        host = torch.frombuffer(bytearray(self.native.ffi.buffer(table)), dtype=torch.uint8).pin_memory()
+        return host.to(self.device, non_blocking=True)
+
+    def call(self, name: str, *arguments: Any, threads: int) -> None:
+        """Call `name` of the device's library. Raises NativeError when it refuses."""
+        lib, ffi = self.native.lib, self.native.ffi
+        if self.device.type == "cpu":
+            status = getattr(lib, f"zn_cpu_{name}")(*arguments, threads)
+        else:
+            with module_of(self.device).device(self.device):
+                stream = ffi.cast("void *", stream_address(self.device))
+                status = getattr(lib, f"zn_{self.device.type}_{name}")(*arguments, stream)
+        if status != 0:
+            reason = ffi.string(lib.zn_strerror(status)).decode()
+            raise NativeError(f"{name} on {self.device} with threads={threads}: status {status} ({reason})")
+
+
+def backend_for(device: torch.device) -> Backend | None:
+    """The native library for `device`, or None where the torch fallback has to do."""
+    if device.type != HOST.type and not is_accelerator(device):
+        return None
+    # The variable is part of the key, so that turning the library off takes effect at the next call.
+    return _load(device, os.environ.get("ZERO_NATIVE"))
+
+
+@functools.cache
+def _load(device: torch.device, enabled: str | None) -> Backend | None:
+    del enabled
+    try:
+        return Backend(load_native(device), device)
+    except NativeUnavailable as error:
+        warnings.warn(
+            f"no native kernels for {device.type}: {error.reason}. Torch operations run instead, with the same "
+            "results; an optimizer update takes about twenty times as long",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return None
+
+
+def _segment_values(segment: Segment) -> dict[str, float | int]:
+    names = ("begin", "end", "decay", "l2", "beta1", "beta2")
+    values: dict[str, float | int] = {name: getattr(segment, name) for name in names}
+    values["skip"], values["step_size"], values["eps"] = int(segment.skip), segment.step_size_hat, segment.eps_hat
+    values["one_minus_beta1"], values["one_minus_beta2"] = segment.one_minus_beta1, segment.one_minus_beta2
+    return values

@@ -1,0 +1,359 @@
+"""Optimizer, cast, norm and checksum kernels over flat tensors: native where built, torch elsewhere.
+
+Every function works on flat, contiguous tensors of one device and gives the same bits on every
+path: scalar, AVX2 and AVX-512 code, CUDA, and the torch fallback. Every NaN written is the canonical
+one. CPU calls return when done and release the GIL; CUDA calls enqueue on the current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload.kernels import kernels_fallback as fallback
+from offload.kernels.kernel_backend import backend_for
+from offload.kernels.kernel_checks import FLOATS, check, check_master, check_moments, check_ranks, check_sums
+from offload.kernels.moments import Moments
+from offload.kernels.segment import Segment
+from offload.sizes import BLOCK_NUMEL
+
+__all__ = [
+    "BLOCK_NUMEL",
+    "Moments",
+    "Segment",
+    "accumulate",
+    "adamw",
+    "block_sumsq",
+    "cast",
+    "cast_sumsq",
+    "crc32c",
+    "isa",
+    "join",
+    "moments_load",
+    "moments_store",
+    "reduce_ranks",
+    "split",
+]
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def adamw(
+    weight: Tensor,
+    master: Tensor | None,
+    moments: Moments,
+    grad: Tensor,
+    segments: Sequence[Segment],
+    *,
+    grad_scale: float = 1.0,
+    threads: int = 1,
+) -> None:
+    """One Adam or AdamW update in place and in one pass; elements outside every segment are left alone.
+
+    Args:
+        weight: (N,) fp32 (is the master), bf16 or fp16.
+        master: None with fp32 weights; (N,) int16 remainder of the exact split (bf16 weights only), or (N,) fp32.
+        moments: of N elements; fp32, bf16 or 8-bit.
+        grad: (N,) fp32, bf16 or fp16.
+        segments: disjoint ranges inside [0, N), in ascending order. With 8-bit moments, a block of 256 that any of
+            them reaches into (and does not skip) is rounded anew as a whole.
+        grad_scale: multiplies the gradient first: 1 / loss scale * clip coefficient.
+        threads: at most this many CPU threads; the result does not depend on it.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+        ValueError: a segment lies outside the tensors or begins before its predecessor ends.
+    """
+    numel, device = weight.numel(), weight.device
+    check("weight", weight, FLOATS, numel, device)
+    check_master(weight, master)
+    check_moments(moments, numel, device)
+    check("grad", grad, FLOATS, numel, device)
+    position = 0
+    for segment in segments:
+        if not 0 <= segment.begin <= segment.end <= numel:
+            raise ValueError(f"segment [{segment.begin}, {segment.end}) is outside tensors of {numel} elements")
+        if segment.begin < position:
+            raise ValueError(f"segment [{segment.begin}, {segment.end}) begins before {position}, where another ends")
+        position = segment.end
+    if numel == 0 or not segments:
+        return
+    backend = backend_for(device)
+    if backend is None:
+        fallback.adamw(weight, master, moments, grad, segments, grad_scale)
+        return
+    table = backend.segments(segments)
+    keep_alive = backend.on_device(table)
+    backend.call(
+        "adamw",
+        *(backend.pointer(weight), _DTYPES[weight.dtype]),
+        *(
+            (backend.native.ffi.NULL, 0)
+            if master is None
+            else (backend.pointer(master), int(master.dtype == torch.float32))
+        ),
+        *(backend.moments(moments), backend.pointer(grad), _DTYPES[grad.dtype]),
+        table if keep_alive is None else backend.pointer(keep_alive, "zn_adam_segment *"),
+        *(len(segments), grad_scale),
+        threads=threads,
+    )
+
+
+def moments_load(moments: Moments, threads: int = 1) -> tuple[Tensor, Tensor]:
+    """Both moments as new fp32 tensors of (N,).
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+    """
+    numel, device = moments.exp_avg.numel(), moments.exp_avg.device
+    check_moments(moments, numel, device)
+    exp_avg, exp_avg_sq = (torch.empty(numel, dtype=torch.float32, device=device) for _ in range(2))
+    backend = backend_for(device)
+    if backend is None:
+        fallback.moments_load(exp_avg, exp_avg_sq, moments)
+        return exp_avg, exp_avg_sq
+    outputs = backend.pointer(exp_avg, "float *"), backend.pointer(exp_avg_sq, "float *")
+    backend.call("moments_load", *outputs, backend.moments(moments), threads=threads)
+    return exp_avg, exp_avg_sq
+
+
+def moments_store(moments: Moments, exp_avg: Tensor, exp_avg_sq: Tensor, threads: int = 1) -> None:
+    """Write (N,) fp32 values into `moments`, rounded to nearest: what `moments_load` returned comes back bit for bit.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+    """
+    numel, device = exp_avg.numel(), exp_avg.device
+    check("exp_avg", exp_avg, (torch.float32,), numel, device)
+    check("exp_avg_sq", exp_avg_sq, (torch.float32,), numel, device)
+    check_moments(moments, numel, device)
+    backend = backend_for(device)
+    if backend is None:
+        fallback.moments_store(moments, exp_avg, exp_avg_sq)
+        return
+    inputs = backend.pointer(exp_avg, "float *"), backend.pointer(exp_avg_sq, "float *")
+    backend.call("moments_store", backend.moments(moments), *inputs, threads=threads)
+
+
+def cast(out: Tensor, src: Tensor, scale: float = 1.0, threads: int = 1) -> None:
+    """Convert: `out = (out.dtype)((fp32)src * scale)`, rounded to nearest even; `out` may be `src`.
+
+    Args:
+        out: (N,) fp32, bf16 or fp16.
+        src: (N,) fp32, bf16 or fp16.
+        scale: fp32 factor; 1 converts only.
+        threads: at most this many CPU threads.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+    """
+    check("src", src, FLOATS, src.numel(), src.device)
+    check("out", out, FLOATS, src.numel(), src.device)
+    if src.numel() == 0:
+        return
+    backend = backend_for(src.device)
+    if backend is None:
+        fallback.cast(out, src, scale)
+        return
+    pointers = backend.pointer(out), _DTYPES[out.dtype], backend.pointer(src), _DTYPES[src.dtype]
+    backend.call("cast", *pointers, src.numel(), scale, threads=threads)
+
+
+def accumulate(total: Tensor, src: Tensor, first: Tensor | None = None, threads: int = 1) -> None:
+    """Accumulate in fp32: `total = total + src`, or `first + src` when `first` is given.
+
+    Args:
+        total: (N,) fp32.
+        src: (N,) fp32, bf16 or fp16.
+        first: (N,) fp32, bf16 or fp16; the contribution kept so far when there is no sum yet.
+        threads: at most this many CPU threads.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+    """
+    check("src", src, FLOATS, src.numel(), src.device)
+    check("total", total, (torch.float32,), src.numel(), src.device)
+    first = total if first is None else first
+    check("first", first, FLOATS, src.numel(), src.device)
+    if src.numel() == 0:
+        return
+    backend = backend_for(src.device)
+    if backend is None:
+        fallback.accumulate(total, src, first)
+        return
+    operands = backend.pointer(first), _DTYPES[first.dtype], backend.pointer(src), _DTYPES[src.dtype]
+    backend.call("accumulate", backend.pointer(total, "float *"), *operands, src.numel(), threads=threads)
+
+
+def split(weight: Tensor, remainder: Tensor, src: Tensor, threads: int = 1) -> None:
+    """Split fp32 exactly into a bf16 weight, rounded half away from zero, and a signed 16-bit remainder.
+
+    Args:
+        weight: (N,) bf16, written.
+        remainder: (N,) int16, written.
+        src: (N,) fp32.
+        threads: at most this many CPU threads.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+    """
+    check("src", src, (torch.float32,), src.numel(), src.device)
+    check("weight", weight, (torch.bfloat16,), src.numel(), src.device)
+    check("remainder", remainder, (torch.int16,), src.numel(), src.device)
+    if src.numel() == 0:
+        return
+    backend = backend_for(src.device)
+    if backend is None:
+        fallback.split(weight, remainder, src)
+        return
+    outputs = backend.pointer(weight), backend.pointer(remainder, "int16_t *")
+    backend.call("split", *outputs, backend.pointer(src, "float *"), src.numel(), threads=threads)
+
+
+def join(out: Tensor, weight: Tensor, remainder: Tensor, threads: int = 1) -> None:
+    """Undo `split`: every fp32 bit pattern comes back (NaN as the canonical one).
+
+    Args:
+        out: (N,) fp32, written.
+        weight: (N,) bf16.
+        remainder: (N,) int16.
+        threads: at most this many CPU threads.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+    """
+    check("out", out, (torch.float32,), out.numel(), out.device)
+    check("weight", weight, (torch.bfloat16,), out.numel(), out.device)
+    check("remainder", remainder, (torch.int16,), out.numel(), out.device)
+    if out.numel() == 0:
+        return
+    backend = backend_for(out.device)
+    if backend is None:
+        fallback.join(out, weight, remainder)
+        return
+    inputs = backend.pointer(weight), backend.pointer(remainder, "int16_t *")
+    backend.call("join", backend.pointer(out, "float *"), *inputs, out.numel(), threads=threads)
+
+
+def block_sumsq(src: Tensor, into: Tensor | None = None, threads: int = 1) -> Tensor:
+    """Sum of squares and count of inf/NaN of every block of 4096 elements (the last may be shorter).
+
+    Args:
+        src: (N,) fp32, bf16 or fp16.
+        into: where the results go, as returned; None allocates.
+        threads: at most this many CPU threads.
+
+    Returns:
+        (ceil(N / 4096), 2) int64 on the device of `src`, as `offload.kernels.square_sums.SquareSum.of` adds them up.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+    """
+    check("src", src, FLOATS, src.numel(), src.device)
+    sums = check_sums(into, src)
+    if src.numel() == 0:
+        return sums
+    backend = backend_for(src.device)
+    if backend is None:
+        fallback.block_sumsq(sums, src)
+        return sums
+    source = backend.pointer(src), _DTYPES[src.dtype], src.numel()
+    backend.call("block_sumsq", backend.pointer(sums, "zn_square_sum *"), *source, threads=threads)
+    return sums
+
+
+def cast_sumsq(out: Tensor, src: Tensor, scale: float = 1.0, into: Tensor | None = None, threads: int = 1) -> Tensor:
+    """`cast`, and `block_sumsq` of what it stored, in one pass over memory.
+
+    Args:
+        out: (N,) fp32, bf16 or fp16; may be `src`.
+        src: (N,) fp32, bf16 or fp16.
+        scale: fp32 factor.
+        into: as for `block_sumsq`.
+        threads: at most this many CPU threads.
+
+    Returns:
+        As `block_sumsq(out)`.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+    """
+    check("src", src, FLOATS, src.numel(), src.device)
+    check("out", out, FLOATS, src.numel(), src.device)
+    sums = check_sums(into, out)
+    if src.numel() == 0:
+        return sums
+    backend = backend_for(src.device)
+    if backend is None:
+        fallback.cast_sumsq(out, sums, src, scale)
+        return sums
+    outputs = backend.pointer(out), _DTYPES[out.dtype], backend.pointer(sums, "zn_square_sum *")
+    source = backend.pointer(src), _DTYPES[src.dtype], src.numel()
+    backend.call("cast_sumsq", *outputs, *source, scale, threads=threads)
+    return sums
+
+
+def reduce_ranks(
+    stored: Tensor,
+    sources: Sequence[Tensor],
+    *,
+    scale: float = 1.0,
+    add: bool = False,
+    into: Tensor | None = None,
+    threads: int = 1,
+) -> Tensor:
+    """Sum what several ranks contribute, in fp32 and in the given order, and `block_sumsq` of what is stored; one pass.
+
+    For each element: `s = sources[0] + sources[1] + ...; s = s * scale; stored = s`, or `stored + s` with `add`.
+
+    Args:
+        stored: (N,) fp32, or the dtype of the sources (rounded to nearest even); may be one of the sources.
+        sources: one or more (N,) of one dtype, fp32, bf16 or fp16.
+        scale: fp32 factor, applied to the sum.
+        add: add to what `stored` (fp32) holds.
+        into: as for `block_sumsq`.
+        threads: at most this many CPU threads; the result does not depend on it.
+
+    Returns:
+        As `block_sumsq(stored)`.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+        ValueError: there is no source, or one overlaps `stored` without being it.
+    """
+    check_ranks(stored, sources, add)
+    sums = check_sums(into, stored)
+    backend = backend_for(stored.device)
+    if backend is None or stored.device.type != "cpu":
+        fallback.reduce_ranks(stored, sources, scale, add)
+        return block_sumsq(stored, sums, threads)
+    if stored.numel() > 0:
+        outputs = backend.pointer(stored), _DTYPES[stored.dtype], backend.pointer(sums, "zn_square_sum *")
+        table = backend.native.ffi.new("void *[]", [backend.pointer(source) for source in sources])
+        operands = table, len(sources), _DTYPES[sources[0].dtype], stored.numel(), scale, int(add)
+        backend.call("reduce_ranks", *outputs, *operands, threads=threads)
+    return sums
+
+
+def crc32c(tensor: Tensor, crc: int = 0) -> int:
+    """CRC-32C (Castagnoli) of the bytes of a flat CPU tensor of any dtype, continued from `crc`.
+
+    Raises:
+        TypeError: the tensor is not flat, contiguous and on the CPU.
+    """
+    check("tensor", tensor, (tensor.dtype,), tensor.numel(), torch.device("cpu"))
+    data = tensor.detach().view(torch.uint8)
+    backend = backend_for(tensor.device)
+    if backend is None:
+        return fallback.crc32c(data.numpy(), crc)
+    return int(backend.native.lib.zn_cpu_crc32c(crc, backend.pointer(data), data.numel()))
+
+
+def isa() -> str:
+    """Instruction set of the CPU kernels: "scalar", "avx2", "avx512", or "torch" for the fallback."""
+    backend = backend_for(torch.device("cpu"))
+    if backend is None:
+        return "torch"
+    return str(backend.native.ffi.string(backend.native.lib.zn_cpu_isa()).decode())

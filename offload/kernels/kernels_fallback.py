@@ -1,0 +1,266 @@
+"""The kernels in plain torch, for machines where no native library can be built.
+
+The same operations in the same order, each rounded to fp32 on its own, so the bits equal the native
+ones. Everything works in tiles: the scratch memory is a few MiB whatever the tensors' length.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.kernels import moments_fallback
+from offload.kernels.moments import MOMENTS_BLOCK_NUMEL, Moments
+from offload.kernels.segment import Segment
+from offload.kernels.square_sums import BIN_MIN, DIGIT_BITS, LOW, TAG_NONFINITE, TAG_SHIFT, TAGGED, row_count
+from offload.sizes import BLOCK_NUMEL
+
+TILE_NUMEL = 32 * BLOCK_NUMEL
+DEVICE_TILE_NUMEL = 256 * BLOCK_NUMEL
+"""Fewer launches; the scratch memory is still no more than a few MiB."""
+CRC_LANES = 4096
+CRC_POLYNOMIAL = 0x82F63B78
+
+
+def to_fp32(value: float) -> float:
+    """`value` rounded to the nearest fp32, which is what the C structs hold."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _tiles(begin: int, end: int, tile_numel: int = TILE_NUMEL) -> Iterator[slice]:
+    for start in range(begin, end, tile_numel):
+        yield slice(start, min(start + tile_numel, end))
+
+
+def _canonical(values: Tensor) -> Tensor:
+    """Replace every NaN by the canonical one: payloads depend on operand order."""
+    return values.masked_fill_(values.isnan(), float("nan"))
+
+
+def _store(out: Tensor, values: Tensor) -> None:
+    out.copy_(values)
+    _canonical(out)
+
+
+def _split(weight: Tensor, remainder: Tensor, values: Tensor) -> None:
+    bits = _canonical(values).view(torch.int32)
+    weight.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    remainder.copy_(bits)  # int32 -> int16 keeps the low bits, which is the signed remainder
+
+
+def _join(weight: Tensor, remainder: Tensor) -> Tensor:
+    bits = weight.view(torch.int16).to(torch.int32) << 16
+    return bits.add_(remainder.to(torch.int32)).view(torch.float32)
+
+
+def _load_master(weight: Tensor, master: Tensor | None, tile: slice) -> Tensor:
+    if master is None:
+        return weight[tile].clone()
+    if master.dtype == torch.int16:
+        return _join(weight[tile], master[tile])
+    return master[tile].clone()
+
+
+def _store_master(weight: Tensor, master: Tensor | None, tile: slice, values: Tensor) -> None:
+    if master is not None and master.dtype == torch.int16:
+        _split(weight[tile], master[tile], values)
+        return
+    if master is not None:
+        _store(master[tile], values)
+    _store(weight[tile], values)
+
+
+def _sqrt(values: Tensor) -> Tensor:
+    """Correctly rounded square root: torch's own for fp32 on the CPU (MKL's) is off by an ulp for every fifth value.
+
+    No root of an fp32 number lies so close to the middle of two fp32 that rounding to fp64 first could matter.
+    """
+    return values.to(torch.float64).sqrt_().to(torch.float32)
+
+
+def _update(
+    weight: Tensor,
+    master: Tensor | None,
+    moments: tuple[Tensor, Tensor],
+    grad: Tensor,
+    segment: Segment,
+    grad_scale: float,
+) -> None:
+    """Update one run of elements; `moments` are fp32, and updated in place."""
+    m, v = moments
+    step_size, eps, decay, l2 = (
+        to_fp32(x) for x in (segment.step_size_hat, segment.eps_hat, segment.decay, segment.l2)
+    )
+    beta2, one_minus_beta1 = to_fp32(segment.beta2), to_fp32(segment.one_minus_beta1)
+    one_minus_beta2, scale = to_fp32(segment.one_minus_beta2), to_fp32(grad_scale)
+    everything = slice(0, weight.numel())
+    w = _load_master(weight, master, everything)
+    g = grad.to(torch.float32) * scale
+    if l2 != 0.0:
+        g.add_(w * l2)
+    if decay != 1.0:
+        w.mul_(decay)
+    m.add_((g - m).mul_(one_minus_beta1))
+    v.mul_(beta2).add_((g * g).mul_(one_minus_beta2))
+    update = m / _sqrt(v).add_(eps)
+    w.sub_(update.mul_(step_size))
+    _canonical(m)
+    _canonical(v)
+    _store_master(weight, master, everything, w)
+
+
+def adamw(
+    weight: Tensor,
+    master: Tensor | None,
+    moments: Moments,
+    grad: Tensor,
+    segments: Sequence[Segment],
+    grad_scale: float,
+) -> None:
+    """See `offload.kernels.kernels.adamw`."""
+    first = min(segment.begin for segment in segments) // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL
+    for tile in _tiles(first, weight.numel()):
+        runs = [(max(s.begin, tile.start), min(s.end, tile.stop), s) for s in segments if not s.skip]
+        runs = [(begin, end, segment) for begin, end, segment in runs if begin < end]
+        if not runs:
+            continue
+        exp_avg, exp_avg_sq = moments_fallback.load(moments, tile)
+        touched = torch.zeros(tile.stop - tile.start, dtype=torch.bool, device=weight.device)
+        for begin, end, segment in runs:
+            run, own = slice(begin, end), slice(begin - tile.start, end - tile.start)
+            part = None if master is None else master[run]
+            _update(weight[run], part, (exp_avg[own], exp_avg_sq[own]), grad[run], segment, grad_scale)
+            touched[own] = True
+        moments_fallback.store(moments, tile, exp_avg, exp_avg_sq, touched)
+
+
+def moments_load(exp_avg: Tensor, exp_avg_sq: Tensor, moments: Moments) -> None:
+    """See `offload.kernels.kernels.moments_load`."""
+    for tile in _tiles(0, exp_avg.numel()):
+        for out, values in zip((exp_avg, exp_avg_sq), moments_fallback.load(moments, tile), strict=True):
+            _store(out[tile], values)
+
+
+def moments_store(moments: Moments, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """See `offload.kernels.kernels.moments_store`."""
+    for tile in _tiles(0, exp_avg.numel()):
+        if moments.quantised:
+            everywhere = torch.ones(tile.stop - tile.start, dtype=torch.bool, device=exp_avg.device)
+            moments_fallback.store(moments, tile, exp_avg[tile], exp_avg_sq[tile], everywhere, nearest=True)
+        else:
+            _store(moments.exp_avg[tile], exp_avg[tile])
+            _store(moments.exp_avg_sq[tile], exp_avg_sq[tile])
+
+
+def cast(out: Tensor, src: Tensor, scale: float) -> None:
+    """See `offload.kernels.kernels.cast`."""
+    for tile in _tiles(0, src.numel()):
+        _store(out[tile], src[tile].to(torch.float32) * to_fp32(scale))
+
+
+def accumulate(total: Tensor, src: Tensor, first: Tensor) -> None:
+    """See `offload.kernels.kernels.accumulate`."""
+    for tile in _tiles(0, src.numel()):
+        _store(total[tile], first[tile].to(torch.float32) + src[tile].to(torch.float32))
+
+
+def split(weight: Tensor, remainder: Tensor, src: Tensor) -> None:
+    """See `offload.kernels.kernels.split`."""
+    for tile in _tiles(0, src.numel()):
+        _split(weight[tile], remainder[tile], src[tile].clone())
+
+
+def join(out: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """See `offload.kernels.kernels.join`."""
+    for tile in _tiles(0, out.numel()):
+        out.view(torch.int32)[tile].copy_(_join(weight[tile], remainder[tile]).view(torch.int32))
+
+
+def block_sumsq(sums: Tensor, src: Tensor) -> None:
+    """See `offload.kernels.kernels.block_sumsq`, and the note in native/include/zn_square_sum.h."""
+    for tile in _tiles(0, src.numel()):
+        values = src[tile].to(torch.float64)
+        blocks = row_count(values.numel())
+        # The zeros of the padding change no digit.
+        rows = torch.nn.functional.pad(values, (0, blocks * BLOCK_NUMEL - values.numel())).view(blocks, BLOCK_NUMEL)
+        nonfinite = rows.isfinite().logical_not_().sum(1)
+        rows.masked_fill_(nonfinite.bool()[:, None], 0.0)
+        most = rows.abs().amax(1)
+        bins = torch.frexp(most).exponent.to(torch.int64).mul_(2).floor_divide_(DIGIT_BITS)
+        bins.masked_fill_(most == 0, BIN_MIN)
+        above, below = _anchors(bins), _anchors(bins - 1)
+        squares = rows.square_()
+        cut = squares + above
+        rest = squares.sub_(cut - above)
+        high = (cut.view(torch.int64) - above.view(torch.int64)).sum(1)
+        into = sums[tile.start // BLOCK_NUMEL :][:blocks]
+        into[:, TAGGED] = torch.where(
+            nonfinite > 0, TAG_NONFINITE << TAG_SHIFT | nonfinite, bins - BIN_MIN << TAG_SHIFT | high
+        )
+        into[:, LOW] = (rest.add_(below).view(torch.int64) - below.view(torch.int64)).sum(1)
+
+
+def _anchors(bins: Tensor) -> Tensor:
+    """(blocks, 1) fp64 of 1.5 * 2^52 units of the digits of `bins`: what is added to cut one off."""
+    return ((bins * DIGIT_BITS + 52 + 1023) << 52 | 1 << 51).view(torch.float64)[:, None]
+
+
+def cast_sumsq(out: Tensor, sums: Tensor, src: Tensor, scale: float) -> None:
+    """See `offload.kernels.kernels.cast_sumsq`."""
+    cast(out, src, scale)
+    block_sumsq(sums, out)
+
+
+def reduce_ranks(stored: Tensor, sources: Sequence[Tensor], scale: float, add: bool) -> None:
+    """See `offload.kernels.kernels.reduce_ranks`, without the block sums. On a GPU this is all there is."""
+    tile_numel = TILE_NUMEL if stored.device.type == "cpu" else DEVICE_TILE_NUMEL
+    for tile in _tiles(0, stored.numel(), tile_numel):
+        total = sources[0][tile].to(torch.float32, copy=True)
+        for source in sources[1:]:
+            total.add_(source[tile].to(torch.float32))
+        total.mul_(to_fp32(scale))
+        _store(stored[tile], stored[tile] + total if add else total)
+
+
+@functools.cache
+def _crc_table() -> np.ndarray:
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = (table >> np.uint32(1)) ^ (np.uint32(CRC_POLYNOMIAL) * (table & np.uint32(1)))
+    return table
+
+
+def _crc_bytes(states: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Advance one CRC state per row of `columns` [rows, bytes] by the bytes of that row."""
+    table = _crc_table()
+    for column in columns.T:
+        states = (states >> np.uint32(8)) ^ table[(states ^ column) & np.uint32(0xFF)]
+    return states
+
+
+def crc32c(data: np.ndarray, crc: int) -> int:
+    """CRC-32C of a flat uint8 array, continued from `crc`.
+
+    The array is cut into rows whose checksums advance side by side. CRC is linear, so they are then
+    chained: advance the state over one row of zeros, add (xor) the row's own checksum.
+    """
+    state = crc ^ 0xFFFFFFFF
+    row_bytes = len(data) // CRC_LANES
+    whole = row_bytes * CRC_LANES
+    if row_bytes:
+        rows = _crc_bytes(np.zeros(CRC_LANES, np.uint32), data[:whole].reshape(CRC_LANES, row_bytes))
+        bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+        images = [int(x) for x in _crc_bytes(bits, np.zeros((32, row_bytes), np.uint8))]
+        for row in rows.tolist():
+            advanced = 0
+            for bit in range(32):
+                if state >> bit & 1:
+                    advanced ^= images[bit]
+            state = advanced ^ row
+    tail = _crc_bytes(np.array([state], np.uint32), data[whole:].reshape(1, -1))
+    return int(tail[0]) ^ 0xFFFFFFFF

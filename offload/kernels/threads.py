@@ -1,0 +1,104 @@
+"""How many threads an optimizer update is worth, found by measuring.
+
+An update is limited by memory, and one core can often draw as much as all of them: a second thread then only takes a
+core from whoever computes meanwhile. Threads are not bound to cores: they live for one call, and take their work in
+small parts from one counter, so that a busy core costs no more than its share.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from offload.kernels import kernels
+from offload.kernels.moments import Moments
+from offload.kernels.segment import Segment
+from offload.memory.pinned import map_host, tensor_over
+
+SCRATCH_NUMEL = 3 << 20
+"""42 MB with bf16 weights: more than the caches of most machines, and a few milliseconds of work."""
+WORTH_MEASURING_NUMEL = 32 * SCRATCH_NUMEL
+"""For fewer elements an update takes as long as the measurement."""
+GAIN_MIN = 1.1
+"""A larger number of threads has to be this much faster."""
+SECONDS_MAX = 0.03
+ROUNDS = 3
+
+
+def update_threads(numel: int, limit: int) -> int:
+    """Threads for updates of `numel` elements in all, at most `limit`; measured once per process (under 50 ms)."""
+    limit = min(limit, physical_cores())
+    if numel < WORTH_MEASURING_NUMEL or limit < 2:
+        return max(limit, 1)
+    return _measured(limit)
+
+
+def kernel_threads(*, on_cpu: bool) -> int:
+    """Threads that kernels on the host may take: as many as torch may.
+
+    torchrun allows torch one where nobody has said how many, so that ranks do not fight for cores. Ranks that compute
+    on devices leave the cores alone: kernels get this rank's share of them.
+
+    Args:
+        on_cpu: the model computes on the host too.
+    """
+    threads = max(torch.get_num_threads(), 1)
+    if on_cpu or "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("OMP_NUM_THREADS") != "1":
+        return threads
+    return max(physical_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+
+def physical_cores() -> int:
+    """Cores that this process may run on, hardware threads of one core counted once."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(path.read_text(encoding="ascii"))
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
+def fewest_good(seconds: Mapping[int, float]) -> int:
+    """The fewest threads that no larger number beats by `GAIN_MIN`.
+
+    Args:
+        seconds: by number of threads, not empty.
+    """
+    return min(count for count, own in seconds.items() if own <= GAIN_MIN * min(seconds.values()))
+
+
+def measure(step: Callable[[int], None], limit: int) -> dict[int, float]:
+    """Least seconds of `step(threads)` for 1, 2, 4, ... and `limit` threads; stops early when time is up."""
+    counts = sorted({*(1 << k for k in range(limit.bit_length()) if 1 << k < limit), limit})
+    begin = time.perf_counter()
+    seconds: dict[int, float] = {}
+    for _ in range(ROUNDS):
+        for count in counts:
+            start = time.perf_counter()
+            step(count)
+            seconds[count] = min(seconds.get(count, float("inf")), time.perf_counter() - start)
+        if time.perf_counter() - begin > SECONDS_MAX:
+            break
+    return seconds
+
+
+@functools.cache
+def _measured(limit: int) -> int:
+    memory = tensor_over(map_host(14 * SCRATCH_NUMEL))
+    widths = ((2, torch.bfloat16), (2, torch.int16), (4, torch.float32), (4, torch.float32), (2, torch.bfloat16))
+    arrays, position = [], 0
+    for width, dtype in widths:
+        arrays.append(memory[position : position + width * SCRATCH_NUMEL].view(dtype))
+        position += width * SCRATCH_NUMEL
+    weight, remainder, exp_avg, exp_avg_sq, grad = arrays
+    moments, segments = Moments(exp_avg, exp_avg_sq), [Segment(0, SCRATCH_NUMEL)]
+    return fewest_good(
+        measure(lambda count: kernels.adamw(weight, remainder, moments, grad, segments, threads=count), limit)
+    )

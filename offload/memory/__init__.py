@@ -1,0 +1,1 @@
+"""Host and device memory with an owner: mappings, arenas, storages that come and go, shared regions."""

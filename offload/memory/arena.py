@@ -1,0 +1,359 @@
+"""Memory that is allocated once: regions that hold planes, and arenas that lease blocks.
+
+On a CPU-only machine the device's memory is host memory under the same limits, so every policy runs
+and is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import torch
+
+from offload.accelerator import synchronize
+from offload.errors import BudgetError, StateError
+from offload.memory.flat_storage import exact_alias
+from offload.memory.free_ranges import Extents
+from offload.memory.pinned import hide_from_children, map_host, pin, tensor_over
+from offload.memory.shared_region import SharedRegion
+from offload.sizes import PAGE_BYTES, align_up
+from offload.streams import Fence, Mark
+
+Relocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""A uint8 tensor -> the same bytes where they are now; itself if they have not moved."""
+
+
+class MemoryRegion:
+    """One allocation of exactly `nbytes`, zero at first, taken piece by piece and freed as a whole.
+
+    Host memory that is not pinned is faulted in where it is first written to: a model that is moved in
+    from memory shrinks while its planes grow, so that both together take hardly more than one of them.
+
+    Args:
+        nbytes: how large.
+        device: where.
+        pinned: page-lock host memory for copies to a GPU.
+        region: shared memory to take the first `nbytes` of instead; it stays its owner's.
+        of_device: it belongs to the budget of the device that computes, wherever `device` is.
+
+    Attributes:
+        away: its bytes are in host memory for the time being, see `put_away`.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        region: SharedRegion | None = None,
+        of_device: bool = False,
+    ) -> None:
+        self.nbytes, self.of_device, self.away = nbytes, of_device, False
+        self._device, self._shared = device, region is not None
+        self._taken_bytes = 0
+        _check_room(f"region of {nbytes:,} bytes", nbytes, region)
+        self._data: torch.Tensor | None = _allocate(nbytes, device, touched=False, region=region)
+        self._unpin = pin(self._data) if pinned and device.type == "cpu" else None
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """The next `nbytes` as a uint8 tensor with a storage of its own.
+
+        Raises:
+            BudgetError: the region is used up.
+        """
+        if self._data is None or self._taken_bytes + nbytes > self.nbytes:
+            raise BudgetError(
+                f"region of {self.nbytes:,} bytes: {nbytes:,} more do not fit after {self._taken_bytes:,}"
+            )
+        begin = self._taken_bytes
+        self._taken_bytes += nbytes
+        return exact_alias(self._data[begin : begin + nbytes])
+
+    @property
+    def data(self) -> torch.Tensor | None:
+        """uint8, all of it; None once closed."""
+        return self._data
+
+    @property
+    def movable(self) -> bool:
+        """True for memory of a device that nobody else maps, and that is not closed."""
+        return self.of_device and not self._shared and self._data is not None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if `tensor` (uint8, not empty) is a part of it."""
+        data = self._data
+        return (
+            data is not None
+            and tensor.numel() > 0
+            and tensor.device == data.device
+            and 0 <= tensor.data_ptr() - data.data_ptr() < data.numel()
+        )
+
+    def put_away(self, *, pinned: bool) -> Relocate:
+        """Move all bytes to host memory. The device must have nothing to do with them.
+
+        Args:
+            pinned: page-lock that memory.
+
+        Returns:
+            What turns a tensor that `take` gave, or a part of one, into the same bytes where they are now, and leaves
+            any other as it is. The old memory returns once every such tensor is replaced and this is let go.
+
+        Raises:
+            BudgetError: the host has no room; nothing has changed.
+            StateError: the memory is not `movable`.
+        """
+        return self._move(torch.device("cpu"), pinned=pinned, away=True)
+
+    def bring_back(self) -> Relocate:
+        """Move all bytes to where they were first; as `put_away`.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; nothing has changed.
+        """
+        return self._move(self._device, pinned=False, away=False)
+
+    def _move(self, device: torch.device, *, pinned: bool, away: bool) -> Relocate:
+        old = self._data
+        if old is None or not self.movable:
+            raise StateError(f"region of {self.nbytes:,} bytes: it cannot be moved, it is closed or shared")
+        new = _allocate(self.nbytes, device, touched=False)
+        unpin = pin(new) if pinned else None
+        new.copy_(old)
+        undo, self._unpin, self._data, self.away = self._unpin, unpin, new, away
+        if undo is not None:
+            undo()
+
+        def relocate(tensor: torch.Tensor) -> torch.Tensor:
+            offset = tensor.data_ptr() - old.data_ptr()
+            if not tensor.numel() or tensor.device != old.device or not 0 <= offset < old.numel():
+                return tensor
+            return exact_alias(new[offset : offset + tensor.numel()])
+
+        return relocate
+
+    def close(self) -> None:
+        """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
+        unpin, self._unpin, self._data = self._unpin, None, None
+        if unpin is not None:
+            unpin()
+
+
+class Lender(Protocol):
+    """Whoever leases blocks."""
+
+    def take_back(self, offset: int, nbytes: int, fences: tuple[Fence, ...]) -> None:
+        """Called by `Block.release`."""
+
+
+class Block:
+    """A leased piece of an arena; give it back with `release()` once nothing moves in it.
+
+    Attributes:
+        data: uint8, with a storage exactly as long as was asked for.
+        fences: behind earlier uses of that memory on a device; whoever gives the device work with it waits for them.
+    """
+
+    def __init__(self, arena: Lender, offset: int, data: torch.Tensor, fences: tuple[Fence, ...] = ()) -> None:
+        self._arena, self._offset, self.data, self.fences = arena, offset, data, fences
+
+    def view(self, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
+        """`numel` elements of `dtype` starting `offset_bytes` into the block."""
+        return self.data[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """(first byte in the arena, bytes): what another process that maps the arena's region need know.
+
+        Raises:
+            StateError: the block was returned.
+        """
+        if self._offset < 0 and self.data.numel() > 0:
+            raise StateError(f"a block of {self.data.numel():,} bytes was returned; it has no place any more")
+        return max(self._offset, 0), self.data.numel()
+
+    def release(self, *fences: Fence) -> None:
+        """Return it. Idempotent.
+
+        Args:
+            fences: behind the last uses on a device; only memory of the device may be returned before they are passed.
+        """
+        if self._offset >= 0:
+            self._arena.take_back(self._offset, self.data.numel(), fences)
+            self._offset = -1
+
+
+class Arena:
+    """One exact-size allocation, made at first use, faulted once, sub-allocated by extent and reused. One owner thread.
+
+    Args:
+        name: what the bytes are for; appears in errors.
+        knob: the configuration key that makes it larger; appears in errors.
+        pinned: page-lock host memory for copies to a GPU.
+        register: makes host memory known to the I/O engine and returns what undoes it. For an arena whose
+            blocks nobody but the engine sees: children of fork find zeros in it.
+        region: shared memory to sit on, from its first byte, instead of making some; it stays its owner's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        nbytes: int,
+        knob: str,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
+        region: SharedRegion | None = None,
+    ) -> None:
+        self.name, self._knob, self._device, self._pinned = name, knob, device, pinned
+        self._register = register if device.type == "cpu" else None
+        self._undo: list[Callable[[], None]] = []
+        self._region = region
+        self._extents = Extents(align_up(nbytes, PAGE_BYTES))
+        _check_room(f"the {name} arena", self._extents.capacity_bytes, region)
+        self._data: torch.Tensor | None = None
+        self._closed = False
+        self._waiters: list[asyncio.Future[None]] = []
+        self._left: list[tuple[int, int, Mark]] = []
+        """(first byte, end, fence) of what was returned before the device was done with it."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the allocation."""
+        return self._extents.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes leased now."""
+        return self._extents.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes ever leased at once."""
+        return self._extents.peak_bytes
+
+    def try_lease(self, nbytes: int) -> Block | None:
+        """A block of exactly `nbytes`, or None when no free run is long enough."""
+        if nbytes == 0:
+            return Block(self, -1, torch.empty(0, dtype=torch.uint8, device="cpu"))
+        if self._closed:
+            raise StateError(f"the {self.name} arena is closed")
+        offset = self._extents.allocate(nbytes)
+        if offset is None:
+            return None
+        try:
+            data = exact_alias(self._memory()[offset : offset + nbytes])
+            return Block(self, offset, data, self._fences_of(offset, offset + nbytes))
+        except BaseException:
+            self._extents.free(offset)
+            raise
+
+    def lease(self, nbytes: int, what: str) -> Block:
+        """As `try_lease`, but raises.
+
+        Raises:
+            BudgetError: it does not fit; the message says what is free, and the knob.
+        """
+        block = self.try_lease(nbytes)
+        if block is None:
+            raise BudgetError(
+                f"{what}: needs {nbytes:,} contiguous bytes of the {self.name} arena; the largest free run is "
+                f"{self._extents.largest_free_bytes:,} of {self._extents.free_bytes:,} free and "
+                f"{self.capacity_bytes:,} in all; raise {self._knob}"
+            )
+        return block
+
+    async def lease_when_free(self, nbytes: int, what: str) -> Block:
+        """A block as soon as others have given back enough. For coroutines of one event loop.
+
+        Lease everything a job needs at once: a job that holds one block and waits for another can
+        wait for itself.
+
+        Raises:
+            BudgetError: nothing is leased and it still does not fit.
+        """
+        while (block := self.try_lease(nbytes)) is None:
+            if self.used_bytes == 0:
+                return self.lease(nbytes, what)
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        return block
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What it has of the device now."""
+        return 0 if self._data is None or self._region is not None else self._data.numel()
+
+    def give_up(self) -> None:
+        """Let go of the allocation until `make`, or the next lease. The device must be done with it.
+
+        Raises:
+            StateError: something is leased.
+        """
+        if self.used_bytes:
+            raise StateError(f"the {self.name} arena cannot be given up: {self.used_bytes:,} bytes are leased")
+        if self.allocated_bytes:
+            undo, self._undo, self._data, self._left = self._undo, [], None, []
+            for step in undo:
+                step()
+
+    def make(self) -> None:
+        """Allocate now what the next lease would."""
+        self._memory()
+
+    def _memory(self) -> torch.Tensor:
+        """The allocation, made at first use: an arena that is planned for but never needed costs nothing."""
+        if self._data is None:
+            self._data = _allocate(self._extents.capacity_bytes, self._device, region=self._region)
+            unpin = pin(self._data) if self._pinned and self._device.type == "cpu" else None
+            self._undo = [unpin] if unpin is not None else []
+            if self._register is not None:
+                hide_from_children(self._data)
+                self._undo.append(self._register(self._data))
+        return self._data
+
+    def _fences_of(self, begin: int, end: int) -> tuple[Fence, ...]:
+        if not self._left:
+            return ()
+        self._left = [(first, last, fence) for first, last, fence in self._left if not fence.query()]
+        return tuple(fence for first, last, fence in self._left if first < end and begin < last)
+
+    def take_back(self, offset: int, nbytes: int, fences: tuple[Fence, ...]) -> None:
+        """Called by `Block.release`."""
+        self._left += [(offset, offset + nbytes, fence) for fence in fences if fence is not None]
+        self._extents.free(offset)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def close(self) -> None:
+        """Give the allocation up; it returns when the last tensor over it is gone. Idempotent."""
+        undo, self._undo, self._data, self._closed = self._undo, [], None, True
+        for step in undo:
+            step()
+
+
+def _check_room(what: str, nbytes: int, region: SharedRegion | None) -> None:
+    if region is not None and nbytes > region.nbytes:
+        raise BudgetError(f"{what}: {nbytes:,} bytes do not fit the shared memory of {region.nbytes:,} ({region.what})")
+
+
+def _allocate(
+    nbytes: int, device: torch.device, *, touched: bool = True, region: SharedRegion | None = None
+) -> torch.Tensor:
+    if region is not None:
+        if device.type != "cpu":
+            raise StateError(f"{region.what}: shared memory is host memory, not on {device}")
+        return region.data[:nbytes]
+    if device.type == "cpu":
+        return tensor_over(map_host(nbytes, touched=touched))[:nbytes] if nbytes else torch.empty(0, dtype=torch.uint8)
+    data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    # Other streams use it at once: whoever had this memory before, and the zeros, must be done.
+    synchronize(device)
+    return data

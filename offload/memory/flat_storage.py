@@ -1,0 +1,159 @@
+"""Flat storages whose memory comes and goes while every view of them stays valid.
+
+`bind` swaps a block's memory in behind a storage, `unbind` swaps it out; tensors that look at the
+storage, also those autograd saved, follow. Between the two the storage points at poison: readable
+memory that is NaN everywhere, so that a missed fetch gives NaN and not a crash.
+
+Torch builds without `UntypedStorage._swap_data_ptr_`, and accelerators whose memory torch cannot
+look at by address, get the same two functions by resizing a storage that torch owns and copying;
+that costs a second copy of what is bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from offload.accelerator import is_accelerator, kind_of
+from offload.errors import StateError
+from offload.memory.pinned import map_poison, tensor_over
+from offload.memory.poison import DeviceArray, map_on_device
+
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def has_aliases(device: torch.device) -> bool:
+    """True where torch can look at the device's memory by address."""
+    kind = kind_of(device)
+    return kind is None or kind.aliases
+
+
+def exact_alias(data: torch.Tensor) -> torch.Tensor:
+    """A uint8 tensor on the memory of `data` (uint8, flat) with a storage of its own, exactly as long.
+
+    Of an accelerator whose memory torch cannot look at by address it is `data` itself.
+    """
+    if data.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8, device=data.device)
+    if not has_aliases(data.device):
+        return data
+    if is_accelerator(data.device):
+        return torch.as_tensor(DeviceArray(data.data_ptr(), data.numel(), data), device=data.device)
+    return torch.from_numpy(data.numpy())
+
+
+class Poison:
+    """Memory that reads as NaN, as long as the largest flat storage; shared by all of them."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        if not is_accelerator(device):
+            self._data = tensor_over(map_poison(nbytes))
+        elif not has_aliases(device):  # each storage has its own memory while it is bound
+            self._data = torch.empty(0, dtype=torch.uint8, device=device)
+        else:
+            mapped = map_on_device(device, max(nbytes, 1))
+            whole = torch.full((max(nbytes, 1),), 0xFF, dtype=torch.uint8, device=device) if mapped is None else mapped
+            self._data = whole
+
+    def of(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor of exactly `nbytes` with its own storage over the poison."""
+        return exact_alias(self._data[:nbytes])
+
+
+class FlatStorage:
+    """A flat tensor of `numel` elements, bound to memory or poisoned.
+
+    Attributes:
+        flat: 1-D. The same object for life.
+        views: one tensor per entry of `cuts`, looking into `flat`.
+
+    Args:
+        cuts: (first element, shape) of each view. They are made here and not later, because torch
+            refuses new views of a storage that is empty for the time being.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        cuts: Sequence[tuple[int, torch.Size]],
+        poison: Poison,
+        device: torch.device,
+    ) -> None:
+        self._nbytes, self._exact = numel * dtype.itemsize, has_aliases(device)
+        self._swaps = CAN_SWAP and self._exact
+        self._bound: torch.Tensor | None = None
+        if self._swaps:
+            self.flat = poison.of(self._nbytes).view(dtype)
+        else:
+            self.flat = torch.empty(numel, dtype=dtype, device=device)
+        self.views = [self.flat[begin : begin + shape.numel()].view(shape) for begin, shape in cuts]
+        if not self._swaps:
+            self.flat.untyped_storage().resize_(0)
+
+    @property
+    def bound(self) -> bool:
+        """True between `bind` and `unbind`."""
+        return self._bound is not None
+
+    @contextmanager
+    def viewable(self) -> Iterator[None]:
+        """More views of `flat` can be made inside, for use while it is bound."""
+        if self._swaps or self.bound:
+            yield
+            return
+        storage = self.flat.untyped_storage()
+        storage.resize_(self._nbytes)
+        try:
+            yield
+        finally:
+            storage.resize_(0)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if `tensor` looks into this storage."""
+        return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
+
+    def bind(self, data: torch.Tensor) -> None:
+        """Let `flat` and its views see the memory of `data` (uint8, its storage exactly as long).
+
+        `data` itself must not be used until `unbind` returns it: it holds the poison meanwhile.
+
+        Raises:
+            StateError: already bound, or the sizes differ.
+        """
+        if self._bound is not None:
+            raise StateError("bind: the storage is bound already")
+        storage = data.untyped_storage()
+        found_bytes = storage.nbytes() if self._exact else data.numel()
+        if found_bytes != self._nbytes or (self._exact and data.storage_offset() != 0):
+            raise StateError(f"bind: expected a storage of {self._nbytes:,} bytes, got {found_bytes:,}")
+        if self._nbytes == 0:
+            self._bound = data
+            return
+        if self._swaps:
+            self.flat.untyped_storage()._swap_data_ptr_(storage)  # type: ignore[attr-defined]
+        else:
+            self.flat.untyped_storage().resize_(self._nbytes)
+            # Through .data: what autograd saved is bound, not modified.
+            self.flat.data.view(torch.uint8).copy_(data)
+        self._bound = data
+
+    def unbind(self) -> torch.Tensor:
+        """Poison `flat` again and return the memory that was bound.
+
+        Raises:
+            StateError: not bound.
+        """
+        if self._bound is None:
+            raise StateError("unbind: the storage is not bound")
+        data, self._bound = self._bound, None
+        if self._nbytes == 0:
+            return data
+        if self._swaps:
+            self.flat.untyped_storage()._swap_data_ptr_(data.untyped_storage())  # type: ignore[attr-defined]
+        else:
+            data.copy_(self.flat.view(torch.uint8))
+            self.flat.untyped_storage().resize_(0)
+        return data

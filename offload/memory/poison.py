@@ -1,0 +1,77 @@
+"""Addresses of a GPU that read as NaN and share one granule of its memory, however many there are."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+import native
+from offload.accelerator import kind_of, load_native, module_of, seen_kind, synchronize
+from offload.sizes import align_up
+
+GRANULE_BYTES = 2 << 20
+"""Of a GPU that is not here to be asked."""
+
+
+class DeviceArray:
+    """Lets torch look at device memory.
+
+    Args:
+        address: of the first byte.
+        nbytes: how many.
+        owner: kept as long as somebody looks.
+    """
+
+    def __init__(self, address: int, nbytes: int, owner: torch.Tensor | None) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
+def poison_bytes(nbytes: int, device: torch.device) -> int:
+    """What `nbytes` that read as NaN take of the device's memory; the host's pages share a small block."""
+    kind = kind_of(device)
+    if kind is None or not kind.aliases:  # without aliases nothing looks there: see `offload.memory.flat_storage`
+        return 0
+    granule = _granule(_indexed(device)) if kind == seen_kind() else GRANULE_BYTES
+    return nbytes if granule is None or not nbytes else granule
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device(device.type, module_of(device).current_device()) if device.index is None else device
+
+
+@functools.cache
+def _granule(device: torch.device) -> int | None:
+    """Bytes that all addresses can share on a GPU; None: its driver maps nothing."""
+    try:
+        lib = load_native(device).lib
+    except native.NativeUnavailable:
+        return None
+    with module_of(device).device(device):
+        granule = int(lib.zn_cuda_poison_granule(device.index))
+    return granule if granule > 0 else None
+
+
+def map_on_device(device: torch.device, nbytes: int) -> torch.Tensor | None:
+    """`nbytes` of NaN on a GPU, uint8; None where its driver cannot map memory so."""
+    device = _indexed(device)
+    granule = _granule(device)
+    if granule is None:
+        return None
+    library, mapped_bytes = load_native(device), align_up(nbytes, granule)
+    out: Any = library.ffi.new("void **")
+    with module_of(device).device(device):
+        if library.lib.zn_cuda_poison_map(out, mapped_bytes, device.index) != 0:
+            return None
+    array = DeviceArray(int(library.ffi.cast("uintptr_t", out[0])), nbytes, None)
+
+    def unmap() -> None:
+        synchronize(device)
+        with module_of(device).device(device):
+            library.lib.zn_cuda_poison_unmap(out[0], mapped_bytes, device.index)
+
+    weakref.finalize(array, unmap).atexit = False  # the process takes its mappings with it
+    return torch.as_tensor(array, device=device)

@@ -1,0 +1,180 @@
+"""Memory that several processes of one machine map: nameless files in memory, passed on by descriptor.
+
+[Note: nothing is left behind] The file has no name, so it is gone when the last descriptor and mapping of it are,
+however the processes end. Children of fork inherit both and keep it as long as they live; programs they start do not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+import torch
+
+from offload.errors import BudgetError, StateError
+from offload.memory.pinned import map_shared, tensor_over, touch
+from offload.sizes import PAGE_BYTES, align_up
+from offload.system.descriptors import SECONDS_MAX, Share, close_received, exchange_descriptors
+from offload.system.linux import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, memory_file
+
+SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
+"""Its length is final: nobody can make somebody else's mapping fault."""
+
+
+class SharedRegion:
+    """One allocation of exactly `nbytes`, zero at first, that other processes can map.
+
+    The mapping lives as long as the last tensor over it, in each process.
+
+    Args:
+        nbytes: a page at least is taken.
+        what: what the bytes are for; appears in errors.
+        touched: fault all pages in now. Pages belong, in accounts and in place, to the process that first touches
+            them: where each process has a part of its own, let it `touch` that.
+
+    Raises:
+        BudgetError: the kernel refused.
+
+    Attributes:
+        nbytes: as given.
+        what: as given.
+    """
+
+    _descriptor: int
+    _data: torch.Tensor | None
+
+    def __init__(self, nbytes: int, what: str, *, touched: bool = True) -> None:
+        self._start(nbytes, what)
+        try:
+            self._descriptor = memory_file(sealable=True)
+            os.ftruncate(self._descriptor, align_up(max(nbytes, 1), PAGE_BYTES))
+            fcntl.fcntl(self._descriptor, F_ADD_SEALS, SEALS)
+        except OSError as error:
+            self.close()
+            raise self._refused("sharing", error) from error
+        self._map(touched)
+
+    @classmethod
+    def open(cls, descriptor: int, nbytes: int | None, what: str, *, touched: bool = False) -> SharedRegion:
+        """Map what another process made. The descriptor is the region's from now on, also when this fails.
+
+        Args:
+            descriptor: as received.
+            nbytes: what the other process asked for; None takes the whole file, which fills its last page.
+            what: the bytes are for; appears in errors.
+            touched: fault all pages in now; they stay whose they are.
+
+        Raises:
+            BudgetError: the kernel refused.
+            StateError: it is no such memory, or of another length.
+        """
+        region = cls.__new__(cls)
+        region._start(0 if nbytes is None else nbytes, what)
+        region._descriptor = descriptor
+        try:
+            found = os.fstat(descriptor).st_size
+            sealed = fcntl.fcntl(descriptor, F_GET_SEALS)
+        except OSError as error:
+            region.close()
+            raise StateError(f"{what}: descriptor {descriptor} is no shared memory: {error.strerror}") from error
+        if nbytes is None:
+            region.nbytes = found
+        expected = align_up(max(region.nbytes, 1), PAGE_BYTES)
+        if found != expected or sealed & SEALS != SEALS:
+            region.close()
+            raise StateError(
+                f"{what}: expected shared memory of {expected:,} bytes with its length sealed, got {found:,} bytes "
+                f"with seals {sealed:#x}: the processes do not agree on what they share"
+            )
+        region._map(touched)
+        return region
+
+    @property
+    def data(self) -> torch.Tensor:
+        """uint8, `nbytes` of them, starting on a page. Raises StateError once closed."""
+        if self._data is None:
+            raise StateError(f"{self.what}: the shared memory is closed")
+        return self._data
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file in memory; the region's own. Raises StateError once closed."""
+        if self._descriptor < 0:
+            raise StateError(f"{self.what}: the shared memory is closed")
+        return self._descriptor
+
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """How many bytes of the region lie before `tensor`: with its length all that another process need know.
+
+        Raises:
+            StateError: the tensor is not contiguous, or does not lie in the region.
+        """
+        offset = tensor.data_ptr() - self.data.data_ptr() if tensor.device.type == "cpu" else -1
+        if not (tensor.is_contiguous() and offset >= 0 and offset + tensor.nbytes <= self.nbytes):
+            raise StateError(
+                f"{self.what}: a tensor of {tensor.nbytes:,} bytes does not lie in the shared memory of {self.nbytes:,}"
+            )
+        return offset
+
+    def touch(self, begin: int = 0, end: int | None = None) -> None:
+        """Fault in the pages of bytes [begin, end), and let them belong to this process if nobody had them; bytes stay.
+
+        Raises:
+            BudgetError: the kernel has no memory for them.
+        """
+        first = begin // PAGE_BYTES * PAGE_BYTES
+        try:
+            touch(self.data[first:end])
+        except OSError as error:
+            raise self._refused("touching", error) from error
+
+    def close(self) -> None:
+        """Give the descriptor and the allocation up; it returns when the last tensor over it is gone. Idempotent."""
+        descriptor, self._descriptor, self._data = self._descriptor, -1, None
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _start(self, nbytes: int, what: str) -> None:
+        self.nbytes, self.what = nbytes, what
+        self._descriptor, self._data = -1, None
+
+    def _map(self, touched: bool) -> None:
+        try:
+            view = map_shared(self._descriptor, self.nbytes, touched=touched)
+        except OSError as error:
+            self.close()
+            raise self._refused("mapping", error) from error
+        self._data = tensor_over(view)[: self.nbytes]
+
+    def _refused(self, doing: str, error: OSError) -> BudgetError:
+        return BudgetError(
+            f"{self.what}: {doing} {self.nbytes:,} bytes of memory: {error.strerror}; lower memory_budget.host, or "
+            "raise the limit that stands in the way (memory cgroup, ulimit -f, -n, -v)"
+        )
+
+
+def exchange_regions(
+    index: int, count: int, share: Share, region: SharedRegion, *, seconds: float = SECONDS_MAX
+) -> list[SharedRegion]:
+    """Let every peer map every peer's region. A collective call like `exchange_descriptors`.
+
+    Returns:
+        In peer order; this peer's own is `region` itself. The caller closes them.
+
+    Raises:
+        PeerError: a peer cannot be reached; names it.
+        BudgetError: the kernel refused a mapping.
+    """
+    received = exchange_descriptors(index, count, share, [region.descriptor], seconds=seconds)
+    opened: list[SharedRegion] = []
+    try:
+        for peer, descriptors in enumerate(received):
+            name = f"{region.what} of peer {peer}"
+            opened.append(region if peer == index else SharedRegion.open(descriptors.pop(), None, name))
+    except BaseException:
+        close_received(index, received)
+        for other in opened:
+            if other is not region:
+                other.close()
+        raise
+    return opened

@@ -1,0 +1,359 @@
+"""A table of numbers that the processes of one machine tell each other, and how to wait for one.
+
+[Note: epochs] Each peer writes its own row and reads all. A cell counts upwards: "the first n of these are done". Who
+reads a number also sees every byte that its publisher had written to shared memory or handed to the kernel before.
+So data needs no locks: write it, publish; wait until it is published, read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import os
+import platform
+import select
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import native
+from offload.errors import BudgetError, NativeError, PeerError, StateError, WatchdogError
+from offload.memory.shared_region import SharedRegion
+from offload.sizes import align_up
+from offload.system.descriptors import SECONDS_MAX, Share, close_received, exchange_descriptors
+from offload.system.linux import open_lifeline
+
+CELL_BYTES = 8
+ROW_ALIGN_BYTES = 128
+"""Rows of two peers share no cache line, nor the pair of lines that some processors fetch together."""
+POLL_SECONDS = (50e-6, 1e-3)
+POLL_GROWTH = 1.5
+TFD_NONBLOCK, TFD_CLOEXEC, CLOCK_MONOTONIC = os.O_NONBLOCK, os.O_CLOEXEC, 1
+STRONGLY_ORDERED = ("x86_64", "AMD64", "i686")
+
+
+class Board:
+    """[peers][columns] int64 in shared memory, all 0 at first.
+
+    Args:
+        index: number of this peer.
+        count: number of peers.
+        columns: cells per peer.
+        region: of `nbytes_for(count, columns)`; the board's from now on.
+        lifelines: pidfds of the peers in their order, the board's from now on; without them a peer that died is
+            noticed when a deadline passes.
+
+    Attributes:
+        index: as given.
+        count: as given.
+        columns: as given.
+    """
+
+    def __init__(
+        self, index: int, count: int, columns: int, region: SharedRegion, lifelines: Sequence[int] = ()
+    ) -> None:
+        self.index, self.count, self.columns = index, count, columns
+        self._stride = _row_bytes(columns) // CELL_BYTES
+        self._region, self._lifelines = region, list(lifelines)
+        self._cells = _cells(region.data)
+        self._poll = select.poll()
+        for lifeline in self._lifelines:
+            self._poll.register(lifeline, select.POLLIN)
+        self._cells.publish(index * self._stride + columns, os.getpid())
+
+    @staticmethod
+    def nbytes_for(count: int, columns: int) -> int:
+        """Bytes of shared memory that a board takes."""
+        return count * _row_bytes(columns)
+
+    @classmethod
+    def join(cls, index: int, count: int, columns: int, share: Share, *, seconds: float = SECONDS_MAX) -> Board:
+        """Make a board together: every peer calls this, with equal `count` and `columns`. It calls `share` once.
+
+        Raises:
+            PeerError: a peer cannot be reached; names it.
+            StateError: the peers ask for boards of different sizes.
+            BudgetError: the kernel refused the memory.
+        """
+        nbytes = cls.nbytes_for(count, columns)
+        made = _made(nbytes) if index == 0 else None
+        with contextlib.ExitStack() as undo:
+            own = [] if isinstance(made, BudgetError) else _lifeline()
+            for descriptor in own:
+                undo.callback(os.close, descriptor)
+            if isinstance(made, SharedRegion):
+                undo.callback(made.close)
+                own.insert(0, made.descriptor)
+            received = exchange_descriptors(
+                index, count, share, own if not isinstance(made, BudgetError) else [], seconds=seconds
+            )
+            undo.pop_all()
+        # What number 0 gave first is the board, on every peer; the rest is a lifeline each.
+        first, received[0] = received[0][:1], received[0][1:]
+        lifelines = _lifelines(received)
+        try:
+            if isinstance(made, BudgetError):
+                raise made
+            if not first:
+                raise PeerError("the board: peer 0 could not make it; its own error says why", [0])
+            region = made or SharedRegion.open(first[0], nbytes, "board", touched=True)
+            return cls(index, count, columns, region, lifelines)
+        except BaseException:
+            for descriptor in lifelines:
+                os.close(descriptor)
+            raise
+
+    def publish(self, column: int, value: int) -> None:
+        """Let everybody know that this peer's cell is `value`, and all that this process wrote before."""
+        self._cells.publish(self._cell(self.index, column), value)
+
+    def read(self, peer: int, column: int) -> int:
+        """The number that `peer` published last; what it wrote before can be read from now on."""
+        return self._cells.read(self._cell(peer, column))
+
+    def read_all(self, column: int) -> list[int]:
+        """Everybody's number, in peer order."""
+        return [self.read(peer, column) for peer in range(self.count)]
+
+    def all_reached(self, column: int, value: int) -> bool:
+        """True if every peer's number is at least `value`."""
+        return self._cells.first_below(self._cell(0, column), self._stride, self.count, value) == self.count
+
+    async def reached(
+        self,
+        peer: int,
+        column: int,
+        value: int,
+        *,
+        what: str = "",
+        poll: tuple[float, float] = POLL_SECONDS,
+        deadline_seconds: float,
+        urge: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait until `peer` has published at least `value`. Other tasks of the loop go on.
+
+        Args:
+            peer: whose cell.
+            column: which.
+            value: that is waited for.
+            what: it means; appears in errors.
+            poll: seconds between looks at first and at most.
+            deadline_seconds: after which it is an error.
+            urge: called before every pause, so that what the peer waits for itself gets on.
+
+        Raises:
+            WatchdogError: the deadline has passed; names the peer, what was awaited and how far the peer has got.
+            PeerError: the peer has ended before; names it.
+        """
+        if self.read(peer, column) < value:
+            await self._wait([peer], column, value, what, poll, deadline_seconds, urge)
+
+    async def everybody_reached(
+        self,
+        column: int,
+        value: int,
+        *,
+        what: str = "",
+        deadline_seconds: float,
+        urge: Callable[[], None] | None = None,
+    ) -> None:
+        """`reached` for every peer."""
+        if not self.all_reached(column, value):
+            await self._wait(range(self.count), column, value, what, POLL_SECONDS, deadline_seconds, urge)
+
+    def dead(self) -> list[int]:
+        """Peers whose processes have ended."""
+        if not self._lifelines:
+            return []
+        ended = {descriptor for descriptor, _ in self._poll.poll(0)}
+        return [peer for peer, lifeline in enumerate(self._lifelines) if lifeline in ended]
+
+    def name(self, peer: int) -> str:
+        """How errors call a peer."""
+        return f"peer {peer} (pid {self._cells.read(peer * self._stride + self.columns)})"
+
+    def close(self) -> None:
+        """Give up the memory and the descriptors. Idempotent."""
+        lifelines, self._lifelines = self._lifelines, []
+        for lifeline in lifelines:
+            os.close(lifeline)
+        self._cells = _Closed()
+        self._region.close()
+
+    async def _wait(
+        self,
+        peers: Sequence[int],
+        column: int,
+        value: int,
+        what: str,
+        poll: tuple[float, float],
+        deadline_seconds: float,
+        urge: Callable[[], None] | None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        begin, pause = loop.time(), poll[0]
+        with Naps() as naps:
+            while True:
+                dead = self.dead()  # looked up first: what it published before it died still counts
+                behind = [peer for peer in peers if self.read(peer, column) < value]
+                if not behind:
+                    return
+                what = what or f"column {column} to reach {value:,}"
+                if gone := [peer for peer in behind if peer in dead]:
+                    names = ", ".join(f"{self.name(peer)} ended at {self.read(peer, column):,}" for peer in gone)
+                    raise PeerError(f"waiting for {what}: {names}; {value:,} was awaited", gone)
+                if loop.time() - begin >= deadline_seconds:
+                    names = ", ".join(f"{self.name(peer)} is at {self.read(peer, column):,}" for peer in behind)
+                    raise WatchdogError(f"waiting for {what}: after {deadline_seconds:g} s {names} of {value:,}")
+                if urge is not None:
+                    urge()
+                await naps.take(pause)
+                pause = min(pause * POLL_GROWTH, poll[1])
+
+    def _cell(self, peer: int, column: int) -> int:
+        if not (0 <= peer < self.count and 0 <= column < self.columns):
+            raise StateError(
+                f"board of {self.count} peers and {self.columns} columns: there is no cell [{peer}][{column}]"
+            )
+        return peer * self._stride + column
+
+
+class Naps:
+    """Pauses of an asyncio task that may be shorter than the millisecond to which the loop rounds its own up.
+
+    A context manager; one task at a time.
+    """
+
+    def __init__(self) -> None:
+        self._timer = -1
+
+    def __enter__(self) -> Naps:
+        library = _timers()
+        if library is not None:
+            self._timer = library.timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer >= 0:
+            os.close(self._timer)
+
+    async def take(self, seconds: float) -> None:
+        """Return after `seconds`."""
+        library, loop = _timers(), asyncio.get_running_loop()
+        if library is None or self._timer < 0:
+            await asyncio.sleep(seconds)
+            return
+        nanoseconds = max(round(seconds * 1e9), 1)
+        once = struct.pack("@qqqq", 0, 0, nanoseconds // 10**9, nanoseconds % 10**9)  # struct itimerspec
+        rung = loop.create_future()
+        library.timerfd_settime(self._timer, 0, once, None)
+        loop.add_reader(self._timer, _ring, rung)
+        try:
+            await rung
+        finally:
+            loop.remove_reader(self._timer)
+
+
+def _ring(rung: asyncio.Future[None]) -> None:
+    if not rung.done():
+        rung.set_result(None)
+
+
+@functools.cache
+def _timers() -> Any:
+    """The C library, if it has timers that are descriptors and times of 64 bits."""
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "timerfd_create") and struct.calcsize("@P") == 8 else None
+
+
+def _row_bytes(columns: int) -> int:
+    return align_up((columns + 1) * CELL_BYTES, ROW_ALIGN_BYTES)  # the last cell is the pid
+
+
+def _made(nbytes: int) -> SharedRegion | BudgetError:
+    """The memory of a board, or why there is none: the others wait, and have to learn of it."""
+    try:
+        return SharedRegion(nbytes, "board")
+    except BudgetError as error:
+        return error
+
+
+def _lifeline() -> list[int]:
+    """A pidfd of this process, if the kernel has them."""
+    try:
+        return [open_lifeline()]
+    except OSError:
+        return []
+
+
+def _lifelines(received: list[list[int]]) -> list[int]:
+    """One descriptor per peer, or none at all."""
+    if all(received):
+        return [descriptors[0] for descriptors in received]
+    close_received(-1, received)
+    return []
+
+
+class _NativeCells:
+    """Atomic numbers by the native library."""
+
+    def __init__(self, library: native.Native, data: torch.Tensor) -> None:
+        self._lib, self._data = library.lib, data
+        self._first = library.ffi.cast("int64_t *", data.data_ptr())
+
+    def publish(self, cell: int, value: int) -> None:
+        self._lib.zn_board_publish(self._first + cell, value)
+
+    def read(self, cell: int) -> int:
+        return int(self._lib.zn_board_read(self._first + cell))
+
+    def first_below(self, cell: int, stride: int, count: int, value: int) -> int:
+        return int(self._lib.zn_board_first_below(self._first + cell, stride, count, value))
+
+
+class _PythonCells:
+    """The same where no native library can be built, on x86 only.
+
+    There an aligned number of 8 bytes is moved at once, and stores are seen in the order in which they are made.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        if platform.machine() not in STRONGLY_ORDERED:
+            raise NativeError(
+                f"sharing memory between processes on {platform.machine()} needs the native library: "
+                "run python -m native.build"
+            )
+        self._cells: Any = memoryview(data.numpy().view("int64"))  # type: ignore[arg-type]
+
+    def publish(self, cell: int, value: int) -> None:
+        self._cells[cell] = value
+
+    def read(self, cell: int) -> int:
+        return int(self._cells[cell])
+
+    def first_below(self, cell: int, stride: int, count: int, value: int) -> int:
+        return next((row for row in range(count) if self._cells[cell + row * stride] < value), count)
+
+
+class _Closed:
+    """What is left of a board that was closed."""
+
+    def publish(self, cell: int, value: int) -> None:
+        raise StateError("the board is closed")
+
+    def read(self, cell: int) -> int:
+        raise StateError("the board is closed")
+
+    def first_below(self, cell: int, stride: int, count: int, value: int) -> int:
+        raise StateError("the board is closed")
+
+
+def _cells(data: torch.Tensor) -> _NativeCells | _PythonCells | _Closed:
+    try:
+        return _NativeCells(native.load(), data)
+    except native.NativeUnavailable:
+        return _PythonCells(data)

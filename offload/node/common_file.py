@@ -1,0 +1,235 @@
+"""Initial values that the ranks of one node have in common: the first writes them, all read.
+
+Every rank builds the same model, so each knows where a value lies without being told: the n-th tensor stored is the
+same everywhere. What a rank cannot know is how far the first one is. That stands in the ledger, a table in shared
+memory with a row for each tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import zlib
+from bisect import bisect_right
+from typing import Any
+
+import torch
+
+from offload.disk.provisional import ProvisionalFile
+from offload.errors import PeerError, StateError
+from offload.memory.shared_region import SharedRegion
+from offload.sizes import PAGE_BYTES
+from offload.system.descriptors import Share, exchange_descriptors
+
+ROWS_MAX = 1 << 22
+"""Tensors that the ledger can list; pages of rows that nobody has touched take no memory."""
+WORKS, ENDED = 0, 1
+LOOK_SECONDS = (0.0005, 0.05)
+"""Between looks at the ledger: at first, and at most."""
+PATIENCE_SECONDS = 300.0
+"""So long the first peer may store nothing while another waits for it."""
+
+
+class Ledger:
+    """The table.
+
+    Args:
+        region: zero at first, `nbytes` of them; it is closed.
+        count: number of peers.
+    """
+
+    def __init__(self, region: SharedRegion, count: int) -> None:
+        table: Any = region.data.numpy()  # keeps the mapping
+        region.close()
+        sizes = (PAGE_BYTES, 8 * ROWS_MAX, 4 * ROWS_MAX, count * ROWS_MAX)
+        begins = [sum(sizes[:index]) for index in range(len(sizes))]
+        state, kinds, versions, done = (table[begin : begin + size] for begin, size in zip(begins, sizes, strict=True))
+        self.state = state.view("int64")
+        """[0]: WORKS or ENDED, of the first peer; [1]: how much it has stored."""
+        self.kinds = kinds.view("int64")
+        """What is stored, see `_kind_of`; 0: nothing yet. Set after the values."""
+        self.versions = versions.view("int32")
+        """How often a tensor has been stored anew."""
+        self.done = done.reshape(count, ROWS_MAX)
+        """[peer, row]: 1 once that peer will not read it again."""
+
+    @staticmethod
+    def nbytes(count: int) -> int:
+        """Size of the region for so many peers."""
+        return PAGE_BYTES + (12 + count) * ROWS_MAX
+
+
+class CommonFile:
+    """One peer's side; stands in for its `ProvisionalFile`.
+
+    Args:
+        file: the first peer's, open here.
+        ledger: over the first peer's region.
+        index: of this peer.
+        share: how the peers reach each other.
+        patience_seconds: how long the first one may store nothing.
+    """
+
+    def __init__(
+        self, file: ProvisionalFile, ledger: Ledger, index: int, share: Share, patience_seconds: float
+    ) -> None:
+        self._file, self._ledger, self._index, self._share = file, ledger, index, share
+        self._patience_seconds = patience_seconds
+        self._offsets: list[int] = []
+        """Of each row; a row is the place of a tensor in this list."""
+        self._kinds: list[int] = []
+        self._versions: list[int] = []
+        """As this peer has edited them."""
+        self._seen: dict[int, bytes] | None = {}
+        """Row -> digest of the values that were read of it, to tell an edit from a look; None once settled."""
+
+    @classmethod
+    def meet(
+        cls, file: ProvisionalFile, index: int, count: int, share: Share, *, patience_seconds: float = PATIENCE_SECONDS
+    ) -> CommonFile:
+        """Take the file of peer 0 in place of one's own, which is closed. A collective call that calls `share` once.
+
+        Raises:
+            PeerError: a peer cannot be reached; names it.
+            BudgetError: the kernel has no memory for the ledger.
+        """
+        what = "the list of initial values"
+        if index == 0:
+            region = SharedRegion(Ledger.nbytes(count), what, touched=False)
+            exchange_descriptors(index, count, share, [file.descriptor, region.descriptor])
+            return cls(file, Ledger(region, count), index, share, patience_seconds)
+        received = exchange_descriptors(index, count, share, [])
+        file.close()
+        if len(received[0]) != 2:
+            raise PeerError(f"{what}: expected two open files of peer 0, got {len(received[0])}", [0])
+        descriptor, ledger = received[0]
+        common = ProvisionalFile(descriptor, file.where, file.releases)
+        region = SharedRegion.open(ledger, Ledger.nbytes(count), what)
+        return cls(common, Ledger(region, count), index, share, patience_seconds)
+
+    @property
+    def writes(self) -> bool:
+        """This peer is the first."""
+        return self._index == 0
+
+    def append(self, values: torch.Tensor) -> int:
+        """A tensor's values are in the file once the first peer has come here; returns where.
+
+        Raises:
+            StorageError: the file system has no room.
+            StateError: there are too many tensors.
+        """
+        row, kind = len(self._offsets), _kind_of(values)
+        if row == ROWS_MAX:
+            raise StateError(f"zero.Init: expected at most {ROWS_MAX:,} parameters, got more")
+        offset = self._file.reserve(values.numel() * values.element_size())
+        self._offsets.append(offset)
+        self._kinds.append(kind)
+        self._versions.append(0)
+        if self.writes:
+            self._store(offset, values)
+            self._ledger.kinds[row] = kind
+        return offset
+
+    def write(self, offset: int, values: torch.Tensor) -> None:
+        """Replace what `append` has put at `offset`, unless that is what was read there. Raises StorageError."""
+        row = self._row_of(offset)
+        if self._seen is not None and self._seen.pop(row, b"") == _digest(values):
+            return
+        self._versions[row] += 1
+        if self.writes:
+            self._store(offset, values)
+            self._ledger.versions[row] = self._versions[row]
+
+    def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of `dtype` at `offset`, as the first peer has them after this peer's last edit or later.
+
+        Raises:
+            StorageError: the transfer failed.
+            StateError: the first peer has built something else, has ended, or stores nothing any more.
+        """
+        row = self._row_of(offset)
+        if not self.writes:
+            self._wait_for(row)
+        values = self._file.read(offset, numel, dtype)
+        if self._seen is not None:
+            self._seen[row] = _digest(values)
+        return values
+
+    def agree(self) -> None:
+        """All peers come here: from here on each reads what the first has stored before.
+
+        A peer may have counted fewer edits than the first: what it read had one of them in it already.
+        """
+        self._share(b"")
+        self._versions = self._ledger.versions[: len(self._versions)].tolist()
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """This peer does not read these bytes again. When nobody does, the file system has their room."""
+        row = self._row_of(offset)
+        self._ledger.done[self._index, row] = 1
+        if self._ledger.done[:, row].all():
+            self._file.release(offset, nbytes)
+
+    def settle(self) -> bytes:
+        """From here on the first peer's values count, whatever this one has edited; returns a digest of what was built.
+
+        To be called when the first peer stores nothing any more.
+        """
+        self._seen = None
+        if not self.writes:
+            self._versions = [0] * len(self._versions)
+        return hashlib.sha256(repr(self._kinds).encode()).digest()
+
+    def close(self) -> None:
+        """Let go of the file; its room returns when every peer has. Idempotent."""
+        if self.writes:
+            self._ledger.state[0] = ENDED
+        self._file.close()
+
+    def _store(self, offset: int, values: torch.Tensor) -> None:
+        try:
+            self._file.write(offset, values)
+        except BaseException:
+            self._ledger.state[0] = ENDED
+            raise
+        self._ledger.state[1] += 1
+
+    def _row_of(self, offset: int) -> int:
+        return bisect_right(self._offsets, offset) - 1
+
+    def _wait_for(self, row: int) -> None:
+        """Until the first peer has stored the row as often as this one."""
+        state, pause = self._ledger.state, LOOK_SECONDS[0]
+        stored, since = -1, time.monotonic()
+        while not self._is_there(row):
+            # It may have stored this row just before it ended.
+            if state[0] == ENDED and not self._is_there(row):
+                raise StateError("zero.Init: rank 0 of this node has failed or let the model go; its error says why")
+            if state[1] != stored:
+                stored, since = int(state[1]), time.monotonic()
+            if time.monotonic() - since > self._patience_seconds:
+                raise StateError(
+                    f"zero.Init: rank 0 of this node has stored nothing for {self._patience_seconds:.0f} s, and "
+                    f"parameter {row} of this rank is not there as it was last edited; build and edit parameters "
+                    "alike on every rank, or edit them in zero.GatheredParameters(..., modifier_rank=R)"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK_SECONDS[1])
+        if self._ledger.kinds[row] != self._kinds[row]:
+            raise StateError(
+                f"zero.Init: parameter {row} is another on rank 0 of this node: the ranks build different models"
+            )
+
+    def _is_there(self, row: int) -> bool:
+        return bool(self._ledger.kinds[row]) and self._ledger.versions[row] >= self._versions[row]
+
+
+def _digest(values: torch.Tensor) -> bytes:
+    array: Any = values.detach().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(array, digest_size=16).digest()
+
+
+def _kind_of(values: torch.Tensor) -> int:
+    """A number for dtype and shape, never 0."""
+    return zlib.crc32(f"{values.dtype} {tuple(values.shape)}".encode()) + 1

@@ -1,0 +1,259 @@
+"""Gradients change hands in shared memory: each peer offers its flat gradient and reads its own slice of everybody's.
+
+[Note: who writes where] Nothing is copied before it is added up. A slice is read by the peers whose part it is; where
+that is one peer alone, it may put its sum there while the others still read the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from offload.errors import PeerError, StateError, WatchdogError
+from offload.memory.shared_region import SharedRegion
+from offload.node.board import Board
+from offload.system.descriptors import Share
+
+SLOTS = 16
+"""Collectives in flight at most, unless said otherwise."""
+SECONDS_MAX = 300.0
+
+LATEST, FAILED, COMMON_COLUMNS = 0, 1, 2
+"""Columns: the collective that this peer offered last; the one it failed in, 0 while all is well, LEFT at the end."""
+LEFT = -1
+OFFSET, NBYTES, UNIT, OFFERED, READ, SLOT_COLUMNS = 0, 1, 2, 3, 4, 5
+"""Columns of a slot: where the flat is, how long, whose; number of the collective that is offered, and that is read."""
+
+
+class SharedExchange:
+    """Collectives over flats in shared memory, numbered 1, 2, ... alike on all peers. Used from one event loop.
+
+    After an error of the exchange itself it is of no use any more, and the other peers learn of it at once.
+
+    Args:
+        board: of `columns(slots)` columns; the exchange's from now on.
+        regions: the memory that each peer's flats lie in, in peer order, as mapped here; they stay the caller's.
+        part: (index, count): this peer reads slice `index` of `count` of every flat.
+        slots: collectives in flight at most; a further one waits. The same on all peers.
+        deadline_seconds: how long to wait for another peer.
+        check: called while waiting; what it raises ends the wait.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        regions: Sequence[SharedRegion],
+        part: tuple[int, int],
+        *,
+        slots: int = SLOTS,
+        deadline_seconds: float = SECONDS_MAX,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        if len(regions) != board.count or not 0 <= part[0] < part[1]:
+            raise StateError(
+                f"exchange of {board.count} peers: got {len(regions)} regions, and slice {part[0]} of {part[1]}"
+            )
+        self._board, self._regions, self._part = board, tuple(regions), part
+        self._slots, self._deadline_seconds, self._check = slots, deadline_seconds, check
+        self._taken: set[int] = set()
+        """Numbers that have been entered, of those that are not over in every slot."""
+        self._next = [number or slots for number in range(slots)]
+        """Per slot the number whose turn it is."""
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @classmethod
+    def join(
+        cls,
+        index: int,
+        count: int,
+        share: Share,
+        regions: Sequence[SharedRegion],
+        part: tuple[int, int],
+        *,
+        slots: int = SLOTS,
+        deadline_seconds: float = SECONDS_MAX,
+        check: Callable[[], None] = lambda: None,
+    ) -> SharedExchange:
+        """Make an exchange together: a collective call like `Board.join`, with its errors."""
+        board = Board.join(index, count, cls.columns(slots), share)
+        try:
+            return cls(board, regions, part, slots=slots, deadline_seconds=deadline_seconds, check=check)
+        except BaseException:
+            board.close()
+            raise
+
+    @staticmethod
+    def columns(slots: int = SLOTS) -> int:
+        """Columns of the board that an exchange needs."""
+        return COMMON_COLUMNS + slots * SLOT_COLUMNS
+
+    @contextlib.asynccontextmanager
+    async def reduce(
+        self, number: int, offset: int, nbytes: int, *, unit: int = 0
+    ) -> AsyncIterator[list[torch.Tensor]]:
+        """Collective `number`: this peer's flat is bytes [offset, offset + nbytes) of its region.
+
+        Entering waits until every peer offers its flat; leaving waits until every peer has read, so that the memory
+        can be used again, also when what was done inside raised. Several may be under way, and each peer may come to
+        them in another order, as long as it comes to all.
+
+        Args:
+            number: 1, 2, ...; each once.
+            offset: where the flat begins in this peer's region.
+            nbytes: of the flat; a multiple of the slices, the same on all peers.
+            unit: any number that has to be the same on all peers.
+
+        Returns:
+            On entering: this peer's slice of each peer's flat, uint8 views in peer order, valid inside.
+
+        Raises:
+            StateError: the number was used, the flat does not lie in the region, or an earlier collective failed.
+            PeerError: a peer has ended, has failed, or offers something else; names them.
+            WatchdogError: a peer does nothing within the deadline; names it.
+        """
+        what = f"collective {number} (unit {unit}, {nbytes:,} bytes)"
+        try:
+            self._enter(number, offset, nbytes)
+            await self._offer(number, offset, nbytes, unit)
+            await self._everybody(number, OFFERED, f"{what} to be offered")
+            slices = self._slices(number, nbytes, unit)
+        except BaseException as error:
+            self._fail(number, error)
+            raise
+        try:
+            yield slices
+        except Exception:
+            await self._leave(number, what)  # this peer's own affair: the others get what they came for
+            raise
+        except BaseException as error:
+            self._fail(number, error)
+            raise
+        await self._leave(number, what)
+
+    def close(self) -> None:
+        """Leave: peers that wait for this one learn of it at once. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            if self._failure is None:
+                self._board.publish(FAILED, LEFT)
+            self._board.close()
+
+    def _enter(self, number: int, offset: int, nbytes: int) -> None:
+        self._check_going(number)
+        if number in self._taken or number < self._next[number % self._slots]:
+            raise StateError(f"collective {number}: numbers begin at 1, and each is used once")
+        region, count = self._regions[self._board.index], self._part[1]
+        if nbytes % count or not (offset >= 0 and nbytes >= 0 and offset + nbytes <= region.nbytes):
+            raise StateError(
+                f"collective {number}: bytes [{offset:,}, {offset + nbytes:,}) have to be a multiple of {count} and "
+                f"lie in the shared memory of {region.nbytes:,}"
+            )
+        self._taken.add(number)
+
+    async def _offer(self, number: int, offset: int, nbytes: int, unit: int) -> None:
+        """Publish it once its slot is free: everybody has read what was there."""
+        while self._next[number % self._slots] != number:
+            self._waiting[number] = asyncio.get_running_loop().create_future()
+            await self._waiting[number]
+            self._check_going(number)
+        board = self._board
+        for column, value in ((OFFSET, offset), (NBYTES, nbytes), (UNIT, unit), (OFFERED, number)):
+            board.publish(self._column(number, column), value)
+        board.publish(LATEST, max(number, board.read(board.index, LATEST)))
+
+    async def _leave(self, number: int, what: str) -> None:
+        self._board.publish(self._column(number, READ), number)
+        try:
+            await self._everybody(number, READ, f"{what} to be read")
+        except BaseException as error:
+            self._fail(number, error)
+            raise
+        self._taken.discard(number)
+        self._next[number % self._slots] = following = number + self._slots
+        self._wake([following])
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            with contextlib.suppress(StateError):  # closed meanwhile; what the caller has to know is `error`
+                self._board.publish(FAILED, max(number, 1))
+        self._wake(list(self._waiting))
+
+    def _wake(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            waiting = self._waiting.pop(number, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+
+    def _check_going(self, number: int) -> None:
+        if self._failure is not None:
+            raise StateError(f"collective {number}: an earlier one failed: {self._failure}") from self._failure
+
+    async def _everybody(self, number: int, column: int, what: str) -> None:
+        try:
+            await self._board.everybody_reached(
+                self._column(number, column),
+                number,
+                what=what,
+                deadline_seconds=self._deadline_seconds,
+                urge=partial(self._check_others, self._column(number, column), number),
+            )
+        except WatchdogError as error:
+            raise WatchdogError(f"{error}; last offered by each peer: {self._board.read_all(LATEST)}") from error
+
+    def _check_others(self, column: int, awaited: int) -> None:
+        """Raise PeerError if somebody has failed, or has left without `awaited`; or whatever `check` raises.
+
+        Who failed because this peer does something else says so in its own error; here the offers say it.
+        """
+        self._check()
+        board = self._board
+        numbers = board.read_all(FAILED)  # looked up first: what a peer published before it left counts
+        failed = [
+            peer
+            for peer, number in enumerate(numbers)
+            if number and peer != board.index and not (number == LEFT and board.read(peer, column) >= awaited)
+        ]
+        if failed:
+            offers = self._offers(awaited)
+            others = [peer for peer, offer in enumerate(offers) if offer[0] == awaited and offer != offers[board.index]]
+            if offers[board.index][0] == awaited and others:
+                self._diverged(awaited, offers, others)
+            names = ", ".join(f"{self._board.name(peer)} {_how_it_ended(numbers[peer])}" for peer in failed)
+            raise PeerError(f"{names}; its own error says why", failed)
+
+    def _slices(self, number: int, nbytes: int, unit: int) -> list[torch.Tensor]:
+        """This peer's slice of every flat, if all offer the same."""
+        offers, offsets = self._offers(number), self._board.read_all(self._column(number, OFFSET))
+        if others := [peer for peer, offer in enumerate(offers) if offer != (number, unit, nbytes)]:
+            self._diverged(number, offers, others)
+        index, count = self._part
+        own = nbytes // count
+        begins = [offset + index * own for offset in offsets]
+        return [region.data[begin : begin + own] for region, begin in zip(self._regions, begins, strict=True)]
+
+    def _offers(self, number: int) -> list[tuple[int, int, int]]:
+        """(collective, unit, bytes) that stand in its slot, of each peer."""
+        columns = (self._board.read_all(self._column(number, column)) for column in (OFFERED, UNIT, NBYTES))
+        return list(zip(*columns, strict=True))
+
+    def _diverged(self, number: int, offers: Sequence[tuple[int, int, int]], others: list[int]) -> NoReturn:
+        table = "; ".join(
+            f"{self._board.name(peer)}: collective {there}, unit {unit}, {nbytes:,} bytes"
+            for peer, (there, unit, nbytes) in enumerate(offers)
+        )
+        raise PeerError(f"collective {number}: the peers do not do the same: {table}", others)
+
+    def _column(self, number: int, column: int) -> int:
+        return COMMON_COLUMNS + number % self._slots * SLOT_COLUMNS + column
+
+
+def _how_it_ended(number: int) -> str:
+    return "has closed its exchange" if number == LEFT else f"gave up in collective {number}"

@@ -1,0 +1,344 @@
+"""Planes: one array over a coordinate space, each run of coordinates with a home in some tier.
+
+A plane says where the bytes of a coordinate range are: in memory (of the host or of a device) or in
+the swap space. Callers give coordinates and buffers; they never see an offset or a file. That is
+what makes a tier data and not a code path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, bisect_right
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from offload.disk.aio import Aio
+from offload.disk.swapfile import SwapSpace
+from offload.errors import StateError, StorageError
+from offload.memory.arena import Relocate
+from offload.streams import Streams
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where coordinates [begin, end) of a plane live."""
+
+    begin: int
+    end: int
+    memory: torch.Tensor | None
+    """uint8, as long as the plane says [begin, end) is; None when the home is the swap space."""
+    swap_offset: int = -1
+    host_offset: int = -1
+    """Where `memory` begins in the plane's host memory, if it does."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that crossed the swap space, by the thread that moves them."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    earlier_read_seconds: float = 0.0
+    """With reads in flight, before this disk took over from another."""
+    earlier_write_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Disk:
+    """The swap space and the engine that moves bytes to and from it."""
+
+    aio: Aio
+    swap: SwapSpace
+    traffic: Traffic = field(default_factory=Traffic)
+
+    async def read(self, offset: int, buffer: torch.Tensor, what: str = "read") -> None:
+        """Fill `buffer` (uint8, host) from the swap space; `what` is its name in a timeline. Raises StorageError."""
+        await self._move(self.aio.read, offset, buffer, what)
+        self.traffic.read_bytes += buffer.numel()
+
+    async def write(self, offset: int, buffer: torch.Tensor, what: str = "write") -> None:
+        """Write `buffer` (uint8, host) to the swap space; `what` is its name in a timeline.
+
+        Raises:
+            StorageError: of the first part that failed.
+            StateError: the swap space is another process's.
+        """
+        if self.swap.read_only:
+            raise StateError(f"{what}: writing to the swap space of another process, which is only read here")
+        await self._move(self.aio.write, offset, buffer, what)
+        self.traffic.write_bytes += buffer.numel()
+
+    async def sync(self) -> None:
+        """Put what was written on stable storage. Raises StorageError."""
+        files = zip(self.swap.descriptors, self.swap.paths, strict=True)
+        await settle_all([self.aio.sync(descriptor, path) for descriptor, path in files])
+
+    def follow(self, other: Disk) -> None:
+        """Go on counting where `other`, which is at rest, stops."""
+        mine, theirs, seconds = self.traffic, other.traffic, other.aio.stats()
+        mine.read_bytes += theirs.read_bytes
+        mine.write_bytes += theirs.write_bytes
+        mine.earlier_read_seconds += theirs.earlier_read_seconds + seconds.read_seconds
+        mine.earlier_write_seconds += theirs.earlier_write_seconds + seconds.write_seconds
+
+    def close(self) -> None:
+        """Free the files, whatever the engine says: nothing may move any more."""
+        try:
+            self.aio.close()
+        finally:
+            self.swap.close()
+
+    async def _move(self, move: Callable[..., Any], offset: int, buffer: torch.Tensor, what: str) -> None:
+        await settle_all(
+            [
+                move(span.fd, span.file_offset, buffer[span.begin : span.begin + span.nbytes], span.path, what)
+                for span in self.swap.spans(offset, buffer.numel())
+            ]
+        )
+
+
+async def settle_all(moves: Sequence[Awaitable[None]]) -> None:
+    """Run all moves; raise the first error only after every one has settled.
+
+    Until then bytes may still move, and nobody may reuse the buffer.
+    """
+    if len(moves) == 1:
+        await moves[0]
+        return
+    for result in await asyncio.gather(*moves, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stranded:
+    """The truth about coordinates [begin, end) that could not be written: it stays in memory."""
+
+    begin: int
+    end: int
+    data: torch.Tensor
+    written: Callable[[], None]
+    """Called once a later write has succeeded; gives the memory back."""
+
+
+class Plane:
+    """One array over [0, numel) coordinates.
+
+    Args:
+        name: appears in errors and in the plan.
+        width: bytes per element; or, for records that move as a whole, what gives a home's bytes from its elements.
+        homes: disjoint and sorted; what no home covers cannot be read or written.
+        disk: needed when a home lies in the swap space.
+        streams: needed when a home lies on a device; what the mover does to it is behind all it did before.
+
+    Attributes:
+        host: the memory that the homes in host memory are pieces of, uint8; None if unknown, or there are none.
+    """
+
+    host: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        name: str,
+        width: int | Callable[[int], int],
+        homes: list[Home],
+        disk: Disk | None,
+        streams: Streams | None = None,
+    ) -> None:
+        self.name, self._width = name, width
+        self._streams = streams or Streams()
+        self._homes, self._disk = homes, disk
+        self._begins = [home.begin for home in homes]
+        self._stranded: list[Stranded] = []
+        if disk is None and any(home.memory is None for home in homes):
+            raise StateError(f"plane {name}: a home lies in the swap space, but there is none")
+
+    @property
+    def homes(self) -> tuple[Home, ...]:
+        """Where everything is now."""
+        return tuple(self._homes)
+
+    def relocate(self, relocate: Relocate) -> None:
+        """Memory was moved; nothing of the plane is under way."""
+        self._homes = [
+            home if home.memory is None else replace(home, memory=relocate(home.memory)) for home in self._homes
+        ]
+
+    @property
+    def numel(self) -> int:
+        """Coordinates covered."""
+        return self._homes[-1].end if self._homes else 0
+
+    def nbytes(self, begin: int, end: int) -> int:
+        """Bytes of [begin, end).
+
+        Raises:
+            StateError: a record would be cut.
+        """
+        if isinstance(self._width, int):
+            return (end - begin) * self._width
+        total = 0
+        for home, lo, hi in self._pieces(begin, end):
+            if (lo, hi) != (home.begin, home.end):
+                raise StateError(
+                    f"plane {self.name}: [{lo:,}, {hi:,}) is a part of the record [{home.begin:,}, {home.end:,}), "
+                    "which moves as a whole"
+                )
+            total += self._width(hi - lo)
+        return total
+
+    def close(self) -> None:
+        """Let go of the memory homes; the plane holds nothing any more."""
+        self._homes, self._begins, self._stranded, self._disk, self.host = [], [], [], None, None
+
+    def memory(self, begin: int, end: int) -> torch.Tensor | None:
+        """The bytes of [begin, end) where they are, if one memory home holds them all; else None."""
+        if begin == end:
+            return torch.empty(0, dtype=torch.uint8)
+        home = self._home_at(begin)
+        if home.memory is None or end > home.end:
+            return None
+        return self._slice(home, begin, end)
+
+    def host_range(self, begin: int, end: int) -> tuple[int, int] | None:
+        """Which bytes of `host` hold [begin, end), if one home there holds them all; else None."""
+        home = self._home_at(begin)
+        if home.host_offset < 0 or end > home.end:
+            return None
+        return home.host_offset + self.nbytes(home.begin, begin), home.host_offset + self.nbytes(home.begin, end)
+
+    def runs(self, begin: int, end: int) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+        """(first, last, bytes where they are in memory or None) of each home's part of [begin, end), in order."""
+        for home, lo, hi in self._pieces(begin, end):
+            yield lo, hi, None if home.memory is None else self._slice(home, lo, hi)
+
+    def exchange(self, other: Plane, begin: int, end: int) -> None:
+        """Let [begin, end) of this plane and of `other` trade places: each holds what the other held.
+
+        Raises:
+            StateError: the two are not cut alike, or [begin, end) cuts a home, or a write to it is outstanding.
+        """
+        mine, theirs = self._homes_within(begin, end), other._homes_within(begin, end)
+        ours = [(home.begin, home.end) for home in self._homes[mine]]
+        if (
+            not ours
+            or (ours[0][0], ours[-1][1]) != (begin, end)
+            or ours != [(home.begin, home.end) for home in other._homes[theirs]]
+        ):
+            raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) is no run of homes that both planes have")
+        if any(s.begin < end and begin < s.end for s in (*self._stranded, *other._stranded)):
+            raise StateError(f"plane {self.name}: part of [{begin:,}, {end:,}) is not on the disk yet")
+        self._homes[mine], other._homes[theirs] = other._homes[theirs], self._homes[mine]
+
+    def _homes_within(self, begin: int, end: int) -> slice:
+        return slice(bisect_left(self._begins, begin), bisect_left(self._begins, end))
+
+    def swap_bytes(self, begin: int, end: int) -> int:
+        """How many bytes of [begin, end) live in the swap space."""
+        return sum(self.nbytes(lo, hi) for home, lo, hi in self._pieces(begin, end) if home.memory is None)
+
+    async def read(self, begin: int, end: int, into: torch.Tensor) -> None:
+        """Copy [begin, end) into `into` (uint8; host memory if any of it is in the swap space)."""
+        await self._transfer(begin, end, into, write=False)
+
+    async def write(self, begin: int, end: int, source: torch.Tensor) -> None:
+        """Copy `source` (uint8) to [begin, end)."""
+        await self._transfer(begin, end, source, write=True)
+
+    def strand(self, begin: int, end: int, data: torch.Tensor, written: Callable[[], None]) -> None:
+        """A write of [begin, end) failed: let `data` be what the plane holds there until one succeeds."""
+        self._supersede(begin, end, data)
+        self._stranded.append(Stranded(begin, end, data, written))
+
+    async def rewrite_stranded(self) -> None:
+        """Try again to write what could not be written. Raises the first StorageError."""
+        failure: StorageError | None = None
+        for s in list(self._stranded):  # one by one: what one write supersedes gives its memory back
+            if s not in self._stranded:
+                continue
+            try:
+                await self.write(s.begin, s.end, s.data)
+            except StorageError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    async def _transfer(self, begin: int, end: int, buffer: torch.Tensor, *, write: bool) -> None:
+        pieces = list(self._pieces(begin, end))  # a range that is outside must fail before a byte moves
+        if buffer.numel() != self.nbytes(begin, end):
+            raise StateError(
+                f"plane {self.name}: [{begin:,}, {end:,}) is {self.nbytes(begin, end):,} bytes, "
+                f"got a buffer of {buffer.numel():,}"
+            )
+        moves = []
+        for home, lo, hi in pieces:
+            part = buffer[self.nbytes(begin, lo) : self.nbytes(begin, hi)]
+            if home.memory is not None:
+                stored = self._slice(home, lo, hi)
+                target, source = (stored, part) if write else (part, stored)
+                if target.device == source.device:
+                    target.copy_(source)
+                else:
+                    moves.append(self._transfer_device(target, source))
+            else:
+                moves.append(self._transfer_swap(home, lo, hi, part, write=write))
+        if moves:
+            await settle_all(moves)
+        if write:
+            self._supersede(begin, end, buffer)
+
+    async def _transfer_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        copy = self._streams.copy_out if target.device.type == "cpu" else self._streams.copy_in
+        await self._streams.reached(copy(target, source, self._streams.fence()))
+
+    async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
+        if self._disk is None:
+            raise StateError(f"plane {self.name}: no swap space")
+        offset = home.swap_offset + self.nbytes(home.begin, lo)
+        if write:
+            await self._disk.write(offset, part, self.name)
+            return
+        if not any(s.begin <= lo and hi <= s.end for s in self._stranded):
+            await self._disk.read(offset, part, self.name)
+        for kept, given in self._overlaps(lo, hi, part):
+            given.copy_(kept)
+
+    def _supersede(self, begin: int, end: int, newer: torch.Tensor) -> None:
+        """`newer` is the truth now: what was stranded inside is done with; what reaches further follows suit."""
+        for s in [s for s in self._stranded if begin <= s.begin and s.end <= end]:
+            self._stranded.remove(s)
+            s.written()
+        for kept, given in self._overlaps(begin, end, newer):
+            kept.copy_(given)
+
+    def _overlaps(self, begin: int, end: int, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(stranded bytes, bytes of `buffer`) wherever both hold a part of [begin, end); the newest comes last."""
+        for s in self._stranded:
+            first, last = max(begin, s.begin), min(end, s.end)
+            if first < last:
+                yield (
+                    s.data[self.nbytes(s.begin, first) : self.nbytes(s.begin, last)],
+                    buffer[self.nbytes(begin, first) : self.nbytes(begin, last)],
+                )
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[Home, int, int]]:
+        position = begin
+        while position < end:
+            home = self._home_at(position)
+            stop = min(end, home.end)
+            yield home, position, stop
+            position = stop
+
+    def _home_at(self, coordinate: int) -> Home:
+        index = bisect_right(self._begins, coordinate) - 1
+        if index < 0 or coordinate >= self._homes[index].end:
+            raise StateError(f"plane {self.name}: coordinate {coordinate:,} is outside its {self.numel:,} elements")
+        return self._homes[index]
+
+    def _slice(self, home: Home, begin: int, end: int) -> torch.Tensor:
+        if home.memory is None:
+            raise StateError(f"plane {self.name}: coordinates {begin:,} to {end:,} are not in memory")
+        return home.memory[self.nbytes(home.begin, begin) : self.nbytes(home.begin, end)]

@@ -1,0 +1,357 @@
+"""Planes whose bytes have two places in the swap space, so that what a snapshot names is never overwritten.
+
+[Note: slots] Each *pair* of slots holds one run of coordinates. A snapshot names one slot of each pair; until the next
+snapshot that slot is only read. The first write after a snapshot goes to the other slot, which is the *current* one
+from then on; further writes go there too. All writers come through here, so none can forget it.
+
+[Note: memory] What lives in memory has a pair too. Its memory is the truth, and a snapshot writes it through to the
+slot that the one before does not name. So where each run is in the files depends on coordinates only: a plan with more
+memory, or less, finds everything again.
+
+[Note: checksums] What is written is summed while the disk is busy with it, so a snapshot reads nothing again but blocks
+of which a part alone has changed, or that were never written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload.errors import StateError, StorageError
+from offload.kernels import kernels
+from offload.kernels.block_sums import BLOCK_BYTES, UNKNOWN, BlockSums
+from offload.memory.arena import Arena
+from offload.memory.pinned import map_host, tensor_over
+from offload.planes.planes import Disk, Home, Plane, settle_all
+from offload.sizes import PAGE_BYTES
+from offload.streams import Streams
+
+PAIRS_AT_ONCE = 4
+"""Of what is written through or read back: enough to keep a disk busy."""
+
+
+@dataclass(slots=True)
+class Pair:
+    """The two places of coordinates [begin, end)."""
+
+    begin: int
+    end: int
+    offsets: tuple[int, int]
+    sums: BlockSums
+    """Of the current slot."""
+    current: int = 0
+    """The slot that holds the newest values, or, of what lives in memory, those of the last write-through."""
+    kept: int | None = None
+    """The slot that a snapshot names."""
+
+
+class TwoSlotPlane(Plane):
+    """A plane over pairs of slots.
+
+    Args:
+        name: as of any plane.
+        width: as of any plane.
+        homes: those in the swap space are one pair each, at the current slot; one in memory is some pairs.
+        pairs: disjoint and sorted; they cover what the homes cover.
+        disk: where the slots are.
+        streams: as of any plane.
+
+    Attributes:
+        frozen: a snapshot that may or may not be valid names the current slots: writing to the disk is refused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        width: int | Callable[[int], int],
+        homes: list[Home],
+        pairs: Sequence[Pair],
+        disk: Disk,
+        streams: Streams | None = None,
+    ) -> None:
+        super().__init__(name, width, homes, disk, streams)
+        self._pairs = list(pairs)
+        self._pair_begins = [pair.begin for pair in pairs]
+        self._carrying: dict[int, asyncio.Lock] = {}
+        self._table: torch.Tensor | None = None
+        self.frozen = False
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Where everything is now."""
+        return tuple(self._pairs)
+
+    @property
+    def stranded(self) -> bool:
+        """True while something is not on the disk that belongs there."""
+        return bool(self._stranded)
+
+    def tell(self, table: torch.Tensor) -> list[Home]:
+        """Say from now on where things are, for other processes; returns what is in the swap space, at its first slots.
+
+        Args:
+            table: (pairs,) uint8, shared: the current slot of each of those, in order; the rest stays as it is.
+        """
+        self._table = table
+        on_disk = [pair for pair in self._pairs if self._home_at(pair.begin).memory is None]
+        self._told = {pair.begin: number for number, pair in enumerate(on_disk)}
+        for pair in on_disk:
+            table[self._told[pair.begin]] = pair.current
+        return [Home(pair.begin, pair.end, None, pair.offsets[0]) for pair in on_disk]
+
+    # ---- snapshots ----------------------------------------------------------------------------
+
+    def kept_bytes(self) -> Iterator[tuple[int, int]]:
+        """(first byte in the swap space, bytes) of each slot that a snapshot names."""
+        for pair in self._pairs:
+            if pair.kept is not None:
+                yield pair.offsets[pair.kept], self.nbytes_of(pair)
+
+    def nbytes_of(self, pair: Pair) -> int:
+        """Length of each of its slots."""
+        return (
+            (pair.end - pair.begin) * self._width
+            if isinstance(self._width, int)
+            else self._width(pair.end - pair.begin)
+        )
+
+    def in_memory(self, begin: int, end: int) -> list[Pair]:
+        """The pairs inside [begin, end) whose truth is in memory."""
+        inside = self._pairs[bisect_left(self._pair_begins, begin) : bisect_left(self._pair_begins, end)]
+        return [pair for pair in inside if self._home_at(pair.begin).memory is not None]
+
+    async def write_through(self, pairs: Sequence[Pair], arena: Arena, *, seldom: bool) -> int:
+        """Write what lives in memory to the slots that no snapshot names; returns the bytes written.
+
+        Args:
+            pairs: of `in_memory`.
+            arena: what cannot be written from where it is passes through.
+            seldom: it hardly ever changes: look first, and leave alone what has not.
+        """
+        turn = asyncio.Semaphore(PAIRS_AT_ONCE)
+
+        async def write(pair: Pair) -> int:
+            async with turn:
+                before = pair.sums.text if seldom and pair.current == pair.kept else ""
+                if before and before == (await self._look(pair, arena, None)).text:
+                    return 0
+                slot = 0 if pair.kept is None else 1 - pair.kept
+                pair.sums = await self._look(pair, arena, pair.offsets[slot])
+                pair.current = slot
+                return self.nbytes_of(pair)
+
+        written = [0] * len(pairs)
+
+        async def note(number: int, pair: Pair) -> None:
+            written[number] = await write(pair)
+
+        await settle_all([note(number, pair) for number, pair in enumerate(pairs)])
+        return sum(written)
+
+    def keep(self) -> None:
+        """A snapshot names the current slots, and it alone counts: they are not written any more."""
+        for pair in self._pairs:
+            pair.kept = pair.current
+
+    def named(self, slots: str) -> None:
+        """A snapshot of before names these slots ("0" or "1" of each pair); all that is written goes to the others."""
+        for index, (pair, slot) in enumerate(zip(self._pairs, slots, strict=True)):
+            pair.kept = int(slot)
+            pair.sums = BlockSums(self.nbytes_of(pair))
+            self._turn(index, 1 - pair.kept)
+
+    @property
+    def slots(self) -> str:
+        """The current slots, "0" or "1" of each pair."""
+        return "".join(str(pair.current) for pair in self._pairs)
+
+    async def complete_checksums(self) -> None:
+        """Know the checksum of everything on the disk; what is not known yet is read. Raises StorageError."""
+        for pair in self._pairs:
+            for begin, end in pair.sums.unknown():
+                buffer = tensor_over(map_host(end - begin))
+                await self._open_disk().read(pair.offsets[pair.current] + begin, buffer, self.name)
+                pair.sums.note(begin, buffer)
+
+    @property
+    def checksums(self) -> list[str]:
+        """Of the blocks of each pair's current slot; "" where some are not known."""
+        return [pair.sums.text for pair in self._pairs]
+
+    async def return_to_kept(
+        self, arena: Arena, checksums: Sequence[str], whose: Callable[[int, int], str] = lambda begin, end: ""
+    ) -> None:
+        """Hold again what the snapshot holds; all of it is read, to see that it is what was written.
+
+        Args:
+            arena: what cannot be read to where it belongs passes through.
+            checksums: of the slots that the snapshot names; "" where they are unknown.
+            whose: says, for errors, what coordinates [begin, end) are.
+
+        Raises:
+            StateError: there is no snapshot.
+            StorageError: of the first part that cannot be read, or has changed.
+        """
+        turn = asyncio.Semaphore(PAIRS_AT_ONCE)
+
+        async def read(pair: Pair) -> None:
+            async with turn:
+                await self._read_back(pair, arena, whose)
+
+        while self._stranded:  # what could not be written is none of the snapshot's
+            self._stranded.pop().written()
+        reads = []
+        for index, (pair, text) in enumerate(zip(self._pairs, checksums, strict=True)):
+            if pair.kept is None:
+                raise StateError(f"plane {self.name}: no snapshot names [{pair.begin:,}, {pair.end:,})")
+            self._turn(index, pair.kept)
+            pair.sums = BlockSums(self.nbytes_of(pair), text)
+            if text or self._home_at(pair.begin).memory is not None:
+                reads.append(read(pair))
+        await settle_all(reads)
+
+    def close(self) -> None:
+        """See `Plane`."""
+        super().close()
+        self._table = None
+
+    # ---- writes -------------------------------------------------------------------------------
+
+    async def _transfer_swap(self, home: Home, lo: int, hi: int, part: torch.Tensor, *, write: bool) -> None:
+        if not write:
+            await super()._transfer_swap(self._home_at(lo), lo, hi, part, write=False)
+            return
+        index = bisect_right(self._pair_begins, lo) - 1
+        pair = self._pairs[index]
+        if self.frozen:
+            raise StateError(f"plane {self.name}: a snapshot is being committed; nothing may be written until it is")
+        if pair.current == pair.kept and (lo, hi) == (pair.begin, pair.end):
+            other, sums = 1 - pair.current, BlockSums(part.numel())
+            await self._write_slot(pair.offsets[other], 0, part, sums)
+            pair.sums = sums
+            self._turn(index, other)
+            return
+        if pair.current == pair.kept:
+            await self._carry_over(index, pair)
+        await self._write_slot(pair.offsets[pair.current], self.nbytes(pair.begin, lo), part, pair.sums)
+
+    async def _write_slot(self, offset: int, begin: int, part: torch.Tensor, sums: BlockSums) -> None:
+        """Write the bytes of a slot from `begin` on, and sum them meanwhile."""
+        sums.forget(begin, begin + part.numel())
+        try:
+            writing = self._open_disk().write(offset + begin, part, self.name)
+            await settle_all([writing, _note(sums, begin, part)])
+        except BaseException:
+            sums.forget(begin, begin + part.numel())
+            raise
+
+    async def _carry_over(self, index: int, pair: Pair) -> None:
+        """A part is about to be written: the rest has to be in the other slot too."""
+        async with self._carrying.setdefault(index, asyncio.Lock()):
+            if pair.current != pair.kept:
+                return
+            disk, other, nbytes = self._open_disk(), 1 - pair.current, self.nbytes_of(pair)
+            buffer = tensor_over(map_host(min(nbytes, BLOCK_BYTES)))
+            for begin in range(0, nbytes, BLOCK_BYTES):
+                part = buffer[: min(BLOCK_BYTES, nbytes - begin)]
+                await disk.read(pair.offsets[pair.current] + begin, part, self.name)
+                await disk.write(pair.offsets[other] + begin, part, self.name)
+            self._turn(index, other)
+
+    def _turn(self, index: int, slot: int) -> None:
+        """`slot` is the current one."""
+        pair = self._pairs[index]
+        pair.current = slot
+        at = bisect_right(self._begins, pair.begin) - 1
+        if self._homes[at].memory is None:
+            self._homes[at] = replace(self._homes[at], swap_offset=pair.offsets[slot])
+            if self._table is not None:
+                self._table[self._told[pair.begin]] = slot
+
+    # ---- memory -------------------------------------------------------------------------------
+
+    async def _look(self, pair: Pair, arena: Arena, offset: int | None) -> BlockSums:
+        """The checksums of what lives in memory, which is written to `offset` if that is given."""
+        memory, sums = self._memory_of(pair), BlockSums(self.nbytes_of(pair))
+        for begin in range(0, memory.numel(), BLOCK_BYTES):
+            source = memory[begin : begin + BLOCK_BYTES]
+            block = None if _fit_for_the_disk(source) else await arena.lease_when_free(source.numel(), self.name)
+            try:
+                if block is not None:
+                    await self._copy(block.data, source)
+                    source = block.data
+                if offset is None:
+                    sums.note(begin, source)
+                else:
+                    await self._write_slot(offset, begin, source, sums)
+            finally:
+                if block is not None:
+                    block.release()
+        return sums
+
+    async def _read_back(self, pair: Pair, arena: Arena, whose: Callable[[int, int], str]) -> None:
+        """Compare what is on the disk with its checksums, and put it where it belongs."""
+        memory, offset = self.memory(pair.begin, pair.end), pair.offsets[pair.current]
+        own = tensor_over(map_host(min(self.nbytes_of(pair), BLOCK_BYTES)))
+        for begin, end, expected in pair.sums.blocks():
+            block = None if memory is None else await arena.lease_when_free(end - begin, self.name)
+            data = own[: end - begin] if block is None else block.data
+            try:
+                await self._open_disk().read(offset + begin, data, self.name)
+                found = kernels.crc32c(data)
+                if expected not in (found, UNKNOWN):
+                    raise self._damaged(pair, begin, end, f"checksum {found:08x}, expected {expected:08x}", whose)
+                if memory is not None:
+                    await self._copy(memory[begin:end], data)
+            finally:
+                if block is not None:
+                    block.release()
+
+    def _damaged(self, pair: Pair, begin: int, end: int, how: str, whose: Callable[[int, int], str]) -> StorageError:
+        """The error of bytes [begin, end) of the pair's current slot."""
+        lo, hi = pair.begin, pair.end
+        if isinstance(self._width, int):
+            lo, hi = pair.begin + begin // self._width, pair.begin - (-end // self._width)
+        spans = list(self._open_disk().swap.spans(pair.offsets[pair.current] + begin, end - begin))
+        return StorageError(
+            f"snapshot: {end - begin:,} bytes of {self.name} [{lo:,}, {hi:,}){whose(lo, hi)} are not what was written "
+            f"({how})",
+            errno=errno.EIO,
+            path=" and ".join(span.path for span in spans),
+            offset=spans[0].file_offset,
+            free_bytes=None,
+        )
+
+    async def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if target.device == source.device:
+            target.copy_(source)
+        else:
+            await self._transfer_device(target, source)
+
+    def _memory_of(self, pair: Pair) -> torch.Tensor:
+        memory = self.memory(pair.begin, pair.end)
+        if memory is None:
+            raise StateError(f"plane {self.name}: [{pair.begin:,}, {pair.end:,}) is not in memory")
+        return memory
+
+    def _open_disk(self) -> Disk:
+        if self._disk is None:
+            raise StateError(f"plane {self.name}: no swap space")
+        return self._disk
+
+
+def _fit_for_the_disk(memory: torch.Tensor) -> bool:
+    """True when a file that is open past the page cache can be written from there."""
+    return memory.device.type == "cpu" and memory.data_ptr() % PAGE_BYTES == 0 and memory.numel() % PAGE_BYTES == 0
+
+
+async def _note(sums: BlockSums, begin: int, data: torch.Tensor) -> None:
+    """`BlockSums.note`, a block at a time: the loop has other things to do."""
+    for at in range(0, data.numel(), BLOCK_BYTES):
+        sums.note(begin + at, data[at : at + BLOCK_BYTES])
+        await asyncio.sleep(0)

@@ -1,0 +1,1 @@
+"""What autograd has saved, kept elsewhere until backward asks for it."""

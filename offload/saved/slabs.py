@@ -1,0 +1,118 @@
+"""Memory and swap space that grow when they must: for bytes whose sum nobody knows before the first forward."""
+
+from __future__ import annotations
+
+import torch
+
+from offload.disk.swapfile import SwapSpace
+from offload.memory.arena import Arena, Block
+from offload.memory.free_ranges import Extents
+from offload.sizes import PAGE_BYTES, align_up
+
+STEP_BYTES = 16 << 20
+"""The least that is added at once."""
+GROWTH = 4
+"""A part of what there is is added at least: few steps lead to any size."""
+
+
+class Slabs:
+    """Arenas of one kind of memory. One owner at a time.
+
+    Args:
+        name: what the bytes are for; appears in errors.
+        knob: the configuration key that makes a bounded one larger.
+        device: whose memory.
+        nbytes: all there will be, in one arena; None: another arena is added when none has room.
+        pinned: page-lock host memory.
+    """
+
+    def __init__(self, name: str, knob: str, device: torch.device, nbytes: int | None, *, pinned: bool = False) -> None:
+        self.name, self.knob, self._device, self._pinned = name, knob, device, pinned
+        self.grows = nbytes is None
+        self._arenas = [] if nbytes is None else [self._arena(nbytes)]
+        self._closed = False
+        self.peak_bytes = 0
+        """Most bytes ever leased at once."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all arenas."""
+        return sum(arena.capacity_bytes for arena in self._arenas)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes leased now."""
+        return sum(arena.used_bytes for arena in self._arenas)
+
+    def lease(self, nbytes: int) -> Block | None:
+        """A block of exactly `nbytes`; None when there is no room and none may be added."""
+        block = next((found for arena in self._arenas if (found := arena.try_lease(nbytes)) is not None), None)
+        if block is None and self.grows and not self._closed:
+            self.add(max(nbytes, STEP_BYTES, self.capacity_bytes // GROWTH))
+            block = self._arenas[-1].lease(nbytes, self.name)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return block
+
+    def add(self, nbytes: int) -> None:
+        """One more arena, of `nbytes`."""
+        self._arenas.append(self._arena(nbytes))
+
+    def trim(self) -> None:
+        """Give arenas back that nobody uses, unless their size was planned."""
+        if self.grows:
+            for arena in [arena for arena in self._arenas if not arena.used_bytes]:
+                arena.close()
+                self._arenas.remove(arena)
+
+    def close(self) -> None:
+        """Give everything back; memory returns when the last tensor over it is gone. Idempotent."""
+        self._closed = True
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()
+
+    def _arena(self, nbytes: int) -> Arena:
+        return Arena(self.name, nbytes, self.knob, self._device, pinned=self._pinned)
+
+
+class SwapArea:
+    """A part of a swap space, handed out by extent.
+
+    Args:
+        begin: offset of what is reserved.
+        nbytes: how much of it there is.
+        grows: more is reserved when it is used up.
+    """
+
+    def __init__(self, swap: SwapSpace, begin: int, nbytes: int, *, grows: bool) -> None:
+        self._swap, self._grows = swap, grows
+        self._parts = [(begin, Extents(nbytes))]
+        self.peak_bytes = 0
+        """Most bytes ever taken at once."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken now."""
+        return sum(extents.used_bytes for _, extents in self._parts)
+
+    def take(self, nbytes: int) -> int | None:
+        """Offset in the swap space of `nbytes`, on a page; None when there is no room and none may be added.
+
+        Raises:
+            StorageError: the file system has no room for more.
+        """
+        for begin, extents in self._parts:
+            if (offset := extents.allocate(nbytes)) is not None:
+                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+                return begin + offset
+        if not self._grows:
+            return None
+        capacity_bytes = sum(extents.capacity_bytes for _, extents in self._parts)
+        more_bytes = align_up(max(nbytes, STEP_BYTES, capacity_bytes // GROWTH), PAGE_BYTES)
+        self._parts.append((self._swap.extend(more_bytes), Extents(more_bytes)))
+        return self.take(nbytes)
+
+    def give_back(self, offset: int) -> None:
+        """What `take` returned is free again."""
+        begin, extents = next(part for part in self._parts if part[0] <= offset < part[0] + part[1].capacity_bytes)
+        extents.free(offset - begin)

@@ -1,0 +1,357 @@
+"""Bytes of a device put aside in pieces: in leased memory, or through it in the swap space.
+
+A piece is in memory, on its way to the disk (memory still holds it), there, or on its way back. One
+path serves every tier: the swap space is what a piece goes on to from memory. Callers hold one lock
+around every call; the mover only moves bytes, and what it has done is taken note of by `collect`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.errors import BudgetError, StateError, StorageError
+from offload.memory.arena import Block
+from offload.memory.pinned import aligned_copy
+from offload.mover import Mover, Transfer
+from offload.planes.planes import Disk
+from offload.saved.slabs import Slabs, SwapArea
+from offload.sizes import PAGE_BYTES, align_up
+from offload.streams import Fence, Streams
+
+PIECE_BYTES = 8 << 20
+PIECES_IN_FLIGHT = 8
+"""Of the memory that pieces pass through on their way to the disk and back."""
+COPIES_IN_FLIGHT = 4
+"""So many pieces of a device's memory are held for copies that lag behind; then its stream waits for the oldest."""
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Bytes [begin, end) of what was put aside."""
+
+    begin: int
+    end: int
+    block: Block | None
+    """Memory that holds them, or that they are read into."""
+    fence: Fence = None
+    """Behind the last copy from or to the block."""
+    offset: int = -1
+    """In the swap space."""
+    write: Transfer[None] | None = None
+    read: Transfer[None] | None = None
+    rescued: torch.Tensor | None = None
+    """The bytes, of the host, when they could not be written."""
+    dropped: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Where pieces go on to from memory."""
+
+    disk: Disk
+    area: SwapArea
+
+
+class PieceStore:
+    """Puts bytes of one device aside.
+
+    Args:
+        name: what the bytes are; appears in errors and in a timeline.
+        memory: of the host or of the device.
+        near: it is memory of the device.
+        swap: None: pieces stay in memory.
+        mover: waits for copies, and for the disk; not needed for memory that grows.
+
+    Attributes:
+        failure: a write that failed and nobody was told of; its bytes are kept in memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        memory: Slabs,
+        streams: Streams,
+        *,
+        near: bool = False,
+        swap: Swap | None = None,
+        mover: Mover | None = None,
+    ) -> None:
+        self.name, self.memory = name, memory
+        self._streams, self._near, self._swap, self._mover = streams, near, swap, mover
+        self._moving: list[Piece] = []
+        """Written, or dropped while something moved."""
+        self._ahead: list[Piece] = []
+        """Read, or being read."""
+        self._leaving: list[tuple[Block, Fence]] = []
+        self._copied: deque[tuple[torch.Tensor, Fence, Callable[[], None]]] = deque()
+        self.failure: StorageError | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes put aside now, in whole pages, where they end up."""
+        return self.memory.used_bytes if self._swap is None else self._swap.area.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of them there were."""
+        return self.memory.peak_bytes if self._swap is None else self._swap.area.peak_bytes
+
+    def put(self, source: torch.Tensor, copied: Callable[[], None]) -> list[Piece]:
+        """Put `source` (uint8, on the device) aside.
+
+        Args:
+            source: must not be overwritten until
+            copied: is called: what the device is given from then on comes after the copy.
+
+        Raises:
+            BudgetError: memory or swap space is bounded and used up; names the knob.
+            StorageError: the swap space cannot grow.
+        """
+        pieces: list[Piece] = []
+        try:
+            for begin in range(0, source.numel(), PIECE_BYTES):
+                piece = Piece(begin, min(begin + PIECE_BYTES, source.numel()), None)
+                pieces.append(piece)
+                piece.block = self._lease(piece)
+                last = piece.end == source.numel()
+                part = source[piece.begin : piece.end]
+                self._copy_away(piece, piece.block, part, copied if last else _nothing)
+                if self._swap is not None and self._mover is not None:
+                    self._start_write(piece, piece.block, self._swap, self._mover)
+        except BaseException:
+            self.drop(pieces)
+            raise
+        return pieces
+
+    def start(self, pieces: Iterable[Piece]) -> None:
+        """Have pieces read that are on the disk, as far as memory is free for it."""
+        for piece in pieces:
+            if not self._in_reach(piece):
+                block = self.memory.lease(align_up(piece.nbytes, PAGE_BYTES))
+                if block is None:
+                    return
+                self._start_read(piece, block)
+
+    def get(self, pieces: Sequence[Piece], target: torch.Tensor, next_ones: Sequence[Piece] = ()) -> Fence:
+        """Copy pieces to `target` (uint8, on the device).
+
+        Args:
+            pieces: of one `put`, all of them.
+            target: as long as what was put.
+            next_ones: pieces that will be asked for soon.
+
+        Returns:
+            Behind the copies.
+
+        Raises:
+            StorageError: a piece could not be read; it is still where it was.
+        """
+        fence: Fence = None
+        made = self._streams.fence()
+        try:
+            for index, piece in enumerate(pieces):
+                if not self._in_reach(piece):
+                    self._start_read(piece, self._lease(piece))
+                self.start([*pieces[index + 1 :], *next_ones])
+                fence = self._copy_back(piece, target[piece.begin : piece.end], made)
+        except BaseException:
+            self._streams.wait(fence)  # the memory of `target` goes to somebody else now
+            raise
+        return fence
+
+    def at_hand(self, pieces: Iterable[Piece]) -> bool:
+        """True when `get` need not wait for the disk."""
+        return all(
+            piece.rescued is not None or (piece.block is not None and (piece.read is None or piece.read.settled()))
+            for piece in pieces
+        )
+
+    def drop(self, pieces: Iterable[Piece]) -> None:
+        """Nobody wants these any more; memory and space are free once nothing moves in them."""
+        for piece in pieces:
+            piece.dropped = True
+            if piece.write is None:  # else it is in the list already
+                self._moving.append(piece)
+        self.collect()
+
+    def collect(self) -> None:
+        """Take note of what has ended."""
+        self._moving = [piece for piece in self._moving if not self._has_ended(piece)]
+        self._ahead = [piece for piece in self._ahead if piece.read is not None]
+        self._leaving = [(block, fence) for block, fence in self._leaving if not self._has_left(block, fence)]
+        while self._copied and _passed(self._copied[0][1]):
+            self._copied.popleft()[2]()
+
+    def end(self) -> None:
+        """Let go of everything: nothing moves any more."""
+        self._moving, self._ahead, self._leaving, self.failure = [], [], [], None
+        self._copied.clear()
+
+    # ---- to memory and back -------------------------------------------------------------------
+
+    def _copy_away(self, piece: Piece, block: Block, source: torch.Tensor, copied: Callable[[], None]) -> None:
+        into = block.data[: piece.nbytes]
+        if self._near:
+            self._streams.wait(*block.fences)
+            into.copy_(source)
+            piece.fence = self._streams.fence()
+            copied()
+            return
+        piece.fence = self._streams.copy_out(into, source, self._streams.fence())
+        self._copied.append((source, piece.fence, copied))
+        while len(self._copied) > COPIES_IN_FLIGHT or _passed(self._copied[0][1]):
+            # What the stream is given from now on, and who gets the memory from it next, comes after the copy.
+            _, fence, oldest_copied = self._copied.popleft()
+            self._streams.wait(fence)
+            oldest_copied()
+            if not self._copied:
+                return
+
+    def _copy_back(self, piece: Piece, target: torch.Tensor, made: Fence) -> Fence:
+        source = self._arrived(piece)
+        if self._near:
+            target.copy_(source)
+            piece.fence = self._streams.fence()
+            return None
+        fence = piece.fence = self._streams.copy_in(target, source, piece.fence, made)
+        if piece.offset >= 0 and piece.write is None and piece.block is not None:
+            block, piece.block, piece.read = piece.block, None, None
+            self._let_go(block, fence)
+        return fence
+
+    def _arrived(self, piece: Piece) -> torch.Tensor:
+        if piece.rescued is not None:
+            return piece.rescued[: piece.nbytes]
+        block = piece.block
+        if block is None:
+            raise StateError(f"{self.name}: bytes that were put aside are gone")
+        if piece.read is not None:
+            error = piece.read.settle()
+            if error is not None:
+                piece.block = piece.read = None
+                self._let_go(block, piece.fence)
+                raise error.within(f"reading {self.name}") if isinstance(error, StorageError) else error
+            piece.fence = None
+        return block.data[: piece.nbytes]
+
+    def _lease(self, piece: Piece) -> Block:
+        nbytes = align_up(piece.nbytes, PAGE_BYTES)
+        self.collect()
+        while (block := self.memory.lease(nbytes)) is None:
+            if not self._wait_for_memory():
+                raise BudgetError(
+                    f"{self.name}: {nbytes:,} more bytes do not fit, {self.memory.used_bytes:,} of "
+                    f"{self.memory.capacity_bytes:,} are in use; raise {self.memory.knob}"
+                )
+        return block
+
+    def _wait_for_memory(self) -> bool:
+        """Wait until something more is free; False if nothing will be."""
+        writing = next((piece.write for piece in self._moving if piece.write is not None), None)
+        if writing is not None:
+            writing.settle()
+        elif self._leaving and self._mover is not None:
+            self._mover.run(f"copies of {self.name}", self._streams.reached(self._leaving[0][1]))
+        elif not self._forget_read():
+            return False
+        self.collect()
+        return True
+
+    def _forget_read(self) -> bool:
+        """Give up what was read ahead, the oldest first; False if there is none."""
+        for piece in self._ahead:
+            if piece.read is not None and piece.block is not None:
+                piece.read.settle()
+                block, piece.block, piece.read = piece.block, None, None
+                self._let_go(block, piece.fence)
+                return True
+        return False
+
+    def _let_go(self, block: Block, fence: Fence) -> None:
+        if not self._has_left(block, fence):
+            self._leaving.append((block, fence))
+
+    def _has_left(self, block: Block, fence: Fence) -> bool:
+        if self._near:
+            block.release(fence)
+        elif _passed(fence):
+            block.release()
+        else:
+            return False
+        return True
+
+    # ---- to the disk and back -----------------------------------------------------------------
+
+    @staticmethod
+    def _in_reach(piece: Piece) -> bool:
+        return piece.block is not None or piece.rescued is not None
+
+    def _start_write(self, piece: Piece, block: Block, swap: Swap, mover: Mover) -> None:
+        offset = swap.area.take(block.data.numel())
+        if offset is None:
+            raise BudgetError(
+                f"{self.name}: {block.data.numel():,} more bytes do not fit, {swap.area.used_bytes:,} bytes of swap "
+                f"space are in use; raise {self.memory.knob}"
+            )
+        piece.offset, fence, streams = offset, piece.fence, self._streams
+
+        async def write() -> None:
+            await streams.reached(fence)
+            await swap.disk.write(offset, block.data, self.name)
+
+        self._moving.append(piece)
+        piece.write = mover.post(f"storing {self.name}", write())
+
+    def _start_read(self, piece: Piece, block: Block) -> None:
+        if self._swap is None or self._mover is None:
+            raise StateError(f"{self.name}: bytes that were put aside are gone")
+        reading = self._swap.disk.read(piece.offset, block.data, self.name)
+        piece.read = self._mover.post(f"reading {self.name}", reading)
+        piece.block = block  # last: with a block and no read it would pass for one that memory holds
+        self._ahead.append(piece)
+
+    def _has_ended(self, piece: Piece) -> bool:
+        if piece.write is not None:
+            if not piece.write.settled():
+                return False
+            self._written(piece, piece.write)
+        if not piece.dropped:
+            return True
+        if piece.read is not None and not piece.read.settled():
+            return False
+        piece.read = piece.rescued = None
+        if piece.block is not None:
+            block, piece.block = piece.block, None
+            self._let_go(block, piece.fence)
+        if piece.offset >= 0 and self._swap is not None:
+            self._swap.area.give_back(piece.offset)
+            piece.offset = -1
+        return True
+
+    def _written(self, piece: Piece, write: Transfer[None]) -> None:
+        error, piece.write = write.settle(), None
+        block, piece.block = piece.block, None
+        if block is None:
+            return
+        if error is not None and not piece.dropped:
+            piece.rescued = aligned_copy(block.data)
+            if isinstance(error, StorageError):
+                self.failure = self.failure or error.within(f"storing {self.name}")
+        self._let_go(block, piece.fence)
+
+
+def _passed(fence: Fence) -> bool:
+    return fence is None or fence.query()
+
+
+def _nothing() -> None:
+    """More pieces follow."""

@@ -1,0 +1,342 @@
+"""Processes of one machine hand each other open files, and find out whether they are on one machine."""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from offload.errors import PeerError, StateError
+from offload.system.linux import memory_file
+
+Share = Callable[[bytes], list[bytes]]
+"""Gives this process's bytes to all, and returns everybody's in peer order. All call it, the same number of times."""
+SECONDS_MAX = 30.0
+SAME_NODE_SECONDS_MAX = 10.0
+DESCRIPTORS_PER_MESSAGE = 64
+"""The kernel takes 253; few at a time keep what is under way below RLIMIT_NOFILE."""
+TOKEN_BYTES = 16
+HELLO = struct.Struct(f"=i{TOKEN_BYTES}s")
+"""Who connects says: its number, and the secret that only peers know."""
+CREDENTIALS = struct.Struct("=iII")
+"""struct ucred: pid, uid, gid."""
+NAMESPACES = ("net", "user", "pid", "ipc")
+
+
+LOOK_SECONDS = 0.2
+"""Between looks whether those that are waited for still run."""
+
+
+def exchange_descriptors(
+    index: int, count: int, share: Share, descriptors: Sequence[int], *, seconds: float = SECONDS_MAX
+) -> list[list[int]]:
+    """Give every peer duplicates of these open files, and get those of every peer.
+
+    A collective call: every peer makes it, and it calls `share` once. Files travel over sockets in the abstract
+    namespace, which leave nothing behind; a peer is let in if it runs as the same user and knows a secret that was
+    shared. How many descriptors a peer gives is its own affair.
+
+    Args:
+        index: number of this peer, 0 <= index < count.
+        count: number of peers.
+        share: how they reach each other without files.
+        descriptors: open ones, which stay the caller's.
+        seconds: how long to wait for the others, once all of them have called.
+
+    Returns:
+        Per peer its descriptors in the order given, closed in programs that are started. The caller closes them. This
+        peer's own entry has `descriptors` themselves.
+
+    Raises:
+        PeerError: a peer cannot be reached, runs as another user, or gave up; names it. Nothing stays open.
+    """
+    meeting = _Meeting(index, count, descriptors, seconds)
+    try:
+        meeting.introduce(share)
+        # Everybody connects to those before it and is called on by those behind it. Number 0 calls on nobody, so
+        # there is always one that answers.
+        for peer in range(index):
+            meeting.call_on(peer)
+        for _ in range(index + 1, count):
+            meeting.answer()
+    except BaseException:
+        meeting.drop()
+        raise
+    finally:
+        meeting.close()
+    return meeting.received
+
+
+def node_identity() -> bytes:
+    """What two processes have in common that can share memory: one boot of one kernel, and its namespaces.
+
+    Machines that were restored from one image can be alike in all of it; `same_node` tries.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES]
+    except OSError:
+        boot, spaces = secrets.token_hex(TOKEN_BYTES), []  # unlike anybody's
+    return json.dumps([boot, os.geteuid(), *spaces]).encode()
+
+
+def same_node(share: Share) -> bool:
+    """True if all peers can share memory: on one kernel, in one container, and a file of each has reached each other.
+
+    A collective call; all peers get the same answer. It calls `share` once, or three times.
+    """
+    token = secrets.token_hex(TOKEN_BYTES).encode()
+    shared = [payload.partition(b"/") for payload in share(token + b"/" + node_identity())]
+    if len({identity for _, _, identity in shared}) != 1:
+        return False
+    tokens = [other for other, _, _ in shared]
+    proof = _proof(token)
+    try:
+        reached = _proven(tokens.index(token), tokens, share, proof)
+    finally:
+        for descriptor in proof:
+            os.close(descriptor)
+    return all(answer == b"yes" for answer in share(b"yes" if reached else b"no"))
+
+
+def _proof(token: bytes) -> list[int]:
+    """A file that holds the token; none where there can be none."""
+    try:
+        descriptor = memory_file()
+    except OSError:
+        return []
+    os.write(descriptor, token)
+    return [descriptor]
+
+
+def _proven(index: int, tokens: Sequence[bytes], share: Share, proof: Sequence[int]) -> bool:
+    """True if a file of every peer has come, and holds that peer's token."""
+    try:
+        received = exchange_descriptors(index, len(tokens), share, proof, seconds=SAME_NODE_SECONDS_MAX)
+    except PeerError:
+        return False
+    found = [b"".join(os.pread(descriptor, 2 * TOKEN_BYTES + 1, 0) for descriptor in given) for given in received]
+    close_received(index, received)
+    return found == list(tokens)
+
+
+def close_received(index: int, received: Sequence[Sequence[int]]) -> None:
+    """Close what `exchange_descriptors` returned on peer `index`, without its own."""
+    for peer, descriptors in enumerate(received):
+        for descriptor in descriptors if peer != index else ():
+            os.close(descriptor)
+
+
+class _Meeting:
+    """One exchange: a socket that others call on, and what has been received."""
+
+    def __init__(self, index: int, count: int, descriptors: Sequence[int], seconds: float) -> None:
+        if not 0 <= index < count:
+            raise ValueError(f"index: expected 0 to {count - 1}, got {index}")
+        self._index, self._count, self._own, self._seconds = index, count, list(descriptors), seconds
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._listener: socket.socket | None = None
+        self._peers: list[dict[str, Any]] = []
+        self._met: set[int] = {index}
+        self._deadline = 0.0
+        self._strangers = 0
+        self._seen: set[int] = set()
+        """Whose process could be seen running."""
+        self.received: list[list[int]] = [list(descriptors) if peer == index else [] for peer in range(count)]
+
+    def introduce(self, share: Share) -> None:
+        """Listen, and tell everybody where."""
+        mine: dict[str, Any] = {"pid": os.getpid(), "given": len(self._own), "token": self._token.hex(), "error": ""}
+        try:
+            self._listener = _socket()
+            mine["name"] = f"zero-infinity-{secrets.token_hex(TOKEN_BYTES)}"
+            self._listener.bind(b"\0" + mine["name"].encode())
+            self._listener.listen(max(self._count, socket.SOMAXCONN))
+        except OSError as error:
+            mine["error"] = str(error)  # the others have to learn of it: they wait in `share`
+        self._peers = [json.loads(payload) for payload in share(json.dumps(mine).encode())]
+        if len(self._peers) != self._count:
+            raise StateError(
+                f"share returned {len(self._peers)} payloads, expected one from each of {self._count} peers"
+            )
+        failed = [peer for peer, other in enumerate(self._peers) if other["error"]]
+        if failed:
+            reasons = "; ".join(f"{self._name(peer)}: {self._peers[peer]['error']}" for peer in failed)
+            raise PeerError(f"passing files between processes: no socket could be made by {reasons}", failed)
+        self._deadline = time.monotonic() + self._seconds
+        self._seen = {peer for peer, other in enumerate(self._peers) if is_running(other["pid"])}
+
+    def call_on(self, peer: int) -> None:
+        """Connect to a peer; it gives first."""
+        with _socket() as connection:
+            try:
+                connection.settimeout(self._left())
+                self._connect(connection, peer)
+                user = _user_of(connection)
+                if user != os.geteuid():
+                    self._fail(peer, f"it runs as user {user}, this process as user {os.geteuid()}")
+                connection.send(HELLO.pack(self._index, bytes.fromhex(self._peers[peer]["token"])))
+                self._take(connection, peer)
+                self._give(connection)
+            except ConnectionRefusedError:
+                self._fail(peer, "nobody listens: it has ended, or is in another network namespace or machine")
+            except OSError as error:
+                self._fail(peer, _reason(error, self._seconds), left=True)
+        self._met.add(peer)
+
+    def answer(self) -> None:
+        """Wait for the next peer that connects. Whoever is none is sent away."""
+        peer = -1
+        while peer < 0:
+            try:
+                connection = self._accepted()
+            except OSError as error:
+                self._nobody_came(error)
+            with connection:
+                try:
+                    peer = self._recognised(connection)
+                    if peer >= 0:
+                        self._give(connection)
+                        self._take(connection, peer)
+                except OSError as error:
+                    if peer >= 0:
+                        self._fail(peer, _reason(error, self._seconds), left=True)
+        self._met.add(peer)
+
+    def drop(self) -> None:
+        """Close what has been received."""
+        close_received(self._index, self.received)
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def _connect(self, connection: socket.socket, peer: int) -> None:
+        address = b"\0" + self._peers[peer]["name"].encode()
+        while True:
+            try:
+                connection.connect(address)
+                return
+            except BlockingIOError:  # too many wait to be answered, and a socket with a timeout does not queue up
+                if time.monotonic() > self._deadline:
+                    raise TimeoutError from None
+                time.sleep(1e-3)
+
+    def _accepted(self) -> socket.socket:
+        if self._listener is None:
+            raise StateError("nothing listens")
+        ended: list[int] = []
+        while True:
+            self._listener.settimeout(min(self._left(), LOOK_SECONDS))
+            try:
+                connection, _ = self._listener.accept()
+                break
+            except TimeoutError:
+                if time.monotonic() >= self._deadline:
+                    raise
+                if ended:  # and nothing that it sent before has come since
+                    self._fail(ended[0], f"its process has ended{self._sent_away}")
+                waited = self._seen - self._met - set(range(self._index))
+                ended = [peer for peer in sorted(waited) if not is_running(self._peers[peer]["pid"])]
+        connection.settimeout(self._left())
+        return connection
+
+    def _recognised(self, connection: socket.socket) -> int:
+        """Number of the peer that connected; -1 for somebody else."""
+        if _user_of(connection) == os.geteuid():
+            hello = connection.recv(HELLO.size)
+            if len(hello) == HELLO.size:
+                peer, token = HELLO.unpack(hello)
+                if secrets.compare_digest(token, self._token) and self._index < peer < self._count:
+                    return int(peer)
+        self._strangers += 1
+        return -1
+
+    def _give(self, connection: socket.socket) -> None:
+        for first in range(0, len(self._own), DESCRIPTORS_PER_MESSAGE):
+            part = self._own[first : first + DESCRIPTORS_PER_MESSAGE]
+            connection.settimeout(self._left())
+            socket.send_fds(connection, [b"f"], part)
+
+    def _take(self, connection: socket.socket, peer: int) -> None:
+        received, expected = self.received[peer], self._peers[peer]["given"]
+        while len(received) < expected:
+            connection.settimeout(self._left())
+            message, found, cut = _receive(connection)
+            received += found
+            if not message:
+                self._fail(peer, f"it gave up after {len(received)} of {expected} descriptors", left=True)
+            if cut:
+                self._fail(peer, "this process can hold no more open files; raise ulimit -n")
+
+    @property
+    def _sent_away(self) -> str:
+        return f"; {self._strangers} others were sent away" if self._strangers else ""
+
+    def _left(self) -> float:
+        """Seconds until the deadline; a little at least, so that what is there already can be taken."""
+        return max(self._deadline - time.monotonic(), 1e-3)
+
+    def _name(self, peer: int) -> str:
+        return f"peer {peer} (pid {self._peers[peer]['pid']})"
+
+    def _fail(self, peer: int, why: str, *, left: bool = False) -> NoReturn:
+        """Raise PeerError; `left`: the peer is not there any more."""
+        # Whoever has seen a death first leaves, and may be missed before the one that died.
+        others = sorted(self._seen - {peer}) if left else []
+        gone = [other for other in others if not is_running(self._peers[other]["pid"])]
+        first = f"; {', '.join(map(self._name, gone))} ended" if gone else ""
+        raise PeerError(f"passing files between processes: {self._name(peer)}: {why}{first}", [*gone, peer])
+
+    def _nobody_came(self, error: OSError) -> NoReturn:
+        missing = [peer for peer in range(self._index + 1, self._count) if peer not in self._met]
+        names = ", ".join(self._name(peer) for peer in missing)
+        raise PeerError(
+            f"passing files between processes: not called on by {names}: {_reason(error, self._seconds)}"
+            f"{self._sent_away}",
+            missing,
+        ) from error
+
+
+def is_running(pid: int) -> bool:
+    """True if a process of that number can be seen, and has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Effective user of the process at the other end, as the kernel knows it."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(packed)[1])
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int], bool]:
+    """One message, its descriptors, and whether some of them could not be taken."""
+    room = socket.CMSG_SPACE(DESCRIPTORS_PER_MESSAGE * array.array("i").itemsize)
+    message, ancillary, flags, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return message, found.tolist(), bool(flags & socket.MSG_CTRUNC)
+
+
+def _reason(error: OSError, seconds: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"nothing came within {seconds:g} s; is the process alive, and did it get as far?"
+    return error.strerror or str(error)

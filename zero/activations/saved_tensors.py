@@ -1,0 +1,168 @@
+"""What autograd saves in a forward goes to the store of its engine; parameters and buffers never do.
+
+[Note: whose hooks] Autograd asks the youngest saved-tensor hooks only. Inside a non-reentrant checkpoint these are
+the checkpoint's own, which keep nothing; ours see its inputs, which it saves before. Inside a reentrant one nothing is
+saved. So one pair of hooks around a checkpoint stores its inputs, and the same pair around a whole forward stores
+those and what is saved outside of checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import StorageError
+from offload.saved.activations import ActivationStore, Handle
+from offload.saved.saved_views import storage_key, version_of
+from offload.sizes import PAGE_BYTES, align_up
+from offload.system.interrupts import whole
+from zero.config.activation_block import ActivationCheckpointing
+from zero.params.binding import BoundUnit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AsIs:
+    """A saved tensor that stays where it is."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _AsIs:
+        """Detached: autograd would wait for itself if its node held its own output."""
+        return _AsIs(tensor.detach(), version_of(tensor))
+
+    def get(self) -> torch.Tensor:
+        """The tensor; torch does not look at versions behind hooks, so it is done here."""
+        if version_of(self.tensor) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tuple(self.tensor.shape)} {self.tensor.dtype} is at version {version_of(self.tensor)}; "
+                f"expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+class Activations:
+    """Where the saved tensors of one model go.
+
+    Args:
+        block: the settings they were planned with.
+
+    Attributes:
+        store: None: they stay where they are.
+    """
+
+    def __init__(self, block: ActivationCheckpointing, store: ActivationStore | None = None) -> None:
+        self.block, self.store = block, store
+        self._model: nn.Module | None = None
+        self._flats: frozenset[int] = frozenset()
+        self._fixed: frozenset[int] = frozenset()
+        self._torn: Callable[[], None] = lambda: None
+        self._room_added = False
+
+    def use(
+        self, store: ActivationStore | None, model: nn.Module, bound: Sequence[BoundUnit], torn: Callable[[], None]
+    ) -> None:
+        """Keep tensors there from now on.
+
+        Args:
+            store: the engine's.
+            model: whose buffers stay where they are.
+            bound: whose parameters do.
+            torn: called when something cannot be read inside a backward.
+        """
+        self.store, self._model, self._torn = store, model, torn
+        # Who owns these storages keeps their keys valid; so it is with buffers while a forward runs.
+        self._flats = frozenset(storage_key(unit.flat) for unit in bound)
+        self._room_added = False
+        self._look_at_buffers()
+
+    def close(self) -> None:
+        """The engine is closed: its settings count for nobody, and its store keeps nothing."""
+        self.block, self.store = ActivationCheckpointing(), None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The engine's forward runs inside."""
+        token = _current.set(self)
+        self._look_at_buffers()
+        try:
+            with self.saving() if self.block.activation_offloading else nothing():
+                yield
+        finally:
+            _current.reset(token)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What autograd saves inside is kept by the store."""
+        if self.store is None or not torch.is_grad_enabled():
+            yield
+            return
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def check(self) -> None:
+        """Raise, once, if something could not be stored; it is in memory, and the next call goes on.
+
+        Raises:
+            StorageError: so.
+        """
+        if self.store is not None:
+            self.store.check()
+
+    def _look_at_buffers(self) -> None:
+        if self.store is not None and self._model is not None:
+            self._fixed = self._flats.union(storage_key(buffer) for buffer in self._model.buffers())
+
+    @whole
+    def _pack(self, tensor: torch.Tensor) -> Handle | _AsIs:
+        store = self.store
+        if store is None or not store.takes(tensor) or storage_key(tensor) in self._fixed:
+            return _AsIs.of(tensor)
+        if not self._room_added:
+            self._room_added = True
+            if self.block.contiguous_memory_optimization and self.block.number_checkpoints:
+                each_bytes = align_up(tensor.untyped_storage().nbytes(), PAGE_BYTES)
+                store.add_room(self.block.number_checkpoints * each_bytes)
+        return store.keep(tensor)
+
+    @whole
+    def _unpack(self, packed: Handle | _AsIs) -> torch.Tensor:
+        if isinstance(packed, _AsIs):
+            return packed.get()
+        try:
+            return packed.restore()
+        except StorageError:
+            self._torn()
+            raise
+
+
+_current: ContextVar[Activations | None] = ContextVar("zero_activations", default=None)
+
+
+def current() -> Activations | None:
+    """Those of the engine whose forward runs, or of the checkpoint that is being recomputed."""
+    return _current.get()
+
+
+@contextmanager
+def within(activations: Activations | None) -> Iterator[None]:
+    """`current` inside."""
+    token = _current.set(activations)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def nothing(value: Any = None) -> Iterator[Any]:
+    """A context that does nothing."""
+    yield value

@@ -1,0 +1,78 @@
+"""The public names of `zero`, all at once: importing this imports torch and the engine."""
+
+from __future__ import annotations
+
+from zero import checkpointing
+from zero.assembly.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
+from zero.checkpoint.fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from zero.config.command_line import add_config_arguments
+from zero.data.resumable import RepeatingLoader
+from zero.engine.engine import ZeroEngine
+from zero.engine.inference import InferenceEngine, init_inference
+from zero.engine.initialize import initialize
+from zero.engine.memory_estimates import (
+    estimate_zero1_model_states_mem_needs_all_cold,
+    estimate_zero1_model_states_mem_needs_all_live,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+from zero.engine.pretrained import load_pretrained
+from zero.params.gathering import GatheredParameters
+from zero.params.initialisation import Init
+from zero.params.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+from zero.params.tiled_linear import TiledLinear, TiledLinearReturnBias
+from zero.ranks.joining import init_distributed
+from zero.reports.statistics import Statistics
+
+__all__ = [
+    "GatheredParameters",
+    "InferenceEngine",
+    "Init",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+    "RepeatingLoader",
+    "Statistics",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeroEngine",
+    "add_config_arguments",
+    "checkpointing",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
+    "estimate_zero1_model_states_mem_needs_all_cold",
+    "estimate_zero1_model_states_mem_needs_all_live",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "get_z3_leaf_modules",
+    "init_distributed",
+    "init_inference",
+    "initialize",
+    "load_pretrained",
+    "load_state_dict_from_zero_checkpoint",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]

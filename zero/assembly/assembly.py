@@ -1,0 +1,373 @@
+"""Everything an engine makes for its model: the cover, the plan, the storage, and what moves between them.
+
+An assembly belongs to one state of the module tree. When the tree changes, the engine makes another
+one from the first and goes on with that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from offload.kernels.threads import update_threads
+from offload.memory.flat_storage import Poison
+from offload.memory.pinned import keep_freed_memory, return_freed_memory
+from offload.node.run_notes import leave_note
+from offload.sizes import format_bytes
+from zero.assembly.model_plan import lay_out, planner_of
+from zero.assembly.packed_experts import fetch_experts_by_rows
+from zero.assembly.state_kinds import TO_RUN, OffloadStateTypeEnum
+from zero.config import Config
+from zero.exchange.exchange import Exchange
+from zero.exchange.first_rank import CommonBuffers, agree_on_machine, take_first_ranks_values
+from zero.optim.gradients import Gradients
+from zero.optim.inside import UpdatesInBackward
+from zero.optim.loss_scale import LossScaler
+from zero.optim.pending_updates import DueUpdates
+from zero.optim.pipeline import StepArguments, SubGroupPipeline
+from zero.optim.reduce import ReducedGradients
+from zero.optim.rules import Rule
+from zero.optim.step import Stepper
+from zero.params.binding import BoundUnit
+from zero.params.buffers import move_buffers
+from zero.params.initialisation import cuts_values
+from zero.params.layout import Slot, Unit
+from zero.params.tiles import Tile, TiledKeeper
+from zero.params.unadopted import forget, provisional_source, room_to_come
+from zero.params.units import CoveredUnit, Leaf, collect_leaves
+from zero.plan.machine import read_machine
+from zero.reports.precision_table import dtype_table
+from zero.schedule.backward import BackwardWatch
+from zero.schedule.coordinator import Coordinator
+from zero.schedule.hooks import ModuleHooks
+from zero.schedule.loader import Loader
+from zero.schedule.rows import RowLender
+from zero.snapshots.commit import open_snapshots
+from zero.store.adoption import Adoption, Piece, read_parameter
+from zero.store.storage import Storage
+from zero.store.stored_values import StoredValues
+from zero.values.access import EngineKeeper, take_back
+from zero.values.editor import UnitEditor
+from zero.values.gathered_values import GatheredValues
+
+logger = logging.getLogger("zero")
+
+
+class Owner(Protocol):
+    """What an assembly needs of its engine."""
+
+    device: torch.device
+    in_place: bool
+    """Values in memory that the device can address are used where they live."""
+    threads: int
+    """Of CPU kernels."""
+    exchange: Exchange
+    """With the other ranks."""
+    scaler: LossScaler
+    """Of the loss."""
+    rule: Rule
+    """How parameters are updated."""
+
+    def ready_to_run(self, what: str) -> None:
+        """Raise if the engine is closed; bind what is always bound."""
+
+    def bring_back(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
+        """What is needed of these (None: all) is on the device when this returns."""
+
+    def bring_back_to_train(self) -> None:
+        """What a backward needs is on the device when this returns."""
+
+    @property
+    def offloaded_states(self) -> frozenset[OffloadStateTypeEnum]:
+        """What has been put away from the device."""
+
+    def current(self, what: str, units: Iterable[int] | None = None) -> None:
+        """`ready`, and wait until these units (None: all) are as of the last step."""
+
+    def close(self) -> None:
+        """Close the engine."""
+
+    def check_open(self, what: str) -> None:
+        """Raise if the engine is closed."""
+
+    def changed(self, index: int | None = None) -> None:
+        """A unit (None: all) changes by other means than a step."""
+
+    def wait_for_checkpoint(self) -> None:
+        """Return once no checkpoint is being written."""
+
+    def arguments_now(self) -> StepArguments:
+        """What a step would use now that does not clip."""
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True when the next step updates the parameters."""
+
+    def parts_of_backward(self, scaled: bool) -> int:
+        """What gradients of a backward that the engine has not started are divided by; raises if it had to start it."""
+
+    def reduces(self) -> bool:
+        """True when gradients of the backward under way are to be reduced as soon as they can be."""
+
+
+class Assembly:
+    """The parts of one engine for one state of its model. Until `build` the model is as it was.
+
+    Args:
+        owner: the engine.
+        model: the whole tree.
+        trainable: id(parameter) of those the optimizer holds.
+        config: validated configuration.
+        previous: the owner's parts until now; they keep their values until `switch`.
+
+    Raises:
+        ConfigError: a knob or a parameter that cannot be; names it.
+        BudgetError: the plan does not fit; nothing was allocated.
+    """
+
+    keeper: EngineKeeper
+
+    def __init__(
+        self,
+        owner: Owner,
+        model: nn.Module,
+        trainable: set[int],
+        config: Config,
+        previous: Assembly | None = None,
+    ) -> None:
+        self._owner, self.model, self._config = owner, model, config
+        self.leaves = collect_leaves(model)
+        self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
+        placement = owner.exchange.placement
+        self._covered, self.layout = lay_out(model, self.leaves, trainable, config, placement)
+        take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
+        machine = agree_on_machine(owner.exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
+        self.plan = planner_of(
+            *(model, (self._covered, self.layout), config, machine, owner.device, owner.in_place, placement),
+            owner.rule.states,
+        ).make()
+        level = logging.INFO if previous is None else logging.DEBUG
+        logger.log(level, "%s", self.plan.table())
+        dtypes = dtype_table(self.layout, self.plan, config, placement, owner.device, owner.scaler)
+        logger.log(level, "%s", dtypes)
+        _warn_of_range(self.leaves, trainable, config)
+        leave_note("plan", self.plan.facts(owner.device))
+        self.snapshots = open_snapshots(config, self.layout, self.plan, owner.exchange)
+        named = self.snapshots.open_swap if self.snapshots else None
+        try:
+            coming = room_to_come(leaf.parameter for leaf in self.leaves) if previous is None else {}
+            self.storage = Storage(
+                *(self.layout, self.plan, config, owner.device, owner.exchange.memory, named), coming=coming
+            )
+        except BaseException:
+            if self.snapshots is not None:
+                self.snapshots.close()
+            raise
+        if self.snapshots is not None:
+            self.snapshots.attach(self.storage)
+        self._built = False
+
+    def build(self) -> None:
+        """Make what moves; nothing of the model has changed when this returns."""
+        owner, layout, storage, device = self._owner, self.layout, self.storage, self._owner.device
+        poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
+        self.bound = [
+            BoundUnit(unit, self._bound_parameters(unit, covered), poison, device)
+            for unit, covered in zip(layout.units, self._covered, strict=True)
+        ]
+        self.gradients = (
+            Gradients(layout, storage, device, owner.in_place, owner.threads)
+            if owner.exchange.placement.alone
+            else ReducedGradients(layout, storage, device, owner.threads, owner.exchange)
+        )
+        pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rule)
+        updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, owner.threads))
+        self.ahead = None
+        if self.plan.two_slots:
+            boundary = owner.is_gradient_accumulation_boundary
+            self.ahead = UpdatesInBackward(storage, pipeline, updates, self.gradients, owner.arguments_now, boundary)
+        owner.exchange.attach(layout, storage, updates)
+        self.stepper = Stepper(
+            *(layout, storage, self.gradients, pipeline, updates, self.ahead, owner.exchange, owner.scaler)
+        )
+        self.stepper.needs_all = not self._config.zero_optimization.ignore_unused_parameters
+        self.gradients.update = self.stepper.apply
+        loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed, owner.exchange)
+        loader.at_begin = partial(owner.bring_back, "a module that is called by itself", TO_RUN)
+        self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
+        self.watch = BackwardWatch(
+            *(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready_to_run, owner.reduces),
+            owner.parts_of_backward,
+        )
+        self.watch.at_begin = owner.bring_back_to_train
+        self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
+        editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed, owner.exchange)
+        editor.before_in_place = owner.wait_for_checkpoint
+        sharded = self._config.zero_optimization.stage == 3
+        self.keeper = EngineKeeper(
+            owner, self.bound, self.coordinator, self.hooks, editor, self.parameters(), partitions=sharded
+        )
+        self.keeper.rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch)
+        self.watch.at_end = self.keeper.rows.end_backward
+        self._tiled = self._tiled_keepers()
+        self._built = True
+
+    def _bound_parameters(self, unit: Unit, covered: CoveredUnit) -> list[nn.Parameter]:
+        return [covered.tile.weight] if covered.tile else [self.leaves[slot.index].parameter for slot in unit.slots]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's, by their index; whole ones also where they are in tiles."""
+        return [leaf.parameter for leaf in self.leaves]
+
+    def _tiled_keepers(self) -> dict[int, TiledKeeper]:
+        """Parameter index -> its keeper, of those in tiles."""
+        tiles: dict[int, list[Tile]] = {}
+        for unit, covered in zip(self.layout.units, self._covered, strict=True):
+            if covered.tile is not None:
+                tiles.setdefault(unit.slots[0].index, []).append(covered.tile)
+        return {i: TiledKeeper(self.leaves[i].parameter, parts, self.keeper) for i, parts in tiles.items()}
+
+    def _scopes(self) -> dict[nn.Module, list[int]]:
+        scopes: dict[nn.Module, list[int]] = {}
+        for index, unit in enumerate(self._covered):
+            for module in unit.scopes:
+                units = scopes.setdefault(module, [])
+                if not unit.content.expert_rows:  # those come when somebody asks for rows, or touches a parameter
+                    units.append(index)
+        return scopes
+
+    def adopt(self) -> None:
+        """Move the model's values into the planes; each parameter is released as soon as its own are stored."""
+        began = time.perf_counter()
+        from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
+        _warn_of_channels_last(self.leaves)
+        take_first_ranks_values(self._owner.exchange, self.parameters())
+        Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take).run()
+        if self.storage.disk is not None:
+            self.storage.disk.swap.reserve()
+        self._owner.exchange.adopted()
+        return_freed_memory()
+        keep_freed_memory()
+        logger.info(
+            "model cut in place in %.1f s: %s of its values were in memory%s, %s where zero.Init had put them",
+            time.perf_counter() - began,
+            format_bytes(from_memory),
+            " (none would be if it were built under zero.Init)" if from_memory and cuts_values(self._config) else "",
+            format_bytes(spilled),
+        )
+
+    def _by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters whose values are in memory, and those that `Init` has cut."""
+        kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+        for leaf in self.leaves:
+            kinds[provisional_source(leaf.parameter) is not None].append(leaf.parameter)
+        return kinds
+
+    def fill(self, source: StoredValues) -> None:
+        """Copy what another assembly's planes hold, and what the model itself holds. The model stays as it is.
+
+        All ranks come here.
+        """
+        exchange = self._owner.exchange
+        placement = exchange.placement
+        take_first_ranks_values(exchange, [p for p in self.parameters() if not source.holds(p)])
+        stored = source if placement.shard_size == 1 else GatheredValues(source, exchange)
+
+        def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
+            if source.holds(parameter):
+                return stored.pieces(parameter, begin, end, state)
+            return _read_model(parameter, begin, end, state)
+
+        slices = [index - placement.shard_index for index in range(placement.shard_size)]
+        Adoption(self.layout, self.parameters(), self.storage, read, lambda unit, slot: None, slices=slices).run()
+        exchange.adopted()
+
+    def take_all(self) -> None:
+        """After `fill`: from here on the planes keep the parameters' values."""
+        for unit in self.layout.units:
+            for slot in unit.slots:
+                self._take(unit, slot)
+
+    def _take(self, unit: Unit, slot: Slot) -> None:
+        bound, tiled = self.bound[unit.index], self._tiled.get(slot.index)
+        if tiled is None:
+            forget(self.leaves[slot.index].parameter)
+        bound.adopt(slot, self.keeper)
+        if tiled is not None and tiled.adopted():
+            forget(tiled.whole)
+            tiled.release(slot.name)
+
+    def stored(self) -> StoredValues:
+        """Reads the planes, once nothing is due or under way."""
+        places: dict[int, list[tuple[Unit, Slot]]] = {}
+        for unit in self.layout.units:
+            for slot in unit.slots:
+                places.setdefault(id(self.leaves[slot.index].parameter), []).append((unit, slot))
+        return StoredValues(self.layout, self.storage, places)
+
+    def install(self) -> None:
+        """Put hooks on the model; from here on the parts run it."""
+        self.hooks.at_install.append(lambda: fetch_experts_by_rows(self.model))
+        self.hooks.install()
+        move_buffers(self.model, self._owner.device, self._config.buffer_dtype)
+        self.buffers = CommonBuffers(self._owner.exchange, self.model)
+        self.buffers.share()
+        self.coordinator.bind_persistent()
+        self.watch.install(self.bound)
+
+    def undo(self) -> None:
+        """Building has failed: the model gets back what the planes have taken, no hook stays, all is freed.
+
+        Of several ranks each has a part of the values only, and the others may be past helping: there they are lost.
+        """
+        try:
+            if self._built:
+                self.hooks.remove()
+                if self._owner.exchange.placement.alone:
+                    self.keeper.return_values()
+        finally:
+            self.storage.close()
+
+
+def _warn_of_range(leaves: Iterable[Leaf], trainable: set[int], config: Config) -> None:
+    """Weights that were made for bf16 often exceed what fp16 can hold."""
+    if config.compute_dtype != torch.float16:
+        return
+    came = [
+        leaf.names[0] for leaf in leaves if id(leaf.parameter) in trainable and leaf.parameter.dtype == torch.bfloat16
+    ]
+    if came:
+        logger.warning(
+            'fp16.enabled: %d parameters (%s, ...) come in bf16, whose range fp16 has not; "bf16": {"enabled": true} '
+            "keeps it",
+            *(len(came), came[0]),
+        )
+
+
+def _read_model(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
+    """Values of a parameter that no engine keeps: `Init` has cut it, or it is an ordinary one."""
+    keeper = provisional_source(parameter)
+    yield Piece(begin, keeper.read(parameter, begin, end) if keeper else read_parameter(parameter, begin, end))
+
+
+def _warn_of_channels_last(leaves: Iterable[Leaf]) -> None:
+    """A unit is one contiguous buffer: values are kept, memory formats are not."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    came = [
+        leaf.names[0]
+        for leaf in leaves
+        if not leaf.parameter.is_contiguous()
+        and leaf.parameter.dim() in formats
+        and leaf.parameter.is_contiguous(memory_format=formats[leaf.parameter.dim()])
+    ]
+    if came:
+        logger.warning(
+            "%d parameters (%s, ...) come in channels_last and are contiguous from here on: values are the same, and "
+            "convolutions turn them over at each call where they need to; inputs and activations stay as they are",
+            *(len(came), came[0]),
+        )

@@ -1,0 +1,149 @@
+"""What an engine has on its device, put into host memory for a while and brought back bit for bit.
+
+[Note: homes] Memory of the device is allocated by the region. A region is copied to the host as a whole, and the planes
+are told where their bytes are now: they stay readable and writable there, so nothing that looks at a plane can see a
+wrong value, wherever it is. What computes on the device needs the region there; the engine brings it back first.
+
+[Note: pools] Memory that things pass through holds nothing while nothing moves, so it is freed and made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from offload.accelerator import empty_cache, synchronize
+from offload.errors import BudgetError
+from offload.memory.arena import Arena, MemoryRegion
+from offload.sizes import format_bytes
+from zero.assembly.state_kinds import RECORDS, OffloadStateTypeEnum
+from zero.optim.gradients import Gradients
+from zero.plan.machine import read_machine
+from zero.store.storage import Storage
+
+WEIGHTS, GRADIENTS = OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads
+BUFFERS, STATES = OffloadStateTypeEnum.contiguous_grad_buffer, OffloadStateTypeEnum.optim_states
+
+Kinds = Iterable[OffloadStateTypeEnum]
+
+
+class PutAway:
+    """Of the parts of one engine. Whoever calls has brought them to rest, and no unit of moved weights is bound.
+
+    Attributes:
+        kinds: what is away, wholly or (after an error) in part.
+    """
+
+    def __init__(self, storage: Storage, gradients: Gradients) -> None:
+        self.kinds: frozenset[OffloadStateTypeEnum] = frozenset()
+        self._storage, self._gradients = storage, gradients
+        self._waiting: dict[int, torch.Tensor] = {}
+        """Unit's index -> its whole gradient on this rank that is not reduced yet, on the host."""
+        self._pools: dict[OffloadStateTypeEnum, Arena] = {}
+        """That had been allocated."""
+
+    def near_bytes(self, kinds: Kinds) -> int:
+        """Bytes of these kinds that are on the device and can be put away."""
+        whole = self._storage.whole_gradients.allocated_bytes if GRADIENTS in kinds else 0
+        pools = sum(arena.allocated_bytes for _, arena in self._arenas(kinds))
+        return whole + pools + sum(region.nbytes for region in self._regions(kinds, away=False))
+
+    def devices(self, kind: OffloadStateTypeEnum) -> set[torch.device]:
+        """Where memory of a kind is now; what is on NVMe is on none."""
+        found = {memory.device for memory in self._memories(kind) if memory.numel()}
+        return found | {self._storage.device for _, arena in self._arenas([kind]) if arena.allocated_bytes}
+
+    def put(self, kinds: Kinds, *, pinned: bool) -> None:
+        """Put these kinds away.
+
+        Raises:
+            BudgetError: the host has no room for them; nothing has changed.
+        """
+        storage, kinds = self._storage, frozenset(kinds)
+        regions = self._regions(kinds, away=False)
+        self._check_room(regions)
+        self._wait_for_device()
+        self.kinds |= kinds
+        storage.records_away = bool(self.kinds & RECORDS)
+        whole = GRADIENTS in kinds and storage.whole_gradients.allocated_bytes > 0
+        self._waiting.update(self._gradients.rest(aside=whole))
+        if whole:
+            storage.whole_gradients.give_up()
+        for kind, arena in self._arenas(kinds):
+            if arena.allocated_bytes and not arena.used_bytes:
+                self._pools[kind] = arena
+                arena.give_up()
+        for region in regions:
+            storage.relocate(region.put_away(pinned=pinned))
+        empty_cache(storage.device)
+
+    def bring(self, kinds: Kinds) -> None:
+        """Bring these kinds back, as far as they are away.
+
+        Raises:
+            BudgetError: the device has no room; what is not back is still on the host, and nothing is lost.
+        """
+        storage, kinds = self._storage, self.kinds.intersection(kinds)
+        try:
+            for region in self._regions(kinds, away=True):
+                storage.relocate(region.bring_back())
+            for kind in kinds.intersection(self._pools):
+                self._pools[kind].make()
+                del self._pools[kind]
+            for index in list(self._waiting) if GRADIENTS in kinds else []:
+                self._gradients.take_up(index, self._waiting[index])
+                del self._waiting[index]
+        except torch.OutOfMemoryError as error:
+            free_bytes = read_machine(storage.device).device_bytes or 0
+            raise BudgetError(
+                f"reload_states: {', '.join(sorted(kinds))} do not fit on {storage.device} any more, "
+                f"{format_bytes(free_bytes)} are free there: let go of what others have there, then call it again"
+            ) from error
+        self._wait_for_device()
+        self.kinds -= kinds
+        storage.records_away = bool(self.kinds & RECORDS)
+
+    def forget_gradients(self) -> None:
+        """Nobody wants them any more."""
+        self._waiting.clear()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _regions(self, kinds: Kinds, *, away: bool) -> list[MemoryRegion]:
+        memories = [memory for kind in kinds for memory in self._memories(kind)]
+        regions = [region for region in self._storage.regions if region.movable and region.away == away]
+        return [region for region in regions if any(region.holds(memory) for memory in memories)]
+
+    def _memories(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
+        storage, more = self._storage, list[torch.Tensor]()
+        if kind == WEIGHTS:
+            planes, more = storage.weights, list(storage.near.values())
+        elif kind in RECORDS:
+            planes = [plane for plane in storage.records if plane is not None]
+        else:
+            planes = list(storage.gradient_planes) if kind == GRADIENTS else []
+        return [home.memory for plane in planes for home in plane.homes if home.memory is not None] + more
+
+    def _arenas(self, kinds: Kinds) -> list[tuple[OffloadStateTypeEnum, Arena]]:
+        storage = self._storage
+        pools = {WEIGHTS: storage.unit_pool, STATES: storage.update_pool, BUFFERS: storage.gradient_pool}
+        return [(kind, pools[kind]) for kind in kinds if kind in pools]
+
+    def _check_room(self, regions: list[MemoryRegion]) -> None:
+        sizes = [region.nbytes for region in regions]
+        # A device that is the host itself gives each region's memory back before the next one is copied.
+        needed = sum(sizes) if self._storage.device.type != "cpu" else max(sizes, default=0)
+        machine = read_machine(self._storage.device)
+        if needed > machine.available_bytes:
+            raise BudgetError(
+                f"offload_states: {format_bytes(needed)} of host memory are needed, "
+                f"{format_bytes(machine.available_bytes)} are free ({machine.available_source}); include fewer states"
+            )
+
+    def _wait_for_device(self) -> None:
+        """For all its streams: memory that they use comes and goes."""
+        streams = self._storage.streams
+        given = streams.fence(), streams.behind_copies_in(), streams.behind_updates()
+        self._storage.mover.run("waiting for the device", streams.reached(*given))
+        synchronize(self._storage.device)

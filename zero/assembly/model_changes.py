@@ -1,0 +1,316 @@
+"""A model that changes after `initialize`: adapters, new layers, replaced embeddings, parameters that thaw.
+
+[Note: when a change takes effect] Before each forward of the engine the module tree is looked through. What is new
+there is planned for, stored and trained from that forward on; what has left the tree holds its own values again. The
+new planes are filled from the old ones, which stay valid until they are full, so weights, fp32 masters, moments, step
+counts and the gradients accumulated so far go along, and a failure leaves everything as it was. A graph made before
+that cannot be walked any more: its backward raises. Several ranks make the same change, between two steps.
+
+[Note: what is trained] What the optimizer's param groups hold. A parameter that is new and requires a gradient, and one
+that did not when the plan was made and does now, joins a group: that of the parameter whose name it takes over, else
+the first. One that merely stops requiring a gradient stays where it is: as with torch, its moments are there when it
+is thawed, and units without gradients cost no update. Taking it out of the param groups gives its states up.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import StateError
+from offload.memory.pinned import return_freed_memory
+from offload.sizes import format_bytes
+from zero.assembly.assembly import Assembly
+from zero.assembly.offload_states import OffloadsStates
+from zero.config import Config
+from zero.exchange.exchange import Exchange
+from zero.optim.move_gradients import GradientCarrier
+from zero.optim.optimizer import ZeroOptimizer
+from zero.params.units import Leaf
+from zero.reports.tracing import Tracer
+from zero.schedule.hooks import in_backward
+from zero.store.storage import Storage
+from zero.values.gathered_values import agree_on_change
+
+logger = logging.getLogger("zero")
+
+NAMES_SHOWN = 3
+
+
+class Census:
+    """The parameters of a module tree, where they are, and which of them an optimizer holds.
+
+    Attributes:
+        held: id(parameter) of those in param groups.
+        declined: id(parameter) of those that nobody shall train: they required a gradient from the beginning and were
+            in no group, or were taken out of theirs.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: ZeroOptimizer | None) -> None:
+        self._places = list(_places(model))
+        self._signature = [(id(module), name, id(parameter)) for module, name, parameter in self._places]
+        self.held = _held(optimizer)
+        self.declined: set[int] = set()
+
+    def decline(self) -> None:
+        """Whoever could be trained now and is not, shall not be."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.declined = {id(p) for p in self.parameters() if p.requires_grad and id(p) not in self.held}
+
+    def inherit(self, earlier: Census) -> None:
+        """Remember what was decided before about parameters that are still there."""
+        present = {id(p) for p in self.parameters()}
+        self.declined = (earlier.declined | (earlier.held - self.held)) & present
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Each once."""
+        return list({id(p): p for _, _, p in self._places if p is not None}.values())
+
+    def joining(self) -> list[nn.Parameter]:
+        """Those that require a gradient and that nobody trains, though nobody has decided so."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                p
+                for p in self.parameters()
+                if id(p) not in self.held and id(p) not in self.declined and p.requires_grad
+            ]
+
+    def same_as(self, other: Census) -> bool:
+        """True when the same parameters are at the same places, and the same ones in param groups."""
+        return self._signature == other._signature and self.held == other.held
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter | None]]:
+    """(module, name, parameter), the root first; holding them keeps their ids from being used again."""
+    yield model, "", None
+    seen: set[int] = set()
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, name, parameter
+        pending.extend(child for child in module._modules.values() if child is not None)
+
+
+def _held(optimizer: ZeroOptimizer | None) -> set[int]:
+    return set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+class FollowsModel(OffloadsStates):
+    """Mixed into the engine; takes up what has changed in its model."""
+
+    module: nn.Module
+    updater: Any
+    _config: Config
+    _parts: Assembly
+    _census: Census
+    _tracer: Tracer
+    _finalizer: weakref.finalize[Any, Any]
+    exchange: Exchange
+
+    def replan(self) -> bool:
+        """Take up changes of the model now instead of at the next forward. True if there were any.
+
+        Call it before a module is run without the engine's forward (`model.generate`), if its tree has changed.
+
+        All ranks come here.
+
+        Raises:
+            StateError: inside forward, backward or `GatheredParameters`; or ranks have changed their models
+                differently, or amid a step; or there are snapshots.
+            BudgetError: old and new planes do not fit together for the moment of the change; nothing has changed.
+            StorageError: a transfer failed; nothing has changed.
+        """
+        self.ready("replan")
+        if self._parts.hooks.in_forward or in_backward() or self._parts.keeper.editing:
+            raise StateError(
+                "replan: inside forward, backward or GatheredParameters; call it between them, or leave it to the next "
+                "forward of the engine"
+            )
+        return self._follow()
+
+    def at_rest(self) -> Assembly:
+        """The parts, to rewrite their planes: nothing of them moves, no unit is bound, no graph counts any more."""
+        parts = self._parts
+        self.bring_back("a change of the model or of its values")
+        _rest(parts)
+        if parts.snapshots is not None:
+            parts.snapshots.void()
+        self._persistent_bound = False
+        parts.coordinator.release_all()
+        parts.watch.generation += 1
+        return parts
+
+    def _use(self, parts: Assembly) -> None:
+        raise NotImplementedError
+
+    def _follow(self) -> bool:
+        """Called before a forward."""
+        parts = self._parts
+        if parts.hooks.in_forward or in_backward() or parts.keeper.editing:
+            return False
+        census = Census(self.module, self.updater)
+        census.inherit(self._census)
+        joining = census.joining() if self.updater is not None else []
+        if not joining and census.same_as(self._census):
+            return False
+        if parts.snapshots is not None:
+            raise StateError(
+                "the model has changed, and snapshots are of the layout that initialize saw; change the model before "
+                "zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
+            )
+        if joining:
+            _join(self.updater, joining, parts.leaves, self.module)
+            census.held = _held(self.updater)
+        self._exchange(parts, census)
+        census.held = _held(self.updater)
+        self._census = census
+        return True
+
+    def _exchange(self, old: Assembly, census: Census) -> None:
+        """Make parts for the model as it is, fill them from the old ones, and go on with them."""
+        began = time.perf_counter()
+        accumulating = any(any(state.contributions) or state.arrived for state in old.gradients.states())
+        agree_on_change(self.exchange, self.module, census.held, accumulating=accumulating)
+        self.at_rest()
+        present = {id(p) for p in census.parameters()}
+        before, self.exchange = self.exchange, self.exchange.renewed()
+        try:
+            new = Assembly(self, self.module, census.held & present, self._config, old)  # type: ignore[arg-type]
+        except BaseException:
+            self._return_to(before)
+            raise
+        source = old.stored()
+        try:
+            new.build()
+            new.fill(source)
+            if before.placement.alone:
+                carrier = GradientCarrier((old.gradients, old.storage), (new.gradients, new.storage))
+                carrier.run({old.index_of[key]: index for key, index in new.index_of.items() if key in old.index_of})
+            source.close()
+            gone = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]
+            leaving = [(leaf, old.keeper.exact(leaf.names[0])) for leaf in gone]
+        except BaseException:
+            new.storage.close()
+            source.close()
+            self._return_to(before)
+            raise
+        _switch(old, new, leaving)
+        _carry_counts(old, new)
+        self._use(new)
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, Storage.abandon, new.storage)
+        self._tracer.move_to(new.storage)
+        if self.updater is not None:
+            _forget(self.updater, present)
+        _first_gradients(new)
+        self._persistent_bound = True
+        old.storage.close()
+        before.release()
+        return_freed_memory()
+        logger.info("%s", _cost(old, new, time.perf_counter() - began))
+
+    def _return_to(self, exchange: Exchange) -> None:
+        """The new parts are none: what the ranks have exchanged before goes on."""
+        renewed, self.exchange = self.exchange, exchange
+        if renewed is not exchange:
+            renewed.release()
+
+
+def _rest(parts: Assembly) -> None:
+    """Nothing of the parts moves when this returns. Raises StorageError."""
+    parts.watch.end_stray()
+    parts.stepper.finish()
+    parts.gradients.flush_all()
+    parts.gradients.settle()
+    if parts.ahead is not None:
+        parts.ahead.void_all()
+
+
+def _switch(old: Assembly, new: Assembly, leaving: list[tuple[Leaf, torch.Tensor]]) -> None:
+    """The model's parameters belong to the new planes; what has left the tree gets its values."""
+    old.hooks.remove()
+    old.watch.remove()
+    for leaf, value in leaving:
+        old.keeper.release(leaf.parameter, value)
+    new.take_all()
+    new.keeper.inherit(old.keeper)
+    new.watch.generation, new.watch.torn = old.watch.generation, old.watch.torn
+    new.stepper.norm = old.stepper.norm
+    new.install()
+
+
+def _join(optimizer: ZeroOptimizer, joining: list[nn.Parameter], leaves: list[Leaf], model: nn.Module) -> None:
+    """Put parameters into param groups: where the one was whose name they have now, else into the first."""
+    number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    number_by_name = {name: number_of.get(id(leaf.parameter), 0) for leaf in leaves for name in leaf.names}
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    for parameter in joining:
+        number = number_by_name.get(name_of[id(parameter)], 0)
+        optimizer.param_groups[number]["params"].append(parameter)
+
+
+def _forget(optimizer: ZeroOptimizer, present: set[int]) -> None:
+    """What has left the model leaves the param groups; who is in none has no step count any more."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [p for p in group["params"] if id(p) in present]
+    held = _held(optimizer)
+    for key in [key for key in optimizer.step_counts if key not in held]:
+        optimizer.forget(key)
+
+
+def _first_gradients(parts: Assembly) -> None:
+    """A parameter that was run as an ordinary one before (`model(x)`, not the engine) may have a gradient already."""
+    parameters = parts.parameters()
+    for unit in parts.layout.units:
+        for position, slot in enumerate(unit.slots):
+            parameter = parameters[slot.index]
+            gradient = parameter.grad if unit.trainable and parameter.requires_grad else None
+            if gradient is not None:
+                part = gradient.reshape(-1)[slot.first_numel : slot.first_numel + slot.numel]
+                parts.gradients.arrive(unit.index, position, part)
+                if slot.first_numel + slot.numel == parameter.numel():
+                    parameter.grad = None
+    parts.gradients.flush_all()
+
+
+def _carry_counts(old: Assembly, new: Assembly) -> None:
+    """Statistics count from `initialize` on; releases are kept for the units that have the same name."""
+    index_of = {unit.name: unit.index for unit in new.layout.units}
+    releases = {index_of.get(old.layout.units[i].name): n for i, n in old.coordinator.counters.releases.items()}
+    counts = Counter({index: n for index, n in releases.items() if index is not None})
+    if old.ahead is not None and new.ahead is not None:
+        new.ahead.committed_numel, new.ahead.enabled = old.ahead.committed_numel, old.ahead.enabled
+    new.coordinator.counters = replace(old.coordinator.counters, releases=counts)
+    new.storage.mover.exposed.seconds += old.storage.mover.exposed.seconds
+    if old.storage.disk is not None and new.storage.disk is not None:
+        new.storage.disk.follow(old.storage.disk)
+
+
+def _cost(old: Assembly, new: Assembly, seconds: float) -> str:
+    """What happened, in one line."""
+    joined = [leaf.names[0] for leaf in new.leaves if id(leaf.parameter) not in old.index_of]
+    left = [leaf.names[0] for leaf in old.leaves if id(leaf.parameter) not in new.index_of]
+    trained = [sum(u.numel for u in parts.layout.units if u.trainable) for parts in (old, new)]
+    return (
+        f"re-planned in {seconds:.1f} s: {_some(joined)} joined, {_some(left)} left, {trained[0]:,} -> {trained[1]:,} "
+        f"trained elements; {format_bytes(sum(row.nbytes for row in old.plan.rows))} and "
+        f"{format_bytes(sum(row.nbytes for row in new.plan.rows))} existed side by side"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"{len(names)} parameters" + (f" ({', '.join(names[:NAMES_SHOWN])}{more})" if names else "")

@@ -1,0 +1,118 @@
+"""Packed experts of transformers, fetched by rows: an experts implementation in front of the model's own.
+
+Transformers keeps a layer's experts in 3-D parameters and lets the config choose the function that computes with
+them (`ALL_EXPERTS_FUNCTIONS`). Ours asks for the rows of the experts that the router has chosen, numbers them anew
+and hands them to the function that the config had chosen before, as if the layer had no other experts. So the
+arithmetic stays whose it was, and bytes follow the routing. Code that is not dispatched so touches the parameters and
+gets them whole; `engine.statistics().whole_experts_by_unit` says how often.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.params.released import is_kept, keeper_of
+from zero.params.units import packed_experts
+from zero.schedule.rows import RowLender
+from zero.values.access import EngineKeeper
+
+PREFIX = "zero:"
+"""Our implementations are called "zero:eager", "zero:grouped_mm" and so on: what follows computes."""
+
+
+class RoutedExperts:
+    """A layer's experts module as one that has only the chosen experts.
+
+    Args:
+        module: the layer's; whatever is not given here is taken from it.
+        tensors: name -> rows of that parameter.
+        count: how many experts they are.
+    """
+
+    def __init__(self, module: nn.Module, tensors: dict[str, torch.Tensor], count: int) -> None:
+        self.__dict__.update(tensors, _module=module, num_experts=count)
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's."""
+        return getattr(self.__dict__["_module"], name)
+
+
+def fetch_experts_by_rows(model: nn.Module) -> Callable[[], None]:
+    """Let the model's packed experts be fetched by rows, where transformers dispatches them.
+
+    Returns:
+        What makes the model as it was.
+    """
+    integration: Any = sys.modules.get("transformers.integrations.moe")
+    functions: Any = getattr(integration, "ALL_EXPERTS_FUNCTIONS", None)
+    changed: list[tuple[Any, Any]] = []
+    for module in model.modules() if functions is not None else ():
+        config: Any = getattr(module, "config", None)
+        if not (packed_experts(module) and is_dispatched(module) and hasattr(config, "_experts_implementation")):
+            continue
+        inner = config._experts_implementation
+        if str(inner).startswith(PREFIX):
+            continue  # another layer with the same config
+        name = f"{PREFIX}{inner or 'eager'}"
+        functions.register(name, _implementation(str(inner or "eager"), functions))
+        config._experts_implementation_internal = name
+        changed.append((config, inner))
+
+    def undo() -> None:
+        for config, inner in changed:
+            if str(config._experts_implementation).startswith(PREFIX):
+                config._experts_implementation_internal = inner
+
+    return undo
+
+
+def is_dispatched(module: nn.Module) -> bool:
+    """True when the module's class is decorated with `use_experts_implementation`."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed")) and hasattr(
+        type(module).forward, "__wrapped__"
+    )
+
+
+def _implementation(inner: str, functions: Any) -> Callable[..., torch.Tensor]:
+    def routed(
+        self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        own: Any = type(self).forward
+        compute = functions.get_interface(inner, own.__wrapped__)
+        # dict.items, not module.weight: reading a parameter asks for all of it.
+        parameters = {name: p for name, p in self._parameters.items() if p is not None}
+        lender = _lender_of(parameters)
+        lent = {name: p for name, p in parameters.items() if lender is not None and lender.lends(p)}
+        if lender is None or not lent:
+            result: torch.Tensor = compute(self, hidden_states, top_k_index, top_k_weights)
+            return result
+        count = packed_experts(self)
+        chosen: torch.Tensor = top_k_index.unique()  # type: ignore[no-untyped-call]
+        rows = tuple(chosen[chosen < count].tolist()) or (0,)  # numbers past the last expert mean "elsewhere"
+        numbers = torch.tensor(rows, device=top_k_index.device)
+        place = torch.full((count + 1,), len(rows), dtype=top_k_index.dtype, device=top_k_index.device)
+        place[numbers] = torch.arange(len(rows), dtype=place.dtype, device=place.device)
+
+        def with_rows(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+            always = {name: getattr(self, name)[numbers] for name in parameters.keys() - lent.keys()}
+            experts = RoutedExperts(self, {**always, **tensors}, len(rows))
+            output: torch.Tensor = compute(experts, hidden_states, place[top_k_index.clamp(max=count)], top_k_weights)
+            return output
+
+        return lender.call(lent, rows, with_rows)  # type: ignore[no-any-return]
+
+    return routed
+
+
+def _lender_of(parameters: dict[str, nn.Parameter]) -> RowLender | None:
+    """Who lends rows of these; None outside an engine."""
+    for parameter in parameters.values():
+        keeper = keeper_of(parameter) if is_kept(parameter) else None
+        if isinstance(keeper, EngineKeeper):
+            return keeper.rows
+    return None

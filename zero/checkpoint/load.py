@@ -1,0 +1,353 @@
+"""`engine.load_checkpoint`: values go from the folder straight into the planes, by range.
+
+[Note: any layout] A checkpoint holds logical tensors. Each rank reads the elements that its own slices hold, in the
+order of its own planes, so stage, tier and number of ranks of who saved do not matter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, DamagedError, names_file_limit
+from offload.system.garbage import no_collection
+from zero.assembly.assembly import Assembly
+from zero.checkpoint.accumulated import check_accumulated, load_accumulated
+from zero.checkpoint.boxes import short_boxes
+from zero.checkpoint.export import rounded
+from zero.checkpoint.extents import PIECE_NUMEL
+from zero.checkpoint.finding import folder_named
+from zero.checkpoint.frozen import check_reference, frozen_sums
+from zero.checkpoint.opening import Opened, open_checkpoint
+from zero.checkpoint.saving import SavesCheckpoints
+from zero.checkpoint.source import MODEL, OPTIMIZER, STEP, Saved, Source, state_name
+from zero.checkpoint.together import Together
+from zero.params.buffers import persistent_buffers
+from zero.params.layout import Slot, Unit
+from zero.snapshots.small_state import check_groups, restore_counters, restore_groups, restore_rank
+from zero.store.adoption import Adoption, Piece
+
+logger = logging.getLogger("zero")
+
+NAMES_SHOWN = 4
+Numbers = dict[int, dict[str, torch.Tensor]]
+"""id(parameter) -> the numbers that belong to its states, by name."""
+
+
+class Wanted:
+    """What of a source goes into which parameter; checked before a value changes.
+
+    Args:
+        source: has the values.
+        parts: of the engine.
+        strict: every parameter and buffer must have a value, and every value a place.
+        states: the optimizer's are wanted too, and step counts.
+        known_frozen: the source leaves out what is not trained.
+
+    Raises:
+        ConfigError: names what is missing, too much, or of another shape.
+    """
+
+    def __init__(self, source: Source, parts: Assembly, *, strict: bool, states: bool, known_frozen: bool) -> None:
+        self._source, self._parts = source, parts
+        trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
+        frozen = [unit for unit in parts.layout.units if not unit.trainable and unit.dtype == torch.bfloat16]
+        self._in_bf16 = {slot.index for unit in frozen for slot in unit.slots}
+        self.names: dict[int, str] = {}
+        """Parameter's index -> the name that the source has for it."""
+        missing: list[str] = []
+        for leaf in parts.leaves:
+            name = next((name for name in leaf.names if MODEL + name in source.tensors), None)
+            if name is not None:
+                _check_shape(MODEL + name, source.tensors[MODEL + name], leaf.parameter)
+                self.names[leaf.index] = name
+            elif not (known_frozen and leaf.index not in trained):
+                missing.append(leaf.names[0])
+        self.buffers = persistent_buffers(parts.model)
+        for name, buffer in self.buffers.items():
+            if MODEL + name in source.tensors:
+                _check_shape(MODEL + name, source.tensors[MODEL + name], buffer)
+            else:
+                missing.append(name)
+        known = {name for leaf in parts.leaves for name in leaf.names} | self.buffers.keys()
+        unexpected = [n for n in _models_names(source) if n not in known]
+        if strict and (missing or unexpected):
+            raise ConfigError(_mismatch(missing, unexpected))
+        self.stateful: set[int] = set()
+        """Indices of parameters whose states are in the source."""
+        self._kinds = parts.plan.states
+        if states:
+            self.stateful = {i for i, name in self.names.items() if i in trained and self._has_states(name)}
+            self._check_optimizer()
+        self.is_everything = len(self.names) == len(parts.leaves) and self.stateful >= trained
+        self.missing, self.unexpected = missing, unexpected
+
+    def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
+        """Values as `Adoption` reads them."""
+        index = self._parts.index_of[id(parameter)]
+        name = self.names[index]
+        for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
+            states = None
+            weight = self._source.read(MODEL + name, lo, hi)
+            if index in self._in_bf16 and weight.dtype == torch.float32:  # a master, of a weight not trained here
+                weight = rounded(weight)
+            if state and index in self.stateful:
+                states = tuple(self._source.read(state_name(name, kind), lo, hi) for kind in self._kinds)
+            yield Piece(lo, weight, states=states)
+
+    def in_order(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
+        """What `pieces` will read of the source for elements [begin, end) of these."""
+        for unit, slot, begin, end in places:
+            if slot.index not in self.names:
+                continue
+            name = self.names[slot.index]
+            kinds = [MODEL + name]
+            if unit.trainable and slot.index in self.stateful:
+                kinds += [state_name(name, kind) for kind in self._kinds]
+            for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
+                yield from ((kind, lo, hi) for kind in kinds)
+
+    def fill_buffers(self) -> None:
+        """Give the model's buffers their values."""
+        for name, buffer in self.buffers.items():
+            if MODEL + name in self._source.tensors:
+                values = self._source.read(MODEL + name, 0, buffer.numel())
+                with torch.no_grad():
+                    buffer.copy_(values.view(buffer.shape))
+
+    def numbers(self, kinds: Iterable[str]) -> dict[int, dict[str, torch.Tensor]]:
+        """id(parameter) -> the numbers of these names that belong to its states, of those that have states."""
+        kinds = [STEP, *(kind for kind in kinds if kind != STEP)]
+        wanted = [(i, kind, state_name(self.names[i], kind)) for i in sorted(self.stateful) for kind in kinds]
+        known = [(index, kind, name) for index, kind, name in wanted if name in self._source.tensors]
+        self._source.expect((name, 0, 1) for _, _, name in known)
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for index, kind, name in known:
+            number = self._source.read(name, 0, 1).clone()
+            found.setdefault(id(self._parts.leaves[index].parameter), {})[kind] = number
+        return found
+
+    def _has_states(self, name: str) -> bool:
+        # A rule without planes has nothing but the count.
+        return all(state_name(name, kind) in self._source.tensors for kind in self._kinds or (STEP,))
+
+    def _check_optimizer(self) -> None:
+        """Raise ConfigError if the source has states, and all of them are another optimizer's."""
+        if self.stateful:
+            return
+        theirs = {name.rpartition(".")[2] for name in self._source.tensors if name.startswith(OPTIMIZER)} - {STEP}
+        if theirs and self.names:
+            raise ConfigError(
+                f"load_checkpoint: the optimizer keeps {', '.join(self._kinds) or 'no state'} of each parameter, and "
+                f"the checkpoint has {', '.join(sorted(theirs))}: it is another optimizer's; train with that one, or "
+                "pass load_optimizer_states=False"
+            )
+
+
+def load_values(parts: Assembly, wanted: Wanted, source: Source) -> None:
+    """Fill the planes. Parameters that are not wanted keep their values. Raises StorageError, ConfigError."""
+    only = None if wanted.is_everything else set(wanted.names)
+    adoption = Adoption(parts.layout, parts.parameters(), parts.storage, wanted.pieces, None, only=only)
+    source.expect(wanted.in_order(adoption.order()))
+    adoption.run()
+    wanted.fill_buffers()
+
+
+def _short(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) in ranges as boxes are cut, so that those of the same layout need not be put together."""
+    return ((box.begin, box.begin + box.numel) for box in short_boxes(shape, begin, end, PIECE_NUMEL))
+
+
+def _models_names(source: Source) -> list[str]:
+    return [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
+
+
+def _check_shape(name: str, saved: Saved, wanted: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, floating = wanted.shape, wanted.is_floating_point()
+    if saved.shape != shape:
+        raise ConfigError(
+            f"load_checkpoint: {name}: expected shape {tuple(shape)}, got {tuple(saved.shape)}; build the model that "
+            "was saved, or resize it after loading"
+        )
+    if saved.dtype.is_floating_point != floating:
+        raise ConfigError(f"load_checkpoint: {name}: expected a tensor like {wanted.dtype}, got {saved.dtype}")
+
+
+def _mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    said = ["load_checkpoint: the checkpoint and the model do not fit together."]
+    for words, names in (("missing in the checkpoint", missing), ("unknown to the model", unexpected)):
+        if names:
+            more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+            said.append(f"{len(names)} {words}: {', '.join(names[:NAMES_SHOWN])}{more}.")
+    said.append("Build the model that was saved, or pass load_module_strict=False to load what fits")
+    return " ".join(said)
+
+
+class LoadsCheckpoints(SavesCheckpoints):
+    """Mixed into the engine."""
+
+    half_loaded = ""
+    """The checkpoint of which some values have been loaded and some have not."""
+
+    @names_file_limit("load_checkpoint")
+    @no_collection()
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint, of any stage, tier and number of ranks. All ranks come here.
+
+        Everything is checked before a value changes. Gradients collected so far are forgotten.
+
+        Args:
+            load_dir: folder of checkpoints.
+            tag: which; None: the one that `latest` names, or the newest that is whole; one that proves to be damaged
+                while it is read is followed by the next, and the log says so.
+            load_module_strict: False loads what fits by name.
+            load_optimizer_states: states, step counts, the options of param groups and the loss scale.
+            load_lr_scheduler_states: of `engine.lr_scheduler`.
+            load_module_only: weights and buffers, and nothing else.
+            custom_load_fn: not available: must be None.
+
+        Returns:
+            (the folder, the client state); (None, {}) if there is no checkpoint in `load_dir`.
+
+        Raises:
+            ConfigError: the checkpoint is damaged or does not fit; says what was expected and what was found.
+            StorageError: a read failed. Some values may be the new ones then, as with a ConfigError that names a
+                checksum; every other call is refused until a checkpoint is loaded.
+            StateError: inside forward, backward or `GatheredParameters`.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError("load_checkpoint: custom_load_fn is not available; read values with zero.load_pretrained")
+        folder = folder_named(load_dir, "load_checkpoint: load_dir")
+        failed, self.half_loaded = self.half_loaded, ""
+        try:
+            self._between_steps("load_checkpoint")
+            self.synchronize()
+        finally:
+            self.half_loaded = failed
+        together = Together(self.exchange)
+        states = load_optimizer_states and not load_module_only
+        damaged: list[str] = []
+        while (opened := self._open(folder, tag, together, damaged)) is not None:
+            try:
+                client = self._load(opened, together, load_module_strict, states, load_module_only)
+                if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
+                    self._load_scheduler(client["lr_scheduler"])
+                return str(opened.folder), client["client_state"]
+            except DamagedError as error:
+                if tag is not None or not opened.tag:
+                    raise
+                logger.warning("load_checkpoint: %s", error)
+                damaged.append(opened.tag)
+            finally:
+                opened.source.close()
+        logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
+        return None, {}
+
+    def _open(self, load_dir: Path, tag: Any, together: Together, without: Collection[str]) -> Opened | None:
+        found: list[Opened] = []
+
+        def look() -> None:
+            opened = open_checkpoint(load_dir, tag, self.files, without)
+            found.extend([] if opened is None else [opened])
+
+        try:
+            together.do("looking for a checkpoint", look)
+            name = found[0].folder.name.encode() if found else b""
+            names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
+            if len(names) > 1:
+                raise ConfigError(
+                    f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
+                    "must be on a file system that all nodes share"
+                )
+        except BaseException:
+            for opened in found:
+                opened.source.close()
+            raise
+        return found[0] if found else None
+
+    def _load(
+        self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool
+    ) -> dict[str, Any]:
+        states = states and self.updater is not None
+        placement, state, source = self.exchange.placement, opened.state, opened.source
+
+        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted, Numbers]:
+            client, mine = opened.client(), opened.rank_state(placement.rank)
+            # Where fewer ranks have saved, the first one's position in the data is the others' too.
+            told = mine if mine is not None else opened.rank_state(0)
+            wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
+            if states:
+                name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
+                check_groups(self.updater, state["groups"], name_of)
+            if state["accumulating"] is not None and not only_module:
+                check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
+                self._check_scale(state.get("loss_scaler"), goes_on=states)
+            return client, mine, told, wanted, wanted.numbers(self.updater.number_names() if states else ())
+
+        client, mine, told, wanted, numbers = together.do("checking a checkpoint", check)
+        if state["frozen_sums"]:
+            sums = frozen_sums(self._parts, self.exchange)
+            together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
+        self.zero_grad()
+        parts = self.at_rest()
+
+        def fill() -> None:
+            load_values(parts, wanted, source)
+            if mine is not None and mine["accumulated"] is not None and not only_module:
+                load_accumulated(parts, placement, mine["accumulated"], source)
+
+        before, self.half_loaded = self.half_loaded, str(opened.folder)
+        try:
+            together.do("loading a checkpoint", fill)
+        finally:
+            parts.coordinator.rewritten()
+        self.half_loaded = "" if wanted.is_everything else before
+        if states:
+            for key, saved in numbers.items():
+                self.updater.set_numbers(key, saved)
+            restore_groups(self.updater, state["groups"])
+            self.scaler.load_state_dict(state.get("loss_scaler"))
+        if not only_module:
+            go_on = partial(self._restore_small, state, told, own=mine is not None)
+            together.do("going on from a checkpoint", go_on)
+        return client
+
+    def _check_scale(self, saved: dict[str, Any] | None, *, goes_on: bool) -> None:
+        """Gradients that were collected with one loss scale cannot go on with another. Raises ConfigError."""
+        then = 1.0 if saved is None else float(saved["cur_scale"])
+        now = self.scaler.resumed_scale(saved) if goes_on else self.scaler.cur_scale
+        if then != now:
+            raise ConfigError(
+                f"load_checkpoint: it was saved amid a gradient accumulation with a loss scale of {then:.10g}, "
+                f"expected {now:.10g}; load it with the same fp16 block and load_optimizer_states=True, or save after "
+                "step()"
+            )
+
+    def _restore_small(self, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:
+        restore_counters(self, state)
+        if told is not None:
+            restore_rank(self, told, own=own)
+
+    def _load_scheduler(self, state: Any) -> None:
+        if hasattr(self.lr_scheduler, "load_state_dict"):
+            self.lr_scheduler.load_state_dict(state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The engine's."""
+        raise NotImplementedError

@@ -1,0 +1,172 @@
+"""`deepspeed.comm`: torch.distributed under DeepSpeed's names, joined by our `init_distributed`."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (
+    P2POp,
+    ProcessGroup,
+    ReduceOp,
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    batch_isend_irecv,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    get_backend,
+    get_global_rank,
+    group,
+    irecv,
+    is_available,
+    isend,
+    monitored_barrier,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+
+from zero.ranks.joining import TIMEOUT_MINUTES, init_distributed
+
+__all__ = [
+    "P2POp",
+    "ProcessGroup",
+    "ReduceOp",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "default_pg_timeout",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_backend",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "group",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
+
+default_pg_timeout = timedelta(minutes=TIMEOUT_MINUTES)
+
+
+def is_initialized() -> bool:
+    """True once there is a default group."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def get_rank(group: Any = None) -> int:
+    """This rank in a group."""
+    return dist.get_rank(group)
+
+
+def get_world_size(group: Any = None) -> int:
+    """Number of ranks of a group."""
+    return dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """This rank among those of its node, as the launcher says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> Any:
+    """The default group."""
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """Global ranks of a group, in its order."""
+    return dist.get_process_group_ranks(group)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """End a group; None: all."""
+    dist.destroy_process_group(group)
+
+
+def inference_all_reduce(
+    tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **unused: Any
+) -> Any:
+    """`all_reduce`."""
+    return dist.all_reduce(tensor, op, group, async_op)
+
+
+def allgather_fn(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, **unused: Any
+) -> Any:
+    """`all_gather_into_tensor`."""
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **unused: Any,
+) -> Any:
+    """`reduce_scatter_tensor`."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """True."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """True."""
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    """Whether torch has it."""
+    return hasattr(dist, "all_reduce_coalesced")
+
+
+def has_coalescing_manager() -> bool:
+    """Whether torch has it."""
+    return hasattr(dist.distributed_c10d, "_coalescing_manager")

@@ -1,0 +1,57 @@
+"""What the offload blocks say together: which folders swap files go to, and whether host memory is pinned."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+
+from offload.disk.swap_folders import make_folder
+from offload.errors import ConfigError
+from zero.config import Config
+
+logger = logging.getLogger("zero")
+
+
+def swap_paths(config: Config) -> list[str]:
+    """The folders of all blocks that use NVMe, without repetition; those named for nothing if there are no others."""
+    zero, activations = config.zero_optimization, config.activation_checkpointing
+    blocks = (zero.offload_param, zero.offload_optimizer, activations)
+    used = [block for block in blocks if str(getattr(block.device, "value", block.device)) == "nvme"]
+    paths: list[str] = []
+    for block in [block for block in used if block.nvme_path] or blocks:
+        given = block.nvme_path
+        if given is None:
+            continue
+        for path in [given] if isinstance(given, (str, os.PathLike)) else given:
+            if str(path) not in paths:
+                paths.append(str(path))
+    if not paths:
+        raise ConfigError("nvme_path: the plan needs a swap space, but no block names a folder in nvme_path")
+    return paths
+
+
+def ready_swap_paths(config: Config) -> list[str]:
+    """As `swap_paths`; a folder that is not there is made. Raises ConfigError: it cannot be."""
+    return make_ready(swap_paths(config))
+
+
+def make_ready(paths: Iterable[str]) -> list[str]:
+    """Make the folders that are not there, and warn of each. Raises ConfigError: one cannot be made."""
+    ready = list(paths)
+    for path in ready:
+        made = make_folder(path)
+        if made:
+            logger.warning("%s", made)
+    return ready
+
+
+def wants_pinning(config: Config) -> bool:
+    """Pinned unless the user said no: copies from pageable memory stop the stream."""
+    return not any(
+        config.origin(f"zero_optimization.{block}.pin_memory") == "user" and not given.pin_memory
+        for block, given in (
+            ("offload_param", config.zero_optimization.offload_param),
+            ("offload_optimizer", config.zero_optimization.offload_optimizer),
+        )
+    )

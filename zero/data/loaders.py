@@ -1,0 +1,128 @@
+"""Loaders of micro-batches: every rank gets a part of its own of each epoch, and all get equally many batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+
+from offload.accelerator import is_accelerator
+from offload.errors import ConfigError
+from zero.config import Config
+from zero.data.resumable import EpochSampler, ResumableLoader
+from zero.ranks import world
+
+ROUTES = ("train", "eval", "predict")
+"""What a loader is for, in DeepSpeed's words; only training is in random order."""
+
+
+def make_loader(
+    data: Dataset[Any],
+    config: Config,
+    *,
+    pin: bool,
+    route: str = "train",
+    batch_size: int | None = None,
+    sampler: Sampler[Any] | None = None,
+    **options: Any,
+) -> DataLoader[Any]:
+    """A loader of this rank's micro-batches.
+
+    With several ranks the samples of an epoch are dealt out. What does not divide by the ranks is made up for with
+    samples from the front (or dropped, with `dataloader_drop_last`), since a rank that had a batch less would leave the
+    others waiting. A last batch that is not full is kept (or dropped, likewise); it has the same size on every rank.
+
+    The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except that of an IterableDataset.
+
+    Args:
+        data: with `__getitem__` and `__len__`; with one rank an IterableDataset too.
+        config: validated.
+        pin: batches are put into pinned memory.
+        route: one of `ROUTES`.
+        batch_size: samples; None: train_micro_batch_size_per_gpu.
+        sampler: which samples this rank gets, in which order; None: see above.
+        options: of the DataLoader.
+
+    Raises:
+        ConfigError: no such route, or data that cannot be dealt out.
+    """
+    if route not in ROUTES:
+        raise ConfigError(f"loader: route: expected one of {', '.join(ROUTES)}, got {route!r}")
+    iterable = isinstance(data, IterableDataset)
+    if not iterable and not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise ConfigError(
+            f"loader: expected a dataset with __getitem__ and __len__, or an IterableDataset, got {type(data).__name__}"
+        )
+    world_size, drop = world.world_size(), config.dataloader_drop_last
+    if iterable and world_size > 1:
+        raise ConfigError(
+            f"loader: an IterableDataset cannot be dealt out to {world_size} ranks, each would see all of it; make a "
+            "DataLoader of your own over this rank's part"
+        )
+    options |= {"batch_size": config.train_micro_batch_size_per_gpu if batch_size is None else batch_size}
+    options |= {"pin_memory": pin, "drop_last": drop}
+    if iterable:
+        return DataLoader(data, sampler=sampler, **options)
+    rank, shuffle = world.rank(), route == "train"
+    if sampler is None and world_size == 1 and not shuffle:
+        sampler = SequentialSampler(data)  # type: ignore[arg-type]
+    elif sampler is None:
+        # One rank's order follows torch.manual_seed; several ranks, whose seeds may differ, must have the same.
+        seed = torch.initial_seed() % 2**62 if world_size == 1 else 0
+        sampler = EpochSampler(data, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop)
+    return ResumableLoader(data, sampler, rank=rank, world_size=world_size, **options)
+
+
+class LoadsData:
+    """Mixed into the engine, which sets `_config` and `device`."""
+
+    _config: Config
+    device: torch.device
+    collate_fn: Callable[..., Any] | None = None
+    """For loaders that are given none."""
+    training_dataloader: DataLoader[Any] | None = None
+    """Of the `training_data` that `zero.initialize` was given, or what you set here.
+
+    A checkpoint has its position, if it has `state_dict` and `load_state_dict`; set it before `load_checkpoint`.
+    """
+    data_position: Any = None
+    """What the `state_dict` of the training loader was in the checkpoint loaded last, for loaders made after it."""
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's micro-batches; DeepSpeed's name and arguments.
+
+        Checkpoints have the position of `engine.training_dataloader` only: if you train on what this returns, set it.
+
+        Args:
+            dataset: with `__getitem__` and `__len__`; with one rank an IterableDataset too.
+            batch_size: samples; None: train_micro_batch_size_per_gpu.
+            route: "train" shuffles, "eval" and "predict" keep the order.
+            pin_memory: batches lie in pinned memory; only on a GPU.
+            data_sampler: which samples this rank gets; None: its part of all of them.
+            collate_fn: None: that of `zero.initialize`, else torch's.
+            num_local_io_workers: processes that load; None: none, the loop loads.
+
+        Raises:
+            ConfigError: no such route, or data that cannot be dealt out to the ranks.
+        """
+        return make_loader(
+            dataset,
+            self._config,
+            pin=pin_memory and is_accelerator(self.device),
+            route=route,
+            batch_size=batch_size,
+            sampler=data_sampler,
+            collate_fn=collate_fn if collate_fn is not None else self.collate_fn,
+            num_workers=num_local_io_workers or 0,
+        )

@@ -1,1 +1,0 @@
-"""What several ranks need of each other, over torch.distributed."""

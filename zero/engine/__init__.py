@@ -1,0 +1,1 @@
+"""The engine users hold: training, inference, and how both are made."""

@@ -1,0 +1,128 @@
+"""`zero.init_inference`: forward-only use of a model whose weights live in host memory or on NVMe."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from offload.accelerator import compute_device
+from offload.errors import ConfigError, StateError
+from zero.assembly.assembly import Assembly
+from zero.config import Config
+from zero.config.inference_block import read_inference
+from zero.engine.engine import ZeroEngine
+from zero.engine.initialize import show_log
+from zero.engine.pretrained import load_pretrained
+from zero.params.released import is_kept
+from zero.values.access import take_back
+
+logger = logging.getLogger("zero")
+
+
+class InferenceEngine(ZeroEngine):
+    """What `init_inference` returns: the engine without anything that trains.
+
+    Units that fit the device (`stage3_max_live_parameters`, `memory_budget.device`) are fetched once and stay for as
+    long as the engine lives, as inside `engine.generation()`; the rest is streamed for each forward.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
+        super().__init__(model, None, config, device)
+        self.eval()
+
+    def _use(self, parts: Assembly) -> None:
+        super()._use(parts)
+        self._generations += 1
+        parts.coordinator.begin_generation()
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, without a graph; arguments are passed on untouched."""
+        return super().forward(*args, **kwargs)
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`.
+
+        Raises:
+            AttributeError: it has none.
+            StateError: the engine is closed.
+        """
+        with self.generation():
+            generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
+            return generate(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises StateError: use `zero.initialize` for a model that is trained."""
+        self._forward_only("backward")
+
+    def step(self, lr_kwargs: Any = None) -> NoReturn:
+        """Raises StateError: use `zero.initialize` for a model that is trained."""
+        self._forward_only("step")
+
+    def _forward_only(self, what: str) -> NoReturn:
+        raise StateError(
+            f"{what}: this engine was made by zero.init_inference and only runs forward; to train the "
+            "model use zero.initialize"
+        )
+
+
+def init_inference(
+    model: nn.Module, config: str | os.PathLike[str] | dict[str, Any] | None = None, **kwargs: Any
+) -> InferenceEngine:
+    """Wrap a model for forward-only use, its weights on the configured tier. DeepSpeed's call.
+
+    No gradient and no optimizer state is allocated, and after this call nothing is written to the disk.
+
+    Args:
+        model: built anywhere, under `zero.Init` or in memory; it is put into eval mode.
+        config: path of a JSON file or a dict; every key may be given as a keyword instead:
+            dtype: floating parameters become `torch.float32`, `torch.bfloat16` or `torch.float16` (or "fp32", "bf16",
+                "fp16"); None (default): as they are. DeepSpeed's default is fp16. Buffers keep their dtype.
+            zero: as `zero_optimization` of a training config; `offload_param` says where the weights live.
+            checkpoint: folder of .safetensors files whose values the model gets, tensor by tensor.
+            memory_budget, aio: as in a training config.
+        kwargs: keys of `config`.
+
+    Returns:
+        The engine; call it, or its `generate`, and `close()` it. `engine.module` is the model.
+
+    Raises:
+        ConfigError: a key is unknown, contradicts a keyword, or asks for what is not available: kernel injection,
+            tensor parallelism, quantisation, CUDA graphs. Names it and the alternative.
+        BudgetError: the plan does not fit.
+    """
+    show_log()
+    options = read_inference(config, kwargs)
+    if options.ignored:
+        logger.info("keys that are accepted and have no effect here: %s", ", ".join(options.ignored))
+    device = compute_device()
+    take_back(model.parameters())
+    if options.dtype is not None:
+        _cast(model, options.dtype)
+    if options.checkpoint is not None:
+        load_pretrained(model, options.checkpoint)
+    return InferenceEngine(model, options.training_config, device)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Floating parameters to `dtype`, one at a time. Those that `zero.Init` has cut become bf16 when they are stored.
+
+    Raises:
+        ConfigError: a parameter is on disk already and would have to be cast to another dtype than bf16.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.dtype == dtype:
+            continue
+        if not is_kept(parameter):
+            parameter.data = parameter.data.to(dtype)
+        elif dtype != torch.bfloat16:
+            raise ConfigError(
+                f"dtype: parameter {name} is {parameter.dtype} and on disk already (zero.Init); it can become "
+                f"torch.bfloat16, not {dtype}; build the model in {dtype} (torch.set_default_dtype), or leave dtype out"
+            )

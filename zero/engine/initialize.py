@@ -1,0 +1,154 @@
+"""`zero.initialize`: DeepSpeed's entry point and its signature."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from offload.accelerator import compute_device
+from offload.errors import ConfigError, names_file_limit
+from zero import checkpointing
+from zero.config import Config, load_config
+from zero.config.auto_values import Facts, auto_lines, facts_of, resolve_auto
+from zero.config.command_line import config_argument
+from zero.config.precision_block import DTYPES
+from zero.engine.engine import ZeroEngine
+from zero.exchange.partners import open_exchange
+from zero.optim.make_rule import trained_from
+from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.scheduling import check_scheduler
+from zero.params.initialisation import suspended
+from zero.ranks.joining import join_or_stay_alone
+
+logger = logging.getLogger("zero")
+
+PIPELINE_MARKS = ("forward_funcs", "_layer_specs", "_topo")
+"""Attributes of DeepSpeed's PipelineModule."""
+
+
+@names_file_limit("initialize")
+def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., Any] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | os.PathLike[str] | dict[str, Any] | Config | None = None,
+    mesh_param: Any = None,
+    config_params: str | os.PathLike[str] | dict[str, Any] | None = None,
+) -> tuple[ZeroEngine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
+    """Wrap a model for training with its weights and states on the configured tiers.
+
+    Args:
+        args: `args.zero_config` or `args.deepspeed_config` names the config file when `config` is None; see
+            `zero.add_config_arguments`.
+        model: the module to train, built anywhere: under `zero.Init` or in memory.
+        optimizer: a fresh one of torch.optim, or any that is element-wise; None takes `optimizer` from the config.
+        model_parameters: parameters or param groups to train; None: all that require gradients.
+        training_data: a dataset; a loader of this rank's micro-batches is made from it.
+        lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one; goes before the
+            `scheduler` of the config.
+        distributed_port: of rank 0, where MASTER_PORT does not say.
+        mpu: not available: must be None.
+        dist_init_required: False: torch.distributed is left alone; else ranks that a launcher has started are joined,
+            and a process without a launcher gets a group of one.
+        collate_fn: for the loader.
+        config: path or dict.
+        mesh_param: not available: must be None.
+        config_params: DeepSpeed's older name of `config`.
+
+    Returns:
+        (engine, optimizer, loader, lr_scheduler); what was not asked for is None.
+
+    Raises:
+        ConfigError: every problem of the configuration at once.
+        BudgetError: the plan does not fit; nothing was allocated.
+        StorageError: the swap space cannot be reserved, or this process may open no more files.
+    """
+    if model is None:
+        raise ConfigError("initialize: model is missing")
+    _refuse_pipelines(model)
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError("initialize: mpu and mesh_param are not available; leave them out")
+    check_scheduler(lr_scheduler)
+    show_log()
+    if dist_init_required is not False:
+        join_or_stay_alone(distributed_port)
+    loaded = _read_config(args, config if config is not None else config_params)
+    loaded = _without_autos(loaded, facts_of(model, optimizer, training_data))
+    trained = trained_from(optimizer, model_parameters, model, loaded)
+    device = compute_device()
+    exchange = open_exchange(loaded, device)
+    try:
+        with suspended():
+            engine = ZeroEngine(model, trained, loaded, device, exchange, lr_scheduler)
+    except BaseException as error:  # the other ranks wait for this one
+        exchange.close(error)
+        raise
+    given = loaded.origin("activation_checkpointing") == "user"
+    checkpointing.follow(engine.activations, configured=given)
+    engine.collate_fn = collate_fn
+    engine.training_dataloader = None if training_data is None else engine.deepspeed_io(training_data)
+    return engine, engine.updater, engine.training_dataloader, engine.lr_scheduler
+
+
+def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None) -> Config:
+    if source is None:
+        source = config_argument(args)
+    if source is None:
+        raise ConfigError("initialize: give config=, a path or a dict, or args with zero_config or deepspeed_config")
+    loaded = load_config(source)
+    if loaded.inactive:
+        logger.info("keys that are accepted and have no effect here: %s", ", ".join(loaded.inactive_with_reasons))
+    if loaded.ignored:
+        logger.warning("keys that are not known here and were ignored: %s", "; ".join(loaded.ignored))
+    for line in loaded.deprecated:
+        logger.info("deprecated: %s", line)
+    return loaded
+
+
+def _without_autos(loaded: Config, facts: Facts) -> Config:
+    """The configuration with values for what is "auto", each said once."""
+    resolved = resolve_auto(loaded, facts)
+    for line in auto_lines(resolved):
+        logger.info("%s", line)
+    wish = resolved.data_types.grad_accum_dtype
+    if wish is not None and DTYPES[wish] != resolved.accumulation_dtype:
+        logger.warning(
+            "data_types.grad_accum_dtype: %s without %s.enabled counts as fp32, in which gradients are added up",
+            wish,
+            wish,
+        )
+    return resolved
+
+
+def _refuse_pipelines(model: nn.Module) -> None:
+    """Raise ConfigError for DeepSpeed's PipelineModule, or a class that is made like it."""
+    named = any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__)
+    if named or all(hasattr(model, mark) for mark in PIPELINE_MARKS):
+        raise ConfigError(
+            f"initialize: model: {type(model).__name__} is a PipelineModule, and pipelines are not available; give an "
+            "nn.Module, such as nn.Sequential of the same layers (with ZeRO it need not fit a device), or build the "
+            "pipeline with torch.distributed.pipelining"
+        )
+
+
+def show_log() -> None:
+    """Let the plan and notes be seen unless the application has set up logging itself."""
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)

@@ -1,0 +1,272 @@
+"""Memory estimates under DeepSpeed's names and in its table, with the numbers of our own planner.
+
+Differences from DeepSpeed's, all because the plan counts what there is: a column for NVMe and rows for
+offload to it; the buffers are in the numbers, so `additional_buffer_factor` is 1 unless given; "per CPU" is a node's
+host memory, "per GPU" and "per NVMe" one rank's device memory and its part of the node's drives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import nn
+
+from offload.accelerator import planned_device
+from offload.errors import ConfigError
+from zero.assembly.model_plan import plan_model
+from zero.config import Config, load_config
+from zero.params.layout import UnitContent, build_layout
+from zero.params.placement import place
+from zero.params.units import Uses
+from zero.plan.machine import Machine
+from zero.plan.plan import DEVICE, HOST, NVME, Plan
+from zero.plan.planner import Planner
+
+TIERS = ("nvme", "cpu", "none")
+FP32_BYTES = 4
+LAYERS = 8
+"""Of a model of which only the size is known: the cover cuts no unit smaller than an eighth without need."""
+ENDLESS = Machine(
+    available_bytes=1 << 62, available_source="no limit", memlock_bytes=None, device_bytes=None, rss_bytes=0
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One line of the table."""
+
+    offload_param: str
+    offload_optimizer: str
+    zero_init: bool
+    host_bytes: int
+    """Of a node."""
+    device_bytes: int
+    """Of a rank."""
+    nvme_bytes: int
+    """Of a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The hardware."""
+
+    num_gpus_per_node: int = 1
+    num_nodes: int = 1
+    additional_buffer_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.num_gpus_per_node, self.num_nodes) < 1 or self.additional_buffer_factor <= 0:
+            raise ConfigError(f"memory estimate: nodes, GPUs and factor must be positive, got {self}")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.num_gpus_per_node * self.num_nodes
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+) -> list[Estimate]:
+    """Print what stage 3 takes for a model, for every offload combination.
+
+    Args:
+        model: on any device, the meta device too.
+        num_gpus_per_node: ranks of a node.
+        num_nodes: nodes.
+        additional_buffer_factor: multiplies host memory.
+
+    Returns:
+        The lines.
+    """
+    setup = Setup(num_gpus_per_node, num_nodes, additional_buffer_factor)
+    largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
+    total = sum(p.numel() for p in model.parameters())
+    plans = {(param, states): _live_plan(model, _config(3, param, states), setup) for param, states in _pairs()}
+    return _table3(total, largest, setup, plans)
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: float,
+    largest_layer_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.0,
+) -> list[Estimate]:
+    """As `..._all_live` for a model of which only two numbers are known: it is taken to consist of such layers.
+
+    Args:
+        total_params: elements of all parameters.
+        largest_layer_params: elements of the largest layer.
+        num_gpus_per_node: ranks of a node.
+        num_nodes: nodes.
+        additional_buffer_factor: multiplies host memory.
+
+    Returns:
+        The lines.
+
+    Raises:
+        ConfigError: the largest layer is larger than the model, or a number is not positive.
+    """
+    total, largest = int(total_params), int(largest_layer_params)
+    if not 0 < largest <= total:
+        raise ConfigError(
+            f"memory estimate: expected 0 < largest_layer_params <= total_params, got {largest:,} and {total:,}"
+        )
+    setup = Setup(num_gpus_per_node, num_nodes, additional_buffer_factor)
+    plans = {
+        (param, states): _cold_plan(total, largest, _config(3, param, states), setup) for param, states in _pairs()
+    }
+    return _table3(total, largest, setup, plans)
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+) -> list[Estimate]:
+    """Print what stage 2 takes for a model, for every place of the states; arguments as for stage 3.
+
+    Stage 2 keeps all weights on each device and shards gradients and states.
+
+    Returns:
+        The lines.
+    """
+    return _live_table(2, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+) -> list[Estimate]:
+    """As `..._all_live` for a model of which only the size is known.
+
+    Returns:
+        The lines.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+    return _cold_table(2, int(total_params), Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
+
+
+def estimate_zero1_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+) -> list[Estimate]:
+    """Print what stage 1 takes for a model, for every place of the states; arguments as for stage 3.
+
+    Stage 1 keeps all weights on each device and shards states. With several micro-batches a step, which is what is
+    counted, each device also has the fp32 sums of all gradients; with one it takes what stage 2 does.
+
+    Returns:
+        The lines.
+    """
+    return _live_table(1, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
+
+
+def estimate_zero1_model_states_mem_needs_all_cold(
+    total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+) -> list[Estimate]:
+    """As `..._all_live` for a model of which only the size is known.
+
+    Returns:
+        The lines.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+    return _cold_table(1, int(total_params), Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
+
+
+def _live_table(stage: int, model: nn.Module, setup: Setup) -> list[Estimate]:
+    plans = {states: _live_plan(model, _config(stage, "none", states), setup) for states in TIERS}
+    return _table(sum(p.numel() for p in model.parameters()), setup, plans)
+
+
+def _cold_table(stage: int, total: int, setup: Setup) -> list[Estimate]:
+    if total < 1:
+        raise ConfigError(f"memory estimate: expected total_params > 0, got {total:,}")
+    largest = -(-total // LAYERS)
+    plans = {states: _cold_plan(total, largest, _config(stage, "none", states), setup) for states in TIERS}
+    return _table(total, setup, plans)
+
+
+def _table(total: int, setup: Setup, plans: dict[str, Plan]) -> list[Estimate]:
+    """Of a stage that keeps whole weights on the device."""
+    lines = []
+    for states, plan in plans.items():
+        host = int(plan.tier_bytes(HOST) * setup.num_gpus_per_node * setup.additional_buffer_factor)
+        lines.append(Estimate("none", states, False, host, plan.tier_bytes(DEVICE), plan.tier_bytes(NVME)))
+    _print_header(setup, f"Model with {total // 10**6}M total params.")
+    for line in lines:
+        _print_line(line, f"offload_optimizer={line.offload_optimizer:4}")
+    return lines
+
+
+def _table3(total: int, largest: int, setup: Setup, plans: dict[tuple[str, str], Plan]) -> list[Estimate]:
+    lines = []
+    for (param, states), zero_init in product(plans, (True, False)):
+        plan = plans[param, states]
+        host = plan.tier_bytes(HOST)
+        if not zero_init:
+            # Built whole on every rank, in fp32; it goes as the planes fill, the arena is there from the start.
+            host = max(FP32_BYTES * total, host - plan.arena_bytes) + plan.arena_bytes
+        node = int(host * setup.num_gpus_per_node * setup.additional_buffer_factor)
+        lines.append(Estimate(param, states, zero_init, node, plan.tier_bytes(DEVICE), plan.tier_bytes(NVME)))
+    sizes = f"{total // 10**6}M total params, {largest // 10**6}M largest layer params."
+    _print_header(setup, f"Model with {sizes}")
+    for line in lines:
+        options = f"offload_param={line.offload_param:4}, offload_optimizer={line.offload_optimizer:4}"
+        _print_line(line, f"{options}, zero_init={int(line.zero_init)}")
+    return lines
+
+
+def _print_header(setup: Setup, software: str) -> None:
+    nodes = "nodes" if setup.num_nodes > 1 else "node"
+    gpus = "GPUs" if setup.num_gpus_per_node > 1 else "GPU"
+    print("Estimated memory needed for params, optim states and gradients for a:")
+    print(f"HW: Setup with {setup.num_nodes} {nodes}, {setup.num_gpus_per_node} {gpus} per node.")
+    print(f"SW: {software}")
+    print("  per CPU  |  per GPU | per NVMe |   Options")
+
+
+def _print_line(line: Estimate, options: str) -> None:
+    host, device, nvme = (nbytes / 2**30 for nbytes in (line.host_bytes, line.device_bytes, line.nvme_bytes))
+    print(f" {host:7.2f}GB | {device:6.2f}GB | {nvme:6.2f}GB | {options}")
+
+
+def _pairs() -> list[tuple[str, str]]:
+    return list(product(TIERS, TIERS))
+
+
+def _config(stage: int, param: str, states: str) -> Config:
+    def block(device: str) -> dict[str, str]:
+        return {"device": device, **({"nvme_path": "nvme"} if device == "nvme" else {})}
+
+    blocks = {"offload_param": block(param), "offload_optimizer": block(states)}
+    return load_config(
+        {
+            "gradient_accumulation_steps": 2 if stage == 1 else 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": stage, **blocks},
+        },
+        world_size=1,
+    )
+
+
+def _live_plan(model: nn.Module, config: Config, setup: Setup) -> Plan:
+    """Of a rank of a GPU machine without limits."""
+    return plan_model(model, config, ENDLESS, planned_device(), setup.world_size)[1]
+
+
+def _cold_plan(total: int, largest: int, config: Config, setup: Setup) -> Plan:
+    """As `_live_plan`, for layers of `largest` elements."""
+    placement = place(config, 0, setup.world_size)
+    sizes: Sequence[int] = [largest] * (total // largest) + ([total % largest] if total % largest else [])
+    persistent = not placement.weights_sharded
+    contents = [
+        UnitContent(f"layer {i}", ((i, (f"layer {i}",), torch.Size((numel,))),), torch.bfloat16, True, persistent)
+        for i, numel in enumerate(sizes)
+    ]
+    layout = build_layout(contents, placement)
+    return Planner(layout, config, ENDLESS, planned_device(), True, Uses.in_turn(layout), placement).make()

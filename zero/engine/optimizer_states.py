@@ -1,0 +1,55 @@
+"""The states of an engine's parameters for its optimizer object, and this rank's part of the fp32 values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import BudgetError
+from offload.sizes import format_bytes
+from zero.plan.machine import read_machine
+from zero.values.parameters import ParameterValues
+
+MASTERS = {
+    1: "single_partition_of_fp32_groups",
+    2: "single_partition_of_fp32_groups",
+    3: "fp32_partitioned_groups_flat",
+}
+"""Stage -> DeepSpeed's name for each param group's part of the fp32 values."""
+
+
+class EngineStates:
+    """See `zero.optim.states.KeptStates`.
+
+    Args:
+        values_of: the engine's.
+        device: of the engine.
+    """
+
+    def __init__(self, values_of: Callable[..., ParameterValues], device: torch.device) -> None:
+        self._values_of, self._device = values_of, device
+
+    def read(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Copies of the states; on all ranks together. Raises StorageError."""
+        return self._values_of(parameter).states()
+
+    def write(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+        """Replace a state. Raises StorageError, StateError: there is no such state."""
+        self._values_of(parameter, to_change=True).set_state(key, value)
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise BudgetError if the host has no room for so much."""
+        free = read_machine(self._device).available_bytes
+        if nbytes > free:
+            raise BudgetError(
+                f"optimizer.state_dict: all states are {format_bytes(nbytes)}, {format_bytes(free)} are free; save "
+                "them with engine.save_checkpoint, which needs no copy, or read optimizer.state[parameter] one by one"
+            )
+
+    def masters_of(self, group: dict[str, Any]) -> torch.Tensor:
+        """This rank's part of the fp32 values of a param group, 1-D, a copy."""
+        parts = [self._values_of(parameter).own_master() for parameter in group["params"]]
+        return torch.cat(parts) if parts else torch.empty(0)

@@ -1,0 +1,166 @@
+"""`load_pretrained`: a safetensors checkpoint goes to where a model's values live, without a copy in memory.
+
+[Note: nothing is read early] A parameter that `zero.Init` has put on disk is pointed to its place in the checkpoint;
+`initialize` reads it there, range by range, on its way into the planes. On an engine the planes are rewritten, a
+sub-group at a time. Only a parameter in memory is filled at once, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, StateError
+from offload.files.safetensors_file import Entry, SafetensorsFile, open_checkpoint
+from zero.assembly.model_changes import FollowsModel
+from zero.params.buffers import persistent_buffers
+from zero.params.released import is_kept
+from zero.params.tiles import engine_keeper
+from zero.params.unadopted import provisional_source
+from zero.params.units import Leaf, collect_leaves
+from zero.store.adoption import Adoption, Piece
+from zero.values.access import EngineKeeper
+
+CHUNK_NUMEL = 4 << 20
+NAMES_SHOWN = 4
+
+
+class LoadedKeys(NamedTuple):
+    """What did not fit together; torch's names."""
+
+    missing_keys: list[str]
+    """Parameters and buffers of the model that the checkpoint does not have."""
+    unexpected_keys: list[str]
+    """Names in the checkpoint that the model does not have."""
+
+
+class _Source(NamedTuple):
+    """Where one tensor comes from."""
+
+    name: str
+    file: SafetensorsFile
+    entry: Entry
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end), 1-D, in the file's dtype."""
+        offset = self.entry.offset_bytes + begin * self.entry.dtype.itemsize
+        return self.file.read(offset, end - begin, self.entry.dtype)
+
+
+def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bool = True) -> LoadedKeys:
+    """Load a safetensors checkpoint into a model: built under `zero.Init`, wrapped in an engine, or an ordinary one.
+
+    Floating values are converted to what the model trains in: fp32 values keep their bits in the fp32 master. Tied
+    parameters need one of their names. Optimizer states stay as they are. Everything is checked before a value
+    changes. Between a load under `Init` and `initialize` the files must stay as they are.
+
+    Args:
+        model: the module, or the engine.
+        folder: as `save_pretrained` writes it: `model.safetensors`, or shards and their index; or one such file.
+        strict: False loads what fits by name and returns the rest.
+
+    Raises:
+        ConfigError: a name is missing or too many (`strict`), a shape or dtype does not fit, a file is damaged; names
+            the key, the file, what was expected and what was found.
+        StateError: inside forward, backward or `GatheredParameters` of the engine.
+        StorageError: a transfer failed. An engine may hold some of the new values then; load again.
+    """
+    target: nn.Module = model.module if isinstance(model, FollowsModel) else model
+    files = open_checkpoint(Path(folder))
+    leaves = collect_leaves(target)
+    buffers = persistent_buffers(target)
+    sources: dict[int, _Source] = {}
+    missing: list[str] = []
+    for leaf in leaves:
+        name = next((name for name in leaf.names if name in files), None)
+        if name is None:
+            missing.append(leaf.names[0])
+        else:
+            sources[leaf.index] = _checked(name, files[name], leaf.parameter)
+    of_buffers = {name: _checked(name, files[name], buffer) for name, buffer in buffers.items() if name in files}
+    missing += [name for name in buffers if name not in files]
+    known = {name for leaf in leaves for name in leaf.names} | buffers.keys()
+    unexpected = [name for name in files if name not in known]
+    if strict and (missing or unexpected):
+        raise ConfigError(_mismatch(Path(folder), missing, unexpected))
+    _load_parameters([leaf for leaf in leaves if leaf.index in sources], sources)
+    for name, source in of_buffers.items():
+        _fill(buffers[name], source)
+    return LoadedKeys(missing, unexpected)
+
+
+def _load_parameters(leaves: list[Leaf], sources: dict[int, _Source]) -> None:
+    kept: dict[int, EngineKeeper] = {}
+    for leaf in leaves:
+        parameter, source = leaf.parameter, sources[leaf.index]
+        keeper = engine_keeper(parameter) if is_kept(parameter) else None
+        provisional = provisional_source(parameter)
+        if isinstance(keeper, EngineKeeper):
+            kept[id(keeper)] = keeper
+        elif provisional is not None:
+            provisional.point(parameter, source.file, source.entry.offset_bytes, source.entry.dtype)
+        else:
+            _fill(parameter, source)
+    for keeper in kept.values():
+        mine = {id(leaf.parameter): sources[leaf.index] for leaf in leaves}
+        _load_engine(keeper, mine)
+
+
+def _load_engine(keeper: EngineKeeper, sources: dict[int, _Source]) -> None:
+    """Rewrite the planes that the keeper's engine has."""
+    engine = keeper.owner
+    if not isinstance(engine, FollowsModel):
+        raise StateError("load_pretrained: the model belongs to something that is no engine")
+    engine.replan()
+    parts = engine.at_rest()
+    indices = {parts.index_of[key] for key in sources if key in parts.index_of}
+
+    def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:
+        yield Piece(begin, sources[id(parameter)].read(begin, end))
+
+    try:
+        Adoption(parts.layout, parts.parameters(), parts.storage, read, lambda unit, slot: None, only=indices).run()
+    finally:
+        parts.coordinator.rewritten()
+
+
+def _fill(tensor: torch.Tensor, source: _Source) -> None:
+    with torch.no_grad():
+        whole = tensor.detach()
+        flat = whole.view(-1) if whole.is_contiguous() else None
+        if flat is None:
+            whole.copy_(source.read(0, whole.numel()).view(whole.shape))
+            return
+        for begin in range(0, flat.numel(), CHUNK_NUMEL):
+            end = min(begin + CHUNK_NUMEL, flat.numel())
+            flat[begin:end].copy_(source.read(begin, end))
+
+
+def _checked(name: str, file: SafetensorsFile, wanted: torch.Tensor) -> _Source:
+    entry = file.entries[name]
+    if entry.shape != wanted.shape:
+        raise ConfigError(
+            f"{name} in {file.path}: expected shape {tuple(wanted.shape)}, got {tuple(entry.shape)}; build the model "
+            "from the checkpoint's own config, or resize it after loading"
+        )
+    if entry.dtype.is_floating_point != wanted.dtype.is_floating_point:
+        raise ConfigError(
+            f"{name} in {file.path}: expected {wanted.dtype}, got {entry.dtype}, which does not convert; load a "
+            "checkpoint that was saved from a model of this kind"
+        )
+    return _Source(name, file, entry)
+
+
+def _mismatch(folder: Path, missing: list[str], unexpected: list[str]) -> str:
+    said = [f"{folder} and the model do not fit together."]
+    for words, names in (("missing in the checkpoint", missing), ("unknown to the model", unexpected)):
+        if names:
+            more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+            said.append(f"{len(names)} {words}: {', '.join(names[:NAMES_SHOWN])}{more}.")
+    said.append("Build the model from the checkpoint's own config, or pass strict=False to load what fits")
+    return " ".join(said)

@@ -1,0 +1,1 @@
+"""What the ranks of one engine exchange: weights, gradients, and what they agree on at the start."""

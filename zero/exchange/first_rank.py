@@ -1,0 +1,119 @@
+"""What ranks have in common from the start: one machine to plan for, one model, one set of buffers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from offload.errors import StateError
+from offload.saved.saved_views import version_of
+from zero.exchange.exchange import Exchange
+from zero.params.unadopted import provisional_source
+from zero.plan.machine import Machine
+
+
+def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> Machine:
+    """What every rank can have: the least of each. All ranks come here, and so make the same plan.
+
+    Args:
+        exchange: with the other ranks.
+        machine: as this rank finds it.
+        on_cpu: the device's memory is the host's.
+    """
+    if exchange.placement.alone:
+        return machine
+    mine = {**asdict(machine), "node": socket.gethostname()}
+    answers = [json.loads(answer) for answer in exchange.agree("machine", json.dumps(mine).encode())]
+    ranks_of = Counter(answer["node"] for answer in answers)
+    for answer in answers:  # what is free on a node is free for all its ranks together
+        answer["available_bytes"] //= ranks_of[answer["node"]]
+        if on_cpu:
+            answer["device_bytes"] = answer["available_bytes"]
+    least = min(answers, key=lambda answer: answer["available_bytes"])
+    locked = [answer["memlock_bytes"] for answer in answers if answer["memlock_bytes"] is not None]
+    return replace(
+        machine,
+        available_bytes=least["available_bytes"],
+        available_source=least["available_source"],
+        memlock_bytes=min(locked, default=None),
+        device_bytes=min(answer["device_bytes"] for answer in answers),
+    )
+
+
+def take_first_ranks_values(exchange: Exchange, parameters: Iterable[nn.Parameter]) -> None:
+    """Give every rank the first one's initial values: the others may have drawn other random numbers.
+
+    Raises:
+        StateError: ranks that share a file of values have built different parameters.
+    """
+    if exchange.placement.alone:
+        return
+    parameters = list(parameters)
+    sources = {id(source): source for p in parameters if (source := provisional_source(p)) is not None}
+    digests = exchange.agree("initial values", b"".join(source.settle() for source in sources.values()))
+    if len(set(digests)) > 1:
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise StateError(
+            f"zero.Init: rank {other} has built other parameters than rank 0, or in another order; ranks share one "
+            "file of initial values, so each builds the same model"
+        )
+    for parameter in parameters:
+        source = provisional_source(parameter)
+        if source is None:
+            exchange.broadcast(parameter.data, 0)
+        elif not source.common(parameter):
+            source.open([parameter])
+            exchange.broadcast(parameter.data, 0)
+            source.close([parameter])
+
+
+class CommonBuffers:
+    """The model's buffers: running statistics and the like are the first rank's, as with DistributedDataParallel.
+
+    Most buffers are tables that never change; only what has changed on some rank travels. Statistics of torch's norms
+    always do: its kernels change them without a new version.
+    """
+
+    def __init__(self, exchange: Exchange, model: nn.Module) -> None:
+        self._exchange, self._model = exchange, model
+        self._versions: dict[str, tuple[int, int]] = {}
+
+    def share(self) -> None:
+        """Give every rank the first one's buffers. All ranks come here."""
+        if self._exchange.placement.alone:
+            return
+        buffers = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
+        if not buffers:
+            return
+        statistics = {
+            f"{name}.{own}" if name else own
+            for name, module in self._model.named_modules()
+            if isinstance(module, _NormBase)
+            for own in module._buffers
+        }
+        changed = [
+            name
+            for name, buffer in buffers.items()
+            if name in statistics or self._versions.get(name) != _version(buffer)
+        ]
+        answers = self._exchange.agree("buffers", json.dumps(changed).encode())
+        anywhere = set[str]().union(*map(json.loads, answers))
+        # Past the version counter, as torch's kernels write them: a graph of a forward before needs no statistics, but
+        # holds their tensors.
+        targets = [
+            buffer.data if name in statistics else buffer for name, buffer in buffers.items() if name in anywhere
+        ]
+        self._exchange.broadcast_all(targets, 0)
+        self._versions = {name: _version(buffer) for name, buffer in buffers.items()}
+
+
+def _version(buffer: torch.Tensor) -> tuple[int, int]:
+    """Changes with the buffer's values, or with the tensor that it is."""
+    return id(buffer), version_of(buffer)

@@ -1,0 +1,73 @@
+"""Weights that neighbours have shared out among them a second time, so that most gathers stay inside a node (hpZ).
+
+[Note: near gathers] The first gather of a unit after its weights may have changed needs the slices of all ranks. Each
+rank then keeps its part of the unit among its neighbours, and later gathers of it need the neighbours only. Which kind
+a gather is depends on those decided before and on what has changed the weights, so it is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from offload.errors import StateError
+from offload.streams import Fence
+from zero.exchange.exchange import NEAR, Exchange, Turn
+from zero.params.layout import Layout, Unit
+from zero.store.storage import Storage
+
+
+class Neighbours:
+    """See above. Without hpZ it does nothing.
+
+    Args:
+        layout: units.
+        storage: which has memory for this rank's parts.
+        exchange: with the other ranks.
+    """
+
+    def __init__(self, layout: Layout, storage: Storage, exchange: Exchange) -> None:
+        self._storage, self._exchange, self._placement = storage, exchange, exchange.placement
+        self._current: set[int] = set()
+        """Units whose part is that of their weights once all gathers decided so far are over."""
+        self._filled: set[int] = set()
+        """Those of them whose part is there; the mover adds to it."""
+
+    def turn(self, unit: Unit) -> Turn | None:
+        """A turn for gathering the unit from the neighbours; None: it has to come from all ranks, and is kept then."""
+        if unit.index in self._current:
+            return self._exchange.turn(NEAR, unit)
+        if unit.index in self._storage.near:
+            self._filled.discard(unit.index)
+            self._current.add(unit.index)
+        return None
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """The weights of these units change, on every rank."""
+        self._current.difference_update(indices)
+
+    # ---- the mover ----------------------------------------------------------------------------
+
+    def keep(self, unit: Unit, flat: torch.Tensor, after: Fence) -> Fence:
+        """Keep this rank's part of `flat` (uint8, the unit's bytes), which is there behind `after`. Returns behind."""
+        home, streams = self._storage.near.get(unit.index), self._storage.streams
+        if home is None:
+            return after
+        with streams.collective(after):  # where near gathers read it too, in order
+            home.copy_(self._part(flat))
+            self._filled.add(unit.index)
+            return streams.fence()
+
+    async def gather(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
+        """Fill `flat` (uint8, the unit's bytes) from the neighbours' parts; `fences` are behind its last uses."""
+        if unit.index not in self._filled:
+            raise StateError(f"gathering {unit.name} inside the node: its gather from all ranks has failed")
+        streams = self._storage.streams
+        with streams.collective(*fences):
+            self._part(flat).copy_(self._storage.near[unit.index])
+            own = streams.fence()
+        return await self._exchange.gather(turn, unit, flat, own)
+
+    def _part(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.chunk(self._placement.near_size)[self._placement.near_index]

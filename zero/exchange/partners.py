@@ -1,0 +1,66 @@
+"""From torch.distributed's ranks to an engine's exchange."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+
+from offload.errors import ConfigError
+from offload.streams import open_streams
+from offload.system.descriptors import same_node
+from zero.config import Config
+from zero.config.precision_block import DTYPES
+from zero.exchange.exchange import Alone, Collectives, Exchange, Wire
+from zero.exchange.shared_memory import SharedMemory
+from zero.params.placement import place, why_not_near
+from zero.plan.machine import aliases
+from zero.ranks.comm import Comm
+
+logger = logging.getLogger("zero")
+
+
+def open_exchange(config: Config, device: torch.device) -> Exchange:
+    """What the engine of a configuration exchanges with other ranks. All ranks come here.
+
+    Args:
+        config: validated for the number of ranks.
+        device: where units are computed on.
+
+    Raises:
+        ConfigError: a group that the configuration asks for cannot be made of the ranks.
+    """
+    comm = Comm(device, open_streams(device), fixed_order=config.sums_16_bit_in_fp32)
+    shares_memory = _can_share(comm, config, device)
+    placement = place(config, comm.rank, comm.world_size, shares_memory=shares_memory)
+    reason = why_not_near(config, comm.world_size, shares_memory=shares_memory)
+    if reason:
+        logger.info("zero_optimization.zero_hpz_partition_size has no effect here: %s", reason)
+    if placement.alone:
+        comm.close()
+        return Alone(placement)
+    wire = Wire(
+        dtype=DTYPES.get(config.communication_data_type or ""),
+        prescale=config.prescale_gradients,
+        predivide_factor=config.gradient_predivide_factor,
+        averages=config.gradient_allreduce_op == "mean",
+        overlaps=config.zero_optimization.overlap_comm,
+    )
+    if shares_memory:
+        return SharedMemory(comm, placement, wire)
+    return Collectives(comm, placement, wire)
+
+
+def _can_share(comm: Comm, config: Config, device: torch.device) -> bool:
+    """Do the ranks keep one copy of each slice in shared memory, and use it there? All get the same answer."""
+    wish = config.zero_optimization.shared_host_memory
+    if comm.world_size == 1 or wish is False:
+        return False
+    possible = device.type == "cpu" and aliases() and same_node(partial(comm.agree, "one node"))
+    if wish is True and not possible:
+        raise ConfigError(
+            "zero_optimization.shared_host_memory: needs ranks that compute on the CPU of one node, without "
+            'ZERO_NO_ALIAS; got ranks that do not share memory; set it to "auto" or false'
+        )
+    return possible

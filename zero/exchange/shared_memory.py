@@ -1,0 +1,384 @@
+"""Exchange through memory that all ranks of one node see.
+
+[Note: epochs] Whoever has a slice says on a board up to which step its weights are where they live. Readers wait for
+the step they need, and then read alone: nobody has to be in the same place of the model at the same time. A slice is
+not changed before every rank has come to the next step, so what was waited for stays as it is.
+
+[Note: urging] Updates behind the step are made when somebody fetches the unit. A rank that waits for another one's
+slice says so; the other then makes all its updates that are due.
+
+[Note: reductions] Each rank leaves whole gradients in memory of its own, says where, and adds up its slice of all
+ranks' in rank order. Its memory is free again once all have read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import astuple
+from functools import partial
+
+import torch
+
+from offload.disk.swapfile import PeerSwap, SwapGeometry
+from offload.errors import PeerError, RankLostError, StateError, ZeroInfinityError
+from offload.memory.shared_region import SharedRegion, exchange_regions
+from offload.node.board import Board
+from offload.node.peer_planes import PeerHome, PeerSlotPlane, peer_plane
+from offload.node.shared_exchange import SharedExchange
+from offload.planes.planes import Disk, Home, Plane, settle_all
+from offload.planes.two_slots import TwoSlotPlane
+from offload.streams import Fence
+from offload.system.descriptors import Share, exchange_descriptors
+from zero.exchange.exchange import AmongRanks, Turn, Updates, Wire
+from zero.params.layout import Layout, Unit
+from zero.params.placement import Placement
+from zero.ranks.comm import Comm
+from zero.ranks.rank_group import Payload
+from zero.store.storage import Storage
+from zero.store.whole_gradients import SharedPlaces
+
+WAIT_SECONDS_MAX = 1800.0
+"""As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds."""
+LOOK_SECONDS = 0.01
+"""Between looks whether somebody waits for an update of this rank's."""
+AGAIN_SECONDS = 0.5
+"""After an update that failed."""
+
+
+class Regions:
+    """Allocates shared memory, and keeps it until it is closed."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._regions: list[SharedRegion] = []
+        self.pools: list[SharedRegion] = []
+        """What each rank has made its own, in rank order."""
+
+    def common(self, nbytes: int, what: str) -> SharedRegion:
+        """See `SharedPlaces`. The first rank's file, mapped by all."""
+        mine = SharedRegion(nbytes if self._comm.rank == 0 else 1, what, touched=False)
+        regions = self._exchange(mine)
+        return regions[0]
+
+    def own(self, nbytes: int, what: str) -> SharedRegion:
+        """See `SharedPlaces`."""
+        self.pools = self.each(nbytes, what)
+        return self.pools[self._comm.rank]
+
+    def each(self, nbytes: int, what: str) -> list[SharedRegion]:
+        """Bytes of every rank, in rank order, that the others can read."""
+        return self._exchange(SharedRegion(nbytes, what, touched=False))
+
+    def close(self) -> None:
+        """Give everything up. Idempotent."""
+        while self._regions:
+            self._regions.pop().close()
+
+    def _exchange(self, mine: SharedRegion) -> list[SharedRegion]:
+        share = partial(self._comm.agree, f"sharing memory for {mine.what}")
+        with _ranks_named(f"sharing memory for {mine.what}"):
+            regions = exchange_regions(self._comm.rank, self._comm.world_size, share, mine)
+        self._regions += regions
+        return regions
+
+
+@contextmanager
+def _ranks_named(what: str) -> Iterator[None]:
+    """Peers are ranks here: an error says so."""
+    try:
+        yield
+    except PeerError as error:
+        names = ", ".join(f"rank {peer}" for peer in error.peers)
+        raise PeerError(f"{what} with {names}: {error}", error.peers) from error
+
+
+class SharedMemory(AmongRanks):
+    """See above. All ranks are on one node.
+
+    Args:
+        comm: of this engine.
+        placement: of this rank.
+        wire: how gradients travel; they are added up in fp32, so only `averages` and `overlaps` matter.
+    """
+
+    memory: SharedPlaces | None
+
+    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
+        super().__init__(comm)
+        self.placement, self._wire = placement, wire
+        self.scale = 1.0 / placement.world_size if wire.averages else 1.0
+        self.overlaps = wire.overlaps
+        self.memory = self._regions = Regions(comm)
+        self._board: Board | None = None
+        self._reducer: SharedExchange | None = None
+        self._planes: dict[int, list[Plane]] = {}
+        """Rank -> its weight planes, one per space; of ranks whose slices this one reads."""
+        self._swaps: list[PeerSwap] = []
+        self._copies: dict[int, tuple[int, int]] = {}
+        """Unit that is always bound -> which bytes of every rank's `_slices` hold a copy of its slice."""
+        self._slices: list[SharedRegion] = []
+        self._slots: list[SharedRegion] = []
+        self._slot_ranges: list[tuple[int, int]] = []
+        self._first_slots: list[list[Home]] = []
+        """Per space, what is on the disk, where the planes have two slots."""
+        self._epoch, self._reductions, self._ended = 0, 0, False
+
+    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
+        """Find the others' slices. All ranks come here, once their storage is made."""
+        comm, placement = self._comm, self.placement
+        share = partial(comm.agree, "sharing")
+        self._urges = len(layout.units)
+        self._left = self._urges + comm.world_size
+        self._layout, self._storage, self._updates = layout, storage, updates
+        self._board = Board.join(comm.rank, comm.world_size, self._left + 1, share)
+        self._reducer = SharedExchange.join(
+            comm.rank,
+            comm.world_size,
+            share,
+            self._regions.pools,
+            (placement.shard_index, placement.shard_size),
+            deadline_seconds=WAIT_SECONDS_MAX,
+            check=comm.check,
+        )
+        self._share_slices()
+        self._tell_slots()
+        if storage.disk is not None:  # all ranks have made the same plan, so all have one
+            self._open_swaps(storage.disk, share)
+        storage.at_end.append(self._end)
+        storage.at_rest.append(self._let_go)  # an engine that is dropped ends with its storage
+        updates.stored = self._publish
+
+    def adopted(self) -> None:
+        """The planes hold the initial values of this rank's slices."""
+        self.rewritten()
+
+    # ---- see Exchange -----------------------------------------------------------------------------
+
+    def turn(self, what: str, unit: Unit) -> Turn:
+        """See `Exchange`."""
+        if what == "gather":
+            return (self._epoch,)
+        self._reductions += 1
+        return (self._reductions, self._comm.ticket(what, unit.index, unit.name))
+
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        """See `Exchange`. Who waits for a slice gets it once it is there, whenever that is."""
+
+    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
+        """See `Exchange`."""
+        others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
+        await settle_all([self._fetch(rank, turn[0], unit, flat) for rank in others])
+        return None
+
+    async def _fetch(self, rank: int, epoch: int, unit: Unit, flat: torch.Tensor) -> None:
+        what = f"the slice of {unit.name} as of step {epoch - 1}"
+        if self._there.read(rank, unit.index) < epoch:
+            with self._named(what), self._comm.waiting(what):
+                await self._reached(rank, unit, epoch, what)
+        into = flat.chunk(self.placement.shard_size)[self.placement.shard_ranks.index(rank)]
+        if unit.index in self._copies:
+            begin, end = self._copies[unit.index]
+            into.copy_(self._slices[rank].data[begin:end])
+        elif unit.index not in self._storage.plan.whole:
+            await self._planes[rank][self._layout.space_of(unit)].read(unit.begin, unit.end, into)
+
+    async def _reached(self, rank: int, unit: Unit, epoch: int, what: str) -> None:
+        await self._there.reached(
+            rank,
+            unit.index,
+            epoch,
+            what=what,
+            deadline_seconds=WAIT_SECONDS_MAX,
+            urge=partial(self._urge, rank, unit, epoch),
+        )
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Peers are ranks."""
+        try:
+            yield
+        except PeerError as error:
+            ranks = ", ".join(f"rank {peer}" for peer in error.peers)
+            raise RankLostError(
+                f"rank {self._comm.rank} waits for {what}, in vain because of {ranks}: {error}"
+            ) from error
+
+    @asynccontextmanager
+    async def reduce(
+        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
+    ) -> AsyncIterator[list[torch.Tensor]]:
+        """See `Exchange`."""
+        if self._reducer is None:
+            raise StateError("reduce: nothing is shared yet")
+        own = self._regions.pools[self._comm.rank]
+        number, ticket = turn
+        with self._named(f"the gradient of {unit.name}"), self._comm.waiting(str(ticket)):
+            async with self._reducer.reduce(number, own.offset_of(flat), flat.nbytes, unit=unit.index) as slices:
+                yield [part.view(flat.dtype) for part in slices]
+
+    def sees(self, flat: torch.Tensor) -> bool:
+        """See `Exchange`."""
+        return _lies_in(flat, self._regions.pools[self._comm.rank])
+
+    def rewritten(self, unstored: Collection[int] = ()) -> None:
+        """See `Exchange`."""
+
+        async def advance() -> None:
+            self._advance(lambda index: index in unstored or not self._updates.at_home(index), frozen_too=True)
+
+        # On the mover's loop, where updates of the last step end: none ends between the new epoch and the look at it.
+        self._storage.mover.run("telling other ranks what was rewritten", advance())
+
+    def stored(self, index: int) -> None:
+        """See `Exchange`."""
+        self._publish(index, frozen_too=True)
+
+    def step_taken(self, changing: Callable[[int], bool]) -> None:
+        """See `Exchange`."""
+        self._advance(changing)
+
+    def _advance(self, changing: Callable[[int], bool], *, frozen_too: bool = False) -> None:
+        """A new epoch, of which this rank's slices are there but those that are `changing`."""
+        self._epoch += 1
+        waiting = False
+        for unit in self._layout.units:
+            if changing(unit.index):
+                waiting = True
+            else:
+                self._publish(unit.index, frozen_too=frozen_too)
+        if waiting:
+            self._storage.mover.post("updates that other ranks wait for", self._listen(self._epoch))
+
+    def payload(self) -> Mapping[str, Payload]:
+        """See `Exchange`. None of it goes through collectives."""
+        return {}
+
+    def renewed(self) -> SharedMemory:
+        """See `Exchange`."""
+        return SharedMemory(self._comm, self.placement, self._wire)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """See `Exchange`."""
+        self.release()
+        self._comm.close(error)
+
+    def release(self) -> None:
+        """See `Exchange`."""
+        self._end()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Give back what is shared; nothing of this rank moves any more."""
+        if self._reducer is not None:
+            self._reducer.close()
+        board, self._board = self._board, None
+        if board is not None:
+            board.publish(self._left, 1)
+            board.close()
+        while self._swaps:
+            self._swaps.pop().close()
+        self._regions.close()
+
+    def _open_swaps(self, own: Disk, share: Share) -> None:
+        """Open the planes of the other ranks of the shard group in their swap files."""
+        comm = self._comm
+        given = [SwapGeometry(*json.loads(answer)) for answer in share(json.dumps(astuple(own.swap.geometry)).encode())]
+        with _ranks_named("sharing swap files"):
+            received = exchange_descriptors(comm.rank, comm.world_size, share, own.swap.descriptors)
+        for rank, (descriptors, geometry) in enumerate(zip(received, given, strict=True)):
+            if rank == comm.rank:
+                continue
+            swap = PeerSwap(descriptors, geometry)
+            self._swaps.append(swap)
+            self._planes[rank] = [
+                self._peer_weights(rank, number, Disk(own.aio, swap)) for number in range(len(self._layout.spaces))
+            ]
+
+    def _tell_slots(self) -> None:
+        """Make room for which slot counts, of planes that snapshots keep, and say so from now on."""
+        planes = [plane for plane in self._storage.weights if isinstance(plane, TwoSlotPlane)]
+        position = 0
+        for plane in planes:
+            self._slot_ranges.append((position, position + len(plane.pairs)))
+            position += len(plane.pairs)
+        if not position:
+            return
+        self._slots = self._regions.each(position, "slots of weights")
+        for plane, (begin, end) in zip(planes, self._slot_ranges, strict=True):
+            self._first_slots.append(plane.tell(self._slots[self._comm.rank].data[begin:end]))
+
+    def _peer_weights(self, rank: int, number: int, disk: Disk) -> Plane:
+        """What another rank has of a space's weights in its swap space. All ranks have made the same plan."""
+        plane, width = self._storage.weights[number], self._layout.spaces[number].dtype.itemsize
+        name = f"{plane.name} of rank {rank}"
+        if self._first_slots:
+            begin, end = self._slot_ranges[number]
+            return PeerSlotPlane(name, width, self._first_slots[number], self._slots[rank].data[begin:end], disk)
+        homes = [PeerHome(home.begin, home.end, -1, home.swap_offset) for home in plane.homes if home.memory is None]
+        return peer_plane(name, width, homes, region=None, disk=disk)
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _there(self) -> Board:
+        if self._board is None:
+            raise StateError("gather: nothing is shared yet")
+        return self._board
+
+    def _share_slices(self) -> None:
+        """Make room for copies of slices of units that every rank has whole, in memory of its own.
+
+        There they may be edited at any time (`p.data.mul_(0.5)`, on every rank): one copy would be edited by all.
+        """
+        units = [u for u in self._layout.units if u.persistent and u.index in self._storage.plan.whole]
+        position = 0
+        for unit in units:
+            nbytes = unit.shard_numel * unit.dtype.itemsize
+            self._copies[unit.index] = (position, position + nbytes)
+            position += nbytes
+        if units:
+            self._slices = self._regions.each(position, "slices of weights")
+
+    def _publish(self, index: int, *, frozen_too: bool = False) -> None:
+        unit = self._layout.units[index]
+        if index in self._copies and (unit.trainable or frozen_too):
+            begin, end = self._copies[index]
+            flat = self._storage.flat(unit)
+            if flat is None:
+                raise StateError(f"{unit.name}: its home is gone")
+            self._slices[self._comm.rank].data[begin:end].copy_(unit.own(flat))
+        self._there.publish(index, self._epoch)
+
+    def _urge(self, rank: int, unit: Unit, epoch: int) -> None:
+        self._comm.check()
+        board = self._there
+        board.publish(self._urges + rank, epoch)
+        if board.read(rank, self._left) and board.read(rank, unit.index) < epoch:
+            raise PeerError(f"{board.name(rank)} has closed its engine without it", [rank])
+
+    async def _listen(self, epoch: int) -> None:
+        """Make the updates of a step as soon as another rank waits for one, if they are not made before."""
+        board, me = self._there, self._urges + self._comm.rank
+        while not (self._updates.all_settled or self._updates.stopped or self._epoch != epoch or self._ended):
+            pause = LOOK_SECONDS
+            if any(wanted >= epoch for wanted in board.read_all(me)):
+                try:
+                    await self._updates.bring(self._updates.groups_of(None))
+                except ZeroInfinityError:  # who fetches them here is told; if that helps, the others get them
+                    pause = AGAIN_SECONDS
+            await asyncio.sleep(pause)
+
+    def _end(self) -> None:
+        """Nobody waits for updates of this rank any more."""
+        self._ended = True
+
+
+def _lies_in(flat: torch.Tensor, region: SharedRegion) -> bool:
+    try:
+        region.offset_of(flat)
+    except StateError:
+        return False
+    return True

@@ -1,0 +1,156 @@
+"""Memory of gradients between their use and their next arrival: results of updates wait there to be written.
+
+[Note: why writes wait] Forward runs at the disk's limit: it waits for records to be read and written. Backward leaves
+the disk mostly idle. A gradient that its update has used is no longer needed, so by the end of forward most of their
+memory is free; records that are updated but not yet written stay in it, and are written while backward computes. The
+first gradient of a unit takes its memory back, which is why only the units that backward reaches late lend theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import insort
+from collections.abc import Iterable
+
+import torch
+
+from offload.memory.arena import Block
+from offload.memory.flat_storage import exact_alias
+from offload.streams import Fence
+from zero.params.layout import Layout, SubGroup, Unit
+from zero.store.storage import Storage
+
+LENT_SHARE = 2 / 3
+"""Of the memory of gradients, from the front: what is written at the end of forward has left it in time for them."""
+
+Range = tuple[int, int]
+
+
+class SpareRanges:
+    """Ranges of addresses that are given and withdrawn by one, lent and returned by others."""
+
+    def __init__(self) -> None:
+        self._given: list[Range] = []
+        self._lent: list[Range] = []
+
+    def give(self, begin: int, end: int) -> None:
+        """[begin, end) may be lent from now on."""
+        self.withdraw(begin, end)
+        if begin < end:
+            insort(self._given, (begin, end))
+
+    def withdraw(self, begin: int, end: int) -> None:
+        """[begin, end) is not lent again; what of it is lent stays so until it is returned."""
+        self._given = list(_without(self._given, [(begin, end)]))
+
+    def lent(self, begin: int, end: int) -> bool:
+        """True while a part of [begin, end) is lent."""
+        return any(first < end and begin < last for first, last in self._lent)
+
+    def lend(self, nbytes: int) -> int | None:
+        """Lend the first run of `nbytes` that is given and not lent; None if there is none."""
+        begin = end = -1
+        for first, last in _without(self._given, self._lent):
+            begin, end = (begin, last) if first == end else (first, last)
+            if end - begin >= nbytes:
+                insort(self._lent, (begin, begin + nbytes))
+                return begin
+        return None
+
+    def take_back(self, begin: int) -> None:
+        """What was lent at `begin` is returned."""
+        self._lent = [span for span in self._lent if span[0] != begin]
+
+
+class _Pool:
+    """The spare memory of one gradient plane."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory, self.ranges = memory, SpareRanges()
+        self.end = int(memory.numel() * LENT_SHARE)
+        self.waiters: list[asyncio.Future[None]] = []
+
+    def take_back(self, offset: int, nbytes: int, fences: tuple[Fence, ...]) -> None:
+        """Called by `Block.release`."""
+        self.ranges.take_back(offset)
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class SpareGradients:
+    """Lends the memory of gradients that are used up. Lives on the mover's loop, but for `holds`.
+
+    With two slots to a record nothing is lent: updates inside backward need the gradients where they are.
+    """
+
+    def __init__(self, layout: Layout, storage: Storage) -> None:
+        self._layout, self._storage = layout, storage
+        memories = {index: plane.host for index, plane in enumerate(storage.gradients) if plane is not None}
+        self._pools = {
+            index: _Pool(memory)
+            for index, memory in memories.items()
+            if memory is not None and storage.streams.shared and not storage.plan.two_slots
+        }
+        self._holds: set[int] = set()
+
+    @property
+    def lends(self) -> bool:
+        """False when no gradient has memory that could be lent."""
+        return bool(self._pools)
+
+    def give(self, group: SubGroup, units: Iterable[Unit]) -> None:
+        """The gradients of these units in the sub-group are not needed any more, until new ones arrive."""
+        pool = self._pools.get(group.space)
+        if pool is None:
+            return
+        for unit in units:
+            begin, end = self._range(pool, unit, max(unit.begin, group.begin), min(unit.end, group.end))
+            if begin < end:
+                self._holds.add(unit.index)
+                pool.ranges.give(begin, end)
+
+    def try_lease(self, nbytes: int) -> Block | None:
+        """Memory for an update, where gradients are used up; None if there is not enough in one run."""
+        for pool in self._pools.values():
+            begin = pool.ranges.lend(nbytes)
+            if begin is not None:
+                return Block(pool, begin, exact_alias(pool.memory[begin : begin + nbytes]))
+        return None
+
+    def holds(self, index: int) -> bool:
+        """True if the unit's memory may be lent. For any thread."""
+        return index in self._holds
+
+    async def withdraw(self, unit: Unit) -> None:
+        """Return once the unit's gradient has its memory for itself."""
+        pool = self._pools[self._layout.space_of(unit)]
+        begin, end = self._range(pool, unit, unit.begin, unit.end)
+        pool.ranges.withdraw(begin, end)
+        while pool.ranges.lent(begin, end):
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            pool.waiters.append(waiter)
+            await waiter
+        self._holds.discard(unit.index)
+
+    def _range(self, pool: _Pool, unit: Unit, begin: int, end: int) -> Range:
+        """Which bytes of the pool hold [begin, end) of the unit, as far as they are lent; empty for other memory."""
+        plane = self._storage.gradients[self._layout.space_of(unit)]
+        first, last = (plane and plane.host_range(begin, end)) or (0, 0)
+        return min(first, pool.end), min(last, pool.end)
+
+
+def _without(spans: Iterable[Range], holes: Iterable[Range]) -> Iterable[Range]:
+    """What of `spans` is in none of `holes`; both sorted."""
+    for begin, end in spans:
+        for first, last in holes:
+            if last <= begin or end <= first:
+                continue
+            if begin < first:
+                yield (begin, first)
+            begin = last
+            if begin >= end:
+                break
+        if begin < end:
+            yield (begin, end)

@@ -1,0 +1,314 @@
+"""Updates behind the step: which sub-groups are due, and who needs them first.
+
+[Note: order] `step()` fixes a step's values and returns. A sub-group is updated when the first unit
+that needs it is fetched, so updates come in the order of the next forward and overlap with it; the
+record's read also delivers the forward's weights. What no forward asks for is updated when somebody
+looks at it, and at the latest before the next step.
+
+[Note: failure] After a read that failed the sub-group stays due. After a write that failed the planes
+hold the truth in memory, and no update starts before that is on the disk: on a disk that fails, each
+further one would strand a block. The error reaches the next call of the engine and names the step.
+
+[Note: threads] The mover's thread writes everything here but `begin_step`, which is called while nothing
+is due. Other threads only ask whether a set of sub-groups is empty; the answer can only become "yes".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from offload.errors import StateError, StorageError
+from offload.planes.copies import fetch_plane, fetch_range
+from offload.planes.planes import settle_all
+from offload.streams import Fence
+from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline, Told
+from zero.params.layout import Layout, SubGroup, Unit
+from zero.store.storage import Storage
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One update under way."""
+
+    applied: asyncio.Future[frozenset[int]]
+    """The units whose new weights were delivered; or the error that left the sub-group due."""
+    returned: asyncio.Future[None]
+    """Ends once no unit's own memory is written from any more; never an error."""
+    borrowed: frozenset[int]
+    """Units whose own memory is written from; never memory of a GPU."""
+    stored: asyncio.Task[None] | None = None
+    """Ends once nothing of it moves any more; never raises."""
+
+
+class DueUpdates:
+    """The sub-groups of the last step that are not updated yet.
+
+    Args:
+        threads: of the kernel on the host inside `finish`.
+
+    Attributes:
+        threads_beside: of that kernel beside a forward or a backward: one where those compute on the host too.
+    """
+
+    def __init__(self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int) -> None:
+        self._storage, self._pipeline, self._threads = storage, pipeline, threads
+        self.threads_beside = 1 if storage.streams.shared else threads
+        self.arguments = StepArguments({}, 1.0, 0)
+        """Of the last step."""
+        self._due: set[SubGroup] = set()
+        self._unapplied: set[SubGroup] = set()
+        self._running: dict[SubGroup, Running] = {}
+        self._unstored: set[SubGroup] = set()
+        self.stored: Callable[[int], None] = lambda index: None
+        """Called, on the mover's loop, with a unit whose weights of the last step are where they live."""
+        self.failure: StorageError | None = None
+        """A result could not be stored since the last `retry`."""
+        self.stopped = False
+        """The engine closes: no further update begins."""
+        self._layout = layout
+        self._groups: dict[int, list[SubGroup]] = {unit.index: [] for unit in layout.units}
+        for group in storage.plan.sub_groups:
+            for unit in layout.spaces[group.space].overlapping(group.begin, group.end):
+                self._groups[unit.index].append(group)
+
+    # ---- any thread ---------------------------------------------------------------------------
+
+    def begin_step(self, arguments: StepArguments, due: Iterable[SubGroup]) -> None:
+        """A step is fixed; nothing of the one before is due or under way.
+
+        Args:
+            arguments: the step's.
+            due: the sub-groups it changes.
+        """
+        self.arguments = arguments
+        self._due = set(due)
+        self._unapplied = set(self._due)
+        self._unstored = set(self._due)
+
+    def at_home(self, index: int) -> bool:
+        """True when the unit's weights of the last step are where they live."""
+        return not any(group in self._unstored for group in self._groups[index])
+
+    def current(self, index: int) -> bool:
+        """True when the unit's weights are those of the last step."""
+        return not self._unapplied or not any(group in self._unapplied for group in self._groups[index])
+
+    def sub_groups_of(self, index: int) -> list[SubGroup]:
+        """The unit's sub-groups, due or not."""
+        return self._groups[index]
+
+    def borrows(self, index: int) -> bool:
+        """True while the unit's own memory is being written to the disk."""
+        return any(index in running.borrowed for running in list(self._running.values()))
+
+    def is_busy(self, group: SubGroup) -> bool:
+        """True when the sub-group is due or under way."""
+        return group in self._due or group in self._unapplied or group in self._running
+
+    @property
+    def all_settled(self) -> bool:
+        """True when nothing is due or under way."""
+        return not (self._unapplied or self._running)
+
+    # ---- the mover ----------------------------------------------------------------------------
+
+    async def fetch(self, unit: Unit, into: torch.Tensor, fences: tuple[Fence, ...]) -> Fence:
+        """Fill `into` (uint8, flat unit, on the compute device) with the unit's weights of the last step.
+
+        Args:
+            unit: any.
+            into: where its weights are wanted.
+            fences: behind the last uses of that memory on the device.
+
+        Returns:
+            Behind the copies, which may be under way still.
+
+        Raises:
+            StorageError: `into` holds nothing of use; what was not updated stays due.
+        """
+        groups = self._groups[unit.index]
+        if any(group in self._due or group in self._running for group in groups):
+            delivery = Delivery(into, fences)
+            # Tasks, also where there is one: units that are fetched at the same moment are updated in that order.
+            await settle_all([asyncio.create_task(self._fetch_part(unit, group, delivery)) for group in groups])
+        else:
+            await self._read(unit, unit.begin, unit.end, Delivery(into, fences))
+        return self._storage.streams.behind_copies_in()
+
+    async def fetch_rows(
+        self, unit: Unit, rows: Iterable[tuple[int, int, int]], into: torch.Tensor, fences: tuple[Fence, ...]
+    ) -> Fence:
+        """Fill parts of `into` (uint8, on the compute device) with parts of the unit's weights of the last step.
+
+        Args:
+            unit: any.
+            rows: (first coordinate, end, first element of `into`) of each part.
+            into: where the weights are wanted.
+            fences: behind the last uses of that memory on the device.
+
+        Returns:
+            Behind the copies, which may be under way still.
+
+        Raises:
+            StorageError: `into` holds nothing of use; what was not updated stays due.
+        """
+        rows, storage, width = list(rows), self._storage, unit.dtype.itemsize
+        groups = [g for g in self._groups[unit.index] if any(g.begin < end and lo < g.end for lo, end, _ in rows)]
+        await self.bring(groups)
+        await self._settle(groups)  # until then the disk holds the old weights
+        plane = storage.weights[self._layout.space_of(unit)]
+        await settle_all(
+            [
+                fetch_range(
+                    plane,
+                    begin,
+                    end,
+                    into[at * width : (at + end - begin) * width],
+                    storage.arena,
+                    storage.streams,
+                    fences,
+                )
+                for begin, end, at in rows
+            ]
+        )
+        return storage.streams.behind_copies_in()
+
+    async def bring(self, groups: Iterable[SubGroup]) -> None:
+        """Update sub-groups whose weights are used where they are stored.
+
+        Raises:
+            StorageError: one of them is still due.
+        """
+        await settle_all([self._bring(group) for group in groups])
+
+    async def bring_unit(self, unit: Unit) -> None:
+        """As `bring`, for the sub-groups of a unit."""
+        await self.bring(self._groups[unit.index])
+
+    async def settle_weights(self, unit: Unit) -> None:
+        """Wait until no weights of the unit are being written. Starts no update and raises nothing."""
+        for group in self._groups[unit.index]:
+            if (running := self._running.get(group)) is not None:
+                await asyncio.shield(running.returned)
+
+    async def settle_unit(self, unit: Unit) -> None:
+        """Wait until nothing of the unit is being written. Starts no update and raises nothing."""
+        await self._settle(self._groups[unit.index])
+
+    async def finish(self, groups: Iterable[SubGroup]) -> None:
+        """Update sub-groups and store the results.
+
+        Raises:
+            StorageError: what was not updated stays due, what was not stored stays in memory.
+        """
+        groups = list(groups)
+        results = await asyncio.gather(*(self._bring(g, self._threads) for g in groups), return_exceptions=True)
+        await self._settle(groups)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if self.failure is not None or errors:
+            raise self.failure or errors[0]
+
+    async def retry(self) -> None:
+        """Write what could not be written. Raises StorageError if it still cannot be."""
+        await self._settle(list(self._running))
+        try:
+            await self._storage.rewrite_stranded()
+        except StorageError as error:
+            raise error.within(f"update of step {self.arguments.number}") from error
+        self.failure = None
+        self._at_home(self._unstored - self._unapplied)
+
+    def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
+        """The sub-groups of these units (None: all) that are due or under way, in coordinate order. For any thread."""
+        # A snapshot first: hashing sub-groups runs Python code, and the mover may end an update meanwhile.
+        busy = self._due | self._unapplied | set(tuple(self._running))
+        wanted = busy if units is None else {group for index in units for group in self._groups[index]} & busy
+        return sorted(wanted, key=lambda group: (group.space, group.begin))
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _at_home(self, groups: Iterable[SubGroup]) -> None:
+        for group in list(groups):
+            self._unstored.discard(group)
+            for unit in self._layout.spaces[group.space].overlapping(group.begin, group.end):
+                if self.at_home(unit.index):
+                    self.stored(unit.index)
+
+    async def _settle(self, groups: list[SubGroup]) -> None:
+        """Wait until nothing of these moves any more."""
+        tasks = [r.stored for g in groups if (r := self._running.get(g)) is not None and r.stored is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _bring(self, group: SubGroup, threads: int | None = None) -> None:
+        running = self._running.get(group)
+        if running is None and group in self._due:
+            running = self._start(group, {}, threads or self.threads_beside)
+        if running is not None:
+            await asyncio.shield(running.applied)
+
+    async def _fetch_part(self, unit: Unit, group: SubGroup, delivery: Delivery) -> None:
+        if group in self._due:
+            running = self._start(group, {unit.index: delivery}, self.threads_beside)
+            if unit.index in await asyncio.shield(running.applied):
+                return
+        elif group in self._running:
+            running = self._running[group]
+            await asyncio.shield(running.applied)
+            await self._settle([group])  # until then the disk holds the old weights
+        await self._read(unit, max(unit.begin, group.begin), min(unit.end, group.end), delivery)
+
+    async def _read(self, unit: Unit, begin: int, end: int, delivery: Delivery) -> None:
+        storage, width = self._storage, unit.dtype.itemsize
+        plane = storage.weights[self._layout.space_of(unit)]
+        part = delivery.into[(begin - unit.begin) * width : (end - unit.begin) * width]
+        await fetch_plane(plane, begin, end, part, storage.arena, storage.streams, delivery.fences)
+
+    def _start(self, group: SubGroup, wanted: dict[int, Delivery], threads: int) -> Running:
+        if self.failure is not None:
+            raise self.failure
+        self._due.discard(group)
+        on_host = frozenset(index for index, delivery in wanted.items() if delivery.into.device.type == "cpu")
+        loop = asyncio.get_running_loop()
+        running = Running(loop.create_future(), loop.create_future(), on_host)
+        running.stored = asyncio.create_task(self._run(group, wanted, running, threads))
+        self._running[group] = running
+        return running
+
+    async def _run(self, group: SubGroup, wanted: dict[int, Delivery], running: Running, threads: int) -> None:
+        def turn() -> None:
+            if self.failure is not None:
+                raise self.failure
+            if self.stopped:
+                raise StateError("update: the engine is closed")
+
+        def applied(delivered: frozenset[int]) -> None:
+            self._unapplied.discard(group)
+            running.applied.set_result(delivered)
+
+        def returned() -> None:
+            running.borrowed = frozenset()
+            running.returned.set_result(None)
+
+        try:
+            turn()
+            told = Told(turn, applied, returned, lambda: self._at_home([group]))
+            await self._pipeline.update(group, self.arguments, wanted, told, threads)
+        except BaseException as error:
+            named = error
+            if isinstance(error, StorageError) and error is not self.failure:
+                named = error.within(f"update of step {self.arguments.number}")
+            if running.applied.done():
+                self.failure = self.failure or named  # type: ignore[assignment]
+            else:
+                self._due.add(group)
+                running.applied.set_exception(named)
+                running.applied.exception()  # a prefetch that nobody waits for is no error
+        finally:
+            if not running.returned.done():
+                running.returned.set_result(None)
+            del self._running[group]

@@ -1,0 +1,403 @@
+"""Gradients of several ranks: each rank keeps the sum of its slice, divided by the number of ranks.
+
+[Note: order of reductions] A reduction needs all ranks, so all must start the same ones in the same order, whatever
+order their own backwards take. The order of a backward is what the ranks agreed on after the one before: units that
+all of them have always had, as the first rank had them; at first it is the layout's, from its end. A unit whose turn
+has not come waits, in host memory if the pool has no room; at the end of backward the rest of the order follows, with
+zeros for what a rank has not got, then what anybody has that is not in the order.
+
+[Note: what is rounded] The bits must not depend on that order, for a run that was resumed has another. So each rank
+gives a parameter's first gradient of a backward to one reduction, whose mean is rounded to the unit's dtype, also where
+it is added to an earlier backward's in fp32. Further gradients of the same backward (a block that is recomputed several
+times) are added up in fp32 and reduced at its end in fp32, whether the first still waits or not. What is reduced with
+zeros on every rank counts for nothing.
+
+[Note: whole gradients] Stages 0 and 1 reduce once a step: until then each rank adds up whole gradients in fp32.
+
+[Note: dtype] All ranks reduce a unit in one dtype: in fp32 what is said above, and everything if backwards of this step
+have been deferred; else in the dtype of the unit.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+
+from offload.kernels import kernels
+from offload.memory.arena import Block
+from offload.mover import Transfer
+from offload.streams import Fence
+from zero.exchange.exchange import Exchange, Turn
+from zero.optim.contributions import zero_gaps
+from zero.optim.gradients import Gradients, UnitGradient
+from zero.optim.reduction_order import ReductionOrder
+from zero.params.layout import Layout, Slot, Unit
+from zero.store.storage import Storage
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A whole gradient of this rank that is not reduced yet."""
+
+    flat: torch.Tensor
+    """(unit.numel,) of the unit's dtype, or fp32 where several contributions are added up."""
+    block: Block | None
+    """The lease behind it, if it has one."""
+
+
+@dataclass(slots=True)
+class Reduction:
+    """A gradient on its way to its planes on all ranks."""
+
+    block: Block | None
+    transfer: Transfer[None] | None = None
+    done: bool = False
+
+
+class ReducedGradients(Gradients):
+    """See above.
+
+    Args:
+        exchange: with the other ranks.
+        in_place: whole gradients are always collected beside the planes.
+    """
+
+    def __init__(
+        self, layout: Layout, storage: Storage, device: torch.device, threads: int, exchange: Exchange
+    ) -> None:
+        super().__init__(layout, storage, device, in_place=False, threads=threads)
+        self._exchange, self._placement = exchange, exchange.placement
+        self._order = ReductionOrder([unit.index for unit in reversed(layout.units) if unit.trainable])
+        self._waiting: dict[int, Waiting] = {}
+        self._given: dict[int, set[int]] = {}
+        """Unit -> positions of the slots whose first gradient of this backward waits or is reduced."""
+        self._further: dict[int, torch.Tensor] = {}
+        """Unit -> the sum of its further gradients of this backward, fp32 (unit.numel,)."""
+        self._blank: list[int] = []
+        """Units of which this rank has reduced zeros in this backward, into nothing."""
+        self._reducing = self._in_backward = self._starting = False
+        self.deferred = bool(storage.plan.deferred_bytes)
+        self._nothing: Block | None = None
+
+    # ---- a backward -----------------------------------------------------------------------------
+
+    def begin_backward(self, *, boundary: bool) -> None:
+        """See `Gradients`."""
+        if self._nothing is None and self._units:
+            self._zeros(next(iter(self._units.values())).unit)
+        self._in_backward = True
+        self._given.clear()
+        self._blank.clear()
+        self._reducing = boundary or not self._placement.gradients_deferred
+        if self._reducing:
+            self._order.begin_backward()
+        else:
+            self.deferred = True
+
+    def flush(self, index: int) -> None:
+        """See `Gradients`. What has arrived waits."""
+        state = self._units.get(index)
+        if state is None or state.buffer is None:
+            return
+        self._streams.follow(state.stream)
+        arrived = [state.unit.slots[position] for position in state.arrived]
+        zero_gaps(state.buffer, state.unit, arrived, 0)
+        for position in state.arrived:
+            state.contributions[position] += 1
+        newest = Waiting(state.buffer, state.block)
+        if self._in_backward and self._reducing:
+            given = self._given.setdefault(index, set())
+            self._add_further(state.unit, newest, [p for p in state.arrived if p in given])
+            arrived = [state.unit.slots[position] for position in state.arrived if position not in given]
+            given.update(state.arrived)
+        self._wait(state, newest, arrived)
+        state.buffer = state.block = state.stream = None
+        state.arrived = {}
+
+    def passed(self, index: int) -> None:
+        """See `Gradients`. What has arrived may be reduced when its turn comes."""
+        self.flush(index)
+        if self._in_backward and self._reducing and index in self._given and not self._lacks_some(index):
+            if self._starting:
+                self._order.see(index)
+            else:
+                self._start_all(self._order.complete(index, self._waiting))
+
+    def _lacks_some(self, index: int) -> bool:
+        """True if a parameter's sum of earlier backwards waits for its gradient of this one.
+
+        A reentrant checkpoint ends with its unit passed and others of the unit's gradients still to come. What is added
+        up before the mean of ranks is not to depend on when that is taken, so the unit waits for the end of backward.
+        """
+        given, earlier = self._given[index], self._units[index].contributions
+        return self.deferred and any(count and position not in given for position, count in enumerate(earlier))
+
+    def end_backward(self) -> None:
+        """See `Gradients`. All ranks come here."""
+        self.flush_all()
+        if self._in_backward and self._reducing:
+            for index in self._given:
+                self._order.see(index)
+            self._start_all(self._order.rest())
+            seen = self._reduce_rest("end of backward", self._order.seen)
+            self._order.agree(seen)
+            self._forget_blank(set[int]().union(*seen))
+        self._in_backward = False
+
+    def complete(self) -> None:
+        """See `Gradients`. All ranks come here."""
+        self.flush_all()
+        if self._placement.gradients_deferred:
+            self._reduce_rest("gradients not reduced yet", [])
+        self.settle()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._order.begin_step()
+        self.deferred = bool(self._storage.plan.deferred_bytes)
+
+    def clear(self) -> None:
+        """See `Gradients`."""
+        for waiting in self._waiting.values():
+            if waiting.block is not None:
+                waiting.block.release(self._streams.fence())
+        self._waiting.clear()
+        self._further.clear()
+        super().clear()
+        self._begin_step()
+
+    def waiting(self) -> dict[int, torch.Tensor]:
+        """See `Gradients`."""
+        return {index: waiting.flat.cpu() for index, waiting in self._waiting.items()}
+
+    def rest(self, *, aside: bool) -> dict[int, torch.Tensor]:
+        """See `Gradients`."""
+        nothing, self._nothing = self._nothing, None
+        if nothing is not None:
+            nothing.release()
+        if not aside:
+            return {}
+        waiting, self._waiting = self._waiting, {}
+        copies = {index: held.flat.to("cpu", copy=True) for index, held in waiting.items()}
+        for held in waiting.values():
+            if held.block is not None:
+                held.block.release(self._streams.fence())
+        return copies
+
+    def drop_waiting(self, unit: Unit, slot: Slot) -> None:
+        """See `Gradients`."""
+        if unit.index in self._waiting:
+            self._waiting[unit.index].flat[slot.offset_numel : slot.end_numel].zero_()
+
+    def take_up(self, index: int, flat: torch.Tensor) -> None:
+        """See `Gradients`."""
+        held = flat.to(self._device)
+        if held.dtype == torch.float32:
+            held = self._storage.whole_gradients.deferred(self._units[index].unit).copy_(held)
+        self._waiting[index] = Waiting(held, None)
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _open(self, state: UnitGradient) -> None:
+        """Collect beside the plane; what the plane holds is not touched before the reduction."""
+        self._settle(state)
+        state.block = self._lease(state, state.unit.nbytes)
+        state.buffer = state.block.view(state.unit.dtype, state.unit.numel)
+
+    def _lease(self, state: UnitGradient, nbytes: int) -> Block:
+        """As in one rank; and what waits for its turn with no room left waits elsewhere."""
+        pool = self._storage.gradient_pool
+        block = pool.try_lease(nbytes)
+        steps = (self._settle_all, self._flush_others, self._settle_all, self._move_out)
+        for make_room in steps:
+            if block is None:
+                make_room(state)
+                block = pool.try_lease(nbytes)
+        block = block or pool.lease(nbytes, f"gradient of {state.unit.name}")
+        self._streams.wait(*block.fences)
+        return block
+
+    def _settle_all(self, state: UnitGradient) -> None:
+        """Wait for the reductions under way."""
+        for other in self._units.values():
+            self._settle(other)
+
+    def _flush_others(self, state: UnitGradient) -> None:
+        """Units still open give way, and open again if need be; the unit's own too, if it is not for that one."""
+        for other in self._units.values():
+            if other is not state or self._starting:
+                self.flush(other.unit.index)
+
+    def _wait(self, state: UnitGradient, newest: Waiting, arrived: list[Slot]) -> None:
+        """Let what has arrived wait: beside what has before, in this backward; until a step comes it is added up."""
+        held = self._waiting.get(state.unit.index)
+        if self._reducing and held is None and arrived:
+            self._waiting[state.unit.index] = newest
+            return
+        if self._reducing and held is not None and held.flat.dtype != torch.float32:
+            for slot in arrived:
+                held.flat[slot.offset_numel : slot.end_numel].copy_(newest.flat[slot.offset_numel : slot.end_numel])
+        elif arrived:
+            self._add_up(state, held, newest)
+        if newest.block is not None:
+            newest.block.release(self._streams.fence())
+
+    def _add_up(self, state: UnitGradient, held: Waiting | None, newest: Waiting) -> None:
+        """Several backwards, in fp32."""
+        if held is None or held.flat.dtype != torch.float32 or held.block is not None:
+            self._settle(state)  # an earlier sum may still be read
+            wide = self._storage.whole_gradients.deferred(state.unit)
+            kernels.cast(wide, (held or newest).flat)
+        else:
+            wide = held.flat
+        if held is not None:
+            kernels.accumulate(wide, newest.flat)
+            if held.block is not None:
+                held.block.release(self._streams.fence())
+        self._waiting[state.unit.index] = Waiting(wide, None)
+
+    def _add_further(self, unit: Unit, newest: Waiting, positions: list[int]) -> None:
+        """Take from `newest` the gradients of parameters that have had one in this backward."""
+        for slot in (unit.slots[position] for position in positions):
+            if unit.index not in self._further:
+                self._further[unit.index] = torch.zeros(unit.numel, dtype=torch.float32, device=newest.flat.device)
+            part = newest.flat[slot.offset_numel : slot.end_numel]
+            self._further[unit.index][slot.offset_numel : slot.end_numel] += part
+            part.zero_()
+
+    def _move_out(self, state: UnitGradient) -> None:
+        """What waits for a turn that does not come makes room: it waits in host memory."""
+        for held in self._waiting.values():
+            if held.block is not None:
+                moved = held.flat.to("cpu", copy=True)
+                held.block.release(self._streams.fence())
+                held.flat, held.block = moved, None
+
+    def _start_all(self, due: list[int]) -> None:
+        """Start reductions, and what becomes due meanwhile after them.
+
+        One that has to make room for itself starts no other: that one would take its turn first, on this rank alone.
+        """
+        self._starting = True
+        try:
+            while due:
+                for index in due:
+                    self._reduce(index)
+                due = self._order.go_on(self._waiting) if self._in_backward else []
+        finally:
+            self._starting = False
+
+    def _reduce_rest(self, what: str, seen: list[int]) -> list[list[int]]:
+        """Reduce what any rank still has, then further gradients; returns what each had `seen`."""
+        left = {index: waiting.flat.dtype == torch.float32 for index, waiting in self._waiting.items()}
+        answers = self._exchange.agree(what, json.dumps([seen, list(left.items()), list(self._further)]).encode())
+        everybodys = [json.loads(answer) for answer in answers]
+        rest: dict[int, bool] = {}
+        for _, theirs, _ in everybodys:
+            for index, wide in theirs:
+                rest[index] = rest.get(index, False) or wide
+        self._starting = True
+        try:
+            for index, wide in sorted(rest.items()):
+                self._reduce(index, wide=wide)
+            for index in sorted(set[int]().union(*(further for _, _, further in everybodys))):
+                self._reduce_further(index)
+        finally:
+            self._starting = False
+        return [seen for seen, _, _ in everybodys]
+
+    def _reduce_further(self, index: int) -> None:
+        further, state = self._further.pop(index, None), self._units[index]
+        if further is not None:
+            self._settle(state)  # its memory for fp32 may still be read
+            self._waiting[index] = Waiting(self._storage.whole_gradients.deferred(state.unit).copy_(further), None)
+        self._reduce(index, wide=True)
+
+    def _forget_blank(self, seen: set[int]) -> None:
+        """What was zero on every rank was no gradient: the next one is the first."""
+        for index in self._blank:
+            if index not in seen:
+                state = self._units[index]
+                self._settle(state)
+                state.summed, state.plane = False, state.narrow_plane
+                state.dtype = self._storage.gradient_dtype(state.unit)
+
+    def _reduce(self, index: int, *, wide: bool = False) -> None:
+        """Start the reduction of a unit's gradient, in fp32 if `wide`; this rank's is zero if it has none."""
+        state = self._units[index]
+        self._settle(state)
+        dtype = torch.float32 if wide or self.deferred else state.unit.dtype
+        if state.empty and index not in self._waiting:
+            self._blank.append(index)
+        waiting = self._in_dtype(state, self._waiting.pop(index, None), dtype)
+        if not state.empty and (self._widens(state) or dtype != state.dtype != torch.float32):
+            self._widen(state)
+        elif dtype == torch.float32:
+            self.make_wide(state)
+        if state.sealed is not None:
+            self.update(index)
+            self._streams.wait(self._streams.behind_updates())
+            state.sealed = None
+        self.reclaim(state.unit)
+        if waiting.flat.device.type != self._device.type or not self._exchange.sees(waiting.flat):
+            block = self._lease(state, waiting.flat.nbytes)
+            copied = block.view(waiting.flat.dtype, waiting.flat.numel())
+            waiting = Waiting(copied.copy_(waiting.flat), block)
+        turn = self._exchange.turn("reduce", state.unit)
+        item = Reduction(waiting.block)
+        rounds = state.dtype != dtype  # what is added in fp32 is rounded before, as it would be if it came first
+        job = self._run(state, item, waiting.flat, turn, self._streams.fence(), first=state.empty, rounds=rounds)
+        state.storing, state.summed = item, True
+        item.transfer = self._storage.mover.post(f"reducing the gradient of {state.unit.name}", job)
+        if not self._exchange.overlaps:
+            self._settle(state)
+
+    def _in_dtype(self, state: UnitGradient, held: Waiting | None, dtype: torch.dtype) -> Waiting:
+        """What is reduced: zeros if nothing waits."""
+        if held is not None and held.flat.dtype == dtype:
+            return held
+        if held is None and dtype == state.unit.dtype:
+            return Waiting(self._zeros(state.unit), None)
+        if dtype == state.unit.dtype:
+            block = self._lease(state, state.unit.nbytes)
+            made = Waiting(block.view(dtype, state.unit.numel), block)
+        else:
+            made = Waiting(self._storage.whole_gradients.deferred(state.unit), None)
+        if held is None:
+            made.flat.zero_()
+        else:
+            made.flat.copy_(held.flat)
+            if held.block is not None:
+                held.block.release(self._streams.fence())
+        return made
+
+    def _zeros(self, unit: Unit) -> torch.Tensor:
+        """What a rank gives that has no gradient; one for all units."""
+        if self._nothing is None:
+            nbytes = max(state.unit.nbytes for state in self._units.values())
+            self._nothing = self._storage.gradient_pool.lease(nbytes, "gradients that are zero")
+            self._nothing.data.zero_()
+        return self._nothing.view(unit.dtype, unit.numel)
+
+    async def _run(
+        self,
+        state: UnitGradient,
+        item: Reduction,
+        flat: torch.Tensor,
+        turn: Turn,
+        made: Fence,
+        *,
+        first: bool,
+        rounds: bool,
+    ) -> None:
+        unit, scale = state.unit, self._exchange.scale
+        try:
+            async with self._exchange.reduce(turn, unit, flat, made) as sources:
+                home = state.plane, state.dtype
+                await self._store.store_sum(unit, home, sources, scale, state.sums, first=first, rounds=rounds)
+                if item.block is None and self._nothing is not None and flat.dtype == unit.dtype:
+                    self._zeros(unit).zero_()  # sums on the way may have been made there
+        finally:
+            item.done = True

@@ -1,0 +1,277 @@
+"""Parameters that no engine has adopted yet: their values wait in a file, and come back while they are looked at."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Collection, Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from offload.disk.provisional import ProvisionalFile
+from offload.errors import StateError
+from offload.memory.flat_storage import FlatStorage, Poison
+from offload.memory.pinned import return_freed_memory
+from offload.node.common_file import CommonFile
+from zero.params.announced import take_values_of
+from zero.params.released import (
+    ReleasedParameter,
+    hide_shard,
+    keeper_of,
+    mark,
+    name_of,
+    set_present,
+    set_released,
+    show_shard,
+)
+from zero.params.waiting_file import WaitingFile
+
+LARGE_BYTES = 1 << 20
+"""From this size on a spilled parameter's memory is handed back to the kernel at once."""
+
+FETCHED_BYTES_MAX = 64 << 20
+"""What a running constructor has brought in is spilled again from this much on."""
+
+
+class Readable(Protocol):
+    """A file that values are read from: the provisional one, or a checkpoint."""
+
+    def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of `dtype` at byte `offset`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spilled:
+    """Where one parameter's values are."""
+
+    file: Readable
+    offset_bytes: int
+    dtype: torch.dtype
+    """What the file holds; reading converts it to the parameter's."""
+    nbytes: int
+
+
+class ProvisionalKeeper:
+    """Keeps the values of parameters that no engine has adopted yet.
+
+    Args:
+        file: has them.
+        everywhere: all ranks read the same file.
+
+    Attributes:
+        fetches: True while an `Init` context is open. Constructors and `Module.apply` then find the
+            values of every parameter as if they had never been spilled.
+        grows: more parameters may be cut: the context is open, also where an engine is made inside it.
+    """
+
+    partitions = True
+
+    def __init__(self, file: WaitingFile, *, everywhere: bool) -> None:
+        self._file, self._everywhere = file, everywhere
+        # Weak: a constructor may replace a parameter, to tie it say, and nobody adopts the one that is gone.
+        self._places: MutableMapping[nn.Parameter, Spilled] = WeakTensorKeyDictionary()
+        self._open: MutableMapping[nn.Parameter, int] = WeakTensorKeyDictionary()
+        self._fetched: list[nn.Parameter] = []
+        self._fetched_bytes = 0
+        self._poison, self._poison_bytes = Poison(1, torch.device("cpu")), 1
+        self.fetches = self.grows = False
+        weakref.finalize(self, self._file.close)
+
+    def cut(self, parameter: nn.Parameter) -> None:
+        """Spill the parameter's values and release it."""
+        self._store(parameter)
+        mark(parameter, self, _provisional_name(parameter))
+        self._release(parameter)
+
+    def read(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+        """Values [begin, end) of a cut parameter, 1-D."""
+        place = self._places[parameter]
+        values = place.file.read(place.offset_bytes + begin * place.dtype.itemsize, end - begin, place.dtype)
+        return values.to(parameter.dtype)
+
+    def point(self, parameter: nn.Parameter, file: Readable, offset_bytes: int, dtype: torch.dtype) -> None:
+        """Let a released parameter's values be those of another file, read when they are needed."""
+        nbytes = parameter.numel() * dtype.itemsize
+        self._places[parameter] = Spilled(file, offset_bytes, dtype, nbytes)
+
+    def convert(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Give a released parameter another dtype; its values are rounded when they are read."""
+        set_present(parameter)
+        with torch.no_grad():
+            parameter.data = parameter.data.to(dtype)  # of what it looks at while it is released: a moment's memory
+        self._release(parameter)
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        """Fetch until the constructor that is running returns.
+
+        Raises:
+            StateError: no constructor is: the `Init` context has ended.
+        """
+        if not self.fetches:
+            raise StateError(
+                f"parameter {name_of(parameter)}, is released: its values are on disk since the context has ended; "
+                "wrap the access in zero.GatheredParameters([parameter])"
+            )
+        if isinstance(parameter, ReleasedParameter):
+            self.open([parameter])
+            self._fetched.append(parameter)
+            self._fetched_bytes += parameter.numel() * parameter.element_size()
+
+    def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
+        """If it has become much, what was not needed is spilled."""
+        if self._fetched_bytes > FETCHED_BYTES_MAX:
+            self.spill_unseen({id(parameter) for parameter in parameters})
+        return result
+
+    def spill_unseen(self, needed: Collection[int] = ()) -> None:
+        """Spill again what was fetched, but what is `needed` (ids) or what somebody still looks at."""
+        unseen = [p for p in self._fetched if id(p) not in needed and not _is_looked_at(p)]
+        spilled = {id(parameter) for parameter in unseen}
+        self._fetched = [parameter for parameter in self._fetched if id(parameter) not in spilled]
+        self._fetched_bytes -= sum(p.numel() * p.element_size() for p in unseen)
+        self.close(unseen)
+
+    def spill_fetched(self) -> None:
+        """Spill again all that was fetched on touch."""
+        fetched, self._fetched, self._fetched_bytes = self._fetched, [], 0
+        self.close(fetched)
+
+    def part(self, parameter: nn.Parameter) -> slice:
+        """All: no rank has its own before there is an engine."""
+        return slice(0, parameter.numel())
+
+    def open(self, parameters: list[nn.Parameter]) -> None:
+        """Bring the values back, to be edited."""
+        for parameter in parameters:
+            self._open[parameter] = self._open.get(parameter, 0) + 1
+            if self._open[parameter] == 1:
+                values = self.read(parameter, 0, parameter.numel()).view(parameter.shape)
+                set_present(parameter)
+                with torch.no_grad():
+                    parameter.data = values
+                show_shard(parameter)
+
+    def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
+        """Spill them again, as they are on `modifier_rank`; None: on each rank as it has them."""
+        for parameter in parameters:
+            self._open[parameter] -= 1
+            if self._open[parameter] == 0:
+                if modifier_rank is not None:
+                    take_values_of(modifier_rank, [parameter])
+                self._store(parameter)
+                mark(parameter, self, _provisional_name(parameter))  # its shape may be another now
+                self._release(parameter)
+        if modifier_rank is not None and isinstance(self._file, CommonFile):
+            self._file.agree()
+
+    def duplicate(self, parameter: nn.Parameter) -> nn.Parameter:
+        """An independent parameter with the same values, spilled too."""
+        self.open([parameter])
+        copied: nn.Parameter = copy.deepcopy(parameter)
+        self.close([parameter])
+        self.cut(copied)
+        return copied
+
+    def common(self, parameter: nn.Parameter) -> bool:
+        """True if the values are those of a file that all ranks read."""
+        return self._everywhere or self._places[parameter].file is not self._file
+
+    def settle(self) -> bytes:
+        """No rank edits the values any more: those of the file count. Returns a digest of what this rank has built."""
+        return self._file.settle() if isinstance(self._file, CommonFile) else b""
+
+    def room_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """(device, bytes) that the file system has back once the parameter is adopted; None: not before all are."""
+        file, place = self._file, self._places[parameter]
+        # Of a common file not before all ranks have adopted it, and one may be far ahead of another.
+        if place.file is not file or not isinstance(file, ProvisionalFile) or not file.releases:
+            return None
+        return file.device, place.nbytes
+
+    def adopted(self, parameter: nn.Parameter) -> None:
+        """An engine has stored the values: their room is free. The last one frees the file, if no more can come."""
+        place = self._places.pop(parameter, None)
+        if place is not None and place.file is self._file:
+            self._file.release(place.offset_bytes, place.nbytes)
+        if not self._places and not self.grows:
+            self._file.close()
+
+    def _store(self, parameter: nn.Parameter) -> None:
+        """Write the values where they were, or to a new place if they have changed their size."""
+        nbytes = parameter.numel() * parameter.element_size()
+        place = self._places.get(parameter)
+        if place is not None and place.file is self._file and place.nbytes == nbytes:
+            self._file.write(place.offset_bytes, parameter.detach())
+            offset = place.offset_bytes
+        else:
+            offset = self._file.append(parameter.detach())
+        self._places[parameter] = Spilled(self._file, offset, parameter.dtype, nbytes)
+
+    def _release(self, parameter: nn.Parameter) -> None:
+        hide_shard(parameter)
+        nbytes = parameter.numel() * parameter.element_size()
+        if nbytes > self._poison_bytes:
+            self._poison, self._poison_bytes = Poison(nbytes, torch.device("cpu")), nbytes
+        whole = [(0, parameter.shape)]
+        storage = FlatStorage(parameter.numel(), parameter.dtype, whole, self._poison, torch.device("cpu"))
+        with torch.no_grad():
+            parameter.data = storage.views[0]
+        set_released(parameter)
+        if nbytes >= LARGE_BYTES:
+            return_freed_memory()
+
+
+def provisional_source(parameter: nn.Parameter) -> ProvisionalKeeper | None:
+    """The keeper of a parameter that `Init` has cut; None for an ordinary one."""
+    if isinstance(parameter, ReleasedParameter):
+        keeper = keeper_of(parameter)
+        if isinstance(keeper, ProvisionalKeeper):
+            return keeper
+    return None
+
+
+def room_to_come(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
+    """Device number -> bytes of provisional files there that are free before the last parameter is adopted.
+
+    A parameter's are free when all of it has been stored, so the largest may still be there at the end.
+    """
+    found: dict[int, list[int]] = {}
+    for parameter in parameters:
+        keeper = provisional_source(parameter)
+        if keeper is not None and (room := keeper.room_of(parameter)) is not None:
+            device, nbytes = room
+            found.setdefault(device, []).append(nbytes)
+    return {device: sum(sizes) - max(sizes) for device, sizes in found.items()}
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """The engine has the values now."""
+    keeper = provisional_source(parameter)
+    if keeper is not None:
+        keeper.adopted(parameter)
+        set_present(parameter)
+
+
+def _provisional_name(parameter: nn.Parameter) -> str:
+    return f"of shape {tuple(parameter.shape)}, built under zero.Init"
+
+
+def _is_looked_at(parameter: nn.Parameter) -> bool:
+    """True when a tensor that somebody holds shares the parameter's memory, so that writes to it would be lost.
+
+    The parameter itself holds one, its `ds_tensor`.
+    """
+    alone = torch.empty(1)
+    hide_shard(parameter)
+    looked_at = _uses(parameter) > _uses(alone)
+    if looked_at:
+        show_shard(parameter)
+    return looked_at
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

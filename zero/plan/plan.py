@@ -1,0 +1,187 @@
+"""The plan: which tier holds what, in bytes, decided before anything is allocated.
+
+Planner and allocator share this code: the engine allocates exactly what the rows say. The plan
+turns budgets into depth and caching; it never changes the layout, so it never changes a result.
+
+[Note: why more memory never means more traffic] Host memory is spent in one order: the working set,
+which grows with the budget up to a fixed size, then cached weights, gradients and states, each as
+a prefix of its space. A larger budget therefore caches a superset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.sizes import format_bytes
+from zero.params.layout import Layout, Space, SubGroup
+from zero.plan.limits import Limits
+from zero.plan.record import ADAM_STATES, RecordFormat
+
+DEVICE, HOST, NVME = "device", "host", "nvme"
+
+
+def tier_of(device: object) -> str:
+    """The tier that an offload block's `device` (none, cpu, nvme) stands for."""
+    return {"none": DEVICE, "cpu": HOST, "nvme": NVME}[str(getattr(device, "value", device))]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """Bytes of one purpose on one tier, on this rank."""
+
+    tier: str
+    plane: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationPlan:
+    """Where saved activations go."""
+
+    tier: str | None = None
+    """None: they stay where they are."""
+    nbytes: int | None = None
+    """The most on that tier; None: it grows, and comes on top of the plan."""
+    passing_bytes: int = 0
+    """Host memory that they pass through on their way to NVMe."""
+    swap_bytes: int = 0
+    """Reserved from the start."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, as far as it is planned."""
+        return self.passing_bytes + ((self.nbytes or 0) if self.tier == HOST else 0)
+
+    def rows(self) -> tuple[PlanRow, ...]:
+        """Lines of the plan; those of 0 bytes say nothing."""
+        on_device = (self.nbytes or 0) if self.tier == DEVICE else 0
+        return (
+            PlanRow(DEVICE, "saved activations", on_device),
+            PlanRow(HOST, "saved activations", self.host_bytes),
+            PlanRow(NVME, "saved activations", self.swap_bytes),
+        )
+
+    def note(self) -> str:
+        """What the plan cannot say in bytes; empty if it can."""
+        if self.tier is None or self.nbytes is not None:
+            return ""
+        return f"saved activations go to {self.tier} and come on top; bound them with activation_bytes"
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the engine allocates and how deep it works."""
+
+    limits: Limits
+    weight_tiers: dict[int, str] = field(default_factory=dict)
+    """Unit index -> tier of its weights."""
+    whole: frozenset[int] = frozenset()
+    """Units (indices) of several slices whose home holds all of them, in one piece."""
+    gradient_tiers: dict[int, str] = field(default_factory=dict)
+    """Trainable unit index -> tier of its gradient."""
+    gradient_wide: bool = False
+    """Gradients are accumulated in fp32 from the start: more than one micro-batch is announced."""
+    accumulation: torch.dtype = torch.float32
+    """What several contributions to a gradient are added up in; 16-bit: where they are kept so."""
+    sub_groups: tuple[SubGroup, ...] = ()
+    record_tiers: tuple[str, ...] = ()
+    """Tier of each sub-group's state record."""
+    two_slots: bool = False
+    """Trained weights and records exist twice, so that an update inside backward can be taken back."""
+    snapshots: bool = False
+    """Weights and records have two places on NVMe each, whatever their tier, so that a snapshot is never written."""
+    state_dtype: torch.dtype = torch.float32
+    """Of the optimizer's states; uint8 for 8-bit codes with scales."""
+    states: tuple[str, ...] = ADAM_STATES
+    """Names of the optimizer's state planes."""
+    records_in_flight: int = 4
+    arena_bytes: int = 0
+    """Host arena: records in flight and staging chunks."""
+    unit_pool_bytes: int = 0
+    """Device memory that gathered units are read into."""
+    gradient_pool_bytes: int = 0
+    """Device memory for flat gradients that cannot be written in place."""
+    exchange_bytes: int = 0
+    """Device memory that other ranks' slices of a gradient arrive in."""
+    deferred_bytes: int = 0
+    """Device memory for whole gradients that are accumulated before they are reduced."""
+    near_parts: dict[int, int] = field(default_factory=dict)
+    """Unit index -> bytes of device memory for this rank's part of it among its neighbours; empty without hpZ."""
+    update_pool_bytes: int = 0
+    """Device memory that an update on a GPU passes through what does not live there."""
+    second_slot_bytes: int = 0
+    """Of `swap_bytes`: where updates inside backward write, or snapshots are."""
+    swap_bytes: int = 0
+    host_limit_bytes: int | None = None
+    """Host memory is budgeted or short: what is not foreseen and does not fit below goes to NVMe."""
+    activations: ActivationPlan = ActivationPlan()
+    rows: tuple[PlanRow, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    """What the user should know and nothing has to be refused for."""
+    baseline_bytes: int = 0
+    """Resident memory of the process when the plan was made."""
+
+    def record_format(self, space: Space) -> RecordFormat:
+        """How the state records of a space are laid out."""
+        return RecordFormat(space.remainder, self.state_dtype, self.states)
+
+    def in_swap(self, layout: Layout) -> list[SubGroup]:
+        """Sub-groups whose record and weights are on NVMe."""
+        groups = zip(self.sub_groups, self.record_tiers, strict=True)
+        return [
+            group
+            for group, tier in groups
+            if tier == NVME
+            and all(
+                self.weight_tiers[unit.index] == NVME
+                for unit in layout.spaces[group.space].overlapping(group.begin, group.end)
+            )
+        ]
+
+    def step_write_bytes(self, layout: Layout, micro_steps: int) -> int:
+        """Bytes that a step of `micro_steps` backwards writes to NVMe: drives are rated in bytes written.
+
+        Every trained weight and record that lives there once, every gradient that lives there once a backward.
+        """
+        trained = [unit for unit in layout.units if unit.trainable]
+        weights = sum(u.shard_numel * u.dtype.itemsize for u in trained if self.weight_tiers[u.index] == NVME)
+        records = sum(
+            self.record_format(layout.spaces[group.space]).nbytes(group.end - group.begin)
+            for group, tier in zip(self.sub_groups, self.record_tiers, strict=True)
+            if tier == NVME
+        )
+        gradients = sum(
+            u.shard_numel * (4 if self.gradient_wide else u.dtype.itemsize)
+            for u in trained
+            if self.gradient_tiers[u.index] == NVME
+        )
+        return weights + records + micro_steps * gradients
+
+    @property
+    def host_bounded(self) -> bool:
+        """There is a limit."""
+        return self.host_limit_bytes is not None
+
+    def tier_bytes(self, tier: str) -> int:
+        """Sum of the rows of one tier."""
+        return sum(row.nbytes for row in self.rows if row.tier == tier)
+
+    def facts(self, device: torch.device) -> dict[str, int]:
+        """The totals for whoever has started this rank; the CPU's device memory counts as host memory."""
+        in_host = self.tier_bytes(HOST) + (self.tier_bytes(DEVICE) if device.type == "cpu" else 0)
+        totals = {"host_bytes": in_host, "nvme_bytes": self.tier_bytes(NVME), "baseline_bytes": self.baseline_bytes}
+        return totals | {"device_bytes": 0 if device.type == "cpu" else self.tier_bytes(DEVICE)}
+
+    def table(self) -> str:
+        """The plan as printed, one line per row."""
+        lines = ["zero-infinity plan (this rank)", f"  {'tier':<8}{'plane':<34}{'bytes':>16}"]
+        for row in self.rows:
+            lines.append(f"  {row.tier:<8}{row.plane:<34}{row.nbytes:>16,}")
+        for tier in (DEVICE, HOST, NVME):
+            total = self.tier_bytes(tier)
+            lines.append(f"  {tier:<8}{'total':<34}{total:>16,}  ({format_bytes(total)})")
+        lines.append(f"  on top of {format_bytes(self.baseline_bytes)} resident now; activations come on top")
+        notes = [note for note in (*self.notes, self.activations.note()) if note]
+        return "\n".join([*lines, *(f"  note: {note}" for note in notes)])

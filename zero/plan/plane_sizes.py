@@ -1,0 +1,74 @@
+"""Bytes of what planes hold on one rank, and the rows of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from zero.params.layout import Layout, Space, SubGroup, Unit
+from zero.plan.plan import DEVICE, HOST, NVME, Plan, PlanRow
+from zero.plan.pools import PoolSizes
+from zero.plan.record import RecordFormat
+
+
+class PlaneSizes:
+    """Sizes for one model.
+
+    Args:
+        layout: units and spaces.
+        state_dtype: of the states.
+        states: names of the optimizer's state planes.
+        wide: gradients are accumulated in fp32 from the start.
+    """
+
+    def __init__(self, layout: Layout, state_dtype: torch.dtype, states: tuple[str, ...], *, wide: bool) -> None:
+        self.layout, self._state_dtype, self._states, self._wide = layout, state_dtype, states, wide
+
+    def weight_bytes(self, unit: Unit) -> int:
+        """Of a unit's weights: of its slice, or of all of it where this rank alone has the whole."""
+        return (unit.numel if unit.persistent else unit.shard_numel) * unit.dtype.itemsize
+
+    def gradient_bytes(self, unit: Unit) -> int:
+        """Of the slice of a unit's gradient."""
+        return unit.shard_numel * (4 if self._wide else unit.dtype.itemsize)
+
+    def record_bytes(self, group: SubGroup) -> int:
+        """Of a sub-group's state record."""
+        return self.format(self.layout.spaces[group.space]).nbytes(group.end - group.begin)
+
+    def format(self, space: Space) -> RecordFormat:
+        """How the state records of a space are laid out."""
+        return RecordFormat(space.remainder, self._state_dtype, self._states)
+
+    def records_bytes(self, numel: int) -> int:
+        """Of all records, when sub-groups have `numel` elements."""
+        total = 0
+        for space, begin, end, each in self.layout.cuts(numel):
+            whole, rest = divmod(end - begin, each)
+            record = self.format(self.layout.spaces[space])
+            total += whole * record.nbytes(each) + record.nbytes(rest)
+        return total
+
+
+def rows_of(plan: Plan, sizes: PlaneSizes, pools: PoolSizes) -> Iterable[PlanRow]:
+    """The rows of a plan that is complete but for them; some have no bytes."""
+    units = sizes.layout.units
+    trained = [unit for unit in units if unit.trainable]
+    for tier in (DEVICE, HOST, NVME):
+        yield PlanRow(tier, "weights", sum(sizes.weight_bytes(u) for u in units if plan.weight_tiers[u.index] == tier))
+        gradients = sum(sizes.gradient_bytes(u) for u in trained if plan.gradient_tiers[u.index] == tier)
+        yield PlanRow(tier, "gradients", gradients)
+        groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
+        yield PlanRow(tier, "optimizer states", sum(sizes.record_bytes(g) for g, t in groups if t == tier))
+    yield PlanRow(DEVICE, "weights shared out inside nodes", sum(plan.near_parts.values()))
+    yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
+    yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)
+    yield PlanRow(DEVICE, "slices in flight between ranks", plan.exchange_bytes)
+    yield PlanRow(DEVICE, "gradients of this rank, not reduced yet", plan.deferred_bytes)
+    yield PlanRow(DEVICE, "updates in flight", plan.update_pool_bytes)
+    yield PlanRow(DEVICE, "stand-in for what is away", pools.stand_in())
+    yield PlanRow(HOST, "block sums of gradients", pools.sums())
+    yield PlanRow(NVME, "second slots", plan.second_slot_bytes)
+    yield from plan.activations.rows()
+    yield PlanRow(HOST, "arena: records and chunks in flight", plan.arena_bytes)

@@ -1,0 +1,558 @@
+"""Makes the plan: turns budgets into tiers, depth and caching, and refuses what cannot fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload.errors import BudgetError, ConfigError
+from offload.sizes import BLOCK_NUMEL, align_up, format_bytes
+from offload.streams import shares_host_memory
+from zero.config import Config
+from zero.params.layout import Layout, Unit
+from zero.params.placement import ONE_RANK, Placement
+from zero.params.units import Uses
+from zero.plan.activation_room import plan_activations
+from zero.plan.depth import FREE_SHARE, PASSING_SHARE, Depth, depths
+from zero.plan.limits import Limits
+from zero.plan.machine import Machine
+from zero.plan.plan import DEVICE, HOST, NVME, Plan, tier_of
+from zero.plan.plane_sizes import PlaneSizes, rows_of
+from zero.plan.pools import PoolSizes, prefix_that_fits
+from zero.plan.record import ADAM_STATES
+from zero.plan.snapshot_room import plan_snapshots
+
+logger = logging.getLogger("zero")
+
+SUB_GROUP_NUMEL_MAX = 4 << 20
+SUB_GROUPS_MAX = 1 << 15
+"""Of a space that is cut fine because memory is short."""
+RECORDS_IN_FLIGHT = 4
+STAGING_CHUNK_BYTES = 2 << 20
+STAGING_CHUNKS = 8
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+AUTO_SHARE = 0.8
+"""Part of the free memory that an "auto" budget takes; the rest is for activations and others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How a plan is tried."""
+
+    depth: Depth
+    """Of what passes through the device."""
+    host_share: float
+    """Of the host memory that is free, which the plan may take at most."""
+    spills: bool
+    """Gradients go to NVMe as far as that share has no room; else they lie in host memory."""
+
+
+class _Short(Exception):
+    """A plan does not fit: what the user is told if no other does, and what this one needs."""
+
+    def __init__(self, message: str, need_bytes: int, *, of_device: bool = False) -> None:
+        super().__init__(message)
+        self.need_bytes, self.of_device = need_bytes, of_device
+
+
+class Planner:
+    """Makes one plan.
+
+    Args:
+        layout: units and spaces.
+        config: validated configuration.
+        machine: what can be had.
+        device: where units are computed on.
+        in_place: units whose home memory the device can address are used there without a copy.
+        uses: what of the layout's units is in use together.
+        placement: who shares each unit.
+        states: names of the optimizer's state planes.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        config: Config,
+        machine: Machine,
+        device: torch.device,
+        in_place: bool,
+        uses: Uses,
+        placement: Placement = ONE_RANK,
+        states: tuple[str, ...] = ADAM_STATES,
+    ) -> None:
+        zero = config.zero_optimization
+        self.layout, self.config, self.machine, self.device, self.in_place = layout, config, machine, device, in_place
+        self.param_tier = tier_of(zero.offload_param.device)
+        self.state_tier = tier_of(zero.offload_optimizer.device)
+        self.state_dtype = STATE_DTYPES[zero.offload_optimizer.state_dtype]
+        # Ranks that reduce once a step add up whole gradients until then, and that is done in fp32.
+        in_fp32 = config.accumulation_dtype == torch.float32 or (placement.gradients_deferred and not placement.alone)
+        self.wide = in_fp32 and (config.gradient_accumulation_steps or 1) > 1
+        self.on_cpu = shares_host_memory(device)
+        self.uses, self.placement = uses, placement
+        self.host_budget = self._budget(config.memory_budget.host, machine.available_bytes)
+        self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
+        self.movable = [unit for unit in layout.units if not unit.persistent]
+        self.trained = [unit for unit in layout.units if unit.trainable]
+        self.states = states
+        self.sizes = PlaneSizes(layout, self.state_dtype, states, wide=self.wide)
+        self.pools = PoolSizes(layout, device, on_gpu=not self.on_cpu, wide=self.wide, placement=placement)
+        self.largest = max(self.movable, key=lambda unit: unit.numel, default=None)
+
+    def make(self) -> Plan:
+        """The plan, checked against budgets and machine: the first that fits of those that take less and less.
+
+        Raises:
+            ConfigError: a knob that cannot work with this model; names it.
+            BudgetError: none fits; names the knob to turn, and the least that would do.
+        """
+        refusals: list[_Short] = []
+        for effort in self._efforts():
+            try:
+                return self._draft(effort)
+            except _Short as refusal:
+                refusals.append(refusal)
+        # What the last ones lack, who ask for least: of the device, or of the host in one way or the other.
+        of_device = [refusal for refusal in refusals[-2:] if refusal.of_device]
+        raise BudgetError(str(min(of_device or refusals, key=lambda refusal: refusal.need_bytes)))
+
+    def make_least(self) -> Plan:
+        """The plan that takes least of a machine with room for it, whatever this one has."""
+        least = self._depths()[-1]
+        try:
+            return self._draft(Effort(least, 0.0, spills=True))
+        except _Short as short:
+            self.machine = replace(self.machine, available_bytes=short.need_bytes, device_bytes=None)
+            return self._draft(Effort(least, 1.0, spills=True))
+
+    def _draft(self, effort: Effort) -> Plan:
+        """A plan, checked. Raises _Short."""
+        depth = effort.depth
+        plan = Plan(
+            self._limits(depth),
+            gradient_wide=self.wide,
+            accumulation=self.config.accumulation_dtype,
+            state_dtype=self.state_dtype,
+            states=self.states,
+            baseline_bytes=self.machine.rss_bytes,
+            activations=plan_activations(self.config),
+        )
+        plan.records_in_flight = self._records_in_flight()
+        plan.two_slots = self._wants_two_slots()
+        plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
+        rest = self._place_host(plan, effort)
+        plan.whole = frozenset(unit.index for unit in self.layout.units if self._lies_whole(unit, plan))
+        self._size_pools(plan, depth)
+        self._cache_records(plan, rest, self._states_on_device(plan))
+        groups = [group for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True) if tier == DEVICE]
+        plan.update_pool_bytes = self.pools.updates(
+            groups, self._staged_on_device(plan.host_bounded), plan.records_in_flight
+        )
+        plan.swap_bytes = sum(
+            self.sizes.weight_bytes(unit) for unit in self.layout.units if plan.weight_tiers[unit.index] == NVME
+        )
+        plan.swap_bytes += sum(
+            self.sizes.record_bytes(group)
+            for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True)
+            if tier == NVME
+        )
+        plan.swap_bytes += sum(
+            self.sizes.gradient_bytes(unit) for unit in self.trained if plan.gradient_tiers[unit.index] == NVME
+        )
+        plan.second_slot_bytes = self._second_slot_bytes(plan)
+        plan.second_slot_bytes += plan_snapshots(plan, self.sizes, self.config.zero_optimization.offload_optimizer)
+        plan.swap_bytes += plan.second_slot_bytes + plan.activations.swap_bytes
+        plan.rows = tuple(row for row in rows_of(plan, self.sizes, self.pools) if row.nbytes)
+        written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)
+        if written:
+            plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
+        self._check_fits(plan, effort.host_share)
+        return plan
+
+    def _records_in_flight(self) -> int:
+        """How deep the sub-group pipeline is. DeepSpeed pipelines only on request, we unless told not to."""
+        offload = self.config.zero_optimization.offload_optimizer
+        if offload.buffer_count is not None:
+            return offload.buffer_count
+        path = "zero_optimization.offload_optimizer"
+        told = [self.config.origin(f"{path}.{key}") == "user" for key in ("pipeline_read", "pipeline_write")]
+        refused = sum(
+            is_told and not wish
+            for is_told, wish in zip(told, (offload.pipeline_read, offload.pipeline_write), strict=True)
+        )
+        return (RECORDS_IN_FLIGHT, 2, 1)[refused]
+
+    def _wants_two_slots(self) -> bool:
+        offload = self.config.zero_optimization.offload_optimizer
+        if offload.update_in_backward and (self.param_tier, self.state_tier) != (NVME, NVME):
+            raise ConfigError(
+                "zero_optimization.offload_optimizer.update_in_backward: needs offload_param.device and "
+                f'offload_optimizer.device "nvme", got {self.param_tier} and {self.state_tier}; set both, or remove it'
+            )
+        return offload.update_in_backward
+
+    def _second_slot_bytes(self, plan: Plan) -> int:
+        if not plan.two_slots:
+            return 0
+        return sum(
+            self.sizes.record_bytes(group) + (group.end - group.begin) * self.layout.spaces[group.space].dtype.itemsize
+            for group in plan.in_swap(self.layout)
+        )
+
+    def _check_fits(self, plan: Plan, host_share: float) -> None:
+        """Refuse what the machine cannot hold; note what may go slower.
+
+        Raises:
+            BudgetError: names the knob to turn.
+        """
+        machine, host, device = self.machine, plan.tier_bytes(HOST), plan.tier_bytes(DEVICE)
+        for name, need, budget in (("host", host, self.host_budget), ("device", device, self.device_budget)):
+            if budget is not None and need > budget:
+                message = f"memory_budget.{name}: the plan needs at least {need:,} bytes, the budget is {budget:,}"
+                raise _Short(message, need, of_device=name == "device")
+        need = host + (device if self.on_cpu else 0)
+        if need > self._free_host_bytes(host_share):
+            raise self._host_short(need, plan.table())
+        if not self.on_cpu and machine.device_bytes is not None and device > machine.device_bytes:
+            raise _Short(
+                f"the plan needs at least {device:,} bytes of device memory, {machine.device_bytes:,} are free; "
+                f"{self._what_could_move(on_host=False)}\n{plan.table()}",
+                device,
+                of_device=True,
+            )
+        groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
+        pinned = host - sum(self.sizes.record_bytes(group) for group, tier in groups if tier == HOST)
+        if not self.on_cpu and machine.memlock_bytes is not None and pinned > machine.memlock_bytes:
+            # A note and no refusal: most drivers pin memory without asking this limit.
+            plan.notes.append(
+                f"RLIMIT_MEMLOCK is {machine.memlock_bytes:,} bytes, the plan pins {pinned:,}; if the driver "
+                "refuses to pin, copies are slower: raise it with ulimit -l"
+            )
+
+    # ---- what is asked for --------------------------------------------------------------------
+
+    def _device_share(self) -> float:
+        """Share of the states that is on the device by the user's word."""
+        return 1.0 if self.state_tier == DEVICE else 1.0 - self.config.zero_optimization.offload_optimizer.ratio
+
+    def _budget(self, wish: int | str | None, free_bytes: int | None) -> int | None:
+        return int((free_bytes or 0) * AUTO_SHARE) if wish == "auto" else None if wish is None else int(wish)
+
+    # ---- device -------------------------------------------------------------------------------
+
+    def _limits(self, depth: Depth) -> Limits:
+        zero = self.config.zero_optimization
+        live = min(depth.live_numel, sum(unit.numel for unit in self.movable))
+        prefetch, reuse = zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance
+        ahead = max(live // 4, self.largest.numel if self.largest else 0)
+        return Limits(
+            live_numel_max=live,
+            prefetch_numel=ahead if prefetch is None else prefetch,
+            reuse_numel_max=live if reuse is None else reuse,
+        )
+
+    def _efforts(self) -> Iterator[Effort]:
+        """The plans to try, the best first."""
+        found = self._depths()
+        if self.host_budget is None:  # else the user has decided what is left for activations and others
+            yield from (Effort(depth, AUTO_SHARE, spills=False) for depth in found[:2])
+            yield from (Effort(depth, AUTO_SHARE, spills=True) for depth in found)
+        yield from (Effort(depth, 1.0, spills=False) for depth in found)
+        yield Effort(found[-1], 1.0, spills=True)
+
+    def _depths(self) -> list[Depth]:
+        """What the device may be asked for, deepest first: see the rule in `zero.plan.depth`."""
+        explicit, budget, free = self._soft_live_numel(), self.device_budget, self.machine.device_bytes
+        deep, *less = depths(self.uses, self.largest.numel if self.largest else 0)
+        if explicit is not None:
+            deep = replace(deep, live_numel=explicit)
+        found = [deep, *(depth.within(explicit) for depth in less)]
+        spare = 0
+        if budget is not None:
+            found = [depth for depth in found if self._device_bytes(depth) <= budget]
+            if not found:
+                raise self._device_refusal(less[-1].within(explicit))
+            spare = budget - self._device_bytes(found[0])
+        elif free is not None:
+            passing = {depth: self._device_bytes(depth) - self._fixed_device_bytes() for depth in found}
+            share = FREE_SHARE if explicit is None else PASSING_SHARE
+            spare = int(free * share) - passing[found[0]]
+            modest = [depth for depth in found[1:-1] if passing[depth] <= int(free * PASSING_SHARE)]
+            found = [*(found[:1] if spare >= 0 else []), *modest, found[-1]]
+        if spare > 0 and explicit is None and (budget is not None or not self.on_cpu):
+            found[0] = found[0].deeper(spare // max((unit.dtype.itemsize for unit in self.movable), default=2))
+        return found
+
+    def _soft_live_numel(self) -> int | None:
+        """`stage3_max_live_parameters`, or what one call holds where that is more; None: it is derived."""
+        explicit = self.config.zero_optimization.stage3_max_live_parameters
+        if explicit is not None and explicit < self.uses.most and self.largest is not None:
+            logger.warning(
+                "zero_optimization.stage3_max_live_parameters: %s are fewer elements than one call of the model uses; "
+                "%s are gathered there (largest unit: %s, %s elements). Only weights that nothing but nn.Linear and "
+                "nn.Embedding owns are cut into tiles; see zero.TiledLinear",
+                *(f"{explicit:,}", f"{self.uses.most:,}", self.largest.name, f"{self.largest.numel:,}"),
+            )
+            return self.uses.most
+        return explicit
+
+    def _device_bytes(self, depth: Depth) -> int:
+        """What the device is asked for at that depth, before spare memory is spent on states."""
+        in_place = {unit.index for unit in self.movable if not unit.numel or self._used_at_home(self.param_tier)}
+        pools = self.pools.units(self.movable, in_place, depth) + self.pools.gradients(depth.gradients)
+        return self._fixed_device_bytes() + pools + self.pools.exchange() + self._passing_bytes()
+
+    def _fixed_device_bytes(self) -> int:
+        """What is on the device whatever the depth."""
+        units = (u for u in self.layout.units if u.persistent or self.param_tier == DEVICE)
+        fixed = sum(map(self.sizes.weight_bytes, units)) + self._deferred_bytes()
+        if self.state_tier == DEVICE:
+            fixed += sum(self.sizes.gradient_bytes(unit) for unit in self.trained)
+        return fixed + int(self._device_share() * self.sizes.records_bytes(self._full_sub_group_numel()))
+
+    def _device_refusal(self, least: Depth) -> BudgetError:
+        name, numel = (self.largest.name, self.largest.numel) if self.largest else ("none", 0)
+        return BudgetError(
+            f"memory_budget.device: {self.device_budget:,} bytes cannot hold the largest unit ({name}, {numel:,} "
+            f"elements) and its gradient beside what stays on the device; it takes at least "
+            f"{self._device_bytes(least):,}, or units cut smaller by zero_optimization.stage3_max_live_parameters"
+        )
+
+    def _staged_on_device(self, bounded: bool) -> int:
+        widened = self.wide or (bounded and self._uses_disk())
+        return self.pools.staged_width(self.param_tier != DEVICE, self.state_tier != DEVICE, widened)
+
+    def _passing_bytes(self) -> int:
+        """The most that takes part of the device budget and holds no state for long; and weights for neighbours."""
+        on_device = self.state_tier == DEVICE or self._device_share() > 0 or self.device_budget is not None
+        groups = self.layout.sub_groups(self._full_sub_group_numel()) if on_device else ()
+        near_bytes = sum(self.pools.near_parts(self.movable).values())
+        updates_bytes = self.pools.updates(groups, self._staged_on_device(bounded=True), RECORDS_IN_FLIGHT)
+        return near_bytes + self.pools.stand_in() + updates_bytes
+
+    def _deferred_bytes(self) -> int:
+        """Of whole gradients that are added up before they are reduced."""
+        deferred = self.placement.gradients_deferred and not self.placement.alone and self.wide
+        return sum(unit.numel * 4 for unit in self.trained) if deferred else 0
+
+    def _size_pools(self, plan: Plan, depth: Depth) -> None:
+        in_place = {
+            unit.index for unit in self.movable if not unit.numel or self._used_at_home(plan.weight_tiers[unit.index])
+        }
+        plan.unit_pool_bytes = self.pools.units(self.movable, in_place, depth)
+        # Used when a gradient cannot be collected where it is stored; a second backward needs it always.
+        plan.gradient_pool_bytes = self.pools.gradients(depth.gradients)
+        plan.exchange_bytes = self.pools.exchange()
+        plan.near_parts = self.pools.near_parts(self.movable)
+        plan.deferred_bytes = self._deferred_bytes()
+
+    def _lies_whole(self, unit: Unit, plan: Plan) -> bool:
+        several = unit.shard_numel != unit.numel
+        return several and (unit.persistent or self._used_at_home(plan.weight_tiers[unit.index]))
+
+    def _used_at_home(self, tier: str) -> bool:
+        """True when whole units lie on that tier, and are used there."""
+        return self.in_place and self._addressable(tier) and (self.placement.alone or self.placement.shares_memory)
+
+    def _addressable(self, tier: str) -> bool:
+        """True when the compute device can read that tier's memory where it is."""
+        return tier == DEVICE or (tier == HOST and self.on_cpu)
+
+    # ---- host ---------------------------------------------------------------------------------
+
+    def _place_host(self, plan: Plan, effort: Effort) -> int | None:
+        """Spend what the host has: what must be there, the working set, then caches in a fixed order.
+
+        Without a budget only gradients are cached: they are in host memory unless it is short.
+
+        Returns what is left for state records; None without a budget.
+        """
+        limit = plan.host_limit_bytes = self._host_limit_bytes(effort)
+        gradient_home = DEVICE if self.state_tier == DEVICE else HOST
+        plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
+        can_spill = gradient_home == HOST and self._uses_disk()
+        fixed = self.pools.sums() + plan.activations.host_bytes
+        if self.param_tier == HOST:
+            fixed += sum(self.sizes.weight_bytes(unit) for unit in self.movable)
+        gradients = sum(self.sizes.gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
+        spill = can_spill and limit is not None
+        rest = None if limit is None else limit - fixed - (0 if spill else gradients)
+        numel, full = self._sub_group_numel(plan, rest, spill)
+        plan.sub_groups = self.layout.sub_groups(numel)
+        plan.arena_bytes = self._arena_bytes(plan, numel, spill)
+        if rest is not None and limit is not None:
+            rest -= self._working_bytes(plan, numel, spill)
+            if rest < 0:
+                raise self._host_refusal(effort.depth, limit - rest)
+        if rest is not None and (
+            not full or (effort.spills and effort.host_share == 1.0)
+        ):  # of the last bytes none are spare
+            rest = 0
+        budgeted = self.host_budget is not None
+        left = self._cache_weights(plan, rest if budgeted else None)
+        if spill:
+            left = self._cache_gradients(plan, (left if budgeted else rest) or 0)
+        return left if budgeted else None
+
+    def _host_limit_bytes(self, effort: Effort) -> int | None:
+        """What the plan may take of host memory; None: it is checked afterwards."""
+        if not effort.spills:
+            return self.host_budget
+        free = self._free_host_bytes(effort.host_share) - (self._device_bytes(effort.depth) if self.on_cpu else 0)
+        return free if self.host_budget is None else min(self.host_budget, free)
+
+    def _free_host_bytes(self, host_share: float) -> int:
+        """What is free of the host's memory; of a share of it a gradient as autograd makes it, beside ours, is kept."""
+        parameters = (s.numel * unit.dtype.itemsize for unit in self.trained for s in unit.slots)
+        beside = max(parameters, default=0) if self.on_cpu and host_share < 1.0 else 0
+        return int(self.machine.available_bytes * host_share) - beside
+
+    def _host_refusal(self, depth: Depth, need: int) -> _Short:
+        """The host cannot have `need` bytes, the least that the plan takes."""
+        where = f"with offload_param {self.param_tier} and offload_optimizer {self.state_tier}"
+        if self.host_budget is not None and need > self.host_budget:
+            budget = f"memory_budget.host: {self.host_budget:,} bytes are too few"
+            return _Short(f"{budget}; this model takes at least {need:,} {where}", need)
+        return self._host_short(need + (self._device_bytes(depth) if self.on_cpu else 0))
+
+    def _host_short(self, need: int, table: str = "") -> _Short:
+        """The machine has no `need` bytes of host memory."""
+        have = f"{self.machine.available_source} leaves {self.machine.available_bytes:,}"
+        advice = self._what_could_move(on_host=True)
+        return _Short(f"the plan needs at least {need:,} bytes of host memory, {have}; {advice}\n{table}".strip(), need)
+
+    def _what_could_move(self, *, on_host: bool) -> str:
+        """How to need less of the host's memory, or else of the device's."""
+        blocks = (("offload_param", self.param_tier), ("offload_optimizer", self.state_tier))
+        here = {DEVICE, HOST} if on_host and self.on_cpu else {HOST if on_host else DEVICE}
+        away = [f'{block}.device "{NVME}"' for block, tier in blocks if tier in here]
+        if away:
+            return f"set {' and '.join(away)}"
+        if on_host and not self.on_cpu:
+            return "all planes are on NVMe; end what else uses memory, or spread the model over more nodes"
+        return "all planes are elsewhere; cut units smaller by zero_optimization.stage3_max_live_parameters"
+
+    def _sub_group_numel(self, plan: Plan, rest: int | None, spill: bool) -> tuple[int, bool]:
+        """(elements of a sub-group, is that the full size).
+
+        With little memory the size goes down by powers of two, and what is left over is not spent on
+        caches: a cache that shrinks when the sub-groups grow would make traffic rise with the budget.
+        """
+        full = self._full_sub_group_numel()
+        if rest is None or self._working_bytes(plan, full, spill) <= rest:
+            return full, True
+        numel = self._least_sub_group_numel(full)
+        while 2 * numel < full and self._working_bytes(plan, 2 * numel, spill) <= rest:
+            numel *= 2
+        return numel, numel == full
+
+    def _least_sub_group_numel(self, full: int) -> int:
+        """A power of two blocks: tables and Python's objects for each sub-group are to stay small beside the model."""
+        numel = BLOCK_NUMEL
+        while 2 * numel <= full and numel * SUB_GROUPS_MAX < self._largest_space_numel():
+            numel *= 2
+        return numel
+
+    def _largest_space_numel(self) -> int:
+        return max((space.numel for space in self.layout.spaces if space.trainable), default=BLOCK_NUMEL)
+
+    def _full_sub_group_numel(self) -> int:
+        """Elements of a sub-group where memory is no concern."""
+        full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-self._largest_space_numel() // RECORDS_IN_FLIGHT), BLOCK_NUMEL))
+        explicit = self.config.zero_optimization.sub_group_size
+        if explicit is not None:
+            full = min(full, explicit)
+        return max(full // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+
+    def _staged_bytes(self, numel: int, spill: bool, bounded: bool) -> int:
+        """Arena bytes of a sub-group of `numel` elements in flight: whatever of it may not be in memory."""
+        needs = [0]
+        for space in self.layout.spaces:
+            if space.trainable:
+                nbytes = self.sizes.format(space).nbytes(numel) if self.state_tier == NVME else 0
+                nbytes += numel * space.dtype.itemsize if self._weights_staged() else 0
+                # An unannounced second backward widens a gradient, on disk when memory is budgeted.
+                nbytes += 4 * numel if spill or (bounded and self._uses_disk()) else 0
+                needs.append(nbytes)
+        return max(needs)
+
+    def _uses_disk(self) -> bool:
+        return NVME in (self.param_tier, self.state_tier)
+
+    def _weights_staged(self) -> bool:
+        """True when an update works on a copy of the weights: they are on NVMe, or on a GPU while states are not."""
+        on_device = self.param_tier == DEVICE or any(unit.persistent for unit in self.layout.units)
+        return self.param_tier == NVME or (not self.on_cpu and self.state_tier != DEVICE and on_device)
+
+    def _staging_bytes(self) -> int:
+        """Chunks through which weights and gradients pass when they cannot be moved in place."""
+        chunk = STAGING_CHUNK_BYTES
+        offload = self.config.zero_optimization.offload_param
+        wanted = STAGING_CHUNKS * chunk
+        if offload.buffer_count and offload.buffer_size:
+            width = max((unit.dtype.itemsize for unit in self.layout.units), default=2)
+            wanted = min(wanted, max(offload.buffer_count * offload.buffer_size * width // chunk, 2) * chunk)
+        # On a GPU with states on the host, gradients after the first of a step are added up through chunks.
+        return wanted if self._uses_disk() or (not self.on_cpu and self.state_tier != DEVICE) else 0
+
+    def _arena_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
+        # One page per leased part: a record, its weights and its gradients are leased apart.
+        slot = align_up(self._staged_bytes(numel, spill, plan.host_bounded), 4096)
+        return plan.records_in_flight * (slot + 3 * 4096 if slot else 0) + self._staging_bytes()
+
+    def _working_bytes(self, plan: Plan, numel: int, spill: bool) -> int:
+        """Host bytes that depend on the size of sub-groups: the arena, and records that live there."""
+        share = 1 - self._device_share() if self.state_tier == HOST else 0.0
+        return self._arena_bytes(plan, numel, spill) + int(share * self.sizes.records_bytes(numel))
+
+    def _cache_weights(self, plan: Plan, rest: int | None) -> int | None:
+        cap_numel = self.config.zero_optimization.offload_param.max_in_cpu
+        if self.param_tier != NVME or (rest is None and cap_numel is None):
+            return rest
+        count = len(self.movable)
+        if cap_numel is not None:
+            count, _ = prefix_that_fits((unit.shard_numel for unit in self.movable), cap_numel)
+        if rest is not None:
+            count, rest = prefix_that_fits(map(self.sizes.weight_bytes, self.movable[:count]), rest)
+        for unit in self.movable[:count]:
+            plan.weight_tiers[unit.index] = HOST
+        return rest
+
+    def _cache_gradients(self, plan: Plan, rest: int) -> int:
+        on_host = [unit for unit in self.trained if plan.gradient_tiers[unit.index] == HOST]
+        count, rest = prefix_that_fits(map(self.sizes.gradient_bytes, on_host), rest)
+        for unit in on_host[count:]:
+            plan.gradient_tiers[unit.index] = NVME
+        return rest
+
+    def _cache_records(self, plan: Plan, rest: int | None, on_device: int) -> None:
+        groups = plan.sub_groups[on_device:]
+        count = 0
+        if self.state_tier == NVME and rest is not None:
+            count, _ = prefix_that_fits(map(self.sizes.record_bytes, groups), rest)
+        # Records of an optimizer without states may have no bytes: nothing of them is on a disk.
+        rest_tier = (
+            HOST if self.state_tier == NVME and not any(map(self.sizes.record_bytes, groups)) else self.state_tier
+        )
+        tiers = [DEVICE] * on_device + [HOST] * count + [rest_tier] * (len(groups) - count)
+        plan.record_tiers = tuple(tiers)
+
+    def _states_on_device(self, plan: Plan) -> int:
+        """How many sub-groups, the first the next forward needs, keep their states on the device.
+
+        `ratio` is the offloaded share (DeepSpeed's Twin-Flow); without it, what a device budget leaves over.
+        """
+        if self.state_tier == DEVICE:
+            return 0
+        if self.config.origin("zero_optimization.offload_optimizer.ratio") == "user":
+            share_bytes = int(self._device_share() * sum(map(self.sizes.record_bytes, plan.sub_groups)))
+            return prefix_that_fits(map(self.sizes.record_bytes, plan.sub_groups), share_bytes)[0]
+        if self.device_budget is None or self.on_cpu:
+            return 0
+        used = plan.unit_pool_bytes + plan.gradient_pool_bytes + self._passing_bytes()
+        used += sum(self.sizes.weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == DEVICE)
+        spare = max(self.device_budget - used, 0)
+        return prefix_that_fits(map(self.sizes.record_bytes, plan.sub_groups), spare)[0]

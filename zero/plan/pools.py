@@ -1,0 +1,125 @@
+"""How much memory is set aside for what passes through it, on a GPU above all: on the CPU less has to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from offload.kernels.square_sums import ROW_BYTES, row_count
+from offload.memory.poison import poison_bytes
+from offload.sizes import PAGE_BYTES, align_up
+from zero.params.layout import Layout, SubGroup, Unit
+from zero.params.placement import ONE_RANK, Placement
+from zero.plan.depth import Depth
+
+WIDE_CHUNK_NUMEL, WIDE_CHUNKS = 1 << 20, 3
+"""Elements of a gradient that are widened at once on a GPU, and how many such chunks are on their way."""
+
+
+def gradient_sums_bytes(unit: Unit) -> int:
+    """Bytes of the sums of squares of this rank's slice of one unit's gradient."""
+    return ROW_BYTES * row_count(unit.shard_numel)
+
+
+class PoolSizes:
+    """Sizes for one model.
+
+    Args:
+        device: where units are computed on.
+        on_gpu: the device's memory is not the host's.
+        wide: gradients are accumulated in fp32 from the start.
+        placement: who shares each unit.
+    """
+
+    def __init__(
+        self, layout: Layout, device: torch.device, *, on_gpu: bool, wide: bool, placement: Placement = ONE_RANK
+    ) -> None:
+        self._layout, self._device, self._on_gpu = layout, device, on_gpu
+        self._wide, self._placement = wide, placement
+        self._trained = [unit for unit in layout.units if unit.trainable]
+
+    def stand_in(self) -> int:
+        """What released parameters look at takes of the device."""
+        return poison_bytes(max((unit.nbytes for unit in self._layout.units), default=0), self._device)
+
+    def sums(self) -> int:
+        """Bytes of the host for all block sums; pinned with a GPU, which can write to no other memory there."""
+        return sum(map(gradient_sums_bytes, self._trained))
+
+    def units(self, movable: Sequence[Unit], in_place: Collection[int], depth: Depth) -> int:
+        """Room for units that are gathered, and for rows of experts.
+
+        Args:
+            movable: the units that come and go.
+            in_place: those (indices) that are used where they live.
+            depth: elements gathered at a time, and room against holes.
+        """
+        pooled = [unit for unit in movable if unit.index not in in_place]
+        numel = min(depth.live_numel + depth.slack_numel, sum(unit.numel for unit in pooled))
+        width = max((unit.dtype.itemsize for unit in pooled), default=0)
+        # Rows are gathered also where whole units are used in place: two layers' at most, as when one is recomputed.
+        rows = 2 * max((unit.nbytes for unit in movable if unit.expert_rows and unit.index in in_place), default=0)
+        return numel * width + rows
+
+    def gradients(self, count: int) -> int:
+        """Room for `count` flat gradients of the largest unit and for those of what is always there.
+
+        On a GPU with their sums, and with chunks widened there.
+        """
+        largest = max((unit.nbytes for unit in self._trained), default=0)
+        # Neighbours among these are open together while gradients come in the reverse order of the model.
+        small = 2 * max((unit.nbytes for unit in self._trained if unit.persistent and unit.nbytes < largest), default=0)
+        if not self._placement.alone:
+            count += 1  # one is always zero: what a rank gives that has none
+        flat = count * largest + small
+        if not self._on_gpu or not flat:
+            return flat
+        sums = max(align_up(gradient_sums_bytes(unit), PAGE_BYTES) for unit in self._trained)
+        return flat + (count + 2) * sums + (WIDE_CHUNKS * WIDE_CHUNK_NUMEL * 4 if self._wide else 0)
+
+    def near_parts(self, movable: Iterable[Unit]) -> dict[int, int]:
+        """Bytes of this rank's part of each unit (index) among its neighbours, where they share weights out again."""
+        size = self._placement.near_size
+        return {unit.index: unit.nbytes // size for unit in movable} if size > 1 else {}
+
+    def exchange(self) -> int:
+        """Room for what arrives from other ranks while the largest gradient is reduced, or where they read slices."""
+        if self._placement.alone:
+            return 0
+        if self._placement.shares_memory:  # slices of what all have whole, where the others can read them
+            several = [unit for unit in self._layout.units if unit.persistent and unit.shard_numel != unit.numel]
+            return sum(unit.shard_numel * unit.dtype.itemsize for unit in several)
+        deferred = self._placement.gradients_deferred and self._wide
+        width = 4 if deferred else max((unit.dtype.itemsize for unit in self._trained), default=0)
+        return width * max((unit.numel for unit in self._trained), default=0)
+
+    def staged_width(self, weights: bool, gradients: bool, widened: bool) -> int:
+        """Bytes per element that an update on a GPU brings there: of weights, and of gradients, which may be fp32."""
+        width = max((unit.dtype.itemsize for unit in self._trained), default=0)
+        return (width if weights else 0) + ((4 if widened else width) if gradients else 0)
+
+    def updates(self, groups: Sequence[SubGroup], staged_bytes_per_element: int, in_flight: int) -> int:
+        """Room for what updates on a GPU work on and does not live there.
+
+        Args:
+            groups: sub-groups updated on the GPU.
+            staged_bytes_per_element: widths of the planes that pass through, added up.
+            in_flight: sub-groups at a time.
+        """
+        if not self._on_gpu or not staged_bytes_per_element or not groups:
+            return 0
+        # Each unit's part of a plane begins on a page of its own.
+        units = max(len(list(self._layout.spaces[g.space].overlapping(g.begin, g.end))) for g in groups)
+        numel = max(group.end - group.begin for group in groups)
+        return in_flight * (numel * staged_bytes_per_element + 2 * (units + 1) * PAGE_BYTES)
+
+
+def prefix_that_fits(sizes: Iterable[int], limit: int) -> tuple[int, int]:
+    """(how many of the first sizes fit into `limit` together, what they leave of it)."""
+    count = 0
+    for size in sizes:
+        if size > limit:
+            break
+        count, limit = count + 1, limit - size
+    return count, limit

@@ -1,0 +1,107 @@
+"""The state record of a sub-group: what lies where in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from offload.kernels import kernels
+from offload.kernels.moments import MOMENTS_BLOCK_NUMEL, Moments
+from offload.sizes import PAGE_BYTES, align_up
+
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
+"""Of Adam and AdamW, as torch names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The optimizer's state planes of N elements.
+
+    Attributes:
+        planes: (N,) fp32 each, as they are stored; empty where they are stored narrower.
+        moments: Adam's two, as its kernel takes them; None of other optimizers.
+    """
+
+    planes: tuple[Tensor, ...]
+    moments: Moments | None = None
+
+    def part(self, begin: int, end: int) -> States:
+        """Elements [begin, end); of whole blocks if there are scales."""
+        moments = None if self.moments is None else self.moments.part(begin, end)
+        return replace(self, planes=tuple(plane[begin:end] for plane in self.planes), moments=moments)
+
+    def load(self, begin: int, end: int) -> tuple[Tensor, ...]:
+        """Elements [begin, end) of each plane as new fp32 tensors."""
+        if self.planes or self.moments is None:
+            return tuple(plane[begin:end].clone() for plane in self.planes)
+        first, last = begin // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(end, MOMENTS_BLOCK_NUMEL)
+        loaded = kernels.moments_load(self.moments.part(first, last))
+        return tuple(values[begin - first : end - first] for values in loaded)
+
+    def put(self, which: int, begin: int, values: Tensor) -> None:
+        """Write fp32 values of one plane from element `begin` on, rounded to nearest."""
+        end = begin + values.numel()
+        if self.planes or self.moments is None:
+            self.planes[which][begin:end].copy_(values)
+            return
+        first, last = begin // MOMENTS_BLOCK_NUMEL * MOMENTS_BLOCK_NUMEL, align_up(end, MOMENTS_BLOCK_NUMEL)
+        both = self.load(first, last)
+        both[which][begin - first : end - first].copy_(values)
+        self.part(first, last).store(both)
+
+    def store(self, values: Sequence[Tensor]) -> None:
+        """Write (N,) fp32 values of each plane, rounded to nearest."""
+        if self.planes or self.moments is None:
+            for plane, given in zip(self.planes, values, strict=True):
+                plane.copy_(given)
+        else:
+            exp_avg, exp_avg_sq = values
+            kernels.moments_store(self.moments, exp_avg, exp_avg_sq)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Views into one sub-group's state record."""
+
+    remainder: Tensor | None
+    """What the weights lack of their fp32 masters, see `offload.kernels.masters`; None: nothing."""
+    states: States
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFormat:
+    """How a record is laid out: remainder (if there is one), the state planes, scales if there are any, adjacent."""
+
+    remainder: torch.dtype | None
+    """Of what the weights lack of their fp32 masters; None: they are the masters."""
+    state_dtype: torch.dtype
+    """Of the states: fp32, or of Adam's bf16, or uint8 for 8-bit codes with scales."""
+    names: tuple[str, ...] = ADAM_STATES
+    """Of the state planes."""
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a record of `numel` elements, whole pages."""
+        states = Moments.nbytes(self.state_dtype, numel) if self._of_adam else 4 * numel * len(self.names)
+        return align_up(self._remainder_bytes(numel) + states, PAGE_BYTES)
+
+    def over(self, data: Tensor, begin: int, end: int, step: int = 0) -> Record:
+        """The record of coordinates [begin, end) in `data` (uint8); `step` matters to who updates it."""
+        numel = end - begin
+        first = self._remainder_bytes(numel)
+        remainder = None if self.remainder is None else data[:first].view(self.remainder)
+        if self._of_adam:
+            moments = Moments.over(data[first:], self.state_dtype, numel, begin, step)
+            exact = self.state_dtype == torch.float32
+            return Record(remainder, States((moments.exp_avg, moments.exp_avg_sq) if exact else (), moments))
+        values = data[first : first + 4 * numel * len(self.names)].view(torch.float32)
+        return Record(remainder, States(tuple(values.view(len(self.names), numel).unbind()) if self.names else ()))
+
+    @property
+    def _of_adam(self) -> bool:
+        return self.names == ADAM_STATES
+
+    def _remainder_bytes(self, numel: int) -> int:
+        return 0 if self.remainder is None else self.remainder.itemsize * numel

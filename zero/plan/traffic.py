@@ -1,0 +1,99 @@
+"""What a step moves and updates, foretold from the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero.params.layout import Layout, Unit
+from zero.plan.plan import DEVICE, NVME, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """One optimizer step of one rank, once the schedule is learnt."""
+
+    update_read_bytes: int
+    """From NVMe by updates; the weights among them serve the next forward."""
+    update_write_bytes: int
+    """To NVMe by updates."""
+    fetch_read_bytes: int
+    """From NVMe by further forwards and by backwards."""
+    gradient_read_bytes: int
+    gradient_write_bytes: int
+    copied_in_bytes: int
+    """To a device with memory of its own: gathered units."""
+    copied_out_bytes: int
+    """From such a device: gradients."""
+    host_updated_numel: int
+    """Elements that the CPU updates; the rest is updated on the device."""
+
+    @property
+    def nvme_read_bytes(self) -> int:
+        """All reads."""
+        return self.update_read_bytes + self.fetch_read_bytes + self.gradient_read_bytes
+
+    @property
+    def nvme_write_bytes(self) -> int:
+        """All writes."""
+        return self.update_write_bytes + self.gradient_write_bytes
+
+
+def step_traffic(plan: Plan, layout: Layout, micro_steps: int, *, on_gpu: bool) -> StepTraffic:
+    """Bytes of a step of `micro_steps` forwards and backwards in which every unit is used once each.
+
+    Args:
+        plan: of one rank.
+        layout: that it was made for.
+        micro_steps: micro-batches per optimizer step.
+        on_gpu: the device has memory of its own.
+    """
+    trained = [unit for unit in layout.units if unit.trainable]
+    movable = [unit for unit in layout.units if not unit.persistent]
+    on_disk = {unit.index for unit in layout.units if plan.weight_tiers[unit.index] == NVME}
+    kept = _kept_for_backward(plan, movable)
+    groups = list(zip(plan.sub_groups, plan.record_tiers, strict=True))
+    records = sum(
+        plan.record_format(layout.spaces[group.space]).nbytes(group.end - group.begin)
+        for group, tier in groups
+        if tier == NVME
+    )
+    trained_weights = sum(_shard_bytes(unit) for unit in trained if unit.index in on_disk)
+    fetched = gathered = 0
+    for unit in movable:
+        # The first forward after a step finds what the update has read; frozen units are read each time.
+        times = (micro_steps - (1 if unit.trainable else 0)) + (0 if unit.index in kept else micro_steps)
+        fetched += times * _shard_bytes(unit) if unit.index in on_disk else 0
+        uses = micro_steps * (1 if unit.index in kept else 2)
+        gathered += uses * _shard_bytes(unit) if plan.weight_tiers[unit.index] != DEVICE else 0
+    gradients = [
+        (unit.shard_numel * (4 if plan.gradient_wide else unit.dtype.itemsize), plan.gradient_tiers[unit.index])
+        for unit in trained
+    ]
+    spilled = micro_steps * sum(nbytes for nbytes, tier in gradients if tier == NVME)
+    leaving = micro_steps * sum(_shard_bytes(unit) for unit in trained if plan.gradient_tiers[unit.index] != DEVICE)
+    return StepTraffic(
+        update_read_bytes=records + trained_weights,
+        update_write_bytes=records + trained_weights,
+        fetch_read_bytes=fetched,
+        gradient_read_bytes=spilled,
+        gradient_write_bytes=spilled,
+        copied_in_bytes=gathered if on_gpu else 0,
+        copied_out_bytes=leaving if on_gpu else 0,
+        host_updated_numel=sum(g.end - g.begin for g, tier in groups if tier != DEVICE or not on_gpu),
+    )
+
+
+def _kept_for_backward(plan: Plan, movable: list[Unit]) -> set[int]:
+    """Units that stay from their forward to their backward: what comes between is near enough and fits beside them."""
+    kept: set[int] = set()
+    after_numel = 0
+    for unit in reversed(movable):
+        if 2 * after_numel > plan.limits.reuse_numel_max or after_numel + unit.numel > plan.limits.live_numel_max:
+            break
+        kept.add(unit.index)
+        after_numel += unit.numel
+    return kept
+
+
+def _shard_bytes(unit: Unit) -> int:
+    return unit.shard_numel * unit.dtype.itemsize

@@ -1,0 +1,1 @@
+"""Processes that agree: who they are, in which order they talk, and what ends a wait."""

@@ -1,0 +1,231 @@
+"""torch.distributed under one set of names: the only place that knows how its versions call things."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload.accelerator import KINDS, kind_of, use
+from offload.system.interrupts import uninterrupted
+
+Handle: TypeAlias = Any
+"""A torch process group."""
+Work: TypeAlias = Any
+"""A collective under way."""
+POLL_SECONDS = 0.25
+"""Between looks of who waits whether the ranks still work together."""
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
+
+def in_a_group() -> bool:
+    """True when torch's default group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def ranks_of(group: Handle | None) -> list[int]:
+    """Global ranks of a group; None is the default group."""
+    return list(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+
+
+def own_rank() -> int:
+    """This process's global rank."""
+    return int(dist.get_rank())
+
+
+def uses_nccl(device: torch.device, group: Handle | None) -> bool:
+    """True when collectives on `device` are NCCL's, or what its kind has instead: they run on a stream."""
+    kind = kind_of(device)
+    return kind is not None and kind.collects() and kind.collectives in str(dist.get_backend_config(group))
+
+
+def name_for(device: torch.device) -> str:
+    """The backend whose collectives run on a stream of the device: NCCL, or what its kind has instead."""
+    return KINDS[device.type].collectives
+
+
+def new_group(
+    ranks: Sequence[int],
+    name: str,
+    parent: Handle | None,
+    timeout: timedelta | None,
+    device: torch.device,
+    check: Callable[[], None],
+) -> Handle:
+    """A process group of global ranks; every rank of the default group calls this in the same order.
+
+    Torch cannot be told to give up before the timeout, so it works on a thread of its own: `check` is called every few
+    moments and may raise; then the thread is left alone and ends when it may.
+
+    Args:
+        ranks: its members.
+        name: of its backend.
+        parent: the group whose timeout it has; None: the default group.
+        timeout: for making it, instead.
+        device: the calling thread's.
+        check: see above.
+    """
+    made: Future[Handle] = Future()
+
+    def make() -> None:
+        try:
+            use(device)
+            made.set_result(dist.new_group(list(ranks), backend=name, timeout=timeout or _timeout_of(parent)))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="zero-group", daemon=True).start()
+    while not wait([made], timeout=POLL_SECONDS).done:
+        check()
+    return made.result()
+
+
+def inherit_timeout(handle: Handle, parent: Handle | None) -> None:
+    """Give a gloo group the timeout of `parent`."""
+    timeout = _timeout_of(parent)
+    if timeout is not None:
+        handle._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
+
+def _timeout_of(group: Handle | None) -> timedelta | None:
+    """None: torch's default."""
+    handle: Any = group if group is not None else dist.group.WORLD
+    for device in ("cpu", *KINDS):
+        with contextlib.suppress(Exception):
+            timeout: timedelta = handle._get_backend(torch.device(device)).options._timeout
+            return timeout
+    return None
+
+
+def has_cpu(group: Handle | None) -> bool:
+    """True when the group's collectives work on tensors of the host."""
+    handle: Any = group if group is not None else dist.group.WORLD
+    try:
+        handle._get_backend(torch.device("cpu"))
+    except Exception:
+        return False
+    return True
+
+
+def keys_of(store: Any, prefix: str) -> Any:
+    """The store with keys of its own."""
+    c10d: Any = dist.distributed_c10d
+    return c10d.PrefixStore(prefix, store)
+
+
+def own_connection(store: Any, seconds: float) -> Any:
+    """The store through another connection, so that a thread that waits for a key holds up nobody else.
+
+    Args:
+        store: any; one that cannot be cloned is returned as it is.
+        seconds: for connecting.
+    """
+    if not hasattr(store, "clone"):
+        return store
+    before = store.timeout
+    try:
+        store.set_timeout(min(before, timedelta(seconds=seconds)))
+        return store.clone()
+    finally:
+        store.set_timeout(before)
+
+
+def abort(handle: Handle, device: torch.device) -> None:
+    """End what NCCL has under way; gloo cannot."""
+    with contextlib.suppress(Exception):
+        if uses_nccl(device, handle):
+            handle._get_backend(device).abort()
+
+
+def end_group(handle: Handle) -> None:
+    """Give a group back, if torch still has it."""
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group(handle)
+
+
+def store_of(group: Handle | None) -> Any:
+    """The store that the group's ranks share."""
+    c10d: Any = dist.distributed_c10d
+    return c10d._get_default_store() if group is None else c10d._get_process_group_store(group)
+
+
+def all_gather(whole: Tensor, own: Tensor, handle: Handle) -> Work:
+    """Begin; `own` may be a slice of `whole`."""
+    return _all_gather(whole, own, group=handle, async_op=True)
+
+
+def reduce_scatter(own: Tensor, whole: Tensor, handle: Handle) -> Work:
+    """Begin; sums."""
+    return _reduce_scatter(own, whole, group=handle, async_op=True)
+
+
+def exchange(received: Tensor, sent: Tensor, handle: Handle) -> Work:
+    """Begin: slice r of `sent` goes to rank r, slice r of `received` comes from it."""
+    return dist.all_to_all_single(received, sent, group=handle, async_op=True)
+
+
+def all_reduce(tensor: Tensor, handle: Handle) -> Work:
+    """Begin; sums."""
+    return dist.all_reduce(tensor, group=handle, async_op=True)
+
+
+def broadcast(tensor: Tensor, source: int, handle: Handle) -> Work:
+    """Begin; `source` is a global rank."""
+    return dist.broadcast(tensor, source, group=handle, async_op=True)
+
+
+def when_done(work: Work, then: Callable[[], None]) -> None:
+    """Call `then` once, from any thread, when the work has ended, well or not."""
+
+    def ended(future: Any) -> None:
+        then()
+
+    work.get_future().add_done_callback(ended)
+
+
+def completion(work: Work) -> asyncio.Future[None]:
+    """A future of the running loop, settled when the work has ended on the host, well or not."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
+            loop.call_soon_threadsafe(settle)
+
+    when_done(work, tell)
+    return done
+
+
+def finish(work: Work, check: Callable[[], None]) -> None:
+    """Block until the work has ended on the host; `check` is called every few moments and may raise."""
+    done = threading.Event()
+    when_done(work, done.set)
+    while not done.wait(POLL_SECONDS):
+        uninterrupted.deliver_late()
+        check()
+    work.wait()
+
+
+def slices(flat: Tensor, numel: int) -> tuple[Tensor, ...]:
+    """Views of `numel` elements each; the last one may be shorter."""
+    parts: tuple[Tensor, ...] = torch.split(flat, numel)
+    return parts
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor as (nbytes,) uint8: what only moves needs no dtype that the backend knows."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,0 +1,401 @@
+"""The collectives of one engine: one order on all ranks, sums in rank order, errors instead of hangs.
+
+[Note: agreed order] Whoever decides that something is to be gathered or reduced takes a `Ticket` at that moment. Ranks
+that run the same program take the same tickets. The jobs behind them become ready in any order, as disks and memory
+have it; they are launched in the order of the tickets.
+
+[Note: headers] gloo ends the process when two ranks' messages differ in size, and mixes values when they do not. So
+before each collective its ranks exchange their places in the order and the hash of all that came before: a few bytes,
+while the collective before it moves its data. NCCL compares nothing on the way; there the watch and `agree` find it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError, RankDivergenceError, RankLostError
+from offload.memory.byte_tensors import bytes_of, tensor_of
+from offload.streams import Fence, Streams
+from offload.timeline import Timeline
+from zero.ranks import backend
+from zero.ranks.control_plane import Meeting
+from zero.ranks.failure import Fate, again
+from zero.ranks.launch_order import Order
+from zero.ranks.process_groups import Lines
+from zero.ranks.rank_group import Group, Payload
+from zero.ranks.rendezvous import open_lines
+from zero.ranks.sequence import Log, Ticket, pack_header
+from zero.ranks.watch import Wait, Watch
+
+__all__ = ["Comm", "Group", "Payload", "Ticket"]
+
+
+GIVE_UP_SECONDS = 10.0
+"""How long work under way may take to end once its connections are shut."""
+
+
+class Comm:
+    """One rank's side of an engine's collectives.
+
+    Args:
+        device: where the tensors of collectives live.
+        streams: of that device; closed with this.
+        process_group: whose ranks take part; None: torch's default group, or this process alone if there is none.
+        deadline_seconds: a wait without evidence of anything wrong is warned about after so long.
+        fixed_order: sums are made by the caller, in rank order, on NCCL too (gloo: always).
+        timeline: where collectives are noted.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Streams,
+        *,
+        process_group: Any = None,
+        deadline_seconds: float = 30.0,
+        fixed_order: bool = False,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.device = device
+        self.streams, self._timeline = streams, timeline or Timeline()
+        self._members = backend.ranks_of(process_group) if backend.in_a_group() else [0]
+        self.world_size = len(self._members)
+        self.rank = self._members.index(backend.own_rank()) if self.world_size > 1 else 0
+        self._log, self._order, self._fate = Log(), Order(), Fate()
+        self._fate.tell(self._ended)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._moving: set[asyncio.Future[None]] = set()
+        self._groups: dict[tuple[int, ...], Group] = {(self.rank,): Group((self.rank,), 0)}
+        self.payload: dict[str, Payload] = {}
+        self._nccl = self.world_size > 1 and backend.uses_nccl(device, process_group)
+        self._name = backend.name_for(device) if self._nccl else "gloo"
+        self.fixed_order = fixed_order or not self._nccl
+        self._lines: Lines | None = None
+        self._watch: Watch | None = None
+        control = None
+        if self.world_size > 1:
+            self._lines, self._watch, control = open_lines(
+                self._log, self._fate, self._members, device, process_group, deadline_seconds
+            )
+        self._leave = weakref.finalize(self, _leave, os.getpid(), self._watch, self._lines, self._fate)
+        self._meeting = Meeting(
+            self._members, self.rank, control, self._log, self._fate, self._waiting, self._explained
+        )
+
+    # ---- groups -------------------------------------------------------------------------------
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """This rank's group. All ranks call it together, each with the group that it is in; groups do not overlap.
+
+        Args:
+            ranks: in the order of their slices. Where every rank is a group of its own, nothing is exchanged.
+        """
+        key = tuple(ranks)
+        if self.rank not in key or len(set(key)) != len(key) or not set(key) <= set(range(self.world_size)):
+            raise ConfigError(f"group: expected distinct ranks below {self.world_size}, {self.rank} among them: {key}")
+        if key not in self._groups:
+            told = self.agree("groups", struct.pack(f"<{len(key)}q", *key))
+            wanted = [struct.unpack(f"<{len(text) // 8}q", text) for text in told]
+            for member in key:
+                if wanted[member] != key:
+                    raise ConfigError(f"group: rank {self.rank} wants {key}, rank {member} wants {wanted[member]}")
+            for other in sorted(set(wanted)):
+                handle = self._open(other)
+                if other == key:
+                    self._groups[key] = Group(key, key.index(self.rank), handle)
+        return self._groups[key]
+
+    def _open(self, ranks: tuple[int, ...]) -> Any:
+        if len(ranks) == 1 or self._lines is None:
+            return None
+        what = f"opening the group of ranks {ranks}"
+        with self._waiting(self._log.count - 1, what):
+            try:
+                return self._lines.open([self._members[rank] for rank in ranks], self._name)
+            except BaseException as error:
+                raise self._explained(error, what) from error
+
+    # ---- what the mover runs ------------------------------------------------------------------
+
+    def ticket(self, kind: str, unit: int, name: str) -> Ticket:
+        """A place in the agreed order, for the thread that decides: the same calls in the same order on all ranks.
+
+        Args:
+            kind: "gather" or "reduce", say.
+            unit: its index; -1 if it is about none.
+            name: of the unit's module, for messages.
+        """
+        self._fate.check()
+        return self._log.ticket(kind, unit, name)
+
+    async def all_gather(self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence) -> Fence:
+        """Fill `flat` with every rank's slice.
+
+        Args:
+            ticket: its place.
+            flat: (size * N,), contiguous; slice `group.index` of N elements is valid on entry, all are on exit.
+            group: the ranks.
+            after: fences behind which `flat` may be read and written.
+
+        Returns:
+            Behind the gathering.
+
+        Raises:
+            RankDivergenceError: the ranks do not do the same; this and every later call raise it.
+        """
+        if group.size == 1:
+            return self._alone(ticket, after)
+        own = self._slices(ticket, flat, group)[group.index]
+        whole = backend.as_bytes(flat)
+        return await self._run(
+            ticket, group, flat, after, lambda: backend.all_gather(whole, backend.as_bytes(own), group.handle)
+        )
+
+    async def reduce_scatter(
+        self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence, into: Tensor | None = None
+    ) -> list[Tensor]:
+        """What adds up, in this order, to this rank's slice of the sum over the group.
+
+        Args:
+            ticket: its place.
+            flat: (size * N,), contiguous; stays as it is.
+            group: the ranks.
+            after: fences behind which `flat` may be read, and `into` written.
+            into: (size * N,) of the same dtype for what arrives; None allocates. With `fixed_order` False its first N.
+
+        Returns:
+            (N,) each: one a rank, in rank order, or one in all where the backend may add (`fixed_order` False). Ready
+            for the stream that is current on the mover.
+        """
+        if group.size == 1:
+            self.streams.wait(self._alone(ticket, after))
+            return [flat]
+        numel = self._slices(ticket, flat, group)[0].numel()
+        arrived = into if into is not None else flat.new_empty(flat.numel() if self.fixed_order else numel)
+        if not self.fixed_order:
+            arrived = arrived[:numel]
+            start: Callable[[], Any] = lambda: backend.reduce_scatter(arrived, flat, group.handle)  # noqa: E731
+        else:
+            start = lambda: backend.exchange(backend.as_bytes(arrived), backend.as_bytes(flat), group.handle)  # noqa: E731
+        self.streams.wait(await self._run(ticket, group, flat, (*after, self.streams.fence()), start))
+        return list(backend.slices(arrived, numel))
+
+    async def all_reduce(
+        self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence, into: Tensor | None = None
+    ) -> list[Tensor]:
+        """What adds up, in this order, to the sum over the group.
+
+        Args:
+            ticket: its place.
+            flat: (N,), contiguous; with `fixed_order` False it becomes the sum itself.
+            group: the ranks.
+            after: fences behind which `flat` may be used, and `into` written.
+            into: (size * N,) of the same dtype for what arrives, used with `fixed_order`; None allocates.
+
+        Returns:
+            (N,) each, as `reduce_scatter`.
+        """
+        if group.size == 1:
+            self.streams.wait(self._alone(ticket, after))
+            return [flat]
+        arrived, numel = flat, flat.numel()
+        if self.fixed_order:
+            arrived = into if into is not None else flat.new_empty(group.size * numel)
+            whole, own = backend.as_bytes(arrived), backend.as_bytes(flat)
+            start: Callable[[], Any] = lambda: backend.all_gather(whole, own, group.handle)  # noqa: E731
+        else:
+            start = lambda: backend.all_reduce(flat, group.handle)  # noqa: E731
+        self.streams.wait(await self._run(ticket, group, flat, (*after, self.streams.fence()), start))
+        return list(backend.slices(arrived, numel))
+
+    def check(self) -> None:
+        """Raise if the ranks no longer work together, or the engine is closed."""
+        self._fate.check()
+
+    def waiting(self, what: str) -> AbstractContextManager[Any]:
+        """A context in which this rank waits for others by other means, such as memory that they share.
+
+        Inside, a rank that has failed or left ends the fate of all, so call `check` while waiting.
+        """
+        return self._waiting(self._log.count, what)
+
+    def cancel(self, ticket: Ticket, error: BaseException) -> None:
+        """This rank cannot take part in `ticket`: the ranks that wait for it are told why. Any thread."""
+        self._failed(error, ticket)
+
+    def _alone(self, ticket: Ticket, after: tuple[Fence, ...]) -> Fence:
+        self._order.passed(ticket.number)
+        waiting = [fence for fence in after if fence is not None]
+        if len(waiting) < 2:
+            return waiting[0] if waiting else None
+        self.streams.wait(*waiting)
+        return self.streams.fence()
+
+    def _slices(self, ticket: Ticket, flat: Tensor, group: Group) -> tuple[Tensor, ...]:
+        if flat.dim() != 1 or not flat.is_contiguous() or flat.numel() % group.size:
+            raise ConfigError(
+                f"{ticket}: expected a contiguous flat tensor of {group.size} equal slices, got shape "
+                f"{tuple(flat.shape)}, strides {flat.stride()}"
+            )
+        return backend.slices(flat, flat.numel() // group.size)
+
+    async def _run(
+        self, ticket: Ticket, group: Group, flat: Tensor, after: tuple[Fence, ...], start: Callable[[], Any]
+    ) -> Fence:
+        """Launch in turn and wait; a fence behind it."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            if not self._nccl:
+                await self.streams.reached(*after)
+            await self._order.turn(ticket.number)
+            self._fate.check()
+            with self._waiting(ticket.place, str(ticket)) as wait:
+                if not self._nccl:
+                    await self._compare(ticket, group)
+                with self.streams.collective(*after):
+                    work = start()
+                self._order.passed(ticket.number)
+                self._count(ticket.kind, flat)
+                if not self._nccl:
+                    with self._timeline.span("collectives", str(ticket), flat.nbytes):
+                        await self._done(work, str(ticket))
+                with self.streams.collective():
+                    work.wait()  # NCCL's: of the stream, not of this thread
+                    fence = self.streams.fence()
+                if self._nccl:
+                    wait.fence = fence
+                return fence
+        except BaseException as error:
+            self._failed(error, ticket)
+            raise
+
+    async def _compare(self, ticket: Ticket, group: Group) -> None:
+        """Return if the group's ranks are about to do the same."""
+        own = pack_header(ticket.place, ticket.digest)
+        whole = torch.empty(group.size * len(own), dtype=torch.uint8)
+        mine = whole[group.index * len(own) : (group.index + 1) * len(own)]
+        mine.copy_(tensor_of(own))
+        await self._done(backend.all_gather(whole, mine, group.handle), str(ticket))
+        if bytes_of(whole) != own * group.size:
+            parted = RankDivergenceError("the ranks have not decided to do the same so far")
+            raise await self._explained_later(parted, str(ticket))
+
+    async def _done(self, work: Any, what: str) -> None:
+        """Return when the work has ended on the host."""
+        ended = backend.completion(work)
+        self._moving.add(ended)
+        try:
+            await ended
+            work.wait()
+        except RuntimeError as error:
+            raise await self._explained_later(error, what) from error
+        finally:
+            self._moving.discard(ended)
+
+    def _count(self, kind: str, flat: Tensor) -> None:
+        counter = self.payload.setdefault(kind, Payload())
+        counter.calls += 1
+        counter.numel += flat.numel()
+        counter.nbytes += flat.nbytes
+
+    # ---- what blocks --------------------------------------------------------------------------
+
+    def agree(self, what: str, payload: bytes = b"") -> list[bytes]:
+        """Every rank's payload, in rank order. Blocks; any thread but the mover's; all ranks call it at the same place.
+
+        Args:
+            what: the same words on every rank.
+            payload: any bytes, up to a few hundred at the price of one message.
+
+        Raises:
+            RankDivergenceError: what the ranks have decided to do up to here differs.
+        """
+        return self._meeting.agree(what, payload)
+
+    def broadcast(self, tensor: Tensor, source_rank: int) -> None:
+        """Make `tensor` on every rank what it is on `source_rank`. Blocks, as `agree`.
+
+        Args:
+            tensor: any device, dtype and shape; the same on all ranks.
+            source_rank: where the values come from.
+        """
+        self._meeting.broadcast([tensor], source_rank)
+
+    def broadcast_coalesced(self, tensors: Sequence[Tensor], source_rank: int) -> None:
+        """As `broadcast`, many tensors in few messages."""
+        self._meeting.broadcast(tensors, source_rank)
+
+    # ---- failure ------------------------------------------------------------------------------
+
+    def _waiting(self, place: int, what: str) -> AbstractContextManager[Any]:
+        return nullcontext(Wait(place, what, 0.0)) if self._watch is None else self._watch.waiting(place, what)
+
+    def _explained(self, error: BaseException, what: str) -> BaseException:
+        """The error to raise in the place of `error`. Blocks until ranks have been asked."""
+        if self._fate.failure is None and self._watch is not None:
+            self._watch.ask(error, what).result()
+        return again(self._fate.end(error))
+
+    async def _explained_later(self, error: BaseException, what: str) -> BaseException:
+        """As `_explained`, for the mover."""
+        if self._fate.failure is None and self._watch is not None:
+            await asyncio.wrap_future(self._watch.ask(error, what))
+        return again(self._fate.end(error))
+
+    def _failed(self, error: BaseException, ticket: Ticket) -> None:
+        """This rank does not take part in `ticket`."""
+        if not isinstance(error, RankDivergenceError):
+            error = RankDivergenceError(
+                f"rank {self.rank} could not take part in {ticket}: {type(error).__name__}: {error}"
+            )
+        self._fate.end(error)
+
+    def _ended(self, error: BaseException) -> None:
+        """Ranks no longer work together: let the other threads know."""
+        if self._watch is not None:
+            self._watch.tell_soon()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._give_up, error)
+
+    def _give_up(self, error: BaseException) -> None:
+        self._order.fail(error)
+        # The connections are shut, so what is under way ends, and its memory is nobody's. If not, it is given up.
+        asyncio.get_running_loop().call_later(GIVE_UP_SECONDS, self._abandon, error)
+
+    def _abandon(self, error: BaseException) -> None:
+        for ended in self._moving:
+            if not ended.done():
+                ended.set_exception(RuntimeError(str(error)))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave: a rank that waits for this one is told so, and why if there is an `error`. Gives the groups back.
+
+        Idempotent.
+        """
+        if error is not None:
+            self._fate.end(RankLostError(f"rank {self.rank} has failed: {type(error).__name__}: {error}"))
+        self._leave()
+        self._groups.clear()
+        self.streams.close()
+
+
+def _leave(pid: int, watch: Watch | None, lines: Lines | None, fate: Fate) -> None:
+    """Of an engine that is closed or dropped, or whose process ends."""
+    if os.getpid() != pid:
+        return  # a child by fork, such as a data loader's worker: nothing of this is its own
+    fate.closed = True
+    if watch is not None and lines is not None:
+        watch.stop()
+        if watch.under_way:
+            lines.cut()
+            watch.wait(GIVE_UP_SECONDS)  # the process may be about to end: gloo's threads must not outlive Python
+        lines.close()

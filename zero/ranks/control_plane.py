@@ -1,0 +1,136 @@
+"""What all ranks do together while they wait: agreeing on bytes, and spreading tensors from one rank.
+
+It has a process group of its own, so it does not matter what the mover has under way. Each exchange begins with the
+place in the log and its hash: ranks that have decided differently find out before any value is used.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from offload.errors import RankDivergenceError
+from offload.memory.byte_tensors import bytes_of, tensor_of
+from zero.ranks import backend
+from zero.ranks.failure import Fate
+from zero.ranks.sequence import HEADER, Log, pack_header
+
+CHUNK_BYTES = 64 << 20
+"""Largest message of a broadcast."""
+INLINE_BYTES = 480
+"""A payload of `agree` up to this size goes with its header."""
+LENGTH = struct.Struct("<q")
+
+Explain: TypeAlias = Callable[[BaseException, str], BaseException]
+"""(error of the backend, what failed) -> the error to raise in its place. Blocks until more is known."""
+
+
+class Meeting:
+    """One rank's side. Any thread that may block; all ranks in the same order.
+
+    Args:
+        members: global rank of each rank.
+        rank: this one.
+        handle: a gloo group of the members; None for one rank.
+        log: where each is written down.
+        fate: checked before and while waiting.
+        waiting: a context in which this rank waits for what its argument says.
+        explain: of errors.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        rank: int,
+        handle: Any,
+        log: Log,
+        fate: Fate,
+        waiting: Callable[[int, str], AbstractContextManager[Any]],
+        explain: Explain,
+    ) -> None:
+        self._members, self._rank, self._handle = members, rank, handle
+        self._log, self._fate, self._waiting, self._explain = log, fate, waiting, explain
+        self._lock = threading.Lock()
+
+    def agree(self, what: str, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order."""
+        self._fate.check()
+        if len(self._members) == 1:
+            return [payload]
+        with self._lock:
+            return self._exchange("agree", what, payload)
+
+    def broadcast(self, tensors: Sequence[Tensor], source_rank: int) -> None:
+        """Give tensors the values they have on `source_rank`; they are alike on all ranks but for these."""
+        self._fate.check()
+        if len(self._members) == 1:
+            return
+        with self._lock, torch.no_grad():
+            shapes = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+            self._exchange("broadcast", f"from rank {source_rank}: {shapes}", b"")
+            for batch in _batches(tensors):
+                self._spread(batch, source_rank)
+
+    def _exchange(self, kind: str, what: str, payload: bytes) -> list[bytes]:
+        place, digest = self._log.add(kind, -1, what)
+        said = f"{kind} ({what if len(what) < 100 else what[:100] + '...'})"
+        fits = len(payload) <= INLINE_BYTES
+        head = pack_header(place, digest) + LENGTH.pack(len(payload))
+        with self._waiting(place, said):
+            told = self._all_told(said, head + (payload if fits else b"").ljust(INLINE_BYTES, b"\0"))
+            if any(message[: HEADER.size] != head[: HEADER.size] for message in told):
+                raise self._explain(RankDivergenceError("the ranks have not decided to do the same so far"), said)
+            lengths = [LENGTH.unpack_from(message, HEADER.size)[0] for message in told]
+            if max(lengths) > INLINE_BYTES:
+                told = [head + message for message in self._all_told(said, payload.ljust(max(lengths), b"\0"))]
+        return [message[len(head) : len(head) + length] for message, length in zip(told, lengths, strict=True)]
+
+    def _all_told(self, said: str, message: bytes) -> list[bytes]:
+        """Messages of one size, in rank order."""
+        own = tensor_of(message)
+        whole = torch.empty(len(self._members) * len(message), dtype=torch.uint8)
+        self._finish(said, partial(backend.all_gather, whole, own, self._handle))
+        return [bytes_of(part) for part in backend.slices(whole, len(message))]
+
+    def _finish(self, said: str, start: Callable[[], Any]) -> None:
+        try:
+            backend.finish(start(), self._fate.check)
+        except BaseException as error:
+            raise self._explain(error, said) from error
+
+    def _spread(self, batch: list[Tensor], source_rank: int) -> None:
+        message = torch.cat([backend.as_bytes(tensor.contiguous()).cpu() for tensor in batch])
+        with self._waiting(self._log.count - 1, f"broadcast (from rank {source_rank})"):
+            for part in backend.slices(message, CHUNK_BYTES):
+                send = partial(backend.broadcast, part, self._members[source_rank], self._handle)
+                self._finish(f"broadcast from rank {source_rank}", send)
+        if self._rank == source_rank:
+            return
+        position = 0
+        for tensor in batch:
+            received = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+            backend.as_bytes(received).copy_(message[position : position + tensor.nbytes])
+            tensor.copy_(received)
+            position += tensor.nbytes
+
+
+def _batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Consecutive tensors of at most CHUNK_BYTES together; a larger one is alone."""
+    batches: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        if not batches or tensor.nbytes > room:
+            batches.append([])
+            room = CHUNK_BYTES
+        batches[-1].append(tensor)
+        room -= tensor.nbytes
+    return batches

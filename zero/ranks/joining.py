@@ -1,0 +1,209 @@
+"""`zero.init_distributed`: join the other ranks, however they were started."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.accelerator import KINDS, chosen_kind, device_count, use
+from offload.errors import ConfigError, StateError
+from zero.ranks.environment import LOOPBACK, MPI, Place, find_place, variables
+
+logger = logging.getLogger("zero")
+
+TIMEOUT_MINUTES = 30
+PORT = 29500
+ARGUMENTS = "arguments"
+
+
+def init_distributed(  # noqa: PLR0913 - the signature is DeepSpeed's
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = PORT,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make torch's default process group, and this process's GPU the current one. An existing group is left alone.
+
+    The ranks come from the arguments, or from the environment of torchrun, Slurm's srun or MPI. A process that nobody
+    started as one of several gets a group of one.
+
+    Args:
+        dist_backend: "nccl", "gloo" or another of torch's; None: NCCL on GPUs, gloo for what lies on the CPU.
+        auto_mpi_discovery: look for MPI too.
+        distributed_port: of rank 0, where MASTER_PORT does not say.
+        verbose: log what was found, on rank 0.
+        timeout: for every wait of the group; None: DEEPSPEED_TIMEOUT minutes, else 30.
+        init_method: torch's, such as "tcp://host:port"; None: MASTER_ADDR and MASTER_PORT.
+        dist_init_required: False: the group has to exist already.
+        config: accepted; DeepSpeed's keyword.
+        rank: of this process; -1: see above.
+        world_size: as `rank`.
+
+    Raises:
+        ConfigError: arguments and environment are incomplete or contradict each other.
+        StateError: the ranks did not come together.
+    """
+    if not dist.is_available():
+        raise StateError("init_distributed: this torch was built without torch.distributed")
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise StateError("init_distributed: dist_init_required is False, but there is no process group yet")
+    place = find_place(os.environ, distributed_port, mpi=auto_mpi_discovery)
+    if not place.alone:
+        os.environ.update(variables(place))
+    place = _given(place, rank, world_size, distributed_port)
+    if place.alone and init_method is None:
+        place = dataclasses.replace(place, local_rank=0)
+    backend = choose_backend(dist_backend)
+    _take_gpu(place, backend)
+    _join(place, backend, init_method, timeout or _default_timeout())
+    if verbose and place.rank == 0:
+        ranks = f"{place.world_size} ranks" if place.world_size > 1 else "one rank"
+        logger.info("distributed: %s, %s", ranks if place.alone else f"{ranks} by {place.source}", backend)
+
+
+def join_if_started(port: int = PORT) -> None:
+    """`init_distributed` for a process that torchrun or MPI has started as one of several, if nobody has called it yet.
+
+    Slurm's variables are also there in an interactive step whose other tasks run nothing: there it has to be called.
+
+    Raises:
+        ConfigError: the environment is incomplete or contradicts itself.
+        StateError: the ranks did not come together.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    by_mpi = any(names.world_size in os.environ for names in MPI)
+    if ("WORLD_SIZE" in os.environ or by_mpi) and find_place(os.environ, port, mpi=by_mpi).world_size > 1:
+        init_distributed(distributed_port=port)
+
+
+def join_or_stay_alone(port: int = PORT) -> None:
+    """`join_if_started`; a process that nobody has started as one of several gets a group of one.
+
+    Clients of an engine call torch.distributed right after they have made it. The group needs no port and no other
+    process, and chooses no GPU; it is torch's, so it stays until `destroy_process_group`.
+
+    Raises:
+        ConfigError, StateError: as `join_if_started`.
+    """
+    join_if_started(port)
+    if dist.is_available() and not dist.is_initialized():
+        _join(Place("", 0, 1), choose_backend(None), None, _default_timeout())
+
+
+def choose_backend(wish: str | None) -> str:
+    """The backend of the default group.
+
+    Args:
+        wish: the user's; None: the fitting one.
+
+    Raises:
+        ConfigError: it is not there, or has no device here.
+    """
+    kind = chosen_kind()
+    if wish is None:
+        return "gloo" if kind is None or not kind.collects() else f"cpu:gloo,{kind.name}:{kind.collectives}"
+    name = wish.lower()
+    if kind is None and name in [other.collectives for other in KINDS.values()]:
+        raise ConfigError(
+            f"dist_backend: {name} needs GPUs, and this process computes on the CPU; leave it out, or gloo"
+        )
+    missing = [part for part in parts_of(name) if not dist.is_backend_available(part)]
+    if missing:
+        raise ConfigError(f"dist_backend: torch has no {', '.join(missing)} here; leave it out for nccl or gloo")
+    return name
+
+
+def parts_of(name: str) -> list[str]:
+    """The backends of "gloo", or of "cpu:gloo" and others behind commas."""
+    return [part.rpartition(":")[2] for part in name.split(",")]
+
+
+def _given(place: Place, rank: int, world_size: int, port: int) -> Place:
+    """With what the caller says of rank and world size."""
+    if rank < 0 and world_size < 0:
+        return place
+    if rank < 0 or world_size < 1 or rank >= world_size:
+        raise ConfigError(
+            f"init_distributed: rank={rank} and world_size={world_size}: expected both, 0 <= rank < world_size"
+        )
+    if place.alone:
+        address, text = os.environ.get("MASTER_ADDR", LOOPBACK), os.environ.get("MASTER_PORT", str(port))
+        return Place(ARGUMENTS, rank, world_size, master_addr=address, master_port=int(text))
+    if (rank, world_size) != (place.rank, place.world_size):
+        raise ConfigError(
+            f"init_distributed: rank={rank} of {world_size} was given, but {place.source} says {place.rank} of "
+            f"{place.world_size}; leave the arguments out"
+        )
+    return place
+
+
+def _take_gpu(place: Place, backend: str) -> None:
+    """Each rank of a machine has a GPU of its own."""
+    kind = chosen_kind()
+    if kind is None:
+        return
+    count, local_rank = device_count(), place.local_rank
+    if local_rank is None:
+        if place.world_size > 1 and count > 1:
+            logger.warning("distributed: LOCAL_RANK is not known; this process stays on the current GPU")
+        return
+    if local_rank >= count > 1 and "nccl" in backend:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank}, but torch sees {count} GPUs: start at most {count} ranks on this machine, or "
+            f"set {kind.visible} for each"
+        )
+    use(torch.device(kind.name, local_rank % count))  # the only visible one, or one that ranks share through gloo
+
+
+def _join(place: Place, backend: str, init_method: str | None, timeout: timedelta) -> None:
+    if init_method is None and place.world_size == 1:
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+            timeout=timeout,
+        )
+        return
+    where = init_method or f"tcp://{place.master_addr}:{place.master_port}"
+    if init_method is None:
+        init_method = where if place.source == ARGUMENTS else "env://"  # torchrun's store may be its own
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=init_method,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError) as error:
+        # ConnectionError and torch's own are RuntimeErrors; what they print names neither the rank nor the source.
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        hint = " (MASTER_PORT or distributed_port chooses another port)" if "in use" in str(error) else ""
+        raise StateError(
+            f"init_distributed: rank {place.rank} of {place.world_size} (by {place.source or 'init_method'}) could not "
+            f"join at {where} within {timeout.total_seconds():.0f} s: {text}{hint}"
+        ) from error
+
+
+def _default_timeout() -> timedelta:
+    text = os.environ.get("DEEPSPEED_TIMEOUT", str(TIMEOUT_MINUTES))
+    try:
+        return timedelta(minutes=float(text))
+    except ValueError:
+        raise ConfigError(f"DEEPSPEED_TIMEOUT: expected minutes, got {text!r}") from None

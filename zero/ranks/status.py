@@ -1,0 +1,144 @@
+"""The board on which ranks tell each other where they are: a few keys in the store of the process group.
+
+Reading never waits for anybody: a rank that has told nothing is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+
+from zero.ranks.sequence import Entry
+
+WORKS, FAILED, GONE = "works", "failed", "gone"
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a rank is."""
+
+    state: str = WORKS
+    """WORKS, FAILED, or GONE once it has closed its engine or ended."""
+    error: str = ""
+    """Why it has failed."""
+    lost: bool = False
+    """It failed because of a rank that has left."""
+    count: int = 0
+    """Entries of its log."""
+    last: str = "nothing"
+    """The last of them, in words."""
+    digests: list[tuple[int, str]] = field(default_factory=list)
+    """(count, digest) at some places of its log."""
+    waits: list[tuple[int, str, float]] = field(default_factory=list)
+    """(place, what, seconds so far) of the collectives it is in, the oldest first."""
+    beat: int = 0
+    """Grows while the process lives."""
+    home: str = ""
+    """Where its process id means something."""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        if self.state == FAILED:
+            return f"has failed: {self.error}"
+        if self.state == GONE:
+            return f"has closed its engine or ended; its last was {self.last}"
+        if self.waits:
+            _, what, seconds = self.waits[0]
+            return f"has been in {what} for {seconds:.0f} s"
+        return f"is in no collective; its last was {self.last}"
+
+
+class Board:
+    """One rank's view.
+
+    Args:
+        store: torch's, with keys of its own for the engine, and a connection of its own if possible.
+        rank: this one.
+        world_size: ranks in all.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank, self._world_size = rank, world_size
+        self._many = bool(getattr(store, "has_extended_api", lambda: False)())
+        self._silence: Exception | None = None
+
+    def tell(self, position: Position) -> None:
+        """Replace what was told of this rank."""
+        self._ask("set", f"zero/position/{self._rank}", json.dumps(asdict(position)))
+
+    def positions(self, ranks: Sequence[int] | None = None) -> dict[int, Position]:
+        """Of other ranks; None: all of them."""
+        wanted = [rank for rank in (range(self._world_size) if ranks is None else ranks) if rank != self._rank]
+        told = self._read([f"zero/position/{rank}" for rank in wanted])
+        return {rank: Position(**json.loads(text)) for rank, text in zip(wanted, told, strict=True) if text is not None}
+
+    def call(self) -> int:
+        """Ask every rank for its log; returns the number of this call."""
+        return int(self._ask("add", "zero/call", 1))
+
+    def called(self) -> int:
+        """The number of the last call; 0: none yet."""
+        return int(self._ask("add", "zero/call", 0))
+
+    def tell_log(self, call: int, first: int, entries: Sequence[Entry]) -> None:
+        """Show the last entries of this rank's log, as it is after that call."""
+        text = json.dumps([call, first, entries])
+        self._ask("set", f"zero/log/{self._rank}", zlib.compress(text.encode()))
+
+    def logs(self) -> dict[int, tuple[int, int, list[Entry]]]:
+        """(call, place of the first, entries) of the ranks, this one too."""
+        told = self._read([f"zero/log/{rank}" for rank in range(self._world_size)])
+        logs = {rank: json.loads(zlib.decompress(text)) for rank, text in enumerate(told) if text is not None}
+        return {rank: (call, first, [Entry(*e) for e in entries]) for rank, (call, first, entries) in logs.items()}
+
+    def tell_ends(self, name: str, ends: Sequence[tuple[str, str]]) -> None:
+        """Show the connections of this rank's group `name`."""
+        self._ask("set", f"zero/ends/{name}/{self._rank}", json.dumps(ends))
+
+    def ends(self, name: str) -> set[tuple[str, str]]:
+        """The connections of the other ranks in a group."""
+        told = self._read([f"zero/ends/{name}/{rank}" for rank in range(self._world_size) if rank != self._rank])
+        return {tuple(pair) for text in told if text is not None for pair in json.loads(text)}
+
+    def _read(self, keys: list[str]) -> list[bytes | None]:
+        if keys and self._ask("check", keys):
+            return self._ask("multi_get", keys) if self._many else [self._ask("get", key) for key in keys]
+        return [self._ask("get", key) if self._ask("check", [key]) else None for key in keys]
+
+    def _ask(self, operation: str, *arguments: Any) -> Any:
+        """One call of the store. After one that failed there is no other: each would print the library's own woes."""
+        if self._silence is not None:
+            raise self._silence
+        try:
+            return getattr(self._store, operation)(*arguments)
+        except Exception as error:
+            self._silence = error
+            raise
+
+
+def home() -> str:
+    """Equal for processes that see each other by their ids."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def has_died(position: Position) -> bool:
+    """True when the process is surely gone. False says nothing."""
+    if not position.home or position.home != home():
+        return False
+    try:
+        return bool(psutil.Process(position.pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False

@@ -1,0 +1,42 @@
+"""How many ranks there are and which one this is."""
+
+from __future__ import annotations
+
+import os
+
+from zero.ranks import backend
+
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+"""torchrun's name for the ranks of a node, and DeepSpeed's launcher's."""
+
+
+def is_distributed() -> bool:
+    """True once torch.distributed has its default group."""
+    return backend.in_a_group()
+
+
+def world_size() -> int:
+    """Number of ranks; 1 before torch.distributed is initialised."""
+    return len(backend.ranks_of(None)) if is_distributed() else 1
+
+
+def rank() -> int:
+    """This rank, 0 <= rank < world_size; 0 before torch.distributed is initialised."""
+    return backend.own_rank() if is_distributed() else 0
+
+
+def local_rank() -> int:
+    """This rank among those of its node, as the launcher says; 0 without a launcher."""
+    said = os.environ.get("LOCAL_RANK", "")
+    return int(said) if said.isdecimal() else 0
+
+
+def ranks_per_node() -> int | None:
+    """Ranks of this node, as the launcher says; None if it does not, or says what cannot be."""
+    if not is_distributed():
+        return 1
+    for name in LOCAL_SIZES:
+        said = os.environ.get(name, "")
+        if said.isdecimal() and 0 < int(said) <= world_size():
+            return int(said)
+    return None

@@ -1,0 +1,71 @@
+"""What is kept in which dtype: a table made from the plan itself, printed at start."""
+
+from __future__ import annotations
+
+import torch
+
+from zero.config import Config
+from zero.config.precision_block import DTYPES
+from zero.optim.loss_scale import LossScaler, autocast_dtype
+from zero.params.layout import Layout, Space
+from zero.params.placement import Placement
+from zero.plan.plan import Plan
+
+COLUMNS = ("", "elements", "weights", "master", "gradients", "added up in", "between ranks", "states")
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "8-bit blocks"}
+NOTHING = "-"
+
+
+def dtype_table(
+    layout: Layout, plan: Plan, config: Config, placement: Placement, device: torch.device, scaler: LossScaler
+) -> str:
+    """One line for the parameters of each dtype, trained or not; then what else decides about precision.
+
+    Args:
+        layout: of the model.
+        plan: made for it.
+        config: validated configuration.
+        placement: who shares what.
+        device: where units are computed on.
+        scaler: of the loss.
+    """
+    rows = [COLUMNS, *(_row(space, plan, config, placement) for space in layout.spaces)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    notes = [
+        f"floating buffers: {'as the model has them' if config.buffer_dtype is None else NAMES[config.buffer_dtype]}"
+    ]
+    cast = autocast_dtype(config, device)
+    if cast is not None:
+        notes.append(f"forward under torch.autocast: {NAMES[cast]}")
+    if scaler.is_needed:
+        notes.append(f"loss scale: {'dynamic, from' if scaler.dynamic else 'static,'} {scaler.cur_scale:.10g}")
+    notes.append(f"steps whose gradients are inf or NaN: {'skipped' if scaler.skips else 'taken'}")
+    if plan.states:
+        most = config.gradient_clipping
+        notes.append(f"gradients are clipped to a norm of {most:.10g}" if most else "gradients are not clipped")
+    return "\n".join(["what is kept in which dtype", *map(str.rstrip, lines), *(f"  {note}" for note in notes)])
+
+
+def _row(space: Space, plan: Plan, config: Config, placement: Placement) -> tuple[str, ...]:
+    numel = f"{sum(slot.numel for unit in space.units for slot in unit.slots):,}"
+    weights = _name(space.dtype)
+    if not space.trainable:
+        return ("frozen", numel, weights, *[NOTHING] * 5)
+    remainder = space.remainder
+    master = {None: "the weights", torch.int16: f"fp32 = {weights} + 16 bits"}.get(remainder, "fp32")
+    kept = torch.float32 if plan.gradient_wide else space.dtype
+    added = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else space.dtype
+    travel = NOTHING if placement.alone else _between(kept if plan.deferred_bytes else space.dtype, config)
+    states = _name(plan.state_dtype) if plan.states else NOTHING
+    return ("trained", numel, weights, master, _name(kept), _name(added), travel, states)
+
+
+def _between(dtype: torch.dtype, config: Config) -> str:
+    """What gradients travel in."""
+    wish = config.communication_data_type
+    return _name(dtype if wish is None or DTYPES[wish].itemsize > dtype.itemsize else DTYPES[wish])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return NAMES.get(dtype, str(dtype).removeprefix("torch."))

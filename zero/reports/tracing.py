@@ -1,0 +1,224 @@
+"""An engine's timeline: when it records, and the file that it becomes.
+
+[Note: exact ends] A recording begins and ends on the mover thread, between two of its transfers, and
+the byte counters are read there too: the spans of reads and writes add up to what the file says was moved.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from offload.errors import ConfigError, StateError
+from offload.files.trace_events import check_target, trace_document, write_trace
+from offload.planes.planes import Traffic
+from offload.timeline import COMPUTE, Recording
+from zero.store.storage import Storage
+
+logger = logging.getLogger("zero")
+
+PATH_VARIABLE, STEPS_VARIABLE = "ZERO_TRACE", "ZERO_TRACE_STEPS"
+STEPS = "3-5"
+"""Recorded when only PATH_VARIABLE is set: the first steps learn the order of uses."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def traced(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """Decorate an engine's method: each call is a span of the compute lane, and may end a step."""
+
+    def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        @functools.wraps(method)
+        def call(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            tracer: Tracer = engine._tracer
+            tracer.reached(engine.global_steps)
+            with tracer.storage.timeline.span(COMPUTE, what):
+                result = method(engine, *args, **kwargs)
+            tracer.reached(engine.global_steps)
+            return result
+
+        return call
+
+    return decorate
+
+
+class Traced:
+    """Mixed into the engine, which sets `_tracer`."""
+
+    _tracer: Tracer
+    global_steps: int
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Record the steps inside the context and write their timeline, as Trace Event JSON.
+
+        Perfetto (ui.perfetto.dev) and chrome://tracing open the file; `zero trace --draw` makes a PNG of it.
+
+        Args:
+            path: overwritten. Written also when the block raises, and when the engine closes inside it; a disk that
+                is full by then is a warning.
+
+        Raises:
+            ConfigError: `path` cannot be written.
+            StateError: a recording is under way.
+        """
+        self._tracer.begin(path, self.global_steps)
+        try:
+            yield
+        finally:
+            self._tracer.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Counters:
+    """What had been moved and waited for when a recording began or ended."""
+
+    read_bytes: int
+    write_bytes: int
+    read_seconds: float
+    write_seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """A recording under way."""
+
+    path: Path
+    steps_before: int
+    counters: _Counters
+    by_environment: bool
+
+
+class Tracer:
+    """Starts and ends the recordings of one engine; holds no engine.
+
+    With several engines in a process, the file of the environment is that of the last to end.
+
+    Raises:
+        ConfigError: the environment asks for a trace and names steps or a path that cannot be.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._trace: _Trace | None = None
+        self._steps = 0
+        path = os.environ.get(PATH_VARIABLE)
+        self._wanted = None if not path else (check_target(path), *wanted_steps(os.environ.get(STEPS_VARIABLE, STEPS)))
+        storage.at_end.append(self.finish)
+
+    def move_to(self, storage: Storage) -> None:
+        """The engine goes on with another storage: a recording ends here, a later one is made there."""
+        self.finish()
+        self.storage = storage
+        storage.at_end.append(self.finish)
+
+    def begin(self, path: str | os.PathLike[str], steps: int, *, by_environment: bool = False) -> None:
+        """Start recording. Raises ConfigError if `path` cannot be written, StateError if a recording is under way."""
+        target = check_target(path)
+        if self._trace is not None:
+            raise StateError(f"trace: one that ends in {self._trace.path} is being recorded; end it first")
+        read_bytes, write_bytes = self._on_mover("starting a trace", self._start)
+        self._steps = steps
+        self._trace = _Trace(target, steps, self._counters(read_bytes, write_bytes), by_environment)
+
+    def reached(self, steps: int) -> None:
+        """The engine has taken `steps` steps and is called, or was: begin or end what the environment asked for."""
+        self._steps = steps
+        if self._wanted is None:
+            return
+        path, first, last = self._wanted
+        if steps >= last:
+            self._wanted = None
+            if self._trace is not None and self._trace.by_environment:
+                self.finish()
+        elif steps >= first - 1 and self._trace is None:
+            self.begin(path, steps, by_environment=True)
+
+    def finish(self) -> None:
+        """End the recording and write its file; nothing if none is under way. A failure is a warning."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        exposed_seconds = self.storage.mover.exposed.seconds
+        recording, read_bytes, write_bytes = self._on_mover("ending a trace", self._stop)
+        after = self._counters(read_bytes, write_bytes, exposed_seconds)
+        if recording.dropped:
+            logger.warning(
+                "trace: the %d oldest spans were dropped, the buffer holds %d; record fewer steps",
+                recording.dropped,
+                len(recording.spans),
+            )
+        document = trace_document(recording, self._facts(trace, after))
+        try:
+            write_trace(trace.path, document)
+        except OSError as error:  # a training run does not end because of a picture of it
+            logger.warning("trace: %s could not be written: %s", trace.path, error)
+        else:
+            logger.info("trace of %d steps: %s", self._steps - trace.steps_before, trace.path)
+
+    def _facts(self, trace: _Trace, after: _Counters) -> dict[str, Any]:
+        before, disk = trace.counters, self.storage.disk
+        return {
+            "steps_before": trace.steps_before,
+            "steps": self._steps - trace.steps_before,
+            "exposed_wait_seconds": after.exposed_seconds - before.exposed_seconds,
+            "nvme_read_bytes": after.read_bytes - before.read_bytes,
+            "nvme_write_bytes": after.write_bytes - before.write_bytes,
+            "nvme_read_seconds": after.read_seconds - before.read_seconds,
+            "nvme_write_seconds": after.write_seconds - before.write_seconds,
+            "aio_backend": disk.aio.backend if disk else "none",
+        }
+
+    def _on_mover(self, what: str, act: Callable[[], T]) -> T:
+        async def job() -> T:
+            return act()
+
+        mover = self.storage.mover
+        return act() if mover.is_current_thread() else mover.run(what, job())
+
+    def _start(self) -> tuple[int, int]:
+        self.storage.timeline.start()
+        return self._moved()
+
+    def _stop(self) -> tuple[Recording, int, int]:
+        return self.storage.timeline.stop(), *self._moved()
+
+    def _moved(self) -> tuple[int, int]:
+        traffic = self.storage.disk.traffic if self.storage.disk else Traffic()
+        return traffic.read_bytes, traffic.write_bytes
+
+    def _counters(self, read_bytes: int, write_bytes: int, exposed_seconds: float | None = None) -> _Counters:
+        aio = self.storage.disk.aio.stats() if self.storage.disk else None
+        return _Counters(
+            read_bytes,
+            write_bytes,
+            aio.read_seconds if aio else 0.0,
+            aio.write_seconds if aio else 0.0,
+            self.storage.mover.exposed.seconds if exposed_seconds is None else exposed_seconds,
+        )
+
+
+def wanted_steps(text: str) -> tuple[int, int]:
+    """First and last step, counted from 1: "3-5", or "4" for a single one.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    first, dash, last = text.partition("-")
+    try:
+        steps = int(first), int(last if dash else first)
+    except ValueError:
+        steps = 0, 0
+    if not 1 <= steps[0] <= steps[1]:
+        raise ConfigError(
+            f'{STEPS_VARIABLE}: expected a step or a range of steps from 1 on, such as "3-5", got {text!r}'
+        )
+    return steps

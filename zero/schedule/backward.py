@@ -1,0 +1,188 @@
+"""What happens in a backward: gradients arrive, units are passed, and at some point it is over."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import BudgetError, StateError, StorageError
+from offload.system.interrupts import uninterrupted, whole
+from zero.optim.gradients import Gradients
+from zero.optim.inside import UpdatesInBackward
+from zero.params.binding import BoundUnit
+from zero.params.layout import Unit
+from zero.schedule.coordinator import Coordinator
+
+
+class BackwardWatch:
+    """Receives gradients and the events of the module hooks.
+
+    Args:
+        ahead: updates units inside backward, or None.
+        check_open: raises if the engine is closed; given what was attempted.
+        parts: called when a backward begins that the engine has not started, with whether its loss came from
+            `engine.scale`: what its gradients are still to be divided by. Raises if the loss should have been scaled.
+        ready: the same, and binds what is always bound; for models that are called past their engine.
+        boundary: will the next step update the parameters?
+
+    Attributes:
+        generation: steps taken so far; a graph made before the last one is stale.
+        torn: a transfer failed inside a backward since the gradients were last cleared.
+        scaled: the backward that runs, or is about to, is of a loss that the engine has scaled and divided.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        gradients: Gradients,
+        ahead: UpdatesInBackward | None,
+        check_open: Callable[[str], None],
+        ready: Callable[[str], None],
+        boundary: Callable[[], bool],
+        parts: Callable[[bool], int],
+    ) -> None:
+        self._coordinator, self._gradients, self._ahead, self._boundary = coordinator, gradients, ahead, boundary
+        self._check_open, self._ready, self._count_parts = check_open, ready, parts
+        self._running = False
+        self._handles: list[RemovableHandle] = []
+        self.at_end: Callable[[], None] | None = None
+        """Called when a backward is over."""
+        self.at_begin: Callable[[], None] = lambda: None
+        """Called when one begins."""
+        self.generation = 0
+        self.torn = self.scaled = False
+        self._parts = 1
+        """Of the backward under way; see `parts`."""
+
+    def install(self, bound: list[BoundUnit]) -> None:
+        """Receive the gradient of every parameter."""
+        for unit in bound:
+            for position, parameter in enumerate(unit.parameters):
+                trained = parameter.requires_grad
+                if trained or unit.unit.trainable:
+                    receiver = self._receiver(unit.unit, position)
+                    parameter.requires_grad_(True)  # torch asks for it here; one that is frozen now may not be later
+                    handle = parameter.register_post_accumulate_grad_hook(receiver)  # type: ignore[no-untyped-call]
+                    parameter.requires_grad_(trained)
+                    self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Leave the parameters alone."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def outermost(self) -> Iterator[None]:
+        """The engine runs a backward inside; it is over at the end, well or not."""
+        self._parts = 1
+        with uninterrupted:
+            self._begin()
+        try:
+            yield
+        except (StorageError, BudgetError):
+            # Autograd stops where a hook raises: what it had not reached is missing.
+            self.torn = True
+            raise
+        finally:
+            with uninterrupted:
+                self._running = False
+                self._end()
+
+    def tear(self) -> None:
+        """What a backward needs cannot be had: the gradients it has not reached will be missing."""
+        self.torn = True
+
+    def before_backward(self, generation: int) -> None:
+        """Gradients reach a graph that was made in step `generation`.
+
+        Raises:
+            StateError: it is stale, or the engine is closed.
+        """
+        self._check_open("backward")
+        if generation != self.generation:
+            raise StateError(
+                "backward: this graph was made before the last step() or change of the model; its weights have changed "
+                "since. Run the forward again"
+            )
+        self._announce()
+
+    def unit_passed(self, index: int) -> None:
+        """Gradients have passed a whole call that uses the unit: it is needed no longer for that call."""
+        if self._coordinator.end_backward_use(index):
+            self._gradients.passed(index)
+            if self._ahead is not None:
+                self._ahead.complete(self._coordinator.unit(index))
+
+    def forward_begins(self) -> None:
+        """The root is called outside any backward: none can be running, whatever became of the last one."""
+        self.end_stray()
+        self._ready("forward")
+
+    @whole
+    def end_stray(self) -> None:
+        """End a backward that raised: torch drops the callback that would have said so."""
+        if self._running:
+            self._running = False
+            self._end()
+
+    def _announce(self) -> None:
+        """A backward that the engine did not start (`loss.backward()`): be told when it ends."""
+        if self._running:
+            return
+        self._parts = self._count_parts(self.scaled)
+        self._begin()
+
+        @whole
+        def finished() -> None:
+            self._running = False
+            self._end()
+
+        torch.autograd.Variable._execution_engine.queue_callback(finished)
+
+    def _begin(self) -> None:
+        self._running = True
+        self.at_begin()
+        self._gradients.begin_backward(boundary=self._boundary())
+
+    def _end(self) -> None:
+        self.scaled, self._parts = False, 1
+        try:
+            self._gradients.end_backward()
+        finally:
+            self._coordinator.end_backward()
+            if self.at_end is not None:
+                self.at_end()
+
+    def _receiver(self, unit: Unit, position: int) -> Callable[[nn.Parameter], None]:
+        # Weak: torch keeps these hooks where Python's collector does not look, and they must not keep the engine.
+        watching = weakref.ref(self)
+
+        @whole
+        def receive(parameter: torch.Tensor) -> None:
+            watch = watching()
+            gradient, parameter.grad = parameter.grad, None
+            if watch is not None and gradient is not None and unit.trainable:
+                watch._receive(unit, position, gradient)
+
+        return receive
+
+    def receive_rows(self, unit: Unit, position: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take the gradient of some rows of a parameter; that of the others is zero, as autograd would make it."""
+        self._receive(unit, position, gradient, rows)
+
+    def rows_passed(self, index: int) -> None:
+        """Gradients have passed a call that used rows of the unit."""
+        self._gradients.passed(index)
+
+    def _receive(self, unit: Unit, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        self._announce()
+        if self._ahead is not None:
+            self._ahead.void(unit.index)
+        if self._gradients.arrive(unit.index, position, gradient, rows, self._parts):
+            self._gradients.passed(unit.index)

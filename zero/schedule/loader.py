@@ -1,0 +1,308 @@
+"""Units on their way in, and the memory they are read into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import StateError, StorageError, tell, was_told
+from offload.memory.arena import Block
+from offload.memory.flat_storage import exact_alias
+from offload.memory.pinned import aligned_copy
+from offload.mover import Transfer
+from offload.planes.copies import write_plane
+from offload.streams import Fence
+from zero.exchange.exchange import Exchange, Turn
+from zero.exchange.neighbours import Neighbours
+from zero.optim.pending_updates import DueUpdates
+from zero.params.binding import BoundUnit
+from zero.params.layout import Layout, Unit
+from zero.store.storage import Storage
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A unit's values on their way, or waiting to be bound."""
+
+    data: torch.Tensor
+    """uint8, the unit's bytes, its storage exactly as long."""
+    block: Block | None
+    """What to give back on release; None when the values are used where they live."""
+    transfer: Transfer[Any] | None
+    fence: Fence = None
+    """On a device the values are there behind it; known once the transfer has settled."""
+
+    @property
+    def settled(self) -> bool:
+        """True once the values are there, or will not be."""
+        return self.transfer is None or self.transfer.settled()
+
+    @property
+    def outdated(self) -> bool:
+        """True if the values will not be there because of a failure that somebody was told of already."""
+        return self.transfer is not None and self.transfer.settled() and was_told(self.transfer.settle())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draining:
+    """Memory of a unit that was let go while bytes moved in it."""
+
+    unit: Unit
+    block: Block
+    transfer: Transfer[Any] | None
+    fence: Fence = None
+    """Behind its last use on a device."""
+
+
+class _Ways:
+    """How units come in, on the mover's loop. It knows no engine: what is under way keeps none that was dropped."""
+
+    def __init__(self, storage: Storage, updates: DueUpdates, exchange: Exchange, near: Neighbours) -> None:
+        self._storage, self._updates, self._exchange, self._near = storage, updates, exchange, near
+
+    async def fetch(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
+        """Into memory of the unit's use."""
+        try:
+            own = await self._updates.fetch(unit, unit.own(flat), fences)
+        except BaseException as error:
+            self._exchange.give_up(turn, error)
+            raise
+        return self._near.keep(unit, flat, await self._exchange.gather(turn, unit, flat, own))
+
+    async def bring_all(self, unit: Unit, memory: torch.Tensor, turn: Turn, partial: set[int]) -> Fence:
+        """Bring all slices up to date where they live; the unit stays `partial` if that fails."""
+        try:
+            await self._updates.bring_unit(unit)
+        except BaseException as error:
+            partial.add(unit.index)
+            self._exchange.give_up(turn, error)
+            raise
+        try:
+            return await self._exchange.gather(turn, unit, memory, self._storage.streams.behind_updates())
+        except BaseException:
+            partial.add(unit.index)
+            raise
+
+
+class Loader:
+    """Leases memory for units and has them read into it.
+
+    The memory of a unit that is let go while its update still writes from it is kept until that is over. Where ranks
+    fetch in step, memory comes back when it is needed and in the order in which units went: which unit finds room, and
+    where, is then the same on every rank.
+
+    Args:
+        in_place: values in memory that the device can address are used where they live.
+        changed: told of a unit whose stored weights the model has changed.
+        exchange: with the other ranks.
+
+    Attributes:
+        in_step: all ranks fetch together; see `Placement.in_step`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        bound: list[BoundUnit],
+        storage: Storage,
+        updates: DueUpdates,
+        in_place: bool,
+        changed: Callable[[int], None],
+        exchange: Exchange,
+    ) -> None:
+        self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
+        self._in_place, self._changed, self._exchange = in_place, changed, exchange
+        self._near = Neighbours(layout, storage, exchange)
+        self._ways = _Ways(storage, updates, exchange, self._near)
+        self.in_step = exchange.placement.in_step
+        self.at_begin: Callable[[], None] = lambda: None
+        """Called before a unit is begun: weights may have been put away."""
+        self._draining: list[Draining] = []
+        self._persistent_fences: list[Fence] = []
+        self._partial = set(storage.plan.whole)
+        """Units whose home has room for all slices, but only this rank's is up to date."""
+
+    def begin(self, unit: Unit) -> Arrival | None:
+        """Start the unit's way in; None if no block is free."""
+        self.at_begin()
+        memory = self._storage.flat(unit) if self._in_place else None
+        if memory is not None and memory.device == self._bound[unit.index].flat.device:
+            return Arrival(exact_alias(memory), None, self._bring(unit, memory))
+        block = self.lease(unit.nbytes)
+        if block is None:
+            return None
+        # An alias: binding swaps the memory behind `block.data`, and the update goes on writing from there.
+        flat, turn = exact_alias(block.data), self._near.turn(unit)
+        if turn is not None:
+            job = self._near.gather(unit, flat, block.fences, turn)
+        else:
+            job = self._ways.fetch(unit, flat, block.fences, self._exchange.turn("gather", unit))
+        return Arrival(block.data, block, self._storage.mover.post(f"fetching unit {unit.name}", job))
+
+    def step_taken(self) -> None:
+        """Trained units are about to change on every rank."""
+        self._partial.update(index for index in self._storage.plan.whole if self._layout.units[index].trainable)
+        self._near.forget(unit.index for unit in self._layout.units if unit.trainable)
+        self._exchange.step_taken(lambda index: not self._updates.at_home(index))
+
+    def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
+        """The stored weights of these units (None: all) change on every rank, by other means than a step.
+
+        Args:
+            indices: of the units.
+            unstored: those of them that this rank could not store yet.
+        """
+        indices = range(len(self._layout.units)) if indices is None else indices
+        self._near.forget(indices)
+        self._partial |= self._storage.plan.whole.intersection(indices)
+        self._exchange.rewritten(unstored)
+
+    def complete_persistent(self) -> None:
+        """Bring the units that are always bound up to date: this rank's slices, and those of the others."""
+        transfers = [self._bring(unit, self._flat_of(unit)) for unit in self._layout.units if unit.persistent]
+        gathered = [transfer.result() for transfer in transfers if transfer is not None]
+        self._persistent_fences = [*gathered, self._storage.streams.behind_updates()]
+        self.follow_persistent()
+
+    def follow_persistent(self) -> None:
+        """The calling thread's stream uses what is always bound from now on; others may have done so before."""
+        self._storage.streams.wait(*self._persistent_fences)
+        self._persistent_fences = [f for f in self._persistent_fences if f is not None and not f.query()]
+
+    def _flat_of(self, unit: Unit) -> torch.Tensor:
+        memory = self._storage.flat(unit)
+        if memory is None:
+            raise StateError(f"persistent unit {unit.name} has no home on the device")
+        return memory
+
+    def await_values(self, arrival: Arrival) -> None:
+        """Return once the values are on their way to the device, if not there: what follows on it waits for them.
+
+        Raises:
+            StorageError: they are not.
+        """
+        streams = self._storage.streams
+        if arrival.transfer is not None:
+            arrival.fence = arrival.transfer.result()
+        if arrival.block is None and arrival.fence is None:  # they are used where updates write them
+            arrival.fence = streams.behind_updates()
+        self.follow(arrival)
+
+    def follow(self, arrival: Arrival) -> None:
+        """The calling thread's stream uses the values from now on; they may have been awaited by another."""
+        self._storage.streams.wait(arrival.fence)
+        if arrival.fence is not None and arrival.fence.query():
+            arrival.fence = None
+
+    def lease(self, nbytes: int) -> Block | None:
+        """Memory for values of units, if need be after the writes from what was let go; None if it is not enough."""
+        self._reclaim()
+        block = self._storage.unit_pool.try_lease(nbytes)
+        while block is None and self._draining:
+            self._drain_one()
+            block = self._storage.unit_pool.try_lease(nbytes)
+        return block
+
+    def lease_error(self, unit: Unit) -> Block:
+        """Lease the unit's memory or raise BudgetError; for when nothing can make room any more."""
+        return self._storage.unit_pool.lease(unit.nbytes, f"unit {unit.name}")
+
+    def end(self, unit: Unit, arrival: Arrival, *, modified: bool) -> None:
+        """The unit is let go; waits until no byte moves into its memory.
+
+        Args:
+            unit: was bound, or on its way.
+            arrival: what `begin` returned for it.
+            modified: the model has changed a weight inside its forward (a clamped temperature, a codebook): keep it.
+
+        Raises:
+            StorageError: what was modified could not be stored; the plane keeps it in memory.
+            StateError: what was modified is memory of other ranks too.
+        """
+        try:
+            if arrival.transfer is not None and arrival.transfer.settle() is None:
+                # Nobody may have waited for what was fetched in vain: collectives still write there, and they are
+                # late where another rank is.
+                self._storage.streams.wait(arrival.transfer.result())
+            placement = self._exchange.placement
+            if modified and placement.shares_memory and placement.weights_sharded:
+                raise StateError(
+                    f"unit {unit.name}: forward has modified its weights in place, and the ranks of this node read "
+                    "each other's slices where they lie, at any time. Set zero_optimization.shared_host_memory to false"
+                )
+            if modified and arrival.block is not None:
+                self._store_modified(unit, arrival.data)
+            elif modified:
+                self._changed(unit.index)
+        finally:  # an interrupt may have ended the wait: then something still moves
+            if arrival.block is not None:
+                self._draining.append(Draining(unit, arrival.block, arrival.transfer, self._storage.streams.fence()))
+                self._reclaim()
+
+    def drain(self) -> None:
+        """Give back all memory that is kept for writes; waits for them."""
+        while self._draining:
+            self._drain_one()
+
+    def _bring(self, unit: Unit, memory: torch.Tensor) -> Transfer[Any] | None:
+        """What is under way, whose result is a fence behind what follows an update; None: there is nothing to do."""
+        if unit.index in self._partial:
+            self._partial.discard(unit.index)
+            job = self._ways.bring_all(unit, memory, self._exchange.turn("gather", unit), self._partial)
+            return self._storage.mover.post(f"gathering unit {unit.name}", job)
+        if self._updates.current(unit.index):
+            return None
+        return self._storage.mover.post(f"updating unit {unit.name}", self._updates.bring_unit(unit))
+
+    def _reclaim(self) -> None:
+        """Give back what nothing moves in any more."""
+        if self.in_step:
+            return
+        moving = [leaving for leaving in self._draining if self._moves(leaving)]
+        for leaving in self._draining:
+            if leaving not in moving:
+                leaving.block.release(leaving.fence)
+        self._draining = moving
+
+    def _moves(self, leaving: Draining) -> bool:
+        if leaving.transfer is not None and not leaving.transfer.settled():
+            return True
+        # Only memory that the disk can address is written from; the update of a GPU's goes through the host.
+        return self._storage.streams.shared and self._updates.borrows(leaving.unit.index)
+
+    def _drain_one(self) -> None:
+        """Wait for the one that was let go first."""
+        leaving = self._draining[0]
+        if leaving.transfer is not None:
+            leaving.transfer.settle()
+        unit = leaving.unit
+        self._storage.mover.run(f"storing unit {unit.name}", self._updates.settle_weights(unit))
+        leaving.block.release(leaving.fence)
+        self._draining.remove(leaving)
+        self._reclaim()
+
+    def _store_modified(self, unit: Unit, data: torch.Tensor) -> None:
+        plane, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
+        self._changed(unit.index)
+        modified = streams.fence()
+
+        async def store() -> None:
+            streams.wait(modified)
+            await streams.reached(modified, streams.behind_copies_in())
+            await self._updates.settle_weights(unit)  # its update writes to the same place
+            try:
+                self._near.keep(unit, data, modified)
+                await write_plane(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
+            except StorageError as error:
+                plane.strand(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()), lambda: None)
+                self._updates.failure = self._updates.failure or error
+                raise
+
+        try:
+            self._storage.mover.run(f"storing what forward has modified in {unit.name}", store())
+        except StorageError as error:
+            tell(error)
+            raise

@@ -1,0 +1,423 @@
+"""Snapshots on NVMe: which of two slots counts is what is written, and hardly anything else.
+
+[Note: when] A step is due for a snapshot when it is fixed: what is small (counters, random states, buffers) is taken
+then. Its updates go on behind the step, beside the next forward, as they always do. The snapshot is committed when they
+are all stored, and that is before the next step is fixed: until then nothing else writes to the slots. What is always
+on the device could be edited by the model meanwhile; it is written as soon as it is updated.
+
+[Note: void] Whoever changes weights between the two by other means than a step makes the snapshot void: it would hold
+the change, and the program that goes on from it would make it again. The next step is due instead, and some snapshots
+are then committed inside the step.
+
+[Note: ranks] Each rank writes its manifest, all meet, the first one commits, all meet again. Only then a slot of the
+snapshot before is written to. In between nothing is written at all, whatever fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from offload.errors import ConfigError, StateError, StorageError
+from offload.files.snapshot_files import Manifest, SnapshotFiles, SnapshotSwap
+from offload.planes.two_slots import TwoSlotPlane
+from zero.config import Config
+from zero.config.swap_paths import ready_swap_paths
+from zero.exchange.exchange import Exchange
+from zero.params.layout import Layout, Space
+from zero.plan.plan import Plan
+from zero.plan.record import ADAM_STATES
+from zero.store.storage import Storage
+
+logger = logging.getLogger("zero")
+
+WARY_SNAPSHOTS = 10
+"""After a void one so many are committed inside their step."""
+NAMES_MAX = 4
+"""Parameters that an error names."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A snapshot of a step whose updates are not all stored yet."""
+
+    step: int
+    state: bytes
+    bound: bool = False
+    """What is always on the device is written."""
+    written: bool = False
+    """Everything that lives in memory is."""
+    void: bool = False
+
+
+class Snapshots:
+    """The snapshots of one engine.
+
+    Args:
+        files: held.
+        every: steps.
+        exchange: with the other ranks.
+        facts: what the layout is, for those who come later.
+        found: a snapshot that counts, of this layout.
+
+    Attributes:
+        unloaded: there is a snapshot of before that this engine has not gone on from; nothing is committed.
+        pending: to be committed.
+        committed_step: of the last one; None: none.
+    """
+
+    def __init__(
+        self, files: SnapshotFiles, every: int, exchange: Exchange, facts: dict[str, Any], found: Manifest | None
+    ) -> None:
+        self._files, self._every, self._exchange, self._facts, self._found = files, every, exchange, facts, found
+        self._number = 0 if found is None else found.number
+        self._storage: Storage | None = None
+        self.unloaded = found is not None
+        self.pending: Pending | None = None
+        self.committed_step: int | None = None if found is None else int(found.body["step"])
+        self._missed, self._frozen, self._wary = False, False, 0
+        self.seconds = 0.0
+        """Spent on snapshots so far, on the training thread."""
+
+    def open_swap(self, capacity_bytes: int, speeds: Sequence[float] | None) -> SnapshotSwap:
+        """The swap space in the snapshot's files; see `zero.store.storage.OpenSnapshot`."""
+        geometry = None if self._found is None else self._found.body["stripes"]
+        return SnapshotSwap(self._files, capacity_bytes, speeds, geometry)
+
+    def attach(self, storage: Storage) -> None:
+        """The storage is made, and empty: what a snapshot of before names is read only from here on."""
+        self._storage = storage
+        if self._found is not None:
+            for plane, slots in zip(storage.twice, self._found.body["slots"], strict=True):
+                plane.named(slots)
+
+    def close(self) -> None:
+        """Let go of the files, where no storage does."""
+        self._files.close()
+
+    # ---- taking -------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Is the step that was just fixed to have a snapshot?"""
+        return self._missed or step % self._every == 0
+
+    @property
+    def at_once(self) -> bool:
+        """True when the pending one is to be committed inside its step."""
+        return self.pending is not None and self._wary > 0
+
+    def begin(self, step: int, state: bytes) -> None:
+        """A step is fixed; nobody has seen its weights yet.
+
+        Args:
+            step: its number.
+            state: what goes with the planes.
+        """
+        self.pending = Pending(step, state)
+
+    def void(self) -> None:
+        """Weights change by other means than a step."""
+        if self.pending is not None and not self._frozen:
+            self.pending.void = True
+
+    def write_bound(self) -> None:
+        """What is always on the device is as of the step, and nobody has touched it. Raises StorageError."""
+        if self.pending is not None and not self.pending.bound:
+            began = time.perf_counter()
+            self._write_through(persistent=True)
+            self.pending.bound = True
+            self.seconds += time.perf_counter() - began
+
+    def commit(self) -> None:
+        """Make the pending snapshot, if there is one, the one that counts. All updates of its step are stored.
+
+        All ranks come here.
+
+        Raises:
+            StorageError: something could not be written, here or on another rank; the one before still counts. The
+                next call tries again.
+        """
+        pending = self.pending
+        if pending is None:
+            return
+        began, failure = time.perf_counter(), None
+        try:
+            if not pending.void:
+                self._prepare(pending)
+        except StorageError as error:
+            failure = error
+        if self._meet("snapshot written", failure, pending):
+            self._freeze(True)  # from here on it may count, until all know that it does
+            self._settle(pending)
+        self.seconds += time.perf_counter() - began
+
+    def _prepare(self, pending: Pending) -> None:
+        """Everything that the manifest names is on stable storage, and so is the manifest."""
+        storage = self._there
+        if storage.disk is None or any(plane.stranded for plane in storage.twice):
+            raise StateError("snapshot: something is not on the disk yet")
+        self.write_bound()
+        if not pending.written:
+            self._write_through(persistent=False)
+            pending.written = True
+        for plane in storage.twice:
+            storage.mover.run("checksums of a snapshot", plane.complete_checksums())
+        storage.mover.run("putting a snapshot on stable storage", storage.disk.sync())
+        geometry = storage.disk.swap.geometry
+        body = {
+            "step": pending.step,
+            "facts": self._facts,
+            "folders": [str(folder) for folder in self._files.folders],
+            "stripes": [list(geometry.counts), geometry.stripe_bytes],
+            "slots": [plane.slots for plane in storage.twice],
+            "block_checksums": [plane.checksums for plane in storage.twice],
+        }
+        self._files.prepare(self._number + 1, body, pending.state)
+
+    def _meet(self, what: str, failure: StorageError | None, pending: Pending) -> bool:
+        """Are all ranks as far? False: the snapshot is void somewhere.
+
+        Raises:
+            StorageError: this rank's failure.
+            StateError: another rank's.
+        """
+        mine = {"step": pending.step, "void": pending.void, "error": None if failure is None else str(failure)}
+        answers = [json.loads(answer) for answer in self._exchange.agree(what, json.dumps(mine).encode())]
+        if any(answer["void"] for answer in answers):
+            self.pending, self._missed, self._wary = None, True, WARY_SNAPSHOTS
+            logger.info(
+                "the snapshot of step %d is void: weights were changed before it was committed; the next ones are "
+                "committed inside their steps",
+                pending.step,
+            )
+            return False
+        if failure is not None:
+            raise failure
+        told = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
+        if told:
+            raise StateError(f"snapshot of step {pending.step}: {'; '.join(told)}. The one before still counts")
+        return True
+
+    def _freeze(self, frozen: bool) -> None:
+        self._frozen = frozen
+        for plane in self._there.twice:
+            plane.frozen = frozen
+
+    def _settle(self, pending: Pending) -> None:
+        """The first rank commits; once all know, slots of the snapshot before are free."""
+        failure = None
+        if self._exchange.placement.rank == 0:
+            try:
+                self._files.commit(
+                    {"number": self._number + 1, "step": pending.step, "ranks": self._exchange.placement.world_size}
+                )
+            except StorageError as error:
+                failure = error
+        self._meet("snapshot committed", failure, pending)
+        for plane in self._there.twice:
+            plane.keep()
+        self._freeze(False)
+        self._number += 1
+        self.committed_step, self.pending, self._missed = pending.step, None, False
+        self._wary = max(self._wary - 1, 0)
+        self._files.committed = True
+
+    def _write_through(self, *, persistent: bool) -> None:
+        storage = self._there
+        spaces = storage.layout.spaces
+        for number, plane in enumerate(storage.twice):
+            # Weights come first, a plane a space; a state in memory belongs to no unit.
+            space = spaces[number] if number < len(spaces) else None
+            pairs = []
+            if space is not None:
+                for unit in space.units:
+                    if unit.persistent == persistent:
+                        pairs += plane.in_memory(unit.begin, unit.end)
+            elif not persistent:
+                pairs = plane.in_memory(0, plane.numel)
+            if pairs:
+                seldom = space is not None and not space.trainable
+                job = plane.write_through(pairs, storage.arena, seldom=seldom)
+                storage.mover.run("writing a snapshot of what is in memory", job)
+
+    # ---- going on -----------------------------------------------------------------------------
+
+    def load(self) -> bytes | None:
+        """Let the planes hold what the last snapshot holds; returns what was kept with it. None: there is none.
+
+        The engine is at rest; all ranks come here. Weights that other ranks or devices hold are to be brought in anew.
+
+        Raises:
+            StorageError: something cannot be read, or is damaged; the planes hold nothing of use.
+            ConfigError: so it is on another rank.
+        """
+        if self._frozen:
+            self.commit()
+        if self.committed_step is None:
+            return None
+        storage, manifest = self._there, self._files.manifest(self._number)
+        if manifest is None:
+            raise StateError(f"load_snapshot: manifest {self._number} of {self._files.folders[0]} is gone")
+        self.pending, self._missed = None, False
+        self.unloaded = True  # until all of it is here, no step may replace it
+        failure = None
+        try:
+            self._read(storage, manifest)
+        except StorageError as error:
+            failure = error.within(
+                f"load_snapshot: the snapshot {self._files.name!r} of step {self.committed_step} in {self._files.root} "
+                "cannot be used, and nothing is left of the one before; load a checkpoint, or remove it (zero "
+                "snapshots rm) and begin anew"
+            )
+        _all_ranks(self._exchange, "snapshot read", {}, failure)
+        self.unloaded = False
+        return manifest.state
+
+    def _read(self, storage: Storage, manifest: Manifest) -> None:
+        """Let the planes hold what the manifest names. Raises StorageError."""
+        unknown = [[""] * len(slots) for slots in manifest.body["slots"]]
+        found = manifest.body.get("block_checksums", unknown)
+        if found is unknown:
+            logger.warning(
+                "the snapshot of step %d was taken by an earlier version: damage to it would not be noticed; the next "
+                "one has checksums",
+                self.committed_step,
+            )
+        for plane, checksums in zip(storage.twice, found, strict=True):
+            whose = partial(_names, _space_of(storage, plane))
+            storage.mover.run("going back to a snapshot", plane.return_to_kept(storage.arena, checksums, whose))
+
+    def check_loaded(self) -> None:
+        """Raise StateError if a step would lead to a snapshot that replaces one nobody has gone on from."""
+        if self.unloaded:
+            raise StateError(
+                f"step: the snapshot {self._files.name!r} of step {self.committed_step} is in {self._files.root}, and "
+                "a new one would replace it; engine.load_snapshot() goes on from it. To begin anew, remove it "
+                "(zero snapshots rm), or set another offload_optimizer.snapshot.name"
+            )
+
+    @property
+    def _there(self) -> Storage:
+        if self._storage is None:
+            raise StateError("snapshots: there is no storage yet")
+        return self._storage
+
+
+def _space_of(storage: Storage, plane: TwoSlotPlane) -> Space:
+    """Whose weights or states are in the plane."""
+    pairs = zip(storage.layout.spaces, storage.weights, storage.records, strict=True)
+    return next(space for space, weights, records in pairs if plane in (weights, records))
+
+
+def _names(space: Space, begin: int, end: int) -> str:
+    """For errors: the parameters in [begin, end) of the space."""
+    slots = [(unit, slot) for unit in space.overlapping(begin, end) for slot in unit.slots]
+    spans = [(slot.name, *unit.within(slot)) for unit, slot in slots]
+    names = [name for name, lo, hi in spans if lo < end and begin < hi]
+    more = f" and {len(names) - NAMES_MAX:,} more" if len(names) > NAMES_MAX else ""
+    return f" ({', '.join(names[:NAMES_MAX])}{more})" if names else " (padding)"
+
+
+def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchange) -> Snapshots | None:
+    """The snapshots that a configuration asks for; None: none. All ranks come here, before their storage is made.
+
+    Raises:
+        ConfigError: the folder cannot be used, another job uses it, or it holds a snapshot of another layout.
+        StorageError: what is there cannot be read.
+    """
+    wish = config.zero_optimization.offload_optimizer.snapshot
+    if not plan.snapshots or wish is None:
+        return None
+    failure: Exception | None = None
+    files: SnapshotFiles | None = None
+    head: dict[str, Any] | None = None
+    try:
+        files = SnapshotFiles(ready_swap_paths(config), wish.name, exchange.placement.rank)
+        head = files.committed_head if exchange.placement.rank == 0 else None
+    except (ConfigError, StorageError) as error:
+        failure = error
+    try:
+        heads = _all_ranks(exchange, "snapshot found", {"head": head}, failure)
+        head = heads[0]["head"]
+        if files is None:
+            raise StateError("snapshot: no files")  # `_all_ranks` has raised
+        facts = facts_of(layout, plan, exchange)
+        found = _found(files, head, facts, exchange)
+    except BaseException:
+        if files is not None:
+            files.committed = True  # whatever is there is none of ours
+            files.close()
+        raise
+    files.committed = found is not None
+    return Snapshots(files, wish.every, exchange, facts, found)
+
+
+def _found(
+    files: SnapshotFiles, head: dict[str, Any] | None, facts: dict[str, Any], exchange: Exchange
+) -> Manifest | None:
+    """This rank's manifest of the snapshot that counts, if all ranks have theirs, of this layout."""
+    if head is None:
+        return None
+    failure: Exception | None = None
+    manifest: Manifest | None = None
+    where = f"offload_optimizer.snapshot: {files.name!r} (step {head['step']}) in {files.root}"
+    mend = "use what it was made with, remove it (zero snapshots rm), or set another snapshot.name"
+    try:
+        if head["ranks"] != exchange.placement.world_size:
+            raise ConfigError(
+                f"{where} is of {head['ranks']} ranks, there are {exchange.placement.world_size} now; {mend}"
+            )
+        manifest = files.manifest(head["number"])
+        if manifest is None:
+            raise ConfigError(f"{where}: rank {files.rank} finds no part of it in {files.folders[0]}; {mend}")
+        theirs = manifest.body["facts"]
+        differ = [f"{key}: {theirs.get(key)} then, {facts[key]} now" for key in facts if theirs.get(key) != facts[key]]
+        if differ:
+            raise ConfigError(f"{where} is of another layout ({'; '.join(differ)}); {mend}")
+    except (ConfigError, StorageError) as error:
+        failure = error
+    _all_ranks(exchange, "snapshot fits", {}, failure)
+    return manifest
+
+
+def _all_ranks(exchange: Exchange, what: str, mine: dict[str, Any], failure: Exception | None) -> list[Any]:
+    """Every rank's answer, unless some rank has failed; then all raise."""
+    error = None if failure is None else str(failure)
+    answers = [json.loads(answer) for answer in exchange.agree(what, json.dumps({**mine, "error": error}).encode())]
+    if failure is not None:
+        raise failure
+    told = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
+    if told:
+        raise ConfigError("; ".join(told))
+    return answers
+
+
+def facts_of(layout: Layout, plan: Plan, exchange: Exchange) -> dict[str, Any]:
+    """What has to be the same for the bytes to mean the same."""
+    units = [
+        [u.name, str(u.dtype), u.trainable, u.numel, u.shard_numel, u.begin]
+        + [[slot.names, list(slot.shape), slot.offset_numel, slot.first_numel] for slot in u.slots]
+        for u in layout.units
+    ]
+    groups = [[group.space, group.begin, group.end] for group in plan.sub_groups]
+    return {
+        "ranks": exchange.placement.world_size,
+        "ranks of a shard group": exchange.placement.shard_size,
+        "parameters": sum(len(unit.slots) for unit in layout.units),
+        "elements": layout.numel,
+        "trained elements": sum(unit.numel for unit in layout.units if unit.trainable),
+        "state_dtype": str(plan.state_dtype),
+        **({} if plan.states == ADAM_STATES else {"states": list(plan.states)}),
+        "sub-groups": f"{len(groups)} of up to {max((g.end - g.begin for g in plan.sub_groups), default=0):,} elements",
+        "layout": _digest([units, groups]),
+    }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,122 @@
+"""What a run is beside its planes: counters, hyper-parameters, random states, buffers. Small, and of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
+from offload.errors import StateError
+from zero.activations.rng_tracker import get_cuda_rng_tracker
+from zero.optim.loss_scale import LossScaler
+from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.rules import Progress, Scalar
+from zero.snapshots.small_state import rank_state, restore_counters, restore_groups, restore_rank
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+class Run(Protocol):
+    """What is captured, of an engine."""
+
+    module: nn.Module
+    updater: ZeroOptimizer | None
+    lr_scheduler: Any
+    training_dataloader: Any
+    device: torch.device
+    global_steps: int
+    global_samples: int
+    micro_steps: int
+    skipped_steps: int
+    scaler: LossScaler
+    data_position: Any
+
+
+def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
+    """All of it, as `restore` takes it.
+
+    Args:
+        run: the engine.
+        names: id(parameter) -> its first name.
+        norm: of the last step's gradients.
+    """
+    state: dict[str, Any] = {
+        "counters": {name: getattr(run, name) for name in COUNTERS},
+        "loss_scaler": run.scaler.state_dict(),
+        "norm": norm,
+        "groups": [],
+        "step_counts": {},
+        "progress": {},
+        "rank": rank_state(run, None),
+        "named_random_states": get_cuda_rng_tracker().get_states(),
+        "buffers": {name: buffer.detach().cpu() for name, buffer in run.module.named_buffers()},
+    }
+    if run.updater is not None:
+        counts = run.updater.step_counts
+        state["step_counts"] = {names[key]: count for key, count in counts.items() if key in names}
+        state["progress"] = {names[key]: list(_packed(p)) for key, p in run.updater.progress.items() if key in names}
+        for group in run.updater.param_groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            state["groups"].append({**options, "params": [names.get(id(p), "") for p in group["params"]]})
+    if hasattr(run.lr_scheduler, "state_dict"):
+        state["lr_scheduler"] = pack_any(run.lr_scheduler.state_dict())
+    return make_archive(state).numpy().tobytes()
+
+
+def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
+    """Put back what `capture` has taken; returns the norm of the last step's gradients.
+
+    Raises:
+        StateError: the param groups are others. Nothing has changed.
+    """
+    state = read_archive(bytes_tensor(data), "the state of a snapshot")
+    _check_groups(run, names, state["groups"])
+    restore_counters(run, state["counters"])
+    run.scaler.load_state_dict(state.get("loss_scaler"))
+    if run.updater is not None:
+        restore_groups(run.updater, state["groups"])
+        keys = {name: key for key, name in names.items()}
+        run.updater.step_counts.clear()
+        run.updater.step_counts.update({keys[name]: count for name, count in state["step_counts"].items()})
+        run.updater.progress.clear()
+        scalars = run.updater.rule.scalars
+        run.updater.progress.update({keys[n]: _unpacked(p, scalars) for n, p in state["progress"].items()})
+    if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
+        # Classes are trusted: a snapshot is of this very job, and its checksum was right.
+        run.lr_scheduler.load_state_dict(unpack_any(state["lr_scheduler"], "the state of the scheduler"))
+    buffers = dict(run.module.named_buffers())
+    with torch.no_grad():
+        for name, value in state["buffers"].items():
+            if name in buffers:
+                buffers[name].copy_(value)
+    get_cuda_rng_tracker().set_states(state["named_random_states"])
+    restore_rank(run, state["rank"], own=True)
+    norm: float | None = state["norm"]
+    return norm
+
+
+def _packed(progress: Progress) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
+    """In types that an archive may hold: numbers, planes that are there, and what is None."""
+    numbers = {n: scalar.tensor() for n, scalar in progress.scalars if scalar.value is not None}
+    return numbers, list(progress.present), [n for n, scalar in progress.scalars if scalar.value is None]
+
+
+def _unpacked(packed: tuple[Any, ...], scalars: Mapping[str, Scalar]) -> Progress:
+    numbers, present, *rest = packed
+    known = [(n, scalars[n].like(value)) for n, value in numbers.items() if n in scalars]
+    return Progress((*known, *((n, Scalar(None)) for n in (rest[0] if rest else []))), tuple(present))
+
+
+def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) -> None:
+    groups = run.updater.param_groups if run.updater is not None else []
+    mine = [[names.get(id(p), "") for p in group["params"]] for group in groups]
+    theirs = [group["params"] for group in saved]
+    if mine != theirs:
+        sizes = [[len(group) for group in each] for each in (theirs, mine)]
+        raise StateError(
+            f"load_snapshot: the param groups are others: expected groups of {sizes[0]} parameters as they were saved, "
+            f"got {sizes[1]}; make the optimizer as it was"
+        )

@@ -1,0 +1,105 @@
+"""Show a configuration as it takes effect, the JSON Schema, or every key.
+
+zero config show FILE   every value that holds, as JSON that loads again to the same; a comment in it says where each
+value comes from: "user", "auto" or "default"
+zero config schema      JSON Schema, for editors
+zero config keys        the table of all keys, as in docs/config-keys.md
+zero config defaults    the defaults of a config_version
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from offload.errors import ConfigError
+from zero.config import Config, load_config
+from zero.config.auto_values import auto_lines
+from zero.config.fields import VERSION_KEY, block_of, known_keys
+from zero.config.loading import ORIGINS_KEY
+from zero.config.schema import VERSION
+from zero.tools.config_keys import key_table
+from zero.tools.config_schema import json_schema
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `zero config`."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="every value that holds, and where it comes from")
+    show.add_argument("config", metavar="FILE", help="a configuration; - reads it from the standard input")
+    show.add_argument("--world-size", type=int, default=1, metavar="N", help="complete it for so many ranks (1)")
+    show.set_defaults(action=_show)
+    actions.add_parser("schema", help="JSON Schema").set_defaults(action=_schema)
+    actions.add_parser("keys", help="the table of all keys, in Markdown").set_defaults(action=_keys)
+    defaults = actions.add_parser("defaults", help="the defaults of a config_version")
+    defaults.add_argument("--config-version", type=int, default=VERSION, metavar="N")
+    defaults.set_defaults(action=_defaults)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what was asked for; the exit status."""
+    action: Callable[[argparse.Namespace], int] = options.action
+    return action(options)
+
+
+def shown_config(config: Config) -> dict[str, Any]:
+    """The effective configuration and the origin of each value, as an object that loads to the same configuration.
+
+    Keys that are None (the engine derives them, or they are off) are left out.
+    """
+    effective = _without_nones(config.as_dict())
+    origins = {path: config.origin(path) for path in _paths_in(effective)}
+    return {ORIGINS_KEY: origins, **effective}
+
+
+def _show(options: argparse.Namespace) -> int:
+    source: Any = options.config
+    if source == "-":
+        try:
+            source = json.load(sys.stdin)
+        except ValueError as error:
+            raise ConfigError(f"standard input: not valid JSON: {error}") from error
+    elif not os.path.exists(source):
+        raise ConfigError(f"{source}: expected a readable JSON file, got: no such file")
+    config = load_config(source, world_size=options.world_size)
+    for note in (*config.inactive_with_reasons, *config.deprecated, *auto_lines(config)):
+        print(note, file=sys.stderr)
+    print(json.dumps(shown_config(config), indent=2))
+    return 0
+
+
+def _schema(options: argparse.Namespace) -> int:
+    print(json.dumps(json_schema(Config), indent=2))
+    return 0
+
+
+def _keys(options: argparse.Namespace) -> int:
+    print(key_table(Config), end="")
+    return 0
+
+
+def _defaults(options: argparse.Namespace) -> int:
+    config = load_config({VERSION_KEY: options.config_version}, world_size=1)
+    print(json.dumps(_without_nones(config.as_dict()), indent=1))
+    return 0
+
+
+def _without_nones(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_nones(item) if isinstance(item, Mapping) else item
+        for key, item in value.items()
+        if item is not None
+    }
+
+
+def _paths_in(effective: Mapping[str, Any]) -> Iterator[str]:
+    for key in known_keys(Config):
+        found: Any = effective
+        for part in key.path.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found is not None and block_of(key.field) is None:
+            yield key.path

@@ -1,0 +1,326 @@
+"""Say what a model takes on each tier, and how long a step takes, without building it.
+
+MODEL is a Hugging Face config (a json file) or `module:callable`, something that returns a model when called. It is
+built on the meta device: no values, so that a model of any size is planned in seconds. CONFIG is a DeepSpeed JSON.
+Without options the machine is this one. What does not fit is refused with the knob to turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.accelerator import compute_device, planned_device
+from offload.disk import tuning
+from offload.errors import BudgetError, ConfigError
+from offload.kernels import kernels
+from offload.kernels.moments import Moments
+from offload.sizes import format_bytes
+from offload.streams import shares_host_memory
+from zero.assembly.model_plan import plan_model
+from zero.config import Config, load_config
+from zero.config.numbers import parse_bytes
+from zero.config.reading import read_json
+from zero.params.layout import Layout
+from zero.plan.machine import Machine, read_machine
+from zero.plan.plan import DEVICE, HOST, NVME, Plan
+from zero.plan.traffic import StepTraffic, step_traffic
+
+RATE_NUMEL = 4 << 20
+RATE_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast things move here; None: not known."""
+
+    read_bytes_per_second: float | None
+    mixed_bytes_per_second: float | None
+    update_numel_per_second: float | None
+    copy_bytes_per_second: float | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step beside the model's own computation."""
+
+    update_disk_seconds: float | None
+    """Reading and writing for the updates."""
+    update_seconds: float | None
+    """The CPU's arithmetic; overlaps with the disk's work."""
+    fetch_seconds: float | None
+    """Reading units for backward and further forwards."""
+    copy_seconds: float | None
+    """To and from a GPU; overlaps with all of it."""
+    expected_seconds: float | None
+    """None while one of them is not known."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `zero plan`."""
+    parser.add_argument("model", metavar="MODEL", help="config.json of a Hugging Face model, or module:callable")
+    parser.add_argument("config", metavar="CONFIG", help="DeepSpeed JSON file")
+    parser.add_argument("--model-args", metavar="JSON", default="{}", help="keyword arguments of the callable")
+    parser.add_argument("--stage", type=int, help="ZeRO stage, in place of CONFIG's")
+    parser.add_argument("--world-size", "--ranks", dest="ranks", type=int, default=1, help="ranks (1)")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes, each with as many of the ranks (1)")
+    parser.add_argument("--host", type=_size, metavar="BYTES", help="free host memory, such as 64GB")
+    parser.add_argument("--device", type=_size, metavar="BYTES", help="a GPU's free memory, such as 24GB")
+    parser.add_argument("--nvme", type=_size, metavar="BYTES", help="free space of the drives, such as 2TB")
+    for name, what in (
+        ("read-rate", "of the disk, reading, a second"),
+        ("mixed-rate", "of the disk, reading and writing, a second"),
+        ("copy-rate", "to a GPU and from it, a second"),
+    ):
+        parser.add_argument(f"--{name}", type=_size, metavar="BYTES", help=what)
+    parser.add_argument("--update-rate", type=float, metavar="ELEMENTS", help="that the CPU updates a second")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan and print; the exit status."""
+    config = _config(options)
+    model = build_on_meta(options.model, options.model_args)
+    device = planned_device() if options.device is not None else compute_device()
+    layout, plan = plan_model(model, config, _machine(options, device), device, options.ranks)
+    _check_disk(plan, config, options)
+    traffic = step_traffic(plan, layout, config.gradient_accumulation_steps, on_gpu=not shares_host_memory(device))
+    rates = find_rates(config, plan, traffic, options)
+    seconds = step_time(traffic, rates)
+    numel = sum(p.numel() for p in model.parameters())
+    if options.json:
+        print(json.dumps(_as_dict(plan, layout, traffic, rates, seconds, numel), indent=1))
+        return 0
+    print(f"{options.model}: {numel:,} parameters in {len(layout.units)} units")
+    print(plan.table())
+    print("\n".join(_time_lines(traffic, rates, seconds)))
+    return 0
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """CONFIG as the options change it."""
+    if options.ranks < 1:
+        raise ConfigError(f"--world-size: expected at least 1, got {options.ranks}")
+    if options.nodes < 1 or options.ranks % options.nodes:
+        raise ConfigError(f"--nodes: expected a divisor of {options.ranks}, the number of ranks, got {options.nodes}")
+    content = read_json(options.config)
+    if options.stage is not None:
+        block = content.get("zero_optimization")
+        content["zero_optimization"] = {**(block if isinstance(block, dict) else {}), "stage": options.stage}
+    return load_config(content, world_size=options.ranks, ranks_per_node=_of_node(options))
+
+
+def _of_node(options: argparse.Namespace) -> int:
+    """Ranks of one node."""
+    return int(options.ranks // options.nodes)
+
+
+def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
+    """The model that `source` stands for, on the meta device.
+
+    Args:
+        source: a json file, or `module:callable`.
+        arguments: JSON object, keyword arguments of the callable.
+
+    Raises:
+        ConfigError: it stands for no model; says what is wrong.
+    """
+    try:
+        keywords = json.loads(arguments)
+    except ValueError as error:
+        raise ConfigError(f"--model-args: not valid JSON: {error}") from error
+    if not isinstance(keywords, dict):
+        raise ConfigError(f"--model-args: expected an object {{...}}, got {arguments}")
+    with torch.device("meta"):
+        model = _from_json(Path(source)) if source.endswith(".json") else _from_callable(source, keywords)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{source}: expected a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _from_callable(source: str, keywords: dict[str, Any]) -> Any:
+    module_name, _, name = source.partition(":")
+    if not name:
+        raise ConfigError(f"MODEL: expected a file that ends in .json, or module:callable, got {source!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        target: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"MODEL: {source} cannot be imported: {error}") from error
+    try:
+        return target(**keywords)
+    except TypeError as error:
+        raise ConfigError(f"MODEL: {source} cannot be called: {error}; give its arguments with --model-args") from error
+
+
+def _from_json(path: Path) -> Any:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"MODEL: {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"MODEL: {path} is not valid JSON: {error}") from error
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    if kind is None:
+        raise ConfigError(f'MODEL: {path} has no "model_type"; expected the config.json of a Hugging Face model')
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f"MODEL: {path} needs transformers, which is not installed: pip install transformers"
+        ) from error
+    try:
+        config = transformers.AutoConfig.for_model(**content)
+    except ValueError as error:
+        raise ConfigError(f"MODEL: {path}: transformers does not know model_type {kind!r}") from error
+    classes = [getattr(transformers, name, None) for name in content.get("architectures") or ()]
+    if classes and classes[0] is not None:
+        return classes[0](config)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _machine(options: argparse.Namespace, device: torch.device) -> Machine:
+    """What one rank can have, here or on the machine that the options describe."""
+    described = options.host is not None or options.device is not None
+    here = read_machine(torch.device("cpu") if options.device is not None else device)
+    changes: dict[str, Any] = {"rss_bytes": 0, "memlock_bytes": None} if described else {}
+    if options.host is not None:
+        changes |= {"available_bytes": options.host, "available_source": "--host"}
+    if options.device is not None:
+        changes["device_bytes"] = options.device
+    machine = dataclasses.replace(here, **changes)
+    return dataclasses.replace(machine, available_bytes=machine.available_bytes // _of_node(options))
+
+
+def _check_disk(plan: Plan, config: Config, options: argparse.Namespace) -> None:
+    """Refuse what the drives cannot hold; folders that are not here can say nothing."""
+    need, free, where = plan.swap_bytes * _of_node(options), options.nvme, "--nvme"
+    folders = [Path(path) for path in _folders(config)]
+    if free is None and folders and all(folder.is_dir() for folder in folders):
+        devices = {folder.stat().st_dev: os.statvfs(folder) for folder in folders}
+        free = sum(found.f_bavail * found.f_frsize for found in devices.values())
+        where = ", ".join(map(str, folders))
+    if free is not None and need > free:
+        raise BudgetError(
+            f"the plan needs {need:,} bytes of NVMe, {where} has {free:,}; add a folder to nvme_path, move a plane to "
+            f"host memory, or set offload_optimizer.state_dtype\n{plan.table()}"
+        )
+
+
+def _folders(config: Config) -> list[str]:
+    zero = config.zero_optimization
+    blocks = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "nvme"]
+    return list(dict.fromkeys(str(path) for block in blocks for path in block.nvme_path or ()))
+
+
+def find_rates(config: Config, plan: Plan, traffic: StepTraffic, options: argparse.Namespace) -> Rates:
+    """Speeds from the options, else the disk's as `zero tune` has measured it and the CPU's measured now."""
+    read, mixed, update = options.read_rate, options.mixed_rate, options.update_rate
+    notes = []
+    if plan.swap_bytes and (read is None or mixed is None):
+        folders = [Path(path) for path in _folders(config)]
+        found = [tuning.cached(folder) if folder.is_dir() else None for folder in folders]
+        known = {result.device.key: result for result in found if result is not None}
+        if all(found) and known:
+            read = read or sum(result.read_bytes_per_second for result in known.values())
+            mixed = mixed or sum(result.mixed_bytes_per_second for result in known.values())
+        else:
+            paths = " ".join(map(str, folders))
+            notes.append(f"not tuned: run zero tune {paths}, or give --read-rate and --mixed-rate")
+    if update is None and traffic.host_updated_numel:
+        update = measure_update_rate(plan.state_dtype)
+        notes.append("the update rate was measured here just now")
+    if options.copy_rate is None and (traffic.copied_in_bytes or traffic.copied_out_bytes):
+        notes.append("the speed of copies to the GPU is not known: give --copy-rate")
+    return Rates(read, mixed, update, options.copy_rate, tuple(notes))
+
+
+def measure_update_rate(state_dtype: torch.dtype) -> float:
+    """Elements a second that Adam's CPU kernel updates here, bf16 weights with a split master."""
+    numel = RATE_NUMEL
+    weight, gradient = torch.zeros(numel, dtype=torch.bfloat16), torch.ones(numel, dtype=torch.bfloat16)
+    remainder = torch.zeros(numel, dtype=torch.int16)
+    moments = Moments.over(torch.zeros(Moments.nbytes(state_dtype, numel), dtype=torch.uint8), state_dtype, numel, 0, 0)
+    whole = kernels.Segment(
+        begin=0, end=numel, step_size=1e-3, bias2_sqrt=1.0, decay=1.0, l2=0.0, beta1=0.9, beta2=0.999, eps=1e-8
+    )
+    seconds = []
+    for _ in range(RATE_ROUNDS):
+        begin = time.perf_counter()
+        kernels.adamw(weight, remainder, moments, gradient, [whole], threads=max(torch.get_num_threads(), 1))
+        seconds.append(time.perf_counter() - begin)
+    return numel / min(seconds)
+
+
+def step_time(traffic: StepTraffic, rates: Rates) -> StepTime:
+    """Seconds that a step takes at these rates: the slower of disk and CPU in updates, then the fetches. Pure."""
+    copied = max(traffic.copied_in_bytes, traffic.copied_out_bytes)  # both directions at once
+    passing = traffic.update_read_bytes + traffic.update_write_bytes
+    passing += traffic.gradient_read_bytes + traffic.gradient_write_bytes
+    disk = _seconds(passing, rates.mixed_bytes_per_second)
+    update = _seconds(traffic.host_updated_numel, rates.update_numel_per_second)
+    fetch = _seconds(traffic.fetch_read_bytes, rates.read_bytes_per_second)
+    copies = _seconds(copied, rates.copy_bytes_per_second)
+    expected = None
+    if disk is not None and update is not None and fetch is not None and copies is not None:
+        expected = max(max(disk, update) + fetch, copies)
+    return StepTime(disk, update, fetch, copies, expected)
+
+
+def _seconds(amount: float, rate: float | None) -> float | None:
+    return 0.0 if not amount else None if not rate else amount / rate
+
+
+def _time_lines(traffic: StepTraffic, rates: Rates, seconds: StepTime) -> list[str]:
+    def shown(value: float | None) -> str:
+        return "not known" if value is None else f"{value:.3f} s"
+
+    read, written = format_bytes(traffic.nvme_read_bytes), format_bytes(traffic.nvme_write_bytes)
+    lines = [
+        f"a step: {read} read from NVMe, {written} written, {traffic.host_updated_numel:,} elements updated by the CPU",
+        f"  updates: disk {shown(seconds.update_disk_seconds)}, CPU {shown(seconds.update_seconds)} (at the same time)",
+        f"  fetches from NVMe: {shown(seconds.fetch_seconds)}; copies: {shown(seconds.copy_seconds)} (beside the rest)",
+        f"  expected: {shown(seconds.expected_seconds)}, and the model's own computation where that takes longer",
+    ]
+    return lines + [f"  note: {note}" for note in rates.notes]
+
+
+def _as_dict(
+    plan: Plan, layout: Layout, traffic: StepTraffic, rates: Rates, seconds: StepTime, numel: int
+) -> dict[str, Any]:
+    return {
+        "parameters": numel,
+        "units": len(layout.units),
+        "rows": [dataclasses.asdict(row) for row in plan.rows],
+        "total_bytes": {tier: plan.tier_bytes(tier) for tier in (DEVICE, HOST, NVME)},
+        "limits": dataclasses.asdict(plan.limits),
+        "step": {
+            **dataclasses.asdict(traffic),
+            "nvme_read_bytes": traffic.nvme_read_bytes,
+            "nvme_write_bytes": traffic.nvme_write_bytes,
+        },
+        "rates": dataclasses.asdict(rates),
+        "seconds": dataclasses.asdict(seconds),
+        "notes": [*plan.notes, *rates.notes],
+    }
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected {error}, got {text!r}") from None

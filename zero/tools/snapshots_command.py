@@ -1,0 +1,53 @@
+"""List the snapshots below a folder of nvme_path, or remove one.
+
+A snapshot stays when its job ends, however it ends, until it is removed here. One that a job uses cannot be removed.
+Of a job over several nodes each node lists and removes its own ranks' parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from datetime import datetime
+
+from offload.files.snapshot_list import Listed, list_snapshots, remove_snapshot
+from offload.sizes import format_bytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `zero snapshots`."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="name, step, age and size of each")
+    listing.add_argument("path", metavar="PATH", help="first folder of nvme_path")
+    listing.add_argument("--json", action="store_true", help="print them as a JSON list")
+    removal = actions.add_parser("rm", help="remove one, and give its space back")
+    removal.add_argument("path", metavar="PATH", help="first folder of nvme_path")
+    removal.add_argument("name", metavar="NAME", help="as listed")
+
+
+def run(options: argparse.Namespace) -> int:
+    """List or remove; the exit status."""
+    if options.action == "rm":
+        freed = remove_snapshot(options.path, options.name)
+        print(f"{options.name}: removed, {format_bytes(freed)} are free again")
+        return 0
+    found = list_snapshots(options.path)
+    if options.json:
+        print(json.dumps([asdict(listed) for listed in found], indent=1))
+        return 0
+    print("\n".join(map(describe, found)) or f"no snapshots below {options.path}")
+    return 0
+
+
+def describe(listed: Listed) -> str:
+    """One snapshot, one line."""
+    head = listed.head
+    if head is None:
+        what = listed.trouble or "nothing was committed"
+    else:
+        when = datetime.fromtimestamp(listed.committed_at or 0.0).isoformat(" ", "seconds")
+        here = "" if head["ranks"] == len(listed.ranks) else f", {len(listed.ranks)} of them here"
+        what = f"step {head['step']:,}, committed {when}, {head['ranks']} ranks{here}"
+    use = ", in use" if listed.in_use else ""
+    return f"{listed.name}: {what}, {format_bytes(listed.allocated_bytes)}{use}"

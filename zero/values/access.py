@@ -1,0 +1,272 @@
+"""The engine's keeper of parameters: what happens when somebody looks at a value that is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from offload.errors import StateError
+from offload.kernels import masters
+from offload.system.interrupts import whole
+from zero.params.binding import BoundUnit
+from zero.params.layout import Slot, Unit
+from zero.params.released import is_kept, name_of, unmark
+from zero.params.tiles import engine_keeper
+from zero.schedule.coordinator import Coordinator
+from zero.schedule.hooks import ModuleHooks, in_backward
+from zero.schedule.rows import RowLender
+from zero.values.editor import Put, UnitEditor
+from zero.values.gathered_values import runs_of
+
+
+class Owner(Protocol):
+    """What the keeper needs of its engine."""
+
+    def ready_to_run(self, what: str) -> None:
+        """Raise if the engine is closed; weights are there when it returns."""
+
+    @property
+    def offloaded_states(self) -> Container[str]:
+        """What the engine has put away from its device; it can be read, and nothing is due."""
+
+    def current(self, what: str, units: Iterable[int] | None = None) -> None:
+        """Raise if the engine is closed; wait until these units (None: all) are as of the last step."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+class Place(NamedTuple):
+    """Where a parameter, or a tile of it, is."""
+
+    bound: BoundUnit
+    slot: Slot
+
+
+class EngineKeeper:
+    """Knows every parameter's unit and how to bring its values in.
+
+    Attributes:
+        partitions: weights are sharded: see `Keeper.partitions`.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        bound: list[BoundUnit],
+        coordinator: Coordinator,
+        hooks: ModuleHooks,
+        editor: UnitEditor,
+        wholes: list[nn.Parameter],
+        *,
+        partitions: bool = True,
+    ) -> None:
+        self._owner, self._bound, self._coordinator, self._hooks, self._editor = (
+            owner,
+            bound,
+            coordinator,
+            hooks,
+            editor,
+        )
+        self.partitions = partitions
+        self.rows: RowLender | None = None
+        """Lends rows of packed experts; None before there are any to lend."""
+        self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
+        self._slot_of = {id(p): s for b in bound for p, s in zip(b.parameters, b.unit.slots, strict=True)}
+        self._bound_of = {b.unit.index: b for b in bound}
+        self._wholes = wholes
+        self._dtype_of = {id(p): p.dtype for p in wholes}
+        self._places: dict[str, list[Place]] = {}
+        for b in bound:
+            for slot in b.unit.slots:
+                for name in slot.names:
+                    self._places.setdefault(name, []).append(Place(b, slot))
+
+    @property
+    def owner(self) -> Owner:
+        """The engine."""
+        return self._owner
+
+    def inherit(self, other: EngineKeeper) -> None:
+        """Remember in which dtype the model had what `other` kept until now."""
+        self._dtype_of.update((key, dtype) for key, dtype in other._dtype_of.items() if key in self._dtype_of)
+
+    def exact(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's values as the model would have them: the fp32 master of one that was fp32."""
+        is_fp32 = self._dtype_of[id(self.parameter(name))] == torch.float32
+        return self.master(name) if is_fp32 else self.weights(name)
+
+    # ---- the face of released parameters ------------------------------------------------------
+
+    @whole
+    def touch(self, parameter: nn.Parameter) -> None:
+        """Fetch inside forward or backward; elsewhere say what to do.
+
+        Raises:
+            StateError: neither a forward nor a backward is running, or the engine is closed.
+        """
+        index = self._unit_of[id(parameter)]
+        self._owner.ready_to_run(f"parameter {name_of(parameter)}")
+        if in_backward() or self._hooks.in_call:
+            self._hooks.begin_look(index)
+            return
+        if not self._coordinator.bound(index):
+            raise StateError(
+                f"parameter {name_of(parameter)} (shape {tuple(parameter.shape)}) is released: its values are not on "
+                "the device outside forward and backward; wrap the access in zero.GatheredParameters([parameter])"
+            )
+        self._coordinator.look(index)
+
+    def touched(self, parameters: list[nn.Parameter], given: list[Any], result: Any) -> Any:
+        """The operation was a use of its own, unless more than its result needs the values."""
+        return self._hooks.end_look(given, result)
+
+    def part(self, parameter: nn.Parameter) -> slice:
+        """What of it lies in this rank's slice of its unit; it may be empty."""
+        bound = self._bound_of[self._unit_of[id(parameter)]]
+        slot, placement = self._slot_of[id(parameter)], self._editor.placement
+        run = runs_of(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
+        return run[placement.shard_index]
+
+    @whole
+    def open(self, parameters: list[nn.Parameter]) -> None:
+        """`GatheredParameters` begins."""
+        units = self._units_of(parameters)
+        self._owner.current("GatheredParameters", units)
+        self._editor.open(units)
+
+    @whole
+    def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
+        """`GatheredParameters` ends."""
+        self._editor.close(self._units_of(parameters), modifier_rank)
+
+    def store_edits(self) -> None:
+        """Store edits that could not be stored when their context ended. Raises StorageError."""
+        self._editor.store_edits()
+
+    def before_change(self, units: Iterable[int]) -> None:
+        """States or gradients of these units are about to be replaced."""
+        self._editor.before_change(units)
+
+    def rewrite(self, unit: Unit, begin: int, values: torch.Tensor, put: Put) -> None:
+        """As `UnitEditor.rewrite`. Raises StorageError."""
+        self._editor.rewrite(unit, begin, values, put)
+
+    @property
+    def editing(self) -> bool:
+        """True inside `GatheredParameters`."""
+        return self._editor.busy
+
+    def give_back(self) -> None:
+        """Make every parameter an ordinary one that holds its values, and close the engine.
+
+        Raises:
+            StateError: the engine is closed already; the values are gone.
+        """
+        if not self._owner.offloaded_states:
+            self._owner.current("taking the model back from the engine that keeps its values")
+        self.return_values(self._owner.close)
+
+    def return_values(self, close: Callable[[], None] | None = None) -> None:
+        """Read back what the planes hold, then call `close`, then make the parameters ordinary ones.
+
+        A parameter that was fp32 in the model comes back as its fp32 master, so nothing is rounded.
+        """
+        values: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for slot in (slot for bound in self._bound for slot in bound.unit.slots if slot.first_numel == 0):
+            parameter = self._wholes[slot.index]
+            if is_kept(parameter) and engine_keeper(parameter) is self:
+                values.append((parameter, self.exact(slot.name)))
+        if close is not None:
+            close()
+        for parameter, value in values:
+            self.release(parameter, value)
+
+    def release(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Make one an ordinary parameter with these values."""
+        unmark(parameter)
+        with torch.no_grad():
+            parameter.data = value
+
+    # ---- whole values -------------------------------------------------------------------------
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The model's parameter object."""
+        return self._wholes[self._pieces(name)[0].slot.index]
+
+    def units_named(self, name: str) -> list[int]:
+        """The unit of a parameter, or the units of its tiles. Raises KeyError."""
+        return [bound.unit.index for bound, _ in self._pieces(name)]
+
+    def weights(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's weights, in compute dtype, on the host."""
+        return self._whole(
+            name, lambda bound, slot: self._cut(self._editor.read(bound.unit).view(bound.unit.dtype), slot)
+        )
+
+    def master(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's fp32 master, on the host."""
+
+        def part(bound: BoundUnit, slot: Slot) -> torch.Tensor:
+            weight = self._cut(self._editor.read(bound.unit).view(bound.unit.dtype), slot)
+            remainder = self._editor.read_records(bound.unit).get("remainder") if bound.unit.trainable else None
+            own = None if remainder is None else remainder[slot.offset_numel : slot.end_numel].clone()
+            out = torch.empty(slot.numel)
+            masters.whole(out, weight.reshape(-1), own)
+            return out.view(slot.shape)
+
+        return self._whole(name, part)
+
+    def moments(self, name: str) -> dict[str, torch.Tensor]:
+        """Copies of one parameter's states by name (Adam's are `exp_avg` and `exp_avg_sq`), fp32 on the host."""
+        pieces = self._pieces(name)
+        if not pieces[0].bound.unit.trainable:
+            raise StateError(f"parameter {name} is not trained by this engine: it has no states")
+        records = [(self._editor.read_records(bound.unit), slot) for bound, slot in pieces]
+        return {key: _joined([self._cut(record[key], slot) for record, slot in records]) for key in self._editor.states}
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, copy of the weights), one unit or tiled parameter in memory at a time; tied ones under each name."""
+        for bound in self._bound:
+            flat = self._editor.read(bound.unit).view(bound.unit.dtype)
+            for slot in bound.unit.slots:
+                tiled = len(self._pieces(slot.name)) > 1
+                if tiled and slot.first_numel:
+                    continue  # a tile of what the first one has given whole
+                for name in slot.names:
+                    yield name, self.weights(name) if tiled else self._cut(flat, slot)
+
+    def _cut(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+        return flat[slot.offset_numel : slot.end_numel].clone().view(slot.shape)
+
+    def _whole(self, name: str, part: Callable[[BoundUnit, Slot], torch.Tensor]) -> torch.Tensor:
+        return _joined([part(bound, slot) for bound, slot in self._pieces(name)])
+
+    def _pieces(self, name: str) -> list[Place]:
+        if name not in self._places:
+            raise KeyError(f"no parameter is named {name!r}")
+        return self._places[name]
+
+    def _units_of(self, parameters: list[nn.Parameter]) -> list[int]:
+        return sorted({self._unit_of[id(p)] for p in parameters})
+
+
+def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = None) -> None:
+    """The same model may be wrapped again: the engine that kept it gives its values back and closes.
+
+    Args:
+        parameters: any.
+        but: what this one keeps stays with it.
+    """
+    for parameter in parameters:
+        if is_kept(parameter):
+            keeper = engine_keeper(parameter)
+            if isinstance(keeper, EngineKeeper) and keeper is not but:
+                keeper.give_back()
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

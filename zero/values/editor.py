@@ -1,0 +1,322 @@
+"""Reading and editing whole units outside forward and backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+
+import torch
+
+from offload.errors import BudgetError, StateError
+from offload.kernels import masters
+from offload.planes.copies import read_plane, write_plane
+from offload.sizes import format_bytes
+from zero.exchange.exchange import Exchange, whole
+from zero.params.binding import BoundUnit
+from zero.params.layout import Layout, Unit
+from zero.params.placement import Placement
+from zero.plan.machine import read_machine
+from zero.plan.record import Record
+from zero.schedule.coordinator import Coordinator
+from zero.store.staging import Staged, Staging
+from zero.store.storage import Storage
+from zero.values.edits import Edit, agree_on_edits
+
+Visit = Callable[[Record, int, int], Awaitable[bool]]
+"""(record of a sub-group, first, last element of it that belong to the unit) -> was it changed?"""
+
+Put = Callable[[Record, int, torch.Tensor], None]
+"""(record, first element in it, values): the record is given the values."""
+
+
+class UnitEditor:
+    """Opens units of one engine for reading and editing, in memory of their own.
+
+    Args:
+        changed: told of every unit that was edited.
+        exchange: with the other ranks; all of them open and close the same units.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        bound: list[BoundUnit],
+        storage: Storage,
+        coordinator: Coordinator,
+        changed: Callable[[int], None],
+        exchange: Exchange,
+    ) -> None:
+        self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
+        self._changed, self._exchange = changed, exchange
+        self.before_in_place: Callable[[], None] = lambda: None
+        """Called before anybody can edit weights where they live."""
+        self._opened: Counter[int] = Counter()
+        self._before: dict[int, torch.Tensor] = {}
+        self._unstored: list[Edit] = []
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the optimizer's state planes."""
+        return self._storage.plan.states
+
+    @property
+    def placement(self) -> Placement:
+        """Of the ranks."""
+        return self._exchange.placement
+
+    @property
+    def busy(self) -> bool:
+        """True while any unit is open."""
+        return any(self._opened.values())
+
+    def open(self, indices: Iterable[int]) -> None:
+        """Bind each unit to a private copy, unless it is bound already. All of them, or none.
+
+        Raises:
+            BudgetError: they are more than the machine has memory for.
+            StorageError: a unit could not be read; nothing is open that was not before.
+        """
+        indices = list(indices)
+        self._check_room(indices)
+        opened: list[int] = []
+        try:
+            for index in indices:
+                if not self._opened[index]:
+                    self._open_one(index)
+                self._opened[index] += 1
+                opened.append(index)
+        except BaseException:
+            self.close(opened)
+            raise
+
+    def _check_room(self, indices: list[int]) -> None:
+        """All of them are to be visible at once, with a copy of each to see what was edited."""
+        units = [self._layout.units[index] for index in indices if not self._opened[index]]
+        needed = 2 * sum(unit.nbytes for unit in units if not self._bound[unit.index].bound)
+        free_bytes = read_machine(self._storage.device).device_bytes
+        if free_bytes is not None and needed > free_bytes:
+            names = ", ".join(unit.name for unit in units[:3]) + (", ..." if len(units) > 3 else "")
+            raise BudgetError(
+                f"GatheredParameters: {len(units)} units ({names}) need {format_bytes(needed)} on "
+                f"{self._storage.device}, the values and a copy to see what was edited; "
+                f"{format_bytes(free_bytes)} are free there. Gather fewer parameters at a time, or look at "
+                "them one by one with engine.named_full_parameters()"
+            )
+
+    def _open_one(self, index: int) -> None:
+        bound = self._bound[index]
+        self._coordinator.let_go(index)
+        if bound.bound:
+            # In use by a forward around us, or persistent: edits happen in place.
+            bound.show(edited=True)
+            self.before_in_place()
+            self._recapture(bound)
+            self._before[index] = bound.flat.detach().clone().view(torch.uint8)
+            return
+        before = self.read(self._layout.units[index]).to(bound.flat.device)
+        copy = torch.empty_like(before)
+        copy.copy_(before)
+        self._before[index] = before
+        bound.bind(copy, edited=True)
+        self._coordinator.hold(index)
+
+    def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
+        """Store what changed since `open` and release what it bound. All ranks come here.
+
+        Every unit is released whatever happens; an edit that cannot be written stays in memory.
+
+        Args:
+            indices: units.
+            modifier_rank: whose edits count; None: all ranks must have made the same ones.
+
+        Raises:
+            StateError: a parameter was given another shape; it keeps its values, other edits are kept. Or ranks have
+                made different edits, none of which is kept.
+            StorageError: the first failure.
+        """
+        edits: list[Edit] = []
+        refused: list[str] = []
+        for index in indices:
+            self._opened[index] -= 1
+            if self._opened[index]:
+                continue
+            bound = self._bound[index]
+            refused += bound.recapture()
+            before = self._before.pop(index)
+            after = bound.flat.detach().view(torch.uint8)
+            edits.append(Edit(self._layout.units[index], before.cpu(), after.cpu().clone()))
+            if self._coordinator.held(index):
+                self._coordinator.unhold(index)
+                bound.unbind()
+            else:
+                bound.show()
+        try:
+            changes = agree_on_edits(self._exchange, edits, modifier_rank)
+        except StateError as error:
+            refused.append(str(error))
+            changes = []
+        self._undo(edits, {change.unit.index for change in changes})
+        for change in changes:
+            self._changed(change.unit.index)
+            bound = self._bound[change.unit.index]
+            if bound.bound:
+                bound.flat.detach().view(torch.uint8).copy_(change.after)
+        self._unstored += changes
+        try:
+            self.store_edits()
+        finally:
+            if changes:
+                unstored = {edit.unit.index for edit in self._unstored}
+                self._coordinator.rewritten([change.unit.index for change in changes], unstored)
+        if refused:
+            raise StateError(f"GatheredParameters: {'; '.join(refused)}")
+
+    def _undo(self, edits: list[Edit], kept: set[int]) -> None:
+        """Edits that do not count, and were made where the unit is used, are taken back."""
+        for edit in edits:
+            bound = self._bound[edit.unit.index]
+            if edit.unit.index not in kept and bound.bound and edit.changed:
+                bound.flat.detach().view(torch.uint8).copy_(edit.before)
+
+    def store_edits(self) -> None:
+        """Store the edits that are not stored yet. What fails stays in memory and is tried again next time.
+
+        Raises:
+            StorageError: the first failure. Nobody may look at the planes before a call succeeds.
+        """
+        error: BaseException | None = None
+        for change in list(self._unstored):
+            job = self._store(*change)
+            failure = self._storage.mover.post(f"storing edits of {change[0].name}", job).settle()
+            if failure is None:
+                self._unstored = [other for other in self._unstored if other is not change]
+            error = error or failure
+        if error is not None:
+            raise error
+
+    def read(self, unit: Unit) -> torch.Tensor:
+        """A copy of the unit's weights as uint8 in host memory."""
+        bound = self._bound[unit.index]
+        if bound.bound and (unit.persistent or self._exchange.placement.alone):
+            # As new as the plane, and newer if forward has modified a weight in place.
+            self._recapture(bound)
+            return bound.flat.detach().view(torch.uint8).cpu().clone()
+        out = torch.empty(unit.nbytes, dtype=torch.uint8)
+        plane = self._storage.weights[self._layout.space_of(unit)]
+        job = read_plane(plane, unit.begin, unit.end, unit.own(out), self._storage.arena)
+        self._storage.mover.run(f"reading {unit.name}", job)
+        return whole(self._exchange, unit, out)
+
+    def _recapture(self, bound: BoundUnit) -> None:
+        refused = bound.recapture()
+        if refused:
+            raise StateError("; ".join(refused))
+
+    def read_records(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """Copies of the unit's state, unit.numel long each: remainder (if any), states by name (fp32)."""
+        parts: dict[str, list[torch.Tensor]] = {}
+
+        async def visit(record: Record, lo: int, hi: int) -> bool:
+            named = dict(zip(self._storage.plan.states, record.states.load(lo, hi), strict=True))
+            if record.remainder is not None:
+                named["remainder"] = record.remainder[lo:hi].clone()
+            for name, values in named.items():
+                parts.setdefault(name, []).append(values.cpu())
+            return False
+
+        self._storage.mover.run(f"reading the state of {unit.name}", self._visit_records(unit, visit))
+        own = {name: torch.cat(pieces) for name, pieces in parts.items()}
+        return {name: whole(self._exchange, unit, self._among(unit, values)) for name, values in own.items()}
+
+    def _among(self, unit: Unit, own: torch.Tensor) -> torch.Tensor:
+        """(unit.numel,) with this rank's slice filled."""
+        if own.numel() == unit.numel:
+            return own
+        whole = torch.zeros(unit.numel, dtype=own.dtype)
+        unit.own(whole).copy_(own)
+        return whole
+
+    async def _store(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
+        """New weights; where one changed, its master is no longer what it was, and becomes the weight."""
+        space = self._layout.space_of(unit)
+        plane, streams = self._storage.weights[space], self._storage.streams
+        await streams.reached(streams.behind_copies_in())  # a forward that ran before may still be reading this
+        own = unit.own(after)
+        await write_plane(plane, unit.begin, unit.end, own, self._storage.arena)
+        await self._forget_masters(unit, unit.own(before), own)
+        self._exchange.stored(unit.index)
+
+    async def _forget_masters(self, unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
+        space = self._layout.space_of(unit)
+        if self._layout.spaces[space].remainder is None:
+            return
+        edited, own = before.view(torch.int16) != after.view(torch.int16), after.view(unit.dtype)
+        position = 0
+
+        async def visit(record: Record, lo: int, hi: int) -> bool:
+            nonlocal position
+            mask, weights = edited[position : position + hi - lo], own[position : position + hi - lo]
+            position += hi - lo
+            if record.remainder is None or not bool(mask.any()):
+                return False
+            masters.forget_where(mask, weights, record.remainder[lo:hi])
+            return True
+
+        await self._visit_records(unit, visit)
+
+    def before_change(self, indices: Iterable[int]) -> None:
+        """States or gradients of these units are about to be replaced: nobody may be reading them still."""
+        self.before_in_place()
+        for index in indices:
+            self._changed(index)
+
+    def rewrite(self, unit: Unit, begin: int, values: torch.Tensor, put: Put) -> None:
+        """Let `put` change the records of elements of the flat unit from `begin` on, all in this rank's slice.
+
+        Args:
+            unit: trained.
+            begin: of the flat unit.
+            values: 1-D, host; `put` gets the part that belongs to each record.
+            put: changes a record.
+
+        Raises:
+            StorageError: a record could not be read or written.
+        """
+        first = position = unit.origin + begin
+
+        async def visit(record: Record, lo: int, hi: int) -> bool:
+            nonlocal position
+            put(record, lo, values[position - first : position - first + hi - lo])
+            position += hi - lo
+            return True
+
+        job = self._visit_records(unit, visit, (first, first + values.numel()))
+        self._storage.mover.run(f"changing the state of {unit.name}", job)
+
+    async def _visit_records(self, unit: Unit, visit: Visit, part: tuple[int, int] | None = None) -> None:
+        """Call `visit(record, lo, hi)` for each sub-group's part of the unit; True means it was changed.
+
+        Args:
+            unit: any.
+            visit: called in the order of coordinates.
+            part: coordinates [begin, end) of the unit; None: all of this rank's.
+        """
+        index = self._layout.space_of(unit)
+        records = self._storage.records[index]
+        if records is None:
+            return
+        begin, end = part or (unit.begin, unit.end)
+        for group in self._storage.plan.sub_groups:
+            if group.space != index or group.end <= begin or end <= group.begin:
+                continue
+            staged = Staged(records, group.begin, group.end, self._storage.compute(group), self._storage.streams)
+            staging = await Staging.lease(self._storage, [staged], "state record")
+            try:
+                await staged.read()
+                layout = self._storage.plan.record_format(self._layout.spaces[index])
+                record = layout.over(staged.bytes, group.begin, group.end)
+                lo, hi = max(begin, group.begin) - group.begin, min(end, group.end) - group.begin
+                if await visit(record, lo, hi):
+                    await staged.write()
+            finally:
+                staging.release()

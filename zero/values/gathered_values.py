@@ -1,0 +1,121 @@
+"""What the planes of all ranks hold, read by parameter, on every rank; and whether all ranks want the same read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from offload.errors import StateError
+from offload.kernels.masters import remainder_dtype
+from offload.memory.byte_tensors import bytes_of, tensor_of
+from zero.exchange.exchange import Exchange
+from zero.params.layout import Slot, Unit
+from zero.params.placement import Placement
+from zero.store.adoption import Piece
+from zero.store.stored_values import StoredValues
+
+CHUNK_NUMEL = 1 << 20
+"""Elements that travel at once; with their states, 14 bytes each at most."""
+SHOWN = 3
+
+
+class GatheredValues:
+    """`StoredValues` of several ranks. All of them read the same, in the same order.
+
+    Args:
+        own: what this rank's planes hold.
+        exchange: with the other ranks.
+    """
+
+    def __init__(self, own: StoredValues, exchange: Exchange) -> None:
+        self._own, self._exchange = own, exchange
+
+    def pieces(self, parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterator[Piece]:
+        """As `StoredValues.pieces`; of the host."""
+        for unit, slot in self._own.places_of(parameter):
+            first, last = max(begin, slot.first_numel), min(end, slot.first_numel + slot.numel)
+            for lo in range(first, last, CHUNK_NUMEL):
+                yield self._piece(unit, slot, lo, min(lo + CHUNK_NUMEL, last), state and unit.trainable)
+
+    def _piece(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Piece:
+        dtypes = [unit.dtype]
+        if state:
+            remainder = remainder_dtype(unit.dtype)
+            dtypes += ([] if remainder is None else [remainder]) + [torch.float32] * self._own.states_count
+        values = [torch.empty(end - begin, dtype=dtype) for dtype in dtypes]
+        placement = self._exchange.placement
+        runs = runs_of(placement, unit, slot, begin, end)
+        own = runs[placement.shard_index]
+        if own.start < own.stop:
+            for piece in self._own.pieces_of_slot(unit, slot, begin + own.start, begin + own.stop, state):
+                at = slice(piece.first - begin, piece.first - begin + piece.weight.numel())
+                held = [piece.weight, piece.remainder, *(piece.states or ())]
+                for whole, part in zip(values, [part for part in held if part is not None], strict=True):
+                    whole[at].copy_(part)
+        message = b"".join(bytes_of(whole[own].view(torch.uint8)) for whole in values)
+        answers = self._exchange.agree(f"reading {slot.name}", message)
+        for run, rank in zip(runs, placement.shard_ranks, strict=True):
+            sizes = [(run.stop - run.start) * whole.element_size() for whole in values]
+            for whole, part in zip(values, torch.split(tensor_of(answers[rank]), sizes), strict=True):
+                whole[run].view(torch.uint8).copy_(part)
+        weight, *states = values
+        if not state:
+            return Piece(begin, weight)
+        if remainder_dtype(unit.dtype) is None:
+            return Piece(begin, weight, None, tuple(states))
+        return Piece(begin, weight, states[0], tuple(states[1:]))
+
+
+def runs_of(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) -> list[slice]:
+    """Of elements [begin, end) of a parameter, in one slot: what each slice of the unit has, counted from `begin`."""
+    first = slot.offset_numel - slot.first_numel  # where the parameter's first element would be in the unit
+    ends = [min(max(k * unit.shard_numel - first, begin), end) for k in range(placement.shard_size + 1)]
+    return [slice(a - begin, b - begin) for a, b in pairwise(ends)]
+
+
+def agree_on_change(exchange: Exchange, model: nn.Module, held: Collection[int], *, accumulating: bool) -> None:
+    """Return if all ranks have changed their model alike, and none is amid an accumulation. All ranks come here.
+
+    Args:
+        exchange: with the other ranks.
+        model: as it is now.
+        held: id(parameter) of those in param groups.
+        accumulating: this rank has gradients that no step has used.
+
+    Raises:
+        StateError: names what differs, per rank; or the ranks that have gradients.
+    """
+    if exchange.placement.alone:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        mine = [
+            f"{name} {list(p.shape)} {p.dtype}, {'trained' if id(p) in held else 'not trained'}"
+            for name, p in model.named_parameters()
+        ]
+    digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=16).hexdigest()
+    told = [json.loads(answer) for answer in exchange.agree("a change", json.dumps([digest, accumulating]).encode())]
+    if len({digest for digest, _ in told}) > 1:
+        lists = [json.loads(answer) for answer in exchange.agree("what differs", json.dumps(mine).encode())]
+        raise StateError(f"the ranks have changed the model differently: {_differences(lists)}; change all alike")
+    ranks = [rank for rank, (_, holds) in enumerate(told) if holds]
+    if ranks:
+        raise StateError(
+            f"the model has changed amid a step: ranks {', '.join(map(str, ranks))} have gradients; "
+            "with several ranks change it right after step(), or call zero_grad() first"
+        )
+
+
+def _differences(lists: list[list[str]]) -> str:
+    """What each rank has that others have not."""
+    common = set(lists[0]).intersection(*lists[1:])
+    found = []
+    for rank, lines in enumerate(lists):
+        own = [line for line in lines if line not in common]
+        more = f" and {len(own) - SHOWN} more" if len(own) > SHOWN else ""
+        found.append(f"rank {rank}: {'; '.join(own[:SHOWN]) or 'nothing of its own'}{more}")
+    return ", ".join(found) if any(len(lines) != len(common) for lines in lists) else "the order of its parameters"
