@@ -85,7 +85,11 @@ static inline int zn_is_dtype(int32_t dtype) { return dtype >= ZN_F32 && dtype <
 #define ZN_NAN_F16 0x7E00u
 #define ZN_INF_F32 0x7F800000u
 #define ZN_MAGNITUDE_F32 0x7FFFFFFFu
-#define ZN_AHEAD_NUMEL 1024
+
+/* Ask for the cache lines of `nbytes` from `at` on; past the end of an array it is a hint that nothing follows. */
+#define ZN_FETCH(at, nbytes, will_write)                   \
+  for (int64_t line = 0; line < (nbytes); line += 64)      \
+  __builtin_prefetch((const void *)((uintptr_t)(at) + (uintptr_t)line), will_write)
 
 ZN_INLINE uint32_t zn_bits(float value) {
   uint32_t bits;
