@@ -143,6 +143,7 @@ class Assembly:
         self._owner, self.model, self._config = owner, model, config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
+        self.buffers: CommonBuffers = CommonBuffers(owner.exchange, model, previous.buffers if previous else None)
         placement = owner.exchange.placement
         self._covered, self.layout = lay_out(model, self.leaves, trainable, config, placement)
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
@@ -315,8 +316,7 @@ class Assembly:
         self.hooks.at_install.append(lambda: fetch_experts_by_rows(self.model))
         self.hooks.install()
         move_buffers(self.model, self._owner.device, self._config.buffer_dtype)
-        self.buffers = CommonBuffers(self._owner.exchange, self.model)
-        self.buffers.share()
+        self.buffers.share(new_only=True)
         self.coordinator.bind_persistent()
         self.watch.install(self.bound)
 

@@ -79,17 +79,27 @@ class CommonBuffers:
 
     Most buffers are tables that never change; only what has changed on some rank travels. Statistics of torch's norms
     always do: its kernels change them without a new version.
+
+    Args:
+        exchange: with the other ranks.
+        model: the whole tree.
+        before: of the model before a change of it; None: there is no such.
     """
 
-    def __init__(self, exchange: Exchange, model: nn.Module) -> None:
+    def __init__(self, exchange: Exchange, model: nn.Module, before: CommonBuffers | None = None) -> None:
         self._exchange, self._model = exchange, model
-        self._versions: dict[str, tuple[int, int]] = {}
+        self._versions: dict[str, tuple[int, int]] = {} if before is None else before._versions
 
-    def share(self) -> None:
-        """Give every rank the first one's buffers. All ranks come here."""
+    def share(self, *, new_only: bool = False) -> None:
+        """Give every rank the first one's buffers. All ranks come here.
+
+        Args:
+            new_only: of those alone that have come with the model, or with a change of it.
+        """
         if self._exchange.placement.alone:
             return
-        buffers = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
+        present = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
+        buffers = {name: buffer for name, buffer in present.items() if not (new_only and name in self._versions)}
         if not buffers:
             return
         statistics = {
@@ -111,7 +121,8 @@ class CommonBuffers:
             buffer.data if name in statistics else buffer for name, buffer in buffers.items() if name in anywhere
         ]
         self._exchange.broadcast_all(targets, 0)
-        self._versions = {name: _version(buffer) for name, buffer in buffers.items()}
+        now = {name: _version(buffer) for name, buffer in buffers.items()}
+        self._versions = {name: version for name, version in (self._versions | now).items() if name in present}
 
 
 def _version(buffer: torch.Tensor) -> tuple[int, int]:

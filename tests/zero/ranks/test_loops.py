@@ -279,6 +279,37 @@ def test_buffers_are_rank_0s_before_each_training_forward_as_under_ddp(
             torch.testing.assert_close(buffer, theirs[rank][name], rtol=1e-5, atol=1e-6, msg=f"rank {rank}: {name}")
 
 
+def buffers_before_and_after_a_change(place: Place, nvme_path: str) -> tuple[dict[str, torch.Tensor], ...]:
+    """Buffers of this rank before and after a layer begins to train and another, with a buffer, comes."""
+    import zero
+
+    quiet()
+    with seeded(3):
+        model = Normed()
+    model.first.requires_grad_(False)
+    with zero.initialize(model=model, config=engine_config(Run(), place, nvme_path))[0] as engine:
+        engine.backward(engine(normed_batch(0)))
+        engine.step()
+        before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        model.first.requires_grad_(True)
+        model.came = nn.BatchNorm1d(3)
+        model.came.running_mean += dist.get_rank()
+        assert engine.replan()
+        return before, {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+@of_every_stage
+def test_a_change_of_the_model_shares_only_the_buffers_that_came_with_it(
+    rank_pool: Pool, nvme_path: Any, place: Place
+) -> None:
+    answers = rank_pool(2).run(buffers_before_and_after_a_change, place, str(nvme_path))
+    assert not torch.equal(answers[0][0]["norm.running_mean"], answers[1][0]["norm.running_mean"])
+    for before, after in answers:
+        assert {name for name in after if name not in before} == {f"came.{own}" for own in nn.BatchNorm1d(3)._buffers}
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+        assert not after["came.running_mean"].any()
+
+
 def two_forwards(place: Place, nvme_path: str) -> dict[str, torch.Tensor]:
     """Weights of this rank after steps with two forwards before their one backward."""
     import zero
