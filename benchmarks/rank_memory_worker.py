@@ -20,10 +20,11 @@ from benchmarks.loop import emit
 from benchmarks.shapes import SHAPES, Shape
 from offload.memory.pinned import return_freed_memory
 from offload.planes.planes import Plane
-from zero.exchange.exchange import Exchange
-from zero.exchange.shared_memory import SharedMemory
 from zero.plan.plan import NVME
-from zero.store.storage import Storage
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from probe import exchanged_bytes, gradients_of, storage_of, whole_flats
 
 
 def proportional_bytes() -> int:
@@ -59,16 +60,16 @@ def planned(engine: zero.ZeroEngine) -> dict[str, int]:
 
 def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
     """Bytes of memory the engine holds by plane: the sizes of the tensors, whatever a plan says."""
-    storage = engine._storage
+    storage = storage_of(engine)
     kinds: dict[str, Iterable[Plane | None]] = {
         "weights": storage.weights,
         "gradients": storage.gradients,
         "optimizer states": storage.records,
     }
     found = {name: sum(map(memory_bytes, planes)) for name, planes in kinds.items()}
-    found["weights"] += other_slices_bytes(storage)
-    found["block sums of gradients"] = sum(state.sums.data.nbytes for state in engine._gradients.states())
-    found["slices in flight between ranks"] = in_flight_bytes(storage, engine.exchange)
+    found["weights"] += other_slices_bytes(engine)
+    found["block sums of gradients"] = sum(state.sums.data.nbytes for state in gradients_of(engine).states())
+    found["slices in flight between ranks"] = exchanged_bytes(engine)
     pools = {
         "gathered units": storage.unit_pool,
         "flat gradients in flight": storage.gradient_pool,
@@ -80,29 +81,17 @@ def allocated(engine: zero.ZeroEngine) -> dict[str, int]:
     }
 
 
-def other_slices_bytes(storage: Storage) -> int:
+def other_slices_bytes(engine: zero.ZeroEngine) -> int:
     """Of whole units' weights, the slices that are other ranks', where this rank has a copy of its own of them."""
-    units = storage.layout.units
-    return sum(
-        flat.nbytes - units[i].shard_numel * units[i].dtype.itemsize
-        for i, flat in storage._flats.items()
-        if storage._shared is None or units[i].persistent
-    )
-
-
-def in_flight_bytes(storage: Storage, exchange: Exchange) -> int:
-    """What this rank's slices are sent from, or others' arrive in."""
-    if isinstance(exchange, SharedMemory):
-        return exchange._slices[exchange.placement.rank].data.nbytes if exchange._slices else 0
-    arriving = storage.whole_gradients._arriving
-    return 0 if arriving is None else arriving.nbytes
+    units = engine.units
+    return sum(flat.nbytes - units[i].shard_numel * units[i].dtype.itemsize for i, flat in whole_flats(engine).items())
 
 
 def memory_bytes(plane: Plane | None) -> int:
     """Of a plane, what lies in memory."""
     if plane is None:
         return 0
-    return sum(home.memory.nbytes for home in plane._homes if home.memory is not None)
+    return sum(home.memory.nbytes for home in plane.homes if home.memory is not None)
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, build, make_config, tokens, trainability
+from probe import disk_of, is_waiting, put_disk, storage_of, updates_of
 from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor
 
@@ -118,8 +119,8 @@ class FaultyDisk:
     """The disk of one plane; the next transfer of the plane's home number `home` fails, once."""
 
     def __init__(self, plane: Any, operation: str, home: int) -> None:
-        self._disk, self._operation, self.met = plane._disk, operation, False
-        self._offset = plane._homes[home].swap_offset
+        self._disk, self._operation, self.met = disk_of(plane), operation, False
+        self._offset = plane.homes[home].swap_offset
 
     async def read(self, offset: int, buffer: Tensor, what: str = "") -> None:
         self._fail("read", offset)
@@ -136,9 +137,10 @@ class FaultyDisk:
 
 
 def break_gradients(engine: Any, operation: str, home: int) -> FaultyDisk:
-    (plane,) = (plane for plane in engine._storage.gradients if plane is not None)
-    plane._disk = FaultyDisk(plane, operation, home)
-    return plane._disk
+    (plane,) = (plane for plane in storage_of(engine).gradients if plane is not None)
+    disk = FaultyDisk(plane, operation, home)
+    put_disk(plane, disk)
+    return disk
 
 
 def least_host_bytes(config: dict[str, Any], model: str, **sizes: Any) -> int:
@@ -181,7 +183,7 @@ def interrupted_when(ready: Callable[[], bool]) -> Iterator[None]:
 
 def waiting(engine: Any) -> Callable[[], bool]:
     """True while the training thread waits for the mover."""
-    return lambda: engine._storage.mover.exposed._depth > 0
+    return lambda: is_waiting(engine)
 
 
 def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
@@ -189,7 +191,7 @@ def interrupted_while_waiting(engine: Any, action: Callable[[], Any]) -> None:
     engine.inject(replace(SLOW, delay_seconds=0.4))  # a busy machine may be late with the interrupt
     with interrupted_when(waiting(engine)):
         action()
-    assert not engine._stepper.updates.all_settled, "the delays are to outlast the interrupt"
+    assert not updates_of(engine).all_settled, "the delays are to outlast the interrupt"
     engine.inject(None)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from models import ADAMW, build, make_config, tokens, trainability
+from probe import put_disk_everywhere, storage_of
 from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor
 
@@ -77,7 +78,7 @@ def named_ranges(engine: Any, nvme_path: Path | str, rank: int = 0) -> Iterator[
     manifest = committed(nvme_path, rank)
     if manifest is None:
         return
-    for plane, slots in zip(engine._storage.twice, manifest["slots"], strict=True):
+    for plane, slots in zip(storage_of(engine).twice, manifest["slots"], strict=True):
         for pair, slot in zip(plane.pairs, slots, strict=True):
             begin = pair.offsets[int(slot)]
             yield begin, begin + plane.nbytes_of(pair)
@@ -98,30 +99,26 @@ class WatchedDisk:
 
     def __init__(self, engine: Any, nvme_path: Path | str, rank: int = 0) -> None:
         self._engine, self._path, self._rank = engine, nvme_path, rank
-        self._write = engine._storage.disk.write
+        self._disk = storage_of(engine).disk
         self.writes, self.strict = 0, True
-        engine._storage.disk = _replaced(engine._storage, self)
+        put_disk_everywhere(engine, self._beside())
 
     async def write(self, offset: int, buffer: Tensor, what: str = "write") -> None:
         self.writes += 1
         for begin, end in named_ranges(self._engine, self._path, self._rank):
             if self.strict and begin < offset + buffer.numel() and offset < end:
                 raise AssertionError(f"{what}: wrote [{offset}, {offset + buffer.numel()}), named is [{begin}, {end})")
-        await self._write(offset, buffer, what)
+        await self._disk.write(offset, buffer, what)
 
+    def _beside(self) -> Any:
+        """The engine's disk, whose writes come here."""
+        disk = self._disk
 
-def _replaced(storage: Any, watch: WatchedDisk) -> Any:
-    """The storage's disk, all of whose users come to `watch` for their writes."""
-    disk = storage.disk
+        class Disk(type(disk)):  # type: ignore[misc]
+            __slots__ = ()
+            write = staticmethod(self.write)
 
-    class Disk(type(disk)):  # type: ignore[misc]
-        __slots__ = ()
-        write = staticmethod(watch.write)
-
-    watched = Disk(disk.aio, disk.swap, disk.traffic)
-    for plane in storage._planes:
-        plane._disk = watched if plane._disk is disk else plane._disk
-    return watched
+        return Disk(disk.aio, disk.swap, disk.traffic)
 
 
 def allocated_bytes(nvme_path: Path | str) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from models import ADAMW, make_config, seeded, trainability
+from probe import lent_rows_numel
 from reference import Hyper, Reference, differences, snapshot
 from support_models import ROWS, Checkpoint, Row, loss_in, torch_checkpoint
 from torch import Tensor
@@ -139,7 +140,7 @@ def run(cell: Cell, nvme_path: Any) -> None:
             engine.synchronize()
             before, released = released, releases(engine)
             kept = [unit for unit in used(engine, gradients) if released[unit] <= before[unit]]
-            kept += ["rows of experts"] * (engine._coordinator._lent_numel > 0)
+            kept += ["rows of experts"] * (lent_rows_numel(engine) > 0)
             count = row.recompiled() if row.recompiled is not None else 0
             if len(steps) > 2 and count != steps[-1]:
                 raise Mismatch(f"compiled again in step {len(steps)}")

@@ -16,6 +16,14 @@ import pytest
 import torch
 from lagging import lagging_device
 from models import ADAMW, GPT, Stumbling, build, make_config, seeded, tokens, trainability
+from probe import (
+    activation_capacity_bytes,
+    activation_store_of,
+    is_torn,
+    pieces_in_motion,
+    pieces_kept,
+    put_activation_disk,
+)
 from recovery import unequal
 from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor, nn
@@ -24,7 +32,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import BudgetError, ConfigError, StateError, StorageError
-from offload.saved.spill_store import Swap
 
 Open = Callable[..., Any]
 LENGTH, STEPS = 64, 4
@@ -72,11 +79,11 @@ def reference_of(engine: Any, name: str = "gpt", **more: Any) -> Reference:
 def kept(engine: Any) -> int:
     """Bytes on the tier, once what was dropped while it moved has come to rest."""
     gc.collect()
-    store = engine._storage.activations
+    store = activation_store_of(engine)
     if store is None:
         return 0
     store.check()
-    for piece in list(store._pieces._moving):
+    for piece in pieces_in_motion(engine):
         for transfer in (piece.write, piece.read):
             if transfer is not None:
                 transfer.settle()
@@ -369,7 +376,7 @@ def test_an_activation_that_cannot_be_stored_is_told_and_nothing_is_lost(
         for _ in range(2):  # the next activation tells it, or the next call
             loss = engine(batch(2))
             engine.backward(loss)
-    assert told.value.errno == code and str(nvme_path) in told.value.path and not engine._watch.torn
+    assert told.value.errno == code and str(nvme_path) in told.value.path and not is_torn(engine)
     engine.inject(None)
     loss = None
     engine.zero_grad()
@@ -397,11 +404,11 @@ def test_a_backward_goes_on_with_what_could_not_be_stored(open_engine: Open, nvm
     block, call = MODES[mode]
     engine = open_engine(gpt(call), with_activations(MEMORY, nvme_path, **block))
     reference = reference_of(engine)
-    pieces, disk = engine._storage.activations._pieces, LateFailure()
-    pieces._swap = Swap(disk, pieces._swap.area)  # type: ignore[arg-type]
+    disk = LateFailure()
+    put_activation_disk(engine, disk)
     loss = engine(batch(0))
     disk.now.set()
-    for piece in list(pieces._moving):
+    for piece in pieces_in_motion(engine):
         piece.write.settle()
     with pytest.raises(StorageError, match=r"storing saved activations: .*EIO"):
         engine.backward(loss)
@@ -423,18 +430,17 @@ def test_an_activation_that_cannot_be_read_is_told_and_the_step_can_be_repeated(
     reference = reference_of(engine)
     assert train(engine, 0, 1) == train(reference, 0, 1)
     loss = engine(batch(2))
-    for live in engine._storage.activations._alive():
-        for piece in live.pieces:
-            if piece.write is not None:
-                piece.write.settle()  # what memory still holds needs no disk
-    engine._storage.activations.check()
+    for piece in pieces_kept(engine):
+        if piece.write is not None:
+            piece.write.settle()  # what memory still holds needs no disk
+    activation_store_of(engine).check()
     engine.inject(failing("read"))
     with pytest.raises(StorageError, match=r"reading saved activations: .*EIO.*offset [\d,]+; free space"):
         engine.backward(loss) if by_engine else loss.backward()
     engine.inject(None)
     with pytest.raises(StateError, match="call zero_grad"):
         engine.step()
-    del loss, live, piece
+    del loss, piece
     engine.zero_grad()
     assert train(engine, 2, 3) == train(reference, 2, 3)
     assert unequal_to(engine, reference) == [] and kept(engine) == 0
@@ -507,7 +513,7 @@ def test_number_checkpoints_takes_memory_for_all_of_them_at_once(open_engine: Op
     block = {"cpu_checkpointing": True, "contiguous_memory_optimization": True, "number_checkpoints": 3}
     engine = open_engine(gpt("checkpoint"), with_activations(MEMORY, nvme_path, **block))
     train(engine)
-    assert engine._storage.activations._pieces.memory.capacity_bytes == 3 * INPUT_BYTES
+    assert activation_capacity_bytes(activation_store_of(engine)) == 3 * INPUT_BYTES
 
 
 @pytest.mark.parametrize(
@@ -573,7 +579,7 @@ def test_it_works_without_an_engine(unconfigured: Any) -> None:
     own = [scope.store for scope in unconfigured._state.own.values()]
     assert [store.counters.stored_bytes for store in own] == [3 * 64 * 64 * 4] * 2
     unconfigured.reset()
-    assert [store._pieces.memory.capacity_bytes for store in own] == [0, 0]
+    assert [activation_capacity_bytes(store) for store in own] == [0, 0]
 
 
 def test_parameters_get_gradients_where_no_input_needs_one(unconfigured: Any) -> None:

@@ -14,6 +14,21 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, GPT, build, make_config, seeded, tokens, trainability
+from probe import (
+    coordinator_of,
+    disk_of,
+    gradients_of,
+    is_stranded,
+    keeper_of,
+    layout_of,
+    mover_of,
+    pipeline_of,
+    put_disk,
+    read_nothing_ahead,
+    storage_of,
+    updates_of,
+    used_bytes,
+)
 from recovery import (
     LOOKS,
     NVME,
@@ -36,10 +51,6 @@ from offload.errors import StorageError
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
-def updates_of(engine: Any) -> Any:
-    return engine._stepper.updates
-
-
 class Spy:
     """Which sub-groups were updated, in order, and with which step's arguments."""
 
@@ -48,8 +59,8 @@ class Spy:
         self.begun: list[tuple[int, Any]] = []
         """(number of the step, sub-group)"""
         self.steps: list[Any] = []
-        self._update = engine._stepper.pipeline.update
-        engine._stepper.pipeline.update = self
+        pipeline = pipeline_of(engine)
+        self._update, pipeline.update = pipeline.update, self
 
     def __call__(self, group: Any, arguments: Any, *more: Any) -> Any:
         if not any(known is arguments for known in self.steps):
@@ -60,7 +71,7 @@ class Spy:
 
     def units(self, number: int) -> list[int]:
         """Units in the order in which a step's updates reached them first."""
-        layout = self._engine._layout
+        layout = layout_of(self._engine)
         found: dict[int, None] = {}
         for step, group in self.begun:
             if step == number:
@@ -173,7 +184,7 @@ def test_asking_what_is_due_never_trips_over_the_mover(open_engine: Open, nvme_p
     try:
         for index in range(10):
             micro_batch(engine, index)
-            transfer = engine._storage.mover.post("finishing", updates.finish(updates.groups_of(None)))
+            transfer = mover_of(engine).post("finishing", updates.finish(updates.groups_of(None)))
             while not transfer.settled():
                 groups = updates.groups_of(None)
                 assert len(groups) <= len(engine.plan.sub_groups)
@@ -207,14 +218,15 @@ def test_updates_come_in_the_order_of_the_next_forward(
     engine = open_engine(model, make_config(NVME, nvme_path, zero=keys))
     spy = Spy(engine)
     used: list[int] = []
-    begin = engine._coordinator.begin_forward_use
+    coordinator = coordinator_of(engine)
+    begin = coordinator.begin_forward_use
 
     def seen(index: int, **more: Any) -> bool:
         if index not in used:
             used.append(index)
         return bool(begin(index, **more))
 
-    engine._coordinator.begin_forward_use = seen
+    coordinator.begin_forward_use = seen
     train(engine, 0, 1, 2)
     engine(tokens(3))
     assert used != sorted(used), "the order of use is to differ from the order of the layout"
@@ -226,7 +238,7 @@ def test_gathering_one_parameter_updates_its_unit_and_no_other(open_engine: Open
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero={"stage3_prefetch_bucket_size": 0}))
     train(engine, 0)
     engine.synchronize()
-    engine._coordinator.expect_forward = lambda: None  # nothing is read ahead
+    read_nothing_ahead(engine)
     for name, look in {
         "blocks.1.up.weight": lambda name: engine.full_parameter(name),
         "blocks.2.up.bias": lambda name: engine.full_state(name),
@@ -238,13 +250,13 @@ def test_gathering_one_parameter_updates_its_unit_and_no_other(open_engine: Open
         spy = Spy(engine)
         engine.step()
         look(name)
-        (unit,) = engine._keeper.units_named(name)
+        (unit,) = keeper_of(engine).units_named(name)
         assert spy.units(0) == [unit]
         assert [u.index for u in engine.units if updates_of(engine).current(u.index)] == [unit]
         if name != "head.weight":
             engine.synchronize()
             assert sorted(spy.units(0)) == [u.index for u in engine.units]
-    engine._keeper.close([engine.module.head.weight])
+    keeper_of(engine).close([engine.module.head.weight])
 
 
 # ---- what a forward does not use ------------------------------------------------------------------------------------
@@ -351,8 +363,8 @@ class LateDisk:
     """The disk of one plane; writes take a moment while `late`, and fail then while `failing`."""
 
     def __init__(self, plane: Any) -> None:
-        self._disk, self.late, self.failing, self.failed = plane._disk, False, False, 0
-        plane._disk = self
+        self._disk, self.late, self.failing, self.failed = disk_of(plane), False, False, 0
+        put_disk(plane, self)
 
     async def read(self, offset: int, buffer: Tensor, what: str = "") -> None:
         await self._disk.read(offset, buffer, what)
@@ -370,7 +382,7 @@ def test_weights_that_cannot_be_stored_while_forward_uses_them_are_kept(open_eng
     """The update writes from the memory that the unit is bound to; what it keeps must be the weights."""
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
     reference = train(reference_of(engine), 0, 1)
-    disk = LateDisk(engine._storage.weights[0])
+    disk = LateDisk(storage_of(engine).weights[0])
     train(engine, 0)
     engine.backward(engine(tokens(1)))
     engine.synchronize()
@@ -406,7 +418,7 @@ def test_what_forward_modifies_while_its_update_is_being_stored_is_kept(open_eng
             return open_engine(Annealing(), make_config(NVME, nvme_path))
 
     calm, hasty = opened(), opened()
-    disk = LateDisk(hasty._storage.weights[0])
+    disk = LateDisk(storage_of(hasty).weights[0])
     for index in range(4):
         calm.synchronize()  # nothing is stored beside the forward
         train(calm, index)
@@ -429,7 +441,7 @@ def test_what_forward_modifies_outlasts_a_disk_that_fails(open_engine: Open, nvm
     name = "blocks.0.norm_in.bias"
     train(engine, 0, 1)
     engine.synchronize()
-    disk = LateDisk(engine._storage.weights[0])
+    disk = LateDisk(storage_of(engine).weights[0])
     for _ in range(5):  # the pool holds fewer units than this: none of them may get lost
         before = engine.full_parameter(name)
         disk.failing = True
@@ -442,9 +454,9 @@ def test_what_forward_modifies_outlasts_a_disk_that_fails(open_engine: Open, nvm
     with torch.no_grad():
         engine(tokens(2))
     engine.synchronize()
-    assert not any(plane._stranded for plane in engine._storage.weights)
-    engine._coordinator.release_all()
-    assert engine._storage.unit_pool.used_bytes == 0
+    assert not any(is_stranded(plane) for plane in storage_of(engine).weights)
+    coordinator_of(engine).release_all()
+    assert used_bytes(engine, "unit_pool") == 0
     assert torch.equal(engine.full_parameter(name), before * 0.5)
 
 
@@ -458,7 +470,7 @@ def test_a_gradient_of_the_next_step_waits_until_the_last_one_was_used(
     """Without a forward nothing has fetched the unit: its sealed gradient is still needed where the new one goes."""
     engine = spilling(open_engine, nvme_path) if spilled else open_engine(build("gpt"), make_config(NVME, nvme_path))
     reference = train(reference_of(engine), 0, 1)
-    engine._coordinator.expect_forward = lambda: None  # nothing is read ahead
+    read_nothing_ahead(engine)
     train(engine, 0)
     engine.backward(engine(tokens(1)))
     engine.synchronize()
@@ -467,9 +479,9 @@ def test_a_gradient_of_the_next_step_waits_until_the_last_one_was_used(
     for unit in engine.units:
         assert not updates_of(engine).current(unit.index)
         for position, slot in enumerate(unit.slots):
-            engine._gradients.arrive(unit.index, position, torch.full(slot.shape, 1e9, dtype=torch.bfloat16))
+            gradients_of(engine).arrive(unit.index, position, torch.full(slot.shape, 1e9, dtype=torch.bfloat16))
         assert updates_of(engine).current(unit.index)
-        engine._gradients.flush(unit.index)
+        gradients_of(engine).flush(unit.index)
     engine.inject(None)
     engine.zero_grad()
     assert unequal(engine, reference) == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from models import GPT, make_config
+from probe import config_behind
 
 import zero
 from offload.errors import ConfigError
@@ -45,7 +46,7 @@ def config(tmp_path: Path) -> str:
 @pytest.mark.parametrize("name", ["zero_config", "deepspeed_config", "deepscale_config"])
 def test_initialize_reads_what_args_name(name: str, config: str) -> None:
     with zero.initialize(args=parsed(f"--{name}", config), model=GPT())[0] as engine:
-        assert engine._config.gradient_clipping == 0.25
+        assert config_behind(engine).gradient_clipping == 0.25
     given: Any = SimpleNamespace(**{name: config})  # scripts make such objects themselves
     zero.initialize(args=given, model=GPT())[0].close()
 
@@ -53,7 +54,7 @@ def test_initialize_reads_what_args_name(name: str, config: str) -> None:
 def test_config_wins_over_args(config: str, tmp_path: Path) -> None:
     other = make_config(("none", "none"), tmp_path, clipping=0.5)
     with zero.initialize(args=parsed("--zero_config", config), model=GPT(), config=other)[0] as engine:
-        assert engine._config.gradient_clipping == 0.5
+        assert config_behind(engine).gradient_clipping == 0.5
 
 
 def test_no_configuration_or_two_are_refused(config: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, tokens
+from probe import keeper_of
 from torch import nn
 
 import zero
@@ -42,7 +43,7 @@ def test_the_model_keeps_the_weights_of_the_last_step(
     engine = open_engine(model, config(stage, device, nvme_path))
     step(engine)
     engine.synchronize()
-    expected = {name: engine._keeper.weights(name) for name, _ in model.named_parameters()}
+    expected = {name: keeper_of(engine).weights(name) for name, _ in model.named_parameters()}
     engine.destroy()
     engine.destroy()
     for name, parameter in model.named_parameters():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, make_config, tokens
+from probe import pipeline_of, updates_of
 from recovery import NVME, SLOW, Open, failing, reference_of, spilling, train, unequal
 from torch import nn
 
@@ -74,7 +75,7 @@ def slow_step(engine: Any, index: int) -> None:
     engine.synchronize()
     engine.inject(SLOW)
     engine.step()
-    assert not engine._stepper.updates.all_settled
+    assert not updates_of(engine).all_settled
 
 
 def failed_update(engine: Any, index: int) -> None:
@@ -113,13 +114,14 @@ def test_close_begins_no_update_that_nobody_can_see_any_more(open_engine: Open, 
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero={"sub_group_size": 4096}))
     train(engine, 0)
     slow_step(engine, 1)
-    begun, update = [], engine._stepper.pipeline.update
+    begun, pipeline = [], pipeline_of(engine)
+    update = pipeline.update
 
     def spy(group: Any, *more: Any) -> Any:
         begun.append(group)
         return update(group, *more)
 
-    engine._stepper.pipeline.update = spy
+    pipeline.update = spy
     engine.close()
     assert begun == []
 

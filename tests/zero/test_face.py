@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import build, make_config, seeded, tokens, trainability
+from probe import keeper_of
 from reference import Hyper, Reference, differences, snapshot
 from support_models import llama, loss_in
 from torch import Tensor, nn
@@ -122,7 +123,7 @@ def test_a_parameter_given_back_has_none_of_them(open_engine: Open, nvme_path: A
     model = engine.module
     again = open_engine(model, make_config(("nvme", "nvme"), nvme_path))  # takes the model back first
     assert all(looks_like_deepspeed(p, AWAY) for p in again.module.parameters())
-    again._keeper.give_back()
+    keeper_of(again).give_back()
     assert not any(hasattr(p, name) for p in model.parameters() for name in NAMES)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, build, make_config, tokens, trainability
+from probe import storage_of
 from recovery import once_more
 from reference import Hyper, Reference, differences, round_half_away, snapshot
 
@@ -77,7 +78,7 @@ def test_faults_that_pass_are_absorbed_without_a_changed_bit(
         one_step(reference, index)
     engine.inject(None)
     assert differences(snapshot(engine, names()), snapshot(reference, names())) == []
-    done = engine._storage.disk.aio.stats()
+    done = storage_of(engine).disk.aio.stats()
     assert done.retried > 0 or not kind.fail_rate, "no transfer was hit"
     assert done.resumed > 0 or not kind.short_rate, "no transfer was cut short"
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import BATCH, TOKENS, VOCAB, WIDTH, build, make_config, tokens
+from probe import one_forward_of
 from torch import nn
 
 from offload.errors import ConfigError
@@ -141,12 +142,12 @@ def test_an_engine_profiles_the_step_it_is_told_to_once(
         engine.backward(engine(tokens(index)))
         engine.step()
     (text,) = [text for text in caplog.messages if text.startswith("flops profiler, step 2")]
-    flops = {module.name: module.flops for module in engine._one_forward.profile.modules}
+    flops = {module.name: module.flops for module in one_forward_of(engine).profile.modules}
     assert flops["head"] == 2 * ROWS * WIDTH * VOCAB and flops["blocks.0.up"] == 2 * ROWS * WIDTH * 4 * WIDTH
     assert flops[""] == flops["head"] + sum(flops[f"blocks.{index}"] for index in range(3))
     assert engine.flops_profiler.get_total_flops() == flops[""]
     assert "blocks.0: Block" in text and "blocks.0.up" not in text
-    assert engine._one_forward.profile.total.params_numel == sum(p.numel() for p in model.parameters())
+    assert one_forward_of(engine).profile.total.params_numel == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(

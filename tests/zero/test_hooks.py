@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import make_config
+from probe import bound_units, coordinator_of, flat_gradient, gradients_of, open_calls
 from torch import Tensor, nn
 
 import zero
@@ -94,16 +95,13 @@ def reference_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]
 def engine_gradients(engine: Any, loss_of: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
     """What each parameter's post-accumulate hook would see, read from the gradient plane before the step."""
     engine.backward(loss_of(engine))
-    engine._gradients.settle()
+    gradients_of(engine).settle()
     found = {}
     for unit in engine.units:
         if not unit.trainable:
             continue
-        has = engine._gradients.contributed(unit.index)
-        state = engine._gradients._units[unit.index]
-        memory = state.plane.memory(unit.begin, unit.end)
-        assert memory is not None, "these tests keep gradients in memory"
-        flat = memory.view(state.dtype)
+        has = gradients_of(engine).contributed(unit.index)
+        flat = flat_gradient(engine, unit)
         for slot, contributed in zip(unit.slots, has, strict=True):
             if contributed:
                 found[slot.name] = flat[slot.offset_numel : slot.end_numel].clone().view(slot.shape)
@@ -626,7 +624,7 @@ def test_what_a_module_borrows_goes_when_that_module_returns(
     ids = torch.arange(12)
     (table,) = [unit.index for unit in engine.units if "table.weight" in {slot.name for slot in unit.slots}]
     in_use: list[bool] = []
-    model.look = lambda: in_use.append(engine._coordinator.in_forward_use(table))
+    model.look = lambda: in_use.append(coordinator_of(engine).in_forward_use(table))
     loss = engine(ids)
     assert in_use == [False, False, False]
     engine.backward(loss)
@@ -649,8 +647,8 @@ def test_no_grad_forwards_leave_no_hooks_and_nothing_bound(open_engine: Open, nv
         x = sample()
         out = engine(x)
     assert out.grad_fn is None and not x.requires_grad and x._backward_hooks is None
-    assert all(not bound.bound for bound in engine._bound)
-    assert engine._hooks._calls == []
+    assert not bound_units(engine)
+    assert open_calls(engine) == []
 
 
 def test_inputs_that_need_gradients_get_them(open_engine: Open, nvme_path: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from models import Stumbling, build, make_config, tokens
 from pairwise import in_pairs
+from probe import CLOSE_STAGES, STEP_STAGES, coordinator_of, keeper_of, step_is_asked, updates_of, used_bytes
 from recovery import (
     NVME,
     SLOW,
@@ -71,7 +72,7 @@ def test_updates_go_on_when_whoever_waits_for_them_is_interrupted(
     engine.inject(SLOW)
     engine.step()
     interrupted_while_waiting(engine, lambda: WAITS[wait](engine))
-    assert not engine._keeper.editing
+    assert not keeper_of(engine).editing
     GOING_ON[going_on](engine)
     train(engine, 2)
     assert (engine.global_steps, engine.micro_steps, engine.lr_scheduler.last_epoch) == (3, 3, 3)
@@ -89,7 +90,7 @@ def interrupted_step(engine: Any) -> None:
     """A step waits for the one before, of which the forward between has left some due; and is interrupted."""
     train(engine, 0)
     engine.backward(engine(tokens(1), 1))
-    assert not engine._stepper.updates.all_settled
+    assert not updates_of(engine).all_settled
     interrupted_while_waiting(engine, engine.step)
 
 
@@ -108,25 +109,6 @@ def test_an_interrupted_step_is_taken_once(open_engine: Open, nvme_path: Path, r
     assert unequal(engine, reference, "early_exit") == []
 
 
-STAGES: dict[str, Callable[[Any], Any]] = {
-    # What a step calls, in this order: owner, method.
-    "check": lambda engine: (engine._stepper, "check"),
-    "store_edits": lambda engine: (engine._keeper, "store_edits"),
-    "release_all": lambda engine: (engine._coordinator, "release_all"),
-    "finish": lambda engine: (engine._stepper, "finish"),
-    "flush_all": lambda engine: (engine._gradients, "flush_all"),
-    "settle": lambda engine: (engine._gradients, "settle"),
-    "square_sum": lambda engine: (engine._gradients, "square_sum"),
-    "values": lambda engine: (engine.optimizer, "values"),
-    "trained_units": lambda engine: (engine._stepper.pipeline, "trained_units"),
-    "fix": lambda engine: (engine._stepper, "fix"),
-    "at_once": lambda engine: (engine._stepper.pipeline, "at_once"),
-    "update": lambda engine: (engine._stepper, "_finish_groups"),
-    "start": lambda engine: (engine._stepper, "start"),
-    "expect_forward": lambda engine: (engine._coordinator, "expect_forward"),
-}
-
-
 class InterruptOnce:
     """Stands for a method; the first call is interrupted before it does anything, or when it has done it."""
 
@@ -143,7 +125,7 @@ class InterruptOnce:
         raise KeyboardInterrupt
 
 
-@in_pairs(stage=STAGES, when=("before", "after"), retry=("engine.step", "nothing"), pair=(NVME, ("cpu", "cpu")))
+@in_pairs(stage=STEP_STAGES, when=("before", "after"), retry=("engine.step", "nothing"), pair=(NVME, ("cpu", "cpu")))
 def test_a_step_interrupted_at_any_stage_is_taken_once(
     open_engine: Open, nvme_path: Path, stage: str, when: str, retry: str, pair: tuple[str, str]
 ) -> None:
@@ -152,11 +134,11 @@ def test_a_step_interrupted_at_any_stage_is_taken_once(
     reference = train(scheduled_reference(engine), 0, 1)
     train(engine, 0)
     engine.backward(engine(tokens(1)))
-    interrupt = InterruptOnce(*STAGES[stage](engine), when)
+    interrupt = InterruptOnce(*STEP_STAGES[stage](engine), when)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert interrupt.met
-    asked = engine._step_asked
+    asked = step_is_asked(engine)
     if retry == "engine.step" and asked:
         engine.step()
     else:
@@ -173,17 +155,6 @@ def test_an_engine_closes_after_an_interrupted_step(open_engine: Open, nvme_path
     engine = open_engine(build("early_exit"), make_config(NVME, nvme_path))
     interrupted_step(engine)
     engine.close()
-
-
-CLOSE_STAGES: dict[str, Callable[[Any], Any]] = {
-    # What a close calls, in this order: owner, method.
-    "stop": lambda engine: (engine._stepper, "stop"),
-    "hooks": lambda engine: (engine._hooks, "remove"),
-    "clear": lambda engine: (engine._gradients, "clear"),
-    "release_all": lambda engine: (engine._coordinator, "release_all"),
-    "storage": lambda engine: (engine._storage, "close"),
-    "wait": lambda engine: (engine._storage.mover, "block"),
-}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -257,14 +228,14 @@ def test_an_interrupt_while_a_unit_is_let_go_loses_no_memory(open_engine: Open, 
     train(engine, 0)
     engine.synchronize()
     for _ in range(5):  # the pool holds fewer units than this
-        engine._coordinator.release_all()
+        coordinator_of(engine).release_all()
         engine.inject(SLOW)
-        engine._coordinator.expect_forward()
+        coordinator_of(engine).expect_forward()
         with interrupted_when(waiting(engine)):
-            engine._coordinator.release_all()
+            coordinator_of(engine).release_all()
         engine.inject(None)
-    engine._coordinator.release_all()
-    assert engine._storage.unit_pool.used_bytes == 0
+    coordinator_of(engine).release_all()
+    assert used_bytes(engine, "unit_pool") == 0
     assert unequal(train(engine, 1), reference) == []
 
 

@@ -16,6 +16,7 @@ import torch
 from lagging import LaggingStreams, lagging_device
 from models import build, make_config, tokens, trainability
 from pairwise import in_pairs
+from probe import mover_of
 from reference import differences, snapshot
 from torch import Tensor
 
@@ -199,7 +200,7 @@ def test_updates_beside_a_device_take_all_threads_and_leave_the_mover_free(
         async def answer() -> None:
             return
 
-        engines[0]._storage.mover.post("a question", answer()).result()
+        mover_of(engines[0]).post("a question", answer()).result()
         seen.append((threading.current_thread().name, threads))
         update(*given, threads=threads, **more)
 

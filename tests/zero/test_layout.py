@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import build, make_config
+from probe import layout_of
 
 from zero.params.layout import Layout, UnitContent, build_layout
 from zero.params.placement import Placement
@@ -140,7 +141,7 @@ def test_a_rank_owns_the_same_share_of_every_unit(drawn: Any) -> None:
 
 
 def layout_under(open_engine: Callable[..., Any], config: dict[str, Any], **sizes: Any) -> Layout:
-    return open_engine(build("mixed", **sizes), config)._layout  # type: ignore[no-any-return]
+    return layout_of(open_engine(build("mixed", **sizes), config))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

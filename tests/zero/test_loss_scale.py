@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import ADAMW, BATCH, build, make_config, tokens, trainability
 from pairwise import in_pairs
+from probe import settle_updates_ahead
 from reference import Hyper, LossScaleRule, Reference, differences, snapshot
 
 import zero
@@ -226,8 +227,8 @@ def test_updates_inside_backward_count_only_where_all_gradients_are_finite(
         one_step(reference, index, fate)
         factor = {"fine": 1.0, "inf": float("inf"), "nan": float("nan")}[fate]
         engine.backward(engine(tokens(index)) * factor)
-        for attempt in engine._ahead._attempts.values() if waits else ():
-            attempt.transfer.settle()
+        if waits:
+            settle_updates_ahead(engine)
         engine.step()
     assert unequal(engine, reference) == []
     assert engine.skipped_steps == 2

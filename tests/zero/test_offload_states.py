@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lagging import lagging_device
 from models import build, make_config, tokens, trainability
+from probe import device_memories, storage_of
 from reference import differences, snapshot
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import offload.memory.arena
 import zero
 from offload.errors import BudgetError, ConfigError, StateError
 from zero.assembly.state_kinds import ALL, RECORDS, TO_RUN, OffloadDeviceEnum, OffloadStateTypeEnum
@@ -49,10 +51,7 @@ def held(engine: Any) -> dict[str, Any]:
 
 def device_memory(engine: Any) -> list[StorageWeakRef]:
     """All that the engine has allocated for its device."""
-    storage = engine._storage
-    pools = (storage.unit_pool, storage.gradient_pool, storage.update_pool)
-    memories = [region.data for region in storage.regions if region.movable] + [pool._data for pool in pools]
-    return [StorageWeakRef(memory.untyped_storage()) for memory in memories if memory is not None and memory.numel()]
+    return [StorageWeakRef(memory.untyped_storage()) for memory in device_memories(engine)]
 
 
 # ---- nothing changes --------------------------------------------------------------------------
@@ -185,7 +184,7 @@ def test_no_byte_of_the_device_stays_and_all_of_it_comes_back(open_engine: Open,
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_named_goes_and_what_is_not_named_stays(open_engine: Open, kind: OffloadStateTypeEnum) -> None:
     engine = train(open_engine(build("gpt"), config_of(3)), 0)
-    storage = engine._storage
+    storage = storage_of(engine)
     named = RECORDS if kind in RECORDS else frozenset([kind])
     planes = {
         KINDS[0]: storage.records,
@@ -336,7 +335,7 @@ def test_a_device_or_host_without_room_loses_nothing(open_engine: Open, monkeypa
             engine.offload_states()
     assert not engine.offloaded_states
     engine.offload_states()
-    allocate, left = zero.assembly.device_memory.MemoryRegion._move.__globals__["_allocate"], [1]
+    allocate, left = offload.memory.arena._allocate, [1]
 
     def short(*given: Any, **more: Any) -> torch.Tensor:
         if not left:
@@ -345,7 +344,7 @@ def test_a_device_or_host_without_room_loses_nothing(open_engine: Open, monkeypa
         return allocate(*given, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.memory.arena._allocate", short)
+        patch.setattr(offload.memory.arena, "_allocate", short)
         with pytest.raises(BudgetError, match="do not fit on cpu any more"):
             engine.reload_states()
     assert engine.offloaded_states

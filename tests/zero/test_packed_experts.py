@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import ADAMW, VOCAB, make_config, next_token_loss, seeded, tokens, trainability
+from probe import coordinator_of, used_bytes
 from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor, nn
 
@@ -227,8 +228,8 @@ def test_no_row_stays_live_after_a_step_and_the_limit_holds(open_engine: Open, n
     train(engine)
     assert engine.statistics().live_numel_peak <= LIMITS["stage3_max_live_parameters"]
     engine.synchronize()
-    engine._coordinator.release_all()
-    assert engine._storage.unit_pool.used_bytes == 0
+    coordinator_of(engine).release_all()
+    assert used_bytes(engine, "unit_pool") == 0
 
 
 def test_hooks_on_packed_experts_see_and_replace_the_whole_gradient(open_engine: Open, nvme_path: Any) -> None:

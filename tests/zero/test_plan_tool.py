@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, make_config, tokens
+from probe import layout_of
 
 from offload.disk import tuning
 from offload.disk.device import identify
@@ -86,7 +87,7 @@ def test_the_bytes_foretold_are_those_a_steady_step_moves(
                 engine.synchronize()
                 shots.append(engine.statistics())
             engine.step()
-    foretold = step_traffic(engine.plan, engine._layout, accumulation, on_gpu=False)
+    foretold = step_traffic(engine.plan, layout_of(engine), accumulation, on_gpu=False)
     before, after = list(pairwise(shots))[-1]
     assert after.nvme_write_bytes - before.nvme_write_bytes == foretold.nvme_write_bytes
     read = after.nvme_read_bytes - before.nvme_read_bytes

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, make_config, tokens
+from probe import used_bytes
 
 Open = Callable[..., Any]
 KINDS: dict[str, tuple[tuple[str, str], dict[str, Any], dict[str, Any]]] = {
@@ -105,8 +106,7 @@ def leased_bytes(engine: Any) -> dict[str, int]:
     engine.zero_grad()
     engine.synchronize()
     engine.empty_partition_cache()
-    storage = engine._storage
-    return {name: getattr(storage, name).used_bytes for name in ("arena", "unit_pool", "gradient_pool")}
+    return {pool: used_bytes(engine, pool) for pool in ("arena", "unit_pool", "gradient_pool")}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from models import ADAMW, build, make_config, tokens, trainability
+from probe import layout_of
 from reference import Hyper, Reference, differences, snapshot
 
 from offload.errors import BudgetError
@@ -47,7 +48,7 @@ def test_a_share_of_the_states_on_the_device_changes_no_number(
             trainer.step()
     names = trainability(build("gpt"))
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
-    one_sub_group = 4096 / engine._layout.numel
+    one_sub_group = 4096 / layout_of(engine).numel
     assert 1 - ratio - one_sub_group < share_on_device(engine) <= 1 - ratio
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, VOCAB, build, make_config, seeded, tokens, trainability
+from probe import updates_of, used_bytes
 from recovery import (
     HYPER,
     LOOKS,
@@ -169,7 +170,7 @@ def test_gathering_that_fails_opens_nothing(open_engine: Open, nvme_path: Path, 
     if step_is == "due":
         once_more(lambda: engine(tokens(9)))  # reads ahead that have failed
         engine.synchronize()
-    assert engine._storage.arena.used_bytes == 0
+    assert used_bytes(engine, "arena") == 0
     assert unequal(train(engine, 2), reference) == []
 
 
@@ -295,7 +296,7 @@ def with_the_last_step_half_done(engine: Any, reference: Any) -> None:
     train(reference, 0)
     for trainer in (engine, reference):
         trainer.backward(trainer(tokens(1), 1))
-    assert not engine._stepper.updates.all_settled
+    assert not updates_of(engine).all_settled
 
 
 @pytest.mark.parametrize("call", ["engine.step", "optimizer.step"])
@@ -328,7 +329,7 @@ def test_a_micro_step_that_raises_for_the_step_before_is_counted_once(open_engin
     train(engine, 0, 1)
     engine.backward(engine(tokens(2)))
     failure = StorageError("write", errno=5, path="somewhere", offset=0, free_bytes=None)
-    engine._stepper.updates.failure = failure  # a result of step 1 could not be stored, and nobody knows yet
+    updates_of(engine).failure = failure  # a result of step 1 could not be stored, and nobody knows yet
     with pytest.raises(StorageError):
         engine.step()
     engine.step()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, LoraLinear, build, make_config, seeded, tokens
+from probe import before_groups_are_adopted
 from reference import Hyper, Reference, changed, differences, snapshot
 from torch import nn
 
@@ -371,16 +372,13 @@ def test_a_disk_that_fails_leaves_the_old_plan_and_the_next_forward_tries_again(
     if where == "read":
         engine.inject(AioFault(errno=5, fail_rate=1.0, ops=("read",), skip=5))
     else:
-        from zero.store.adoption import Adoption
+        calls = iter(range(100))
 
-        real, calls = Adoption._adopt_group, iter(range(100))
-
-        async def fails(self: Any, group: Any) -> None:
+        def fails(group: Any) -> None:
             if next(calls) == 4:
                 raise StorageError("write", errno=28, path="there", offset=0, free_bytes=0)
-            await real(self, group)
 
-        monkeypatch.setattr(Adoption, "_adopt_group", fails)
+        before_groups_are_adopted(fails, monkeypatch)
     with pytest.raises(StorageError):
         engine(tokens(3))
     monkeypatch.undo()

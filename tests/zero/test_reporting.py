@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from models import ADAMW, BATCH, build, make_config, tokens, trainability
+from probe import one_forward_of, reports_progress
 from reference import differences, snapshot
 
 Open = Callable[..., Any]
@@ -53,7 +54,7 @@ def test_saying_everything_changes_no_number(
 def test_nothing_is_said_or_kept_unasked(open_engine: Open, nvme_path: Path, said: Callable[[str], list[str]]) -> None:
     engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path, steps_per_print=float("inf")))
     train(engine, 2)
-    assert engine._reporter is None and engine._one_forward is None
+    assert not reports_progress(engine) and one_forward_of(engine) is None
     assert not said("step=|time|flops|collectives") and engine.get_wall_clock_timers() == {}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, make_config, tokens
+from probe import used_bytes
 from recovery import NVME, Open, least_host_bytes, once_more, reference_of, unequal
 
 import offload.mover
@@ -125,7 +126,7 @@ def run(open_engine: Open, nvme_path: Path, seed: int, *, failures: bool) -> Non
     engine.inject(None)
     once_more(engine.synchronize)
     assert engine.global_steps == STEPS
-    assert engine._storage.arena.used_bytes == 0
+    assert used_bytes(engine, "arena") == 0
     assert unequal(engine, reference, "early_exit") == []
     engine.close()
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import build, make_config, tokens
+from probe import gradients_of, is_lent, spare_of
 from recovery import NVME, Open, once_more, reference_of, train, unequal
 
 from offload.disk.aio import AioFault
@@ -54,9 +55,10 @@ class Watch:
     """Counts what is lent, and notes a unit whose gradient begins while its memory is."""
 
     def __init__(self, engine: Any) -> None:
-        self.spare, self.lent, self.withdrawn, self.trespassers = engine._stepper.pipeline.spare, 0, 0, []
-        self._try_lease, self._reclaim = self.spare.try_lease, engine._gradients.reclaim
-        self.spare.try_lease, engine._gradients.reclaim = self.try_lease, self.reclaim
+        self._engine = engine
+        self.spare, self.lent, self.withdrawn, self.trespassers = spare_of(engine), 0, 0, []
+        self._try_lease, self._reclaim = self.spare.try_lease, gradients_of(engine).reclaim
+        self.spare.try_lease, gradients_of(engine).reclaim = self.try_lease, self.reclaim
 
     def try_lease(self, nbytes: int) -> Any:
         block = self._try_lease(nbytes)
@@ -66,9 +68,7 @@ class Watch:
     def reclaim(self, unit: Any) -> None:
         self.withdrawn += self.spare.holds(unit.index)
         self._reclaim(unit)
-        (pool,) = self.spare._pools.values()
-        begin, end = self.spare._range(pool, unit, unit.begin, unit.end)
-        if self.spare.holds(unit.index) or pool.ranges.lent(begin, end):
+        if self.spare.holds(unit.index) or is_lent(self._engine, unit):
             self.trespassers.append(unit.name)
 
 
@@ -136,7 +136,7 @@ def test_with_two_slots_nothing_is_lent(open_engine: Open, nvme_path: Path) -> N
     """Updates inside backward read gradients that have just arrived."""
     config = make_config(NVME, nvme_path, zero={**KEYS, "offload_optimizer": {"update_in_backward": True}})
     engine = open_engine(build("gpt"), config)
-    spare = engine._stepper.pipeline.spare
+    spare = spare_of(engine)
     assert not spare.lends
     engine.inject(slow_writes())
     train(engine, 0, 1)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import GPT, VOCAB, build, make_config, seeded, tokens, trainability
+from probe import layout_of
 from reference import differences, snapshot
 from torch import Tensor, nn
 
@@ -133,7 +134,7 @@ def bytes_of_a_step(state_dtype: str, folder: Path) -> tuple[float, int, int]:
 
         before = moved_before_the_step_after(3)
         moved = (moved_before_the_step_after(3) - before) / 4
-        plan, layout = engine.plan, engine._layout
+        plan, layout = engine.plan, layout_of(engine)
         records = [plan.record_format(layout.spaces[g.space]).nbytes(g.end - g.begin) for g in plan.sub_groups]
         return moved, 2 * sum(records), sum(unit.numel for unit in engine.units)
 

@@ -6,7 +6,7 @@ import gc
 import json
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, make_config, tokens
+from probe import drain_mover, keep_spans, spans_recorded, storage_of, timeline_of
 
 import offload.disk.swapfile
 import zero
@@ -36,7 +37,7 @@ def train(engine: Any, first: int, last: int) -> None:
 def settle(engine: Any) -> None:
     """Nothing is due and nothing moves any more, read-ahead included."""
     engine.synchronize()
-    engine._storage.mover.run("settling", engine._storage.mover._drain())
+    drain_mover(engine)
 
 
 def spans_of(path: Path, lane: str) -> list[dict[str, Any]]:
@@ -188,7 +189,7 @@ def test_waits_are_those_that_count_as_exposed(open_engine: OpenEngine, nvme_pat
 
 def test_copies_carry_their_bytes(open_engine: OpenEngine, nvme_path: Path) -> None:
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
-    streams, target = engine._storage.streams, torch.zeros(4096, dtype=torch.uint8)
+    streams, target = storage_of(engine).streams, torch.zeros(4096, dtype=torch.uint8)
     with engine.trace(nvme_path / "trace.json"):
         streams.copy_in(target, torch.ones_like(target))
     (span,) = spans_of(nvme_path / "trace.json", "copies")
@@ -245,14 +246,14 @@ def test_an_engine_that_is_not_traced_records_nothing(open_engine: OpenEngine, n
         pass
     train(engine, 3, 4)
     engine.synchronize()
-    assert not engine._storage.timeline.on and len(engine._storage.timeline._spans) == 0
+    assert not timeline_of(engine).on and spans_recorded(engine) == 0
 
 
 def test_a_full_buffer_keeps_the_latest_and_the_file_and_the_log_say_how_many_are_gone(
     open_engine: OpenEngine, nvme_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
-    engine._storage.timeline._spans = deque(maxlen=40)
+    keep_spans(engine, 40)
     with caplog.at_level(logging.WARNING, "zero"), engine.trace(nvme_path / "trace.json"):
         train(engine, 1, 3)
     facts = facts_of(nvme_path / "trace.json")
@@ -296,7 +297,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_first_step(
     engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path))
     with pytest.raises(ConfigError, match="missing"), engine.trace(nvme_path / "missing" / "trace.json"):
         train(engine, 1, 1)
-    assert engine.global_steps == 0 and not engine._storage.timeline.on
+    assert engine.global_steps == 0 and not timeline_of(engine).on
 
 
 # ---- by the environment ---------------------------------------------------------------------------------------------

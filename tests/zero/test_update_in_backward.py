@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import ADAMW, build, make_config, tokens, trainability
+from probe import keeper_of, layout_of, settle_updates_ahead, updates_ahead_of
 from reference import Hyper, Reference, differences, snapshot
 
 import zero
@@ -46,8 +47,7 @@ def micro_batch(trainer: Any, index: int) -> None:
 def after_backward(engine: Any, index: int) -> None:
     """A backward whose updates ahead have all ended."""
     engine.backward(engine(tokens(index)))
-    for attempt in engine._ahead._attempts.values():
-        attempt.transfer.settle()
+    settle_updates_ahead(engine)
 
 
 def committed(engine: Any) -> int:
@@ -80,7 +80,7 @@ def test_a_step_finds_every_unit_done_when_the_disk_had_time(open_engine: Open, 
     engine = opened(open_engine, nvme_path)
     after_backward(engine, 0)
     engine.step()
-    assert committed(engine) == engine._layout.numel
+    assert committed(engine) == layout_of(engine).numel
 
 
 @pytest.mark.parametrize("norm_max", [1e-3, 1e3])
@@ -147,8 +147,8 @@ def test_an_edited_unit_is_void_and_the_others_are_not(open_engine: Open, nvme_p
     after_backward(engine, 0)
     edited(engine)
     engine.step()
-    unit = engine._keeper.units_named("norm.weight")[0]
-    assert committed(engine) == engine._layout.numel - engine.units[unit].numel
+    unit = keeper_of(engine).units_named("norm.weight")[0]
+    assert committed(engine) == layout_of(engine).numel - engine.units[unit].numel
 
 
 FAILURES = 2
@@ -185,8 +185,7 @@ def test_a_failure_ahead_costs_nothing_but_the_work(
         engine.inject(None)
         engine.zero_grad()
         backward_anew(engine, 2)
-    for attempt in engine._ahead._attempts.values():
-        attempt.transfer.settle()
+    settle_updates_ahead(engine)
     engine.inject(None)
     engine.step()
     micro_batch(reference, 2)
@@ -203,7 +202,7 @@ def test_it_turns_itself_off_when_too_many_steps_are_void_and_says_so(
             after_backward(engine, index)
             engine.step()
             micro_batch(reference, index)
-    assert not engine._ahead.enabled
+    assert not updates_ahead_of(engine).enabled
     assert sum("update_in_backward" in record.getMessage() for record in caplog.records) == 1
     micro_batch(engine, 20)
     micro_batch(reference, 20)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpointed import KINDS, Case, Training, generators_kept, training, uninterrupted
 from pairwise import cover
+from probe import boxes_of
 from reference import differences
 
 from offload.files.box_reader import HELD
@@ -125,7 +126,7 @@ def test_what_was_saved_in_many_small_boxes_is_read_in_large_runs(tmp_path: Path
         saved = run.state()
     source = open_folder(tmp_path / "saved").source
     try:
-        count = len(list(source._overlapping("model.table.weight", 0, 1 << 30)))
+        count = len(list(boxes_of(source, "model.table.weight", 0, 1 << 30)))
         assert count > HELD, "the case proves nothing"
         for name, told in source.tensors.items():
             numel = told.shape.numel()

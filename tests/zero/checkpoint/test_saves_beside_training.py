@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import build, make_config
+from probe import disk_of, error_of_the_save, load_no_states_of, put_disk, storage_of, updates_of
 from recovery import NVME, SLOW, descriptors, interrupted_when, train, unequal, waiting
 from torch import nn
 
@@ -22,7 +23,7 @@ from offload.disk.aio import AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.containers import container
 from offload.files.durable import Files
-from zero.checkpoint import load, rank_part
+from zero.checkpoint import rank_part
 from zero.checkpoint.folders import Checkpoints
 from zero.exchange.exchange import Alone
 from zero.optim.pipeline import StepArguments
@@ -120,7 +121,7 @@ class LameDisk:
     """The disk of a plane: one read fails at once, others take a while."""
 
     def __init__(self, plane: Any) -> None:
-        self._disk, self._failed, self.under_way = plane._disk, False, 0
+        self._disk, self._failed, self.under_way = disk_of(plane), False, 0
 
     async def read(self, offset: int, buffer: torch.Tensor, what: str = "") -> None:
         if not self._failed:
@@ -137,13 +138,13 @@ def test_a_save_that_fails_ends_when_nothing_of_it_moves_any_more(
 ) -> None:
     engine = train(open_engine(build("gpt"), config(("cpu", "nvme"), nvme_path, zero={"sub_group_size": 4096})), 0)
     engine.synchronize()
-    (plane,) = (plane for plane in engine._storage.records if plane is not None)
-    before, disk = descriptors(), plane._disk
-    plane._disk = lame = LameDisk(plane)
+    (plane,) = (plane for plane in storage_of(engine).records if plane is not None)
+    before, disk, lame = descriptors(), disk_of(plane), LameDisk(plane)
+    put_disk(plane, lame)
     engine.save_checkpoint(tmp_path)
     with pytest.raises(StorageError, match="read"):
         engine.wait_for_checkpoint()
-    plane._disk = disk
+    put_disk(plane, disk)
     assert lame.under_way == 0
     assert descriptors() == before
     engine.save_checkpoint(tmp_path)
@@ -157,7 +158,7 @@ def test_a_step_that_begins_while_a_sub_group_is_looked_at_does_not_wait_for_the
 ) -> None:
     engine = train(open_engine(build("gpt"), config(NVME, nvme_path, zero={"sub_group_size": 4096})), 0)
     engine.synchronize()
-    updates = engine._stepper.updates
+    updates = updates_of(engine)
     is_busy = updates.is_busy
 
     def meanwhile(group: Any) -> bool:
@@ -168,7 +169,7 @@ def test_a_step_that_begins_while_a_sub_group_is_looked_at_does_not_wait_for_the
 
     monkeypatch.setattr(updates, "is_busy", meanwhile)
     engine.save_checkpoint(tmp_path)
-    assert engine._behind._transfer._future.exception(60) is None
+    assert error_of_the_save(engine, 60) is None
     engine.synchronize()
     assert tags(tmp_path) == ["global_step1"]
 
@@ -245,10 +246,7 @@ def test_moments_that_a_source_does_not_have_stay(
     names = [name for name, _ in engine.module.named_parameters()]
     now = {name: engine.full_state(name) for name in names}
     lacking = set(names[::2])
-    has_states = load.Wanted._has_states
-    monkeypatch.setattr(
-        load.Wanted, "_has_states", lambda wanted, name: name not in lacking and has_states(wanted, name)
-    )
+    load_no_states_of(lacking, monkeypatch)
     engine.load_checkpoint(tmp_path)
     for name in names:
         found = engine.full_state(name)

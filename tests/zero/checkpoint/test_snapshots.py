@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from models import build, tokens
+from probe import snapshots_were_void
 from recovery import least_host_bytes
 from snapshot_runs import (
     as_a_kill_would_leave_it,
@@ -54,7 +55,7 @@ def test_a_job_that_was_cut_off_goes_on_bit_for_bit(
     assert unequal(first, second, model) == []
     reference = train(reference_of(first, model), *range(6), model=model)
     assert unequal(second, reference, model) == []
-    assert not first._parts.snapshots._wary, "nothing was void"
+    assert not snapshots_were_void(first), "nothing was void"
 
 
 @pytest.mark.parametrize("cut", [4096, 10**9])

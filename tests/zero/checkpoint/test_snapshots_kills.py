@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from probe import put_snapshot_files
 from ranks import RankPool
 from snapshot_jobs import config, job, killed_after
 from snapshot_runs import committed, folder
@@ -125,15 +126,14 @@ def fails_once(made: dict[str, Any]) -> str:
         for index in range(2):
             engine.backward(engine(tokens(index)))
             engine.step()
-        files = engine._parts.snapshots._files
-        files._disk = Failing()
+        put_snapshot_files(engine, Failing())
         engine.backward(engine(tokens(2)))
         told = ""
         try:
             engine.step()
         except (StateError, StorageError) as error:
             told = str(error)
-        files._disk = Files()
+        put_snapshot_files(engine, Files())
         engine.step()
         engine.backward(engine(tokens(3)))
         engine.step()

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import build, tokens
+from probe import put_snapshot_files, storage_of
 from snapshot_runs import (
     WatchedDisk,
     allocated_bytes,
@@ -111,7 +112,7 @@ def test_a_watched_disk_sees_a_write_to_what_is_named(open_engine: Open, nvme_pa
     """The property above can fail."""
     engine = train(open_engine(build("gpt"), config_of(nvme_path)), 0, 1)
     watch = WatchedDisk(engine, nvme_path)
-    for plane in engine._storage.twice:
+    for plane in storage_of(engine).twice:
         for pair in plane.pairs:
             pair.kept = None
     with pytest.raises(AssertionError, match="named is"):
@@ -149,9 +150,9 @@ def test_what_a_kill_leaves_at_any_point_of_a_commit_goes_on_bit_for_bit(
     def copied(number: int, operation: str) -> None:
         found.append(as_a_kill_would_leave_it(nvme_path, tmp_path / f"at-{number}"))
 
-    engine._parts.snapshots._files._disk = StoppingFiles(copied)
+    put_snapshot_files(engine, StoppingFiles(copied))
     train(engine, 2, model="mixed")
-    engine._parts.snapshots._files._disk = Files()
+    put_snapshot_files(engine, Files())
     train(engine, 3, model="mixed")
     assert len(found) >= 6, "a manifest and the number: opened, written, synced"
     loaded = set()
@@ -186,7 +187,8 @@ def test_a_commit_that_fails_is_tried_again_and_nothing_named_changes_meanwhile(
                 raise StorageError(operation, errno=5, path=str(path), offset=0, free_bytes=None)
             return result
 
-    engine._parts.snapshots._files._disk = files = Failing()
+    files = Failing()
+    put_snapshot_files(engine, files)
     engine.backward(engine(tokens(2)))
     for _ in range(2):
         with pytest.raises(StorageError):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import make_config, seeded
+from probe import storage_of
 from ranks import RankPool
 from ranks_model import batch, motley
 from ranks_runs import Place, Run, engine_config, quiet
@@ -149,7 +150,7 @@ def unannounced_accumulation(place: Place, nvme_path: str) -> list[int]:
             with engine.no_sync():
                 engine.backward(engine(batch(2 * step, dist.get_rank(), agreed=True)))
             one_step(engine, 2 * step + 1)
-            held.append(len(engine._storage._regions))
+            held.append(len(storage_of(engine).regions))
     return held
 
 

@@ -1,0 +1,320 @@
+"""What tests see inside an engine, and what they put in the place of its parts.
+
+Nobody else in `tests/` and `benchmarks/` touches a private attribute of an engine or of what stands behind it, so that
+the inside can be rebuilt with changes here alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from offload.saved.spill_store import Swap
+from zero.checkpoint import load
+from zero.exchange.shared_memory import SharedMemory
+from zero.store.adoption import Adoption
+
+if TYPE_CHECKING:
+    import pytest
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def layout_of(engine: Any) -> Any:
+    return engine._layout
+
+
+def storage_of(engine: Any) -> Any:
+    return engine._storage
+
+
+def mover_of(engine: Any) -> Any:
+    return engine._storage.mover
+
+
+def timeline_of(engine: Any) -> Any:
+    return engine._storage.timeline
+
+
+def coordinator_of(engine: Any) -> Any:
+    return engine._coordinator
+
+
+def gradients_of(engine: Any) -> Any:
+    return engine._gradients
+
+
+def keeper_of(engine: Any) -> Any:
+    return engine._keeper
+
+
+def pipeline_of(engine: Any) -> Any:
+    """What updates sub-groups."""
+    return engine._stepper.pipeline
+
+
+def updates_of(engine: Any) -> Any:
+    """The updates that the last step has left to do."""
+    return engine._stepper.updates
+
+
+def updates_ahead_of(engine: Any) -> Any:
+    """The updates inside backward; None where they are not configured."""
+    return engine._ahead
+
+
+def spare_of(engine: Any) -> Any:
+    """The memory of gradients that results are lent."""
+    return engine._stepper.pipeline.spare
+
+
+def snapshots_of(engine: Any) -> Any:
+    """None where they are not configured."""
+    return engine._parts.snapshots
+
+
+def config_behind(engine: Any) -> Any:
+    """The validated configuration."""
+    return engine._config
+
+
+# ---- the training loop ----------------------------------------------------------------------------------------------
+
+
+def step_is_asked(engine: Any) -> bool:
+    """A step was asked for and is not fixed yet."""
+    return bool(engine._step_asked)
+
+
+def is_torn(engine: Any) -> bool:
+    """A transfer failed inside the last backward."""
+    return bool(engine._watch.torn)
+
+
+def is_waiting(engine: Any) -> bool:
+    """The training thread waits for the mover."""
+    return bool(engine._storage.mover.exposed._depth > 0)
+
+
+def drain_mover(engine: Any) -> None:
+    """Return once the mover has nothing to do, read-ahead included."""
+    mover = engine._storage.mover
+    mover.run("settling", mover._drain())
+
+
+def settle_updates_ahead(engine: Any) -> None:
+    """Return once every update inside the last backward has ended, well or not."""
+    for attempt in engine._ahead._attempts.values():
+        attempt.transfer.settle()
+
+
+def read_nothing_ahead(engine: Any) -> None:
+    """After a step the engine fetches only what somebody asks for."""
+    engine._coordinator.expect_forward = lambda: None
+
+
+def bound_units(engine: Any) -> list[Any]:
+    """Of the units, those whose parameters have their values."""
+    return [bound for bound in engine._bound if bound.bound]
+
+
+def open_calls(engine: Any) -> list[Any]:
+    """Modules that are being called, as the hooks know them."""
+    return list(engine._hooks._calls)
+
+
+def lent_rows_numel(engine: Any) -> int:
+    """Numbers of packed experts that were fetched as rows and not given back."""
+    return int(engine._coordinator._lent_numel)
+
+
+def flat_gradient(engine: Any, unit: Any) -> Tensor:
+    """A unit's flat gradient, of an engine that keeps gradients in memory."""
+    state = engine._gradients._units[unit.index]
+    memory = state.plane.memory(unit.begin, unit.end)
+    assert memory is not None, "the gradient is not in memory"
+    return memory.view(state.dtype)
+
+
+def is_lent(engine: Any, unit: Any) -> bool:
+    """A result waits in the memory of this unit's gradient."""
+    spare = engine._stepper.pipeline.spare
+    (pool,) = spare._pools.values()
+    return bool(pool.ranges.lent(*spare._range(pool, unit, unit.begin, unit.end)))
+
+
+STEP_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    # What a step calls, in this order: owner, method.
+    "check": lambda engine: (engine._stepper, "check"),
+    "store_edits": lambda engine: (engine._keeper, "store_edits"),
+    "release_all": lambda engine: (engine._coordinator, "release_all"),
+    "finish": lambda engine: (engine._stepper, "finish"),
+    "flush_all": lambda engine: (engine._gradients, "flush_all"),
+    "settle": lambda engine: (engine._gradients, "settle"),
+    "square_sum": lambda engine: (engine._gradients, "square_sum"),
+    "values": lambda engine: (engine.optimizer, "values"),
+    "trained_units": lambda engine: (engine._stepper.pipeline, "trained_units"),
+    "fix": lambda engine: (engine._stepper, "fix"),
+    "at_once": lambda engine: (engine._stepper.pipeline, "at_once"),
+    "update": lambda engine: (engine._stepper, "_finish_groups"),
+    "start": lambda engine: (engine._stepper, "start"),
+    "expect_forward": lambda engine: (engine._coordinator, "expect_forward"),
+}
+CLOSE_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    # What a close calls, in this order: owner, method.
+    "stop": lambda engine: (engine._stepper, "stop"),
+    "hooks": lambda engine: (engine._hooks, "remove"),
+    "clear": lambda engine: (engine._gradients, "clear"),
+    "release_all": lambda engine: (engine._coordinator, "release_all"),
+    "storage": lambda engine: (engine._storage, "close"),
+    "wait": lambda engine: (engine._storage.mover, "block"),
+}
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def used_bytes(engine: Any, pool: str) -> int:
+    """What is leased of the pool: `arena`, `unit_pool`, `gradient_pool` or `update_pool`."""
+    return int(getattr(engine._storage, pool).used_bytes)
+
+
+def device_memories(engine: Any) -> list[Tensor]:
+    """All that the engine has allocated for its device and has not given back."""
+    storage = engine._storage
+    pools = (storage.unit_pool, storage.gradient_pool, storage.update_pool)
+    memories = [region.data for region in storage.regions if region.movable] + [pool._data for pool in pools]
+    return [memory for memory in memories if memory is not None and memory.numel()]
+
+
+def whole_flats(engine: Any) -> dict[int, Tensor]:
+    """Weights of whole units by index, of all ranks, where this rank has them in memory of its own."""
+    storage = engine._storage
+    units = storage.layout.units
+    return {i: flat for i, flat in storage._flats.items() if storage._shared is None or units[i].persistent}
+
+
+def exchanged_bytes(engine: Any) -> int:
+    """Of memory that this rank's slices are sent from, or others' arrive in."""
+    exchange = engine.exchange
+    if isinstance(exchange, SharedMemory):
+        return int(exchange._slices[exchange.placement.rank].data.nbytes) if exchange._slices else 0
+    arriving = engine._storage.whole_gradients._arriving
+    return 0 if arriving is None else int(arriving.nbytes)
+
+
+# ---- disks ----------------------------------------------------------------------------------------------------------
+
+
+def disk_of(plane: Any) -> Any:
+    return plane._disk
+
+
+def put_disk(plane: Any, disk: Any) -> None:
+    """The plane's homes are on this disk from now on."""
+    plane._disk = disk
+
+
+def put_disk_everywhere(engine: Any, disk: Any) -> None:
+    """`disk` takes the place of the engine's, for its planes too."""
+    storage = engine._storage
+    for plane in storage._planes:
+        plane._disk = disk if plane._disk is storage.disk else plane._disk
+    storage.disk = disk
+
+
+def before_groups_are_adopted(look: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`look(group)` comes before the values of a sub-group are taken into their planes."""
+    adopt = Adoption._adopt_group
+
+    async def looked_at(adoption: Any, group: Any) -> None:
+        look(group)
+        await adopt(adoption, group)
+
+    monkeypatch.setattr(Adoption, "_adopt_group", looked_at)
+
+
+def is_stranded(plane: Any) -> bool:
+    """Some of the plane is still to be written: the disk has refused it."""
+    return bool(plane._stranded)
+
+
+# ---- snapshots and checkpoints --------------------------------------------------------------------------------------
+
+
+def put_snapshot_files(engine: Any, files: Any) -> None:
+    """Manifests are written through this `Files` from now on."""
+    engine._parts.snapshots._files._disk = files
+
+
+def snapshots_were_void(engine: Any) -> bool:
+    return bool(engine._parts.snapshots._wary)
+
+
+def error_of_the_save(engine: Any, timeout_seconds: float) -> BaseException | None:
+    """How the save beside training has ended, waited for without the engine."""
+    error: BaseException | None = engine._behind._transfer._future.exception(timeout_seconds)
+    return error
+
+
+def load_no_states_of(names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints seem to hold no optimizer states of these parameters."""
+    has_states = load.Wanted._has_states
+    monkeypatch.setattr(load.Wanted, "_has_states", lambda wanted, name: name not in names and has_states(wanted, name))
+
+
+def boxes_of(source: Any, name: str, begin: int, end: int) -> Any:
+    """Boxes of an opened checkpoint that hold some of these numbers of a tensor."""
+    return source._overlapping(name, begin, end)
+
+
+# ---- saved activations ----------------------------------------------------------------------------------------------
+
+
+def activation_store_of(engine: Any) -> Any:
+    """None where no tier is configured."""
+    return engine._storage.activations
+
+
+def pieces_in_motion(engine: Any) -> list[Any]:
+    """Of the saved activations, those that are being written or read."""
+    return list(engine._storage.activations._pieces._moving)
+
+
+def pieces_kept(engine: Any) -> list[Any]:
+    """Of the saved activations, those that somebody may still ask for."""
+    return [piece for live in engine._storage.activations._alive() for piece in live.pieces]
+
+
+def put_activation_disk(engine: Any, disk: Any) -> None:
+    pieces = engine._storage.activations._pieces
+    pieces._swap = Swap(disk, pieces._swap.area)
+
+
+def activation_capacity_bytes(store: Any) -> int:
+    """Memory that an activation store has taken."""
+    return int(store._pieces.memory.capacity_bytes)
+
+
+# ---- reports --------------------------------------------------------------------------------------------------------
+
+
+def spans_recorded(engine: Any) -> int:
+    return len(engine._storage.timeline._spans)
+
+
+def keep_spans(engine: Any, spans_max: int) -> None:
+    """The timeline holds no more than so many."""
+    engine._storage.timeline._spans = deque(maxlen=spans_max)
+
+
+def one_forward_of(engine: Any) -> Any:
+    """What profiles one forward; None where nothing does."""
+    return engine._one_forward
+
+
+def reports_progress(engine: Any) -> bool:
+    return engine._reporter is not None
