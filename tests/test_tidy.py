@@ -374,6 +374,63 @@ def test_tests_do_not_measure_time(path: Path) -> None:
     assert not calls & {"time.perf_counter", "timeit.timeit", "timeit.repeat"}
 
 
+PROBE = "tests/probe.py"
+PRIVATE_ACCESS = re.compile(
+    r"""((?<![\w.])(?!(?:self|cls)\b)[\w.]+|[)\]])\.(_[a-z]\w*)|etattr\(([^,()]+), ["'](_[a-z]\w*)"""
+)
+"""Groups 1 and 2, or 3 and 4: whose, and the attribute. It reads text, so that scripts which tests start count too."""
+NOT_PRIVATE = {
+    *("_parameters", "_opt_called"),
+    *("_invalidate_trace", "_register_deepspeed_module", "_zero3_consolidated_16bit_state_dict"),
+}
+"""Names that are torch's, or that users of DeepSpeed call."""
+NOT_BEHIND_AN_ENGINE = {
+    *("aio._pool", "lines._handles", "there._name"),
+    *("unconfigured._settings", "unconfigured._state", "zero.checkpointing._state"),
+}
+"""What is tested by itself: one part, made by its test."""
+
+
+@cache
+def private_attributes() -> frozenset[str]:
+    """What classes of `zero/` and `offload/` keep to themselves."""
+    found = set()
+    for path in (path for path in LAYERED if relative(path).startswith(("zero/", "offload/"))):
+        for owner in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)):
+            for node in ast.walk(owner):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    found.add(node.name)
+                elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                    found.add(node.attr)
+    return frozenset(name for name in found if re.match("_[a-z]", name)) - NOT_PRIVATE
+
+
+def private_accesses(text: str) -> list[str]:
+    found = ((match[1] or match[3], match[2] or match[4]) for match in PRIVATE_ACCESS.finditer(text))
+    return [f"{owner}.{name}" for owner, name in found if name in private_attributes()]
+
+
+@for_every(
+    [
+        path
+        for path in sources("tests", "benchmarks", "scripts")
+        if not relative(path).startswith(("tests/offload/", "tests/device/"))
+        if path != Path(__file__) and relative(path) != PROBE
+    ]
+)
+def test_only_the_probe_touches_what_is_private_behind_an_engine(path: Path) -> None:
+    """So that the inside of the engine can change, and of the tests the probe alone."""
+    assert set(private_accesses(path.read_text(encoding="utf-8"))) <= NOT_BEHIND_AN_ENGINE
+
+
+def test_a_private_attribute_would_be_found_and_every_function_of_the_probe_is_used() -> None:
+    text = 'engines[0]._storage; x(a)._layout; self._storage; setattr(ours, "_storage", None); a.ours._parts.b'
+    assert private_accesses(text) == ["]._storage", ")._layout", "ours._storage", "a.ours._parts"]
+    defined = [n.name for n in tree_of(ROOT / PROBE).body if isinstance(n, ast.FunctionDef)]
+    everything = "\n".join(path.read_text(encoding="utf-8") for path in sources("tests", "benchmarks"))
+    assert [name for name in defined if len(re.findall(rf"\b{name}\b", everything)) < 3] == []
+
+
 def test_test_files_have_unique_names() -> None:
     """importlib mode needs it, and so does whoever reads a report."""
     names = [path.name for path in sources("tests") if path.name.startswith("test_")]
