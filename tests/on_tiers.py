@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import make_config, tokens
+from models import make_config
 from torch import Tensor
 
 TIERS = {"device": ("none", "none"), "cpu": ("cpu", "cpu"), "nvme": ("nvme", "nvme")}
@@ -16,13 +16,6 @@ on_every_tier = pytest.mark.parametrize("tier", TIERS)
 
 def config_of(tier: str, nvme_path: Path, **more: Any) -> dict[str, Any]:
     return make_config(TIERS[tier], nvme_path, **more)
-
-
-def train(engine: Any, *indices: int) -> Any:
-    for index in indices:
-        engine.backward(engine(tokens(index)))
-        engine.step()
-    return engine
 
 
 def masters(engine: Any) -> dict[str, Tensor]:

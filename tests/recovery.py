@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import ADAMW, build, make_config, tokens, trainability
+from harness import HYPER
+from models import build, make_config, tokens
 from probe import disk_of, is_waiting, put_disk, storage_of, updates_of
-from reference import Hyper, Reference, differences, snapshot
+from reference import Hyper, Reference
 from torch import Tensor
 
 import zero
@@ -28,7 +29,6 @@ from zero.params.released import ReleasedParameter
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 SLOW = AioFault(delay_rate=1.0, delay_seconds=0.1)
 
 
@@ -37,26 +37,6 @@ def failing(operation: Any, **more: Any) -> AioFault:
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
-
-
-def micro_batch(trainer: Any, index: int) -> None:
-    trainer.backward(trainer(tokens(index)))
-    trainer.step()
-
-
-def train(trainer: Any, *indices: int) -> Any:
-    for index in indices:
-        micro_batch(trainer, index)
-    return trainer
-
-
-def reference_of(engine: Any, model: str = "gpt", **more: Any) -> Reference:
-    return Reference(build(model), lambda name: HYPER, **more)
-
-
-def unequal(engine: Any, other: Any, model: str = "gpt") -> list[str]:
-    names = trainability(build(model))
-    return differences(snapshot(engine, names), snapshot(other, names))
 
 
 def scheduled(model: Any, pair: tuple[str, str], nvme_path: Path, **more: Any) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import ADAMW, make_config, seeded, trainability
+from harness import reference_of
+from models import make_config, seeded, trainability
 from probe import lent_rows_numel
-from reference import Hyper, Reference, differences, snapshot
+from reference import differences, snapshot
 from support_models import ROWS, Checkpoint, Row, loss_in, torch_checkpoint
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -30,7 +31,6 @@ from offload.errors import BudgetError, ConfigError, StateError
 STEPS = 10
 TIERS = ("none", "cpu", "nvme")
 MODES = ("no checkpointing", "torch, reentrant", "torch, non-reentrant", "cpu checkpointing")
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 
 Gradients = dict[str, list[Tensor]]
 """Parameter name -> its contributions in the order autograd made them."""
@@ -112,7 +112,7 @@ def expected(name: str, mode: str) -> tuple[History, dict[str, Tensor], dict[str
         for key, buffer in module._buffers.items() if isinstance(module, _NormBase) else ():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[key] = buffer.bfloat16()
-    reference = Reference(model, lambda name: HYPER, opaque=lambda name: name.endswith(row.opaque))
+    reference = reference_of(model, opaque=lambda name: name.endswith(row.opaque))
     history = train(reference, model, row, lambda gradients: None)
     return history, snapshot(reference, names), buffers_of(model)
 

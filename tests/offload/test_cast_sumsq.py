@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from harness import same_bits
 from torch import Tensor
 
 import native
@@ -36,10 +37,6 @@ def in_two_passes(src: Tensor, dtype: torch.dtype, scale: float) -> list[Tensor]
 def in_one_pass(src: Tensor, dtype: torch.dtype, scale: float, threads: int = 1) -> list[Tensor]:
     out = torch.empty_like(src, dtype=dtype)
     return [out, kernels.cast_sumsq(out, src, scale, threads=threads)]
-
-
-def same_bits(ours: list[Tensor], reference: list[Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, reference, strict=True))
 
 
 @pytest.mark.parametrize("out_dtype", FLOATS)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import same_bits
 from torch import Tensor
 
 import native
@@ -78,10 +79,6 @@ def cut(moments: Moments, begin: int, end: int) -> Moments:
         exp_avg_sq_scale=scales[1],
         origin=moments.origin + begin,
     )
-
-
-def same_bits(ours: list[Tensor], reference: list[Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, reference, strict=True))
 
 
 def gradient(numel: int, seed: int, specials: bool = False) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -70,10 +71,6 @@ def expected(stored: Tensor, sources: list[Tensor], scale: float, add: bool) -> 
     total = total * torch.tensor(scale, dtype=torch.float32)
     result = canonical((stored + total if add else total).to(stored.dtype))
     return [result, kernels.block_sumsq(result)]
-
-
-def same_bits(ours: list[Tensor], reference: list[Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, reference, strict=True))
 
 
 @pytest.mark.parametrize("name", ["scalar", "avx2", "avx512", "torch"])

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness import HYPER, losses_of, unequal
 from lagging import lagging_device
-from models import ADAMW, GPT, Stumbling, build, make_config, seeded, tokens, trainability
+from models import GPT, Stumbling, build, make_config, seeded, tokens, trainability
 from probe import (
     activation_capacity_bytes,
     activation_store_of,
@@ -24,8 +25,7 @@ from probe import (
     pieces_kept,
     put_activation_disk,
 )
-from recovery import unequal
-from reference import Hyper, Reference, differences, snapshot
+from reference import Reference, differences, snapshot
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -37,7 +37,6 @@ Open = Callable[..., Any]
 LENGTH, STEPS = 64, 4
 INPUT_BYTES = 2 * LENGTH * 32 * 2
 """A block's input: (2, LENGTH, 32) in bf16."""
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 
 CALLS: dict[str, Callable[..., Any]] = {
     "checkpoint": zero.checkpointing.checkpoint,
@@ -62,18 +61,11 @@ def batch(index: int) -> Tensor:
 
 
 def train(trainer: Any, *indices: int) -> list[float]:
-    losses = []
-    for index in indices or range(STEPS):
-        loss = trainer(batch(index))
-        losses.append(loss.item())
-        trainer.backward(loss)
-        trainer.step()
-    return losses
+    return losses_of(trainer, *(indices or range(STEPS)), loss_of=lambda trainer, index: trainer(batch(index)))
 
 
 def reference_of(engine: Any, name: str = "gpt", **more: Any) -> Reference:
-    model = build(name, tokens=LENGTH)
-    return Reference(model, lambda _: HYPER, **more)
+    return Reference(build(name, tokens=LENGTH), lambda _: HYPER, **more)
 
 
 def kept(engine: Any) -> int:

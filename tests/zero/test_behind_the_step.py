@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import micro_batch, reference_of, reference_run, train, unequal
 from models import ADAMW, GPT, build, make_config, seeded, tokens, trainability
 from probe import (
     coordinator_of,
@@ -29,19 +30,7 @@ from probe import (
     updates_of,
     used_bytes,
 )
-from recovery import (
-    LOOKS,
-    NVME,
-    SLOW,
-    Open,
-    least_host_bytes,
-    micro_batch,
-    once_more,
-    reference_of,
-    spilling,
-    train,
-    unequal,
-)
+from recovery import LOOKS, NVME, SLOW, Open, least_host_bytes, once_more, spilling
 from reference import differences, snapshot
 from torch import Tensor
 
@@ -145,7 +134,7 @@ def test_step_waits_for_no_transfer_and_whoever_looks_does(
     open_engine: Open, nvme_path: Path, look: str, pair: tuple[str, str]
 ) -> None:
     engine = open_engine(build("gpt"), make_config(pair, nvme_path, zero={"sub_group_size": 8192}))
-    reference = train(reference_of(engine), 0, 1)
+    reference = reference_run(0, 1)
     train(engine, 0)
     engine.backward(engine(tokens(1)))
     engine.synchronize()
@@ -306,7 +295,7 @@ def test_what_forward_does_not_use_is_updated_once_and_before_the_next_step(
     open_engine: Open, nvme_path: Path, between: str, sub_group_numel: int
 ) -> None:
     engine = open_engine(build("early_exit"), make_config(NVME, nvme_path, zero={"sub_group_size": sub_group_numel}))
-    reference = reference_of(engine, "early_exit")
+    reference = reference_of("early_exit")
     spy = Spy(engine)
     left = 0
     for index, depth in enumerate(DEPTHS):
@@ -328,7 +317,7 @@ def test_what_forward_does_not_use_is_updated_once_and_before_the_next_step(
 @pytest.mark.parametrize("model", ["branching", "mixed", "tied", "lora"])
 def test_units_that_take_turns_are_never_behind(open_engine: Open, nvme_path: Path, model: str) -> None:
     engine = open_engine(build(model), make_config(NVME, nvme_path, accumulation=2))
-    reference = reference_of(engine, model, accumulation=2)
+    reference = reference_of(model, accumulation=2)
     inputs = [(tokens(i), (i // 3) % 2) if model == "branching" else (tokens(i),) for i in range(12)]
     for given in inputs:
         for trainer in (engine, reference):
@@ -345,7 +334,7 @@ def test_hyper_parameters_changed_after_a_step_are_those_of_the_next(
     open_engine: Open, nvme_path: Path, look: str
 ) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero={"sub_group_size": 8192}))
-    reference = train(reference_of(engine), 0, 1, 2)
+    reference = reference_run(0, 1, 2)
     for index in range(3):
         micro_batch(engine, index)
         for group in engine.optimizer.param_groups:
@@ -381,7 +370,7 @@ class LateDisk:
 def test_weights_that_cannot_be_stored_while_forward_uses_them_are_kept(open_engine: Open, nvme_path: Path) -> None:
     """The update writes from the memory that the unit is bound to; what it keeps must be the weights."""
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
-    reference = train(reference_of(engine), 0, 1)
+    reference = reference_run(0, 1)
     disk = LateDisk(storage_of(engine).weights[0])
     train(engine, 0)
     engine.backward(engine(tokens(1)))
@@ -469,7 +458,7 @@ def test_a_gradient_of_the_next_step_waits_until_the_last_one_was_used(
 ) -> None:
     """Without a forward nothing has fetched the unit: its sealed gradient is still needed where the new one goes."""
     engine = spilling(open_engine, nvme_path) if spilled else open_engine(build("gpt"), make_config(NVME, nvme_path))
-    reference = train(reference_of(engine), 0, 1)
+    reference = reference_run(0, 1)
     read_nothing_ahead(engine)
     train(engine, 0)
     engine.backward(engine(tokens(1)))
@@ -495,7 +484,7 @@ def test_units_that_are_always_bound_are_updated_before_they_are_seen(
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero=keys))
     always = [unit for unit in engine.units if unit.persistent]
     assert always
-    reference = reference_of(engine)
+    reference = reference_of()
     train(reference, 0)
     engine.backward(engine(tokens(0)))
     engine.synchronize()

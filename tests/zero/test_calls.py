@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import ADAMW, TOKENS, VOCAB, make_config, seeded, tokens, trainability
+from harness import micro_batch, reference_of
+from models import TOKENS, VOCAB, make_config, seeded, tokens, trainability
 from probe import bound_units
-from reference import Hyper, Reference, differences, snapshot
+from reference import differences, snapshot
 from torch import Tensor, nn
 
 from offload.errors import StateError
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 WIDTH, STEPS = 64, 4
 BLOCK_NUMEL = 2 * WIDTH * WIDTH
 LIVE_NUMEL = 5 * BLOCK_NUMEL
@@ -71,26 +71,17 @@ def built(kind: type[nn.Module]) -> nn.Module:
         return kind()
 
 
-def one_step(trainer: Any, index: int) -> None:
-    trainer.backward(trainer(tokens(index)))
-    trainer.step()
-
-
 def opened(open_engine: Open, nvme_path: Any, kind: type[nn.Module], pair: tuple[str, str] = NVME) -> Any:
     model = built(kind)
     live = max(LIVE_NUMEL, 2 * max(p.numel() for p in model.parameters()))
     return open_engine(model, make_config(pair, nvme_path, zero={"stage3_max_live_parameters": live}))
 
 
-def reference_of(engine: Any, kind: type[nn.Module]) -> Reference:
-    return Reference(built(kind), lambda name: HYPER)
-
-
 def assert_trains_equally(
-    open_engine: Open, nvme_path: Any, kind: type[nn.Module], step: Callable[[Any, int], None] = one_step
+    open_engine: Open, nvme_path: Any, kind: type[nn.Module], step: Callable[[Any, int], Any] = micro_batch
 ) -> Any:
     engine = opened(open_engine, nvme_path, kind)
-    reference = reference_of(engine, kind)
+    reference = reference_of(built(kind))
     for index in range(STEPS):
         step(engine, index)
         step(reference, index)
@@ -377,10 +368,10 @@ def test_every_way_of_calling_trains_to_the_bits_of_plain_torch(
 
 def test_an_input_nobody_uses_gives_its_maker_no_step(open_engine: Open, nvme_path: Any) -> None:
     engine = opened(open_engine, nvme_path, UnusedInput)
-    reference = reference_of(engine, UnusedInput)
+    reference = reference_of(built(UnusedInput))
     for index in range(STEPS):
-        one_step(engine, index)
-        one_step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
     names = trainability(built(UnusedInput))
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
     assert engine.full_state("upstream.up.weight")["step"] == 0
@@ -389,10 +380,10 @@ def test_an_input_nobody_uses_gives_its_maker_no_step(open_engine: Open, nvme_pa
 
 def test_a_loss_that_reads_no_output_trains_what_it_depends_on(open_engine: Open, nvme_path: Any) -> None:
     engine = opened(open_engine, nvme_path, OnlyAuxiliary)
-    reference = reference_of(engine, OnlyAuxiliary)
+    reference = reference_of(built(OnlyAuxiliary))
     for index in range(STEPS):
-        one_step(engine, index)
-        one_step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
     names = trainability(built(OnlyAuxiliary))
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
     assert engine.full_state("head.weight")["step"] == 0
@@ -419,7 +410,7 @@ def test_a_loss_on_captured_activations_trains_equally(
     model = built(Model)
     early = capture(model, names) if hooked == "before" else []
     engine = open_engine(model, make_config(NVME, nvme_path, zero={"stage3_max_live_parameters": LIVE_NUMEL}))
-    reference = reference_of(engine, Model)
+    reference = reference_of(built(Model))
     ours = early if hooked == "before" else capture(engine.module, names)
     theirs = capture(reference.model, names)
     for index in range(STEPS):
@@ -491,13 +482,13 @@ def test_gradients_of_gradients_are_refused_by_name_and_training_goes_on(
     open_engine: Open, nvme_path: Any, how: str
 ) -> None:
     engine = opened(open_engine, nvme_path, Model)
-    reference = reference_of(engine, Model)
+    reference = reference_of(built(Model))
     with pytest.raises(StateError, match="create_graph"):
         SECOND_ORDER[how](engine)
     engine.zero_grad()
     for index in range(2):
-        one_step(engine, index)
-        one_step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
     names = trainability(built(Model))
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 
@@ -615,7 +606,7 @@ def test_a_frozen_table_that_an_evaluation_changes_keeps_its_value(
         for index in range(3):
             engine(tokens(index))
     engine.train()
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     assert (engine.full_parameter("seen") == 4).all()
 
 

@@ -6,17 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from models import ADAMW, build, make_config, tokens, trainability
+from harness import train
+from models import ADAMW, build, make_config, trainability
 from reference import Hyper, Reference, differences, snapshot
 
 Open = Callable[..., Any]
 STEPS = 6
-
-
-def train(trainer: Any, accumulation: int) -> None:
-    for index in range(STEPS * accumulation):
-        trainer.backward(trainer(tokens(index)))
-        trainer.step()
 
 
 def expected(model: str, engine: Any, accumulation: int) -> dict[str, Any]:
@@ -25,7 +20,7 @@ def expected(model: str, engine: Any, accumulation: int) -> dict[str, Any]:
     plain = build(model)
     names = trainability(plain)
     reference = Reference(plain, lambda name: hyper, clipping=0.3, accumulation=accumulation)
-    train(reference, accumulation)
+    train(reference, *range(accumulation * STEPS))
     return snapshot(reference, names)
 
 
@@ -46,7 +41,7 @@ def test_recomputation_is_bit_equal_to_a_run_without_it(
     built = build(model, recompute=recompute)
     names = trainability(built)
     engine = open_engine(built, make_config((device, device), nvme_path, clipping=0.3))
-    train(engine, 1)
+    train(engine, *range(STEPS))
     assert differences(snapshot(engine, names), expected(model, engine, 1)) == []
     statistics = engine.statistics()
     assert statistics.gathered_bytes > 0
@@ -61,7 +56,7 @@ def test_recomputation_with_accumulation_tied_and_frozen_parameters(
     built = build(model, recompute=recompute)
     names = trainability(built)
     engine = open_engine(built, make_config(("nvme", "nvme"), nvme_path, clipping=0.3, accumulation=2))
-    train(engine, 2)
+    train(engine, *range(2 * STEPS))
     assert differences(snapshot(engine, names), expected(model, engine, 2)) == []
 
 
@@ -74,9 +69,9 @@ def test_a_block_used_twice_and_recomputed_keeps_the_contributions_autograd_made
     built = build("reused", recompute=recompute)
     names = trainability(built)
     engine = open_engine(built, make_config(("nvme", "nvme"), nvme_path, clipping=0.3))
-    train(engine, 1)
+    train(engine, *range(STEPS))
     reference = Reference(build("reused", recompute=recompute), lambda name: hyper, clipping=0.3)
-    train(reference, 1)
+    train(reference, *range(STEPS))
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 
 
@@ -97,6 +92,6 @@ def test_recomputed_units_are_released_one_by_one(
     keys = {"stage3_max_live_parameters": live_numel, "stage3_prefetch_bucket_size": 1_000_000}
     built = build(model, recompute=recompute, blocks=blocks)
     engine = open_engine(built, make_config(("nvme", "nvme"), nvme_path, zero=keys))
-    train(engine, 1)
+    train(engine, *range(STEPS))
     assert 0 < engine.statistics().live_numel_peak <= live_numel
     assert all(releases >= STEPS for releases in engine.statistics().releases_by_unit.values())

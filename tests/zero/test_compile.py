@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import train
 from models import GPT, build, make_config, next_token_loss, seeded, tokens
 from reference import differences, snapshot
 from torch import Tensor, nn
@@ -201,7 +202,6 @@ def conv_net() -> ConvNet:
 def test_batch_norm_keeps_the_running_statistics_of_plain_torch(
     tier: str, compiled: bool, nvme_path: Any, open_engine: Open
 ) -> None:
-    from recovery import train
     from reference import Hyper, Reference
 
     engine = open_engine(conv_net(), make_config((tier, tier), nvme_path, bf16=False))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import micro_batch
 from models import build, tokens
 from probe import keeper_of
 from torch import nn
@@ -30,18 +31,13 @@ def config(stage: int, device: str, nvme_path: Any) -> dict[str, Any]:
     }
 
 
-def step(engine: Any, rank: int = 0) -> None:
-    engine.backward(engine(tokens(rank)))
-    engine.step()
-
-
 @pytest.mark.parametrize(("stage", "device"), [(0, "none"), (1, "cpu"), (2, "nvme")])
 def test_the_model_keeps_the_weights_of_the_last_step(
     open_engine: Open, nvme_path: Path, stage: int, device: str
 ) -> None:
     model = build("gpt")
     engine = open_engine(model, config(stage, device, nvme_path))
-    step(engine)
+    micro_batch(engine, 0)
     engine.synchronize()
     expected = {name: keeper_of(engine).weights(name) for name, _ in model.named_parameters()}
     engine.destroy()
@@ -52,14 +48,14 @@ def test_the_model_keeps_the_weights_of_the_last_step(
     model(tokens(1)).backward()
     with pytest.raises(StateError, match="the engine is closed"):
         engine(tokens(0))
-    step(open_engine(model, config(stage, device, nvme_path)))
+    micro_batch(open_engine(model, config(stage, device, nvme_path)), 0)
 
 
 def test_weights_that_are_cut_among_ranks_end_with_the_engine(open_engine: Open) -> None:
     """Whole, they may not fit; a checkpoint or `_zero3_consolidated_16bit_state_dict` keeps them."""
     model = build("gpt")
     engine = open_engine(model, config(3, "none", None))
-    step(engine)
+    micro_batch(engine, 0)
     engine.destroy()
     assert all(is_kept(parameter) for parameter in model.parameters())
 
@@ -68,7 +64,7 @@ def destroyed(stage: int) -> list[float]:
     rank = torch.distributed.get_rank()
     model = build("gpt")
     engine = zero.initialize(model=model, config=config(stage, "cpu", None))[0]
-    step(engine, rank)
+    micro_batch(engine, rank)
     engine.destroy()
     return [parameter.double().sum().item() for parameter in model.parameters()]
 

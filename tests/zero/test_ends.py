@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import reference_run, train, unequal
 from models import build, make_config, tokens
 from probe import pipeline_of, updates_of
-from recovery import NVME, SLOW, Open, failing, reference_of, spilling, train, unequal
+from recovery import NVME, SLOW, Open, failing, spilling
 from torch import nn
 
 import zero
@@ -61,7 +62,7 @@ def test_an_initialisation_that_fails_gives_the_model_back(
     assert model.head.weight.grad is not None
     model.zero_grad()
     engine = open_engine(model, config)
-    reference = train(reference_of(engine, model_name), 0, 1)
+    reference = reference_run(0, 1, model=model_name)
     assert unequal(train(engine, 0, 1), reference, model_name) == []
     engine.close()
 

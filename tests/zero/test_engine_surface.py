@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness import train
 from models import ADAMW, build, tokens
-from on_tiers import config_of, equal, masters, on_every_tier, train
+from on_tiers import config_of, equal, masters, on_every_tier
 from torch import nn
 
 import zero

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import micro_batch
 from models import build, make_config, seeded, tokens, trainability
 from probe import keeper_of
 from reference import Hyper, Reference, differences, snapshot
@@ -30,14 +31,9 @@ NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist"
 HERE, AWAY = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
 
 
-def step(trainer: Any, index: int) -> None:
-    trainer.backward(trainer(tokens(index)))
-    trainer.step()
-
-
 def made(open_engine: Open, nvme_path: Any, model: str = "gpt", **zero_keys: Any) -> Any:
     engine = open_engine(build(model), make_config(("nvme", "nvme"), nvme_path, zero=zero_keys))
-    step(engine, 0)
+    micro_batch(engine, 0)
     return engine
 
 
@@ -65,7 +61,7 @@ def test_kept_parameters_have_the_attributes_that_libraries_look_for(open_engine
         assert all(looks_like_deepspeed(p, HERE) for p in parameters)
         assert all(torch.equal(p.ds_tensor, p.detach().flatten()) for p in parameters)
     assert all(looks_like_deepspeed(p, AWAY) for p in parameters)
-    step(engine, 1)
+    micro_batch(engine, 1)
     assert [p.ds_id for p in parameters] == first
     for parameter in parameters:
         parameter.ds_active_sub_modules.clear()
@@ -90,7 +86,7 @@ def test_the_attributes_are_there_from_init_on_and_only_on_what_is_kept(open_eng
 
 def test_persistent_parameters_say_so_and_are_available(open_engine: Open, nvme_path: Any) -> None:
     engine = made(open_engine, nvme_path, stage3_param_persistence_threshold=64)
-    step(engine, 1)
+    micro_batch(engine, 1)
     engine(tokens(2))  # binds what is always there
     small, large = engine.module.norm.bias, engine.module.blocks[0].up.weight
     assert small.ds_persist and small.ds_status is HERE
@@ -113,7 +109,7 @@ def test_what_libraries_write_into_the_attributes_steers_nothing(open_engine: Op
     for parameter in meddled.module.parameters():
         parameter.ds_persist, parameter.ds_numel, parameter.ds_shape, parameter.ds_id = True, 0, torch.Size([0]), 0
     for engine in (meddled, left):
-        step(engine, 1)
+        micro_batch(engine, 1)
     for (name, a), (_, b) in zip(meddled.named_full_parameters(), left.named_full_parameters(), strict=True):
         assert torch.equal(a, b), name
 
@@ -145,7 +141,7 @@ def test_a_module_copied_inside_a_gather_is_plain_and_independent(open_engine: O
     copied(x).sum().backward()
     assert all(p.grad is not None for p in copied.parameters()), "its gradients are its own"
     assert engine.statistics().gathers == gathers, "calling the copy fetches nothing"
-    step(engine, 1)
+    micro_batch(engine, 1)
     assert all(torch.equal(p.detach(), expected[name]) for name, p in copied.named_parameters())
 
 
@@ -167,7 +163,7 @@ def test_an_average_of_the_weights_follows_training(open_engine: Open, nvme_path
     engine = made(open_engine, nvme_path)
     names = [name for name, _ in engine.module.named_parameters()]
     reference = Reference(build("gpt"), lambda name: HYPER)
-    step(reference, 0)
+    micro_batch(reference, 0)
 
     def averaged(average: dict[str, Tensor], current: Callable[[str], Tensor]) -> dict[str, Tensor]:
         return {name: average[name].lerp(current(name).float(), 0.1) for name in names}
@@ -175,8 +171,8 @@ def test_an_average_of_the_weights_follows_training(open_engine: Open, nvme_path
     ours = {name: engine.full_parameter(name).float() for name in names}
     theirs = {name: reference.full_parameter(name).float() for name in names}
     for index in range(1, 4):
-        step(engine, index)
-        step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
         with zero.GatheredParameters(engine.module.parameters()):
             ours = averaged(ours, lambda name: engine.module.get_parameter(name).detach())
         theirs = averaged(theirs, reference.full_parameter)
@@ -204,7 +200,7 @@ def test_an_average_is_swapped_in_through_data_and_out_again(open_engine: Open, 
                 parameter.data = value
         assert torch.equal(engine(tokens(3)), plain)
     engine.train()
-    step(engine, 4)
+    micro_batch(engine, 4)
     assert all(isinstance(p, ReleasedParameter) for p in parameters)
 
 
@@ -217,14 +213,14 @@ def test_data_given_in_a_gather_trains_on_like_an_edit(open_engine: Open, nvme_p
     engine = open_engine(model, make_config(("nvme", "nvme"), nvme_path))
     reference = Reference(build("gpt"), lambda name: HYPER)
     for index, name in enumerate(("blocks.0.up.weight", "norm.bias", "head.weight")):
-        step(engine, index)
-        step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
         parameter = model.get_parameter(name)
         with zero.GatheredParameters([parameter]):
             parameter.data = parameter.data.clone().mul_(-0.5)
         reference.edit(name, reference.full_parameter(name) * -0.5)
-    step(engine, 5)
-    step(reference, 5)
+    micro_batch(engine, 5)
+    micro_batch(reference, 5)
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 
 
@@ -264,7 +260,7 @@ def test_data_replaced_inside_forward_is_kept_on_every_tier(open_engine: Open, n
         keys = {"stage3_param_persistence_threshold": threshold}
         engine = open_engine(model, make_config((device, device), nvme_path, zero=keys))
         for index in range(3):
-            step(engine, index)
+            micro_batch(engine, index)
         engine.eval()
         with torch.no_grad():
             engine(tokens(7))
@@ -288,7 +284,7 @@ def test_a_parameter_cannot_change_its_size_and_keeps_its_values(open_engine: Op
         table.data = torch.zeros(70, 32, dtype=torch.bfloat16)
     assert torch.equal(engine.full_parameter("embedding.weight"), before)
     assert (engine.full_parameter("norm.weight") == 0.5).all(), "other edits are kept"
-    step(engine, 1)
+    micro_batch(engine, 1)
 
 
 def test_initialising_again_inside_a_gather_gives_what_torch_gives(open_engine: Open, nvme_path: Any) -> None:
@@ -325,7 +321,7 @@ def test_more_than_there_is_memory_for_is_refused_and_nothing_is_opened(
     assert all(isinstance(p, ReleasedParameter) for p in engine.module.parameters())
     with zero.GatheredParameters([one]):
         assert float(one.sum()) > 0
-    step(engine, 1)
+    micro_batch(engine, 1)
 
 
 # ---- classes of transformers ------------------------------------------------------------------

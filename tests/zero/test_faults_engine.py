@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import micro_batch, reference_of
 from models import ADAMW, build, make_config, tokens, trainability
 from probe import storage_of
 from recovery import once_more
@@ -51,16 +52,6 @@ ABSORBED = {
 }
 
 
-def one_step(trainer: Any, index: int) -> None:
-    trainer.backward(trainer(tokens(index)))
-    trainer.step()
-
-
-def reference_of(engine: Any) -> Reference:
-    hyper = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
-    return Reference(build("gpt"), lambda name: hyper)
-
-
 def names() -> tuple[tuple[str, bool], ...]:
     return trainability(build("gpt"))
 
@@ -71,11 +62,11 @@ def test_faults_that_pass_are_absorbed_without_a_changed_bit(
 ) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
     assert engine.statistics().aio_backend == backend
-    reference = reference_of(engine)
+    reference = reference_of()
     engine.inject(kind)
     for index in range(STEPS):
-        one_step(engine, index)
-        one_step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
     engine.inject(None)
     assert differences(snapshot(engine, names()), snapshot(reference, names())) == []
     done = storage_of(engine).disk.aio.stats()
@@ -87,7 +78,7 @@ def next_error(engine: Any, first: int) -> StorageError:
     """Train until the fault surfaces: within two steps, or when somebody waits for the last of them."""
     try:
         for index in range(first, first + 2):
-            one_step(engine, index)
+            micro_batch(engine, index)
         engine.synchronize()
     except StorageError as error:
         return error
@@ -103,7 +94,7 @@ def test_a_fault_that_stays_raises_with_path_offset_errno_and_free_space(
     open_engine: Open, nvme_path: Any, backend: str, code: int, operation: Any
 ) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     engine.inject(AioFault(errno=code, fail_rate=1.0, ops=(operation,)))
     error = next_error(engine, 1)
     engine.inject(None)
@@ -125,16 +116,16 @@ def test_after_a_failed_transfer_memory_still_holds_the_truth(
     """A few transfers fail somewhere in step 3 or 4. Once the disk is well again every parameter is as after the last
     step that was called, weight, master and moments alike."""
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero={"sub_group_size": 4096}))
-    reference = reference_of(engine)
+    reference = reference_of()
     for index in range(2):
-        one_step(engine, index)
+        micro_batch(engine, index)
     engine.inject(AioFault(fail_rate=1.0, ops=(operation,), skip=skip, count_max=count_max))
     next_error(engine, 2)
     engine.inject(None)
     once_more(engine.synchronize)
     assert engine.global_steps in (2, 3, 4)
     for index in range(engine.global_steps):
-        one_step(reference, index)
+        micro_batch(reference, index)
     held = snapshot(engine, names())
     assert differences(held, snapshot(reference, names())) == []
     for name, _ in names():
@@ -144,10 +135,10 @@ def test_after_a_failed_transfer_memory_still_holds_the_truth(
 def test_training_goes_on_after_a_read_failed_in_forward(open_engine: Open, nvme_path: Any, backend: str) -> None:
     """Nothing was changed by a forward, so after the fault the run is the run without it."""
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
-    reference = reference_of(engine)
+    reference = reference_of()
     for index in range(2):
-        one_step(engine, index)
-        one_step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
     engine.synchronize()  # whatever the step left to do is done now
     engine.inject(AioFault(fail_rate=1.0, ops=("read",)))
     with pytest.raises(StorageError):
@@ -157,15 +148,15 @@ def test_training_goes_on_after_a_read_failed_in_forward(open_engine: Open, nvme
     engine.inject(None)
     engine.train()
     for index in range(2, 4):
-        one_step(engine, index)
-        one_step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
     assert differences(snapshot(engine, names()), snapshot(reference, names())) == []
 
 
 def test_close_after_a_fault_returns_everything(open_engine: Open, nvme_path: Any, backend: str) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     engine.inject(AioFault(fail_rate=1.0))
     next_error(engine, 1)
     engine.close()
@@ -188,7 +179,7 @@ def test_a_fault_during_initialisation_raises_and_leaves_nothing(
     with pytest.raises(StorageError):
         engine = zero.initialize(model=build("gpt"), config=make_config(NVME, nvme_path))[0]
         try:
-            one_step(engine, 0)
+            micro_batch(engine, 0)
             engine.full_parameter("head.weight")
         finally:
             engine.close()
@@ -211,8 +202,8 @@ def test_storms_of_passing_faults_never_change_a_number(open_engine: Open, nvme_
     reference = Reference(build("mixed"), lambda name: hyper, accumulation=2)
     engine.inject(storm)
     for index in range(2 * STEPS):
-        one_step(engine, index)
-        one_step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
     engine.inject(None)
     both = trainability(build("mixed"))
     assert differences(snapshot(engine, both), snapshot(reference, both)) == []

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import ADAMW, make_config, seeded, trainability
-from reference import Hyper, Reference, differences, snapshot
+from harness import HYPER
+from models import make_config, seeded, trainability
+from reference import Reference, differences, snapshot
 from torch import Tensor
 
 import zero
@@ -19,7 +20,6 @@ transformers = pytest.importorskip("transformers")
 Open = Callable[..., Any]
 LENGTH, STEPS = 48, 3
 NVME = ("nvme", "nvme")
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 
 
 def llama() -> Any:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness import train
 from models import GPT, build, tokens
-from on_tiers import config_of, equal, masters, on_every_tier, train
+from on_tiers import config_of, equal, masters, on_every_tier
 from torch import Tensor
 
 import zero

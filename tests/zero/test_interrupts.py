@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import reference_run, train, unequal
 from models import Stumbling, build, make_config, tokens
 from pairwise import in_pairs
 from probe import CLOSE_STAGES, STEP_STAGES, coordinator_of, keeper_of, step_is_asked, updates_of, used_bytes
@@ -24,12 +25,9 @@ from recovery import (
     Open,
     interrupted_when,
     interrupted_while_waiting,
-    reference_of,
     released,
     scheduled,
     scheduled_reference,
-    train,
-    unequal,
     waiting,
 )
 from torch import nn
@@ -180,7 +178,7 @@ def test_a_close_interrupted_at_any_stage_can_be_repeated(
 def test_an_interrupted_forward_leaves_no_trace(open_engine: Open, nvme_path: Path, where: str) -> None:
     model = build("gpt")
     engine = open_engine(model, make_config(NVME, nvme_path))
-    reference = train(reference_of(engine), 0, 1, 2)
+    reference = reference_run(0, 1, 2)
     train(engine, 0)
     if where == "in a fetch":
         engine.inject(replace(SLOW, delay_seconds=1.0))  # shorter waits are no place where an interrupt gets through
@@ -208,7 +206,7 @@ def test_a_backward_that_raises_leaves_no_trace_after_zero_grad(
 ) -> None:
     model = build("stumbling")
     engine = open_engine(model, make_config(NVME, nvme_path))
-    reference = train(reference_of(engine, "stumbling"), 0, 1, 2)
+    reference = reference_run(0, 1, 2, model="stumbling")
     train(engine, 0)
     model.fail_back_at = block
     loss = engine(tokens(1))
@@ -224,7 +222,7 @@ def test_a_backward_that_raises_leaves_no_trace_after_zero_grad(
 def test_an_interrupt_while_a_unit_is_let_go_loses_no_memory(open_engine: Open, nvme_path: Path) -> None:
     """Its values are still on their way into the block."""
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
-    reference = train(reference_of(engine), 0, 1)
+    reference = reference_run(0, 1)
     train(engine, 0)
     engine.synchronize()
     for _ in range(5):  # the pool holds fewer units than this
@@ -250,7 +248,7 @@ def test_the_watchdog_is_patient_while_bytes_move(
     monkeypatch.setattr(offload.mover, "RAISE_SECONDS", 0.9)
     keys = {"sub_group_size": 4096, "offload_optimizer": {"buffer_count": 2}}
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero=keys))
-    reference = train(reference_of(engine), 0)
+    reference = reference_run(0)
     engine.backward(engine(tokens(0)))
     engine.synchronize()
     engine.inject(AioFault(delay_rate=1.0, delay_seconds=0.1))
@@ -269,7 +267,7 @@ def test_the_watchdog_raises_when_nothing_moves_and_the_step_is_still_completed(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
-    reference = train(reference_of(engine), 0, 1)
+    reference = reference_run(0, 1)
     engine.backward(engine(tokens(0)))
     with monkeypatch.context() as patch:
         patch.setattr(offload.mover, "WARN_SECONDS", 0.1)

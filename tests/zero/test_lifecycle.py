@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from harness import micro_batch
 from models import ADAMW, build, make_config, tokens, trainability
 from reference import Hyper, Reference, differences, snapshot
 from torch import nn
@@ -34,18 +35,13 @@ NVME = ("nvme", "nvme")
 TESTS = Path(__file__).parent.parent
 
 
-def one_step(trainer: Any, index: int) -> None:
-    trainer.backward(trainer(tokens(index)))
-    trainer.step()
-
-
 def expected(model: str, seed: int, engine: Any, steps: int) -> dict[str, torch.Tensor]:
     hyper = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
     plain = build(model, seed)
     names = trainability(plain)
     reference = Reference(plain, lambda name: hyper)
     for index in range(steps):
-        one_step(reference, index)
+        micro_batch(reference, index)
     return snapshot(reference, names)
 
 
@@ -71,10 +67,10 @@ def test_two_engines_live_at_once_and_train_as_if_alone(
 def test_closing_one_engine_leaves_the_other_working(open_engine: Open, nvme_path: Path) -> None:
     first = open_engine(build("gpt", 0), make_config(NVME, nvme_path))
     second = open_engine(build("gpt", 1), make_config(NVME, nvme_path))
-    one_step(first, 0)
-    one_step(second, 0)
+    micro_batch(first, 0)
+    micro_batch(second, 0)
     first.close()
-    one_step(second, 1)
+    micro_batch(second, 1)
     names = trainability(build("gpt"))
     assert differences(snapshot(second, names), expected("gpt", 1, second, 2)) == []
 
@@ -85,7 +81,7 @@ def test_closing_one_engine_leaves_the_other_working(open_engine: Open, nvme_pat
 @pytest.mark.parametrize("pair", [NVME, ("cpu", "cpu"), ("none", "none")], ids="-".join)
 def test_close_may_be_called_twice(open_engine: Open, nvme_path: Path, pair: tuple[str, str]) -> None:
     engine = open_engine(build("gpt"), make_config(pair, nvme_path))
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     engine.close()
     engine.close()
 
@@ -95,7 +91,7 @@ def test_the_engine_is_a_context_manager_and_closes_on_an_exception(nvme_path: P
         pytest.raises(KeyError),
         zero.initialize(model=build("gpt"), config=make_config(NVME, nvme_path))[0] as engine,
     ):
-        one_step(engine, 0)
+        micro_batch(engine, 0)
         raise KeyError("user code")
     with pytest.raises(StateError):
         engine(tokens(0))
@@ -116,7 +112,7 @@ def test_the_engine_is_a_context_manager_and_closes_on_an_exception(nvme_path: P
 )
 def test_use_after_close_raises_a_state_error(open_engine: Open, nvme_path: Path, use: Callable[[Any], Any]) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     engine.close()
     with pytest.raises(StateError):
         use(engine)
@@ -199,7 +195,7 @@ def digest_of_reference(seed: int, steps: int) -> str:
     names = [name for name, _ in trainability(model)]
     reference = Reference(model, lambda name: hyper)
     for index in range(steps):
-        one_step(reference, index)
+        micro_batch(reference, index)
     digest = hashlib.sha256()
     for name in names:
         digest.update(reference.full_parameter(name).view(torch.int16).numpy().tobytes())
@@ -244,7 +240,7 @@ def test_a_killed_job_leaves_no_bytes_and_the_next_one_starts_clean(nvme_path: P
     with killed_while_training(nvme_path):
         pass
     assert bytes_below(nvme_path) == 0
-    one_step(open_engine(build("gpt"), make_config(NVME, nvme_path)), 0)
+    micro_batch(open_engine(build("gpt"), make_config(NVME, nvme_path)), 0)
     assert os.listdir(nvme_path) == []
 
 
@@ -333,7 +329,7 @@ def test_a_file_system_filled_by_others_before_the_start_is_refused_too(small_di
         zero.initialize(model=build("gpt"), config=make_config(NVME, small_disk))
     filler.unlink()
     with zero.initialize(model=build("gpt"), config=make_config(NVME, small_disk))[0] as engine:
-        one_step(engine, 0)
+        micro_batch(engine, 0)
 
 
 def test_a_file_system_that_reports_no_room_is_refused(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +355,7 @@ def test_swap_files_may_be_striped_over_a_list_of_paths(open_engine: Open, tmp_p
         config["zero_optimization"][section]["nvme_path"] = [str(folder) for folder in folders]
     engine = open_engine(build("gpt"), config)
     for index in range(3):
-        one_step(engine, index)
+        micro_batch(engine, index)
     names = trainability(build("gpt"))
     assert differences(snapshot(engine, names), expected("gpt", 0, engine, 3)) == []
 
@@ -374,7 +370,7 @@ def test_a_missing_folder_is_made_and_warned_of_once_before_it_is_used(
         model = build("gpt")
     with caplog.at_level(logging.WARNING, "zero"):
         engine = open_engine(model, config)
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     warned = [text for text in caplog.messages if text.startswith("nvme_path: ")]
     assert len(warned) == 1 and f"{folder} was not there and was made" in warned[0]
     engine.destroy()
@@ -406,7 +402,7 @@ def test_a_closed_engine_keeps_no_device_memory_for_a_model_that_lives_on_and_fa
     model = build("gpt")
     shapes = {name: p.shape for name, p in model.named_parameters()}
     engine = open_engine(model, make_config(("none", "cpu"), nvme_path, zero={"stage": stage}))
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     assert [there() is not None for there in WatchedPoison.made] == [True]
     engine.close()
     gc.collect()
@@ -427,7 +423,7 @@ def test_weights_that_an_engine_gives_back_stay_when_its_device_memory_goes(
     monkeypatch.setattr("zero.schedule.coordinator.is_accelerator", lambda device: True)
     model = build("gpt")
     engine = open_engine(model, make_config(("none", "cpu"), nvme_path, bf16=False, zero={"stage": 1}))
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     weights = dict(engine.named_full_parameters())
     engine.destroy()
     assert all(torch.equal(weights[name], parameter) for name, parameter in model.named_parameters())

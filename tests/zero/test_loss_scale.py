@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness import HYPER, unequal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import ADAMW, BATCH, build, make_config, tokens, trainability
+from models import BATCH, build, make_config, tokens, trainability
 from pairwise import in_pairs
 from probe import settle_updates_ahead
-from reference import Hyper, LossScaleRule, Reference, differences, snapshot
+from reference import LossScaleRule, Reference, differences, snapshot
 
 import zero
 from offload.errors import ConfigError, StateError
@@ -23,7 +24,6 @@ from zero.optim.loss_scale import LossScaleError, LossScaler, make_scaler
 
 Open = Callable[..., Any]
 TIERS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("none", "nvme"), ("nvme", "cpu"))
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 CPU = torch.device("cpu")
 DRAWN = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 
@@ -62,11 +62,6 @@ def one_step(trainer: Any, index: int, fate: str = "fine") -> None:
 
 def reference_of(engine: Any, rule: LossScaleRule, **more: Any) -> Reference:
     return Reference(build("gpt"), lambda name: HYPER, fp16=True, rule=rule, **more)
-
-
-def unequal(engine: Any, other: Any) -> list[str]:
-    names = trainability(build("gpt"))
-    return differences(snapshot(engine, names), snapshot(other, names))
 
 
 # ---- the rule alone ---------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import train
 from models import ADAMW, build, make_config, tokens, trainability
 from reference import Hyper, Reference, differences, snapshot
 from torch.optim import lr_scheduler as torch_schedulers
@@ -73,12 +74,6 @@ def scheduled_reference(engine: Any, kind: str) -> Reference:
     return Reference(model, hyper_of, on_step=stepped)
 
 
-def train(trainer: Any, steps: int = STEPS, begin: int = 0) -> None:
-    for index in range(begin, begin + steps):
-        trainer.backward(trainer(tokens(index)))
-        trainer.step()
-
-
 @pytest.mark.parametrize("pair", [("none", "none"), ("nvme", "nvme")], ids="-".join)
 @pytest.mark.parametrize("kind", CONFIGURED)
 def test_a_configured_scheduler_trains_to_the_bits_of_the_same_schedule_without_the_engine(
@@ -90,10 +85,10 @@ def test_a_configured_scheduler_trains_to_the_bits_of_the_same_schedule_without_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = open_engine(model, make_config(pair, nvme_path, scheduler=scheduler), model_parameters=groups)
-        train(engine)
+        train(engine, *range(STEPS))
     assert type(engine.lr_scheduler) is class_of(kind)
     reference = scheduled_reference(engine, kind)
-    train(reference)
+    train(reference, *range(STEPS))
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 
 
@@ -107,10 +102,10 @@ def test_a_configured_scheduler_drives_the_groups_of_an_optimizer_that_is_handed
     engine = open_engine(
         model, make_config(("cpu", "cpu"), nvme_path, optimizer={}, scheduler=scheduler), optimizer=passed
     )
-    train(engine)
+    train(engine, *range(STEPS))
     assert [group["lr"] for group in passed.param_groups] == engine.get_lr() == engine.lr_scheduler.get_last_lr()
     reference = scheduled_reference(engine, kind)
-    train(reference)
+    train(reference, *range(STEPS))
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 
 
@@ -119,7 +114,7 @@ def test_the_scheduler_is_stepped_once_an_optimizer_step_however_it_is_taken(
 ) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
     engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path, accumulation=2, scheduler=scheduler))
-    train(engine, 6)
+    train(engine, *range(6))
     assert engine.lr_scheduler.last_batch_iteration == 2 and engine.global_steps == 3
     engine.backward(engine(tokens(6)))
     engine.optimizer.step()
@@ -153,7 +148,7 @@ def test_a_scheduler_that_counts_samples_is_told_of_those_of_the_step(open_engin
             self.samples += increment
 
     engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path), lr_scheduler=Counting())
-    train(engine, 2)
+    train(engine, 0, 1)
     assert engine.lr_scheduler.samples == engine.global_samples > 0
 
 
@@ -184,7 +179,7 @@ def test_what_is_handed_over_is_stepped_and_goes_before_the_config(
     assert not isinstance(engine.lr_scheduler, OneCycle)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
-        train(engine, 1)
+        train(engine, 0)
     assert engine.lr_scheduler.state_dict() != before
     assert max(engine.get_lr()) < 1
 
@@ -247,13 +242,13 @@ def test_a_resumed_run_goes_on_with_the_schedule_of_the_uninterrupted_one(
 
     names = trainability(build("gpt"))
     whole = opened()
-    train(whole, 3)
+    train(whole, *range(3))
     whole.save_checkpoint(tmp_path / "saved")
     resumed = opened()
     resumed.load_checkpoint(tmp_path / "saved")
     assert resumed.get_lr() == whole.get_lr() == resumed.lr_scheduler.get_last_lr()
-    train(whole, 3, begin=3)
-    train(resumed, 3, begin=3)
+    train(whole, *range(3, 6))
+    train(resumed, *range(3, 6))
     assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
     assert differences(snapshot(resumed, names), snapshot(whole, names)) == []
 

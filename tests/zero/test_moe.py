@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import ADAMW, TOKENS, VOCAB, make_config, next_token_loss, seeded, tokens, trainability
-from reference import Hyper, Reference, differences, snapshot
+from harness import reference_of
+from models import TOKENS, VOCAB, make_config, next_token_loss, seeded, tokens, trainability
+from reference import differences, snapshot
 from torch import Tensor, nn
 
 Open = Callable[..., Any]
 WIDTH, HIDDEN, LAYERS, EXPERTS = 32, 64, 2, 64
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 LIMITS = {"stage3_max_live_parameters": 80_000, "stage3_prefetch_bucket_size": 40_000}
 
 
@@ -132,7 +132,7 @@ def test_a_mixture_trains_to_the_bits_of_a_run_without_the_engine(
     names = trainability(model)
     engine = open_engine(model, make_config((device, device), nvme_path, zero=LIMITS, clipping=0.3))
     train(engine, 6)
-    reference = Reference(moe(experts=8, whole_batch=False), lambda name: HYPER, clipping=0.3)
+    reference = reference_of(moe(experts=8, whole_batch=False), clipping=0.3)
     train(reference, 6)
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 

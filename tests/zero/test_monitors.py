@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import losses_of, train
 from models import ADAMW, BATCH, build, make_config, tokens
 
 from offload.errors import ConfigError
@@ -24,16 +25,6 @@ TAGS = {"Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/grad_norm
 
 class Recorded(list[tuple[str, float, int]]):
     """(tag, value, samples) as some library was told."""
-
-
-def train(engine: Any, micro_steps: int, begin: int = 0) -> list[float]:
-    losses = []
-    for index in range(begin, begin + micro_steps):
-        loss = engine(tokens(index))
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return losses
 
 
 def rows_of(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -55,7 +46,7 @@ def test_each_step_has_its_loss_rate_and_norm_at_the_samples_used(
     engine = open_engine(build("gpt"), csv_config(nvme_path, tmp_path, accumulation=2, scheduler=schedule))
     losses, norms = [], []
     for step in range(3):
-        losses.append(sum(train(engine, 2, begin=2 * step)) / 2)
+        losses.append(sum(losses_of(engine, 2 * step, 2 * step + 1)) / 2)
         norms.append(engine.get_global_grad_norm())
     samples = [2 * BATCH * step for step in (1, 2, 3)]
     folder = tmp_path / "job"
@@ -85,7 +76,7 @@ def test_a_client_that_divides_the_loss_itself_gets_the_same_curve(
 
 def test_a_file_that_is_there_is_gone_on_with(open_engine: Open, nvme_path: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        train(open_engine(build("gpt"), csv_config(nvme_path, tmp_path)), 2)
+        train(open_engine(build("gpt"), csv_config(nvme_path, tmp_path)), 0, 1)
     samples = [at for at, _ in rows_of(tmp_path / "job", "Train/Samples/lr")]
     assert samples == [BATCH, 2 * BATCH] * 2
 
@@ -93,7 +84,7 @@ def test_a_file_that_is_there_is_gone_on_with(open_engine: Open, nvme_path: Path
 def test_the_loss_scale_is_written_with_fp16(open_engine: Open, nvme_path: Path, tmp_path: Path) -> None:
     config = csv_config(nvme_path, tmp_path, bf16=False, fp16={"enabled": True, "initial_scale_power": 8})
     engine = open_engine(build("gpt").half(), config)
-    train(engine, 2)
+    train(engine, 0, 1)
     assert rows_of(tmp_path / "job", "Train/Samples/loss_scale") == [(BATCH, 256.0), (2 * BATCH, 256.0)]
 
 
@@ -108,7 +99,7 @@ def test_what_is_off_is_not_opened(open_engine: Open, nvme_path: Path, tmp_path:
     block = {"enabled": False, "output_path": str(tmp_path / "out")}
     config = make_config(("none", "none"), nvme_path, csv_monitor=block, wandb={"enabled": False})
     engine = open_engine(build("gpt"), config)
-    train(engine, 1)
+    train(engine, 0)
     assert not engine.monitor.enabled and not (tmp_path / "out").exists()
 
 
@@ -175,7 +166,7 @@ def test_every_library_is_told_the_same_as_the_files(
     config["wandb"] = {"enabled": True, "project": "p", "group": "g", "team": "t"}
     config["comet"] = {"enabled": True, "samples_log_interval": 2 * BATCH, "experiment_name": "e", "project": "p"}
     engine = open_engine(build("gpt"), config)
-    train(engine, 4)
+    train(engine, *range(4))
     written = [(tag, value, at) for tag in TAGS for at, value in rows_of(tmp_path / "job", tag)]
     assert sorted(libraries["tensorboard"]) == sorted(libraries["wandb"]) == sorted(written)
     sparse = [event for event in written if event[2] in (BATCH, 3 * BATCH)]
@@ -192,7 +183,7 @@ def test_tensorboard_reads_what_was_written(open_engine: Open, nvme_path: Path, 
 
     config = csv_config(nvme_path, tmp_path)
     config["tensorboard"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "board"}
-    train(open_engine(build("gpt"), config), 2)
+    train(open_engine(build("gpt"), config), 0, 1)
     board = EventAccumulator(str(tmp_path / "board")).Reload()
     for tag in TAGS:
         seen = [(event.step, pytest.approx(event.value, rel=1e-6)) for event in board.Scalars(tag)]

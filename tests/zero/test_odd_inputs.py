@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import ADAMW, BigEmbedding, build, make_config, patterned, seeded, tokens, trainability
-from reference import Hyper, Reference, differences, snapshot
+from harness import micro_batch, reference_of
+from models import BigEmbedding, build, make_config, patterned, seeded, tokens, trainability
+from reference import Reference, differences, snapshot
 from torch import Tensor, nn
 
 import zero
@@ -17,18 +18,12 @@ from offload.errors import StateError
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
-
-
-def one_step(trainer: Any, index: int) -> None:
-    trainer.backward(trainer(tokens(index)))
-    trainer.step()
 
 
 def reference_after(model: str, engine: Any, steps: int, clipping: float = 0.0) -> Reference:
-    reference = Reference(build(model), lambda name: HYPER, clipping=clipping)
+    reference = reference_of(model, clipping=clipping)
     for index in range(steps):
-        one_step(reference, index)
+        micro_batch(reference, index)
     return reference
 
 
@@ -48,7 +43,7 @@ def test_parameters_of_0_1_and_513_elements_train(
     keys = {"stage3_param_persistence_threshold": threshold}
     engine = open_engine(build("odd_sizes"), make_config(pair, nvme_path, clipping=0.3, zero=keys))
     for index in range(8):
-        one_step(engine, index)
+        micro_batch(engine, index)
     assert_equal(engine, reference_after("odd_sizes", engine, 8, clipping=0.3), "odd_sizes")
     assert engine.full_parameter("nothing").shape == (0,)
     assert engine.full_parameter("scalar").shape == ()
@@ -67,7 +62,7 @@ def embedding_after(engine: Any, model_rows: int, steps: int) -> tuple[list[int]
         small = BigEmbedding(2)
     table = torch.cat([patterned(1, small.table.embedding_dim, first=row) for row in rows])
     small.table = nn.Embedding(len(rows), small.table.embedding_dim, _weight=table)
-    reference = Reference(SmallTable(small, rows), lambda name: HYPER)
+    reference = reference_of(SmallTable(small, rows))
     for _ in range(steps):
         picked = torch.tensor(touched)[torch.randint(0, len(touched), (16,), generator=generator)]
         for trainer in (engine, reference):
@@ -127,10 +122,10 @@ def test_a_unit_larger_than_the_arena_trains(open_engine: Open, nvme_path: Any) 
     }
     engine = open_engine(build("gpt", vocab=1250), make_config(NVME, nvme_path, zero=keys))
     for index in range(4):
-        one_step(engine, index)
-    reference = Reference(build("gpt", vocab=1250), lambda name: HYPER)
+        micro_batch(engine, index)
+    reference = reference_of(build("gpt", vocab=1250))
     for index in range(4):
-        one_step(reference, index)
+        micro_batch(reference, index)
     names = trainability(build("gpt", vocab=1250))
     assert max(unit.numel for unit in engine.units) >= 40_000
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
@@ -153,7 +148,7 @@ def test_an_exception_inside_forward_leaves_no_trace_in_later_steps(
             with pytest.raises(type(model).Stumble):
                 engine(tokens(99))
             model.fail_after = None
-        one_step(engine, index)
+        micro_batch(engine, index)
     assert_equal(engine, reference_after("stumbling", engine, 6, clipping=0.3), "stumbling")
 
 
@@ -171,7 +166,7 @@ def test_an_exception_inside_backward_is_forgotten_after_zero_grad(
                 engine.backward(engine(tokens(99)))
             model.fail_back_at = None
             engine.zero_grad()
-        one_step(engine, index)
+        micro_batch(engine, index)
     assert_equal(engine, reference_after("stumbling", engine, 5, clipping=0.3), "stumbling")
 
 
@@ -180,7 +175,7 @@ def test_zero_grad_forgets_what_was_accumulated(open_engine: Open, nvme_path: An
     for index in range(4):
         engine.backward(engine(tokens(60 + index)))
         engine.zero_grad()
-        one_step(engine, index)
+        micro_batch(engine, index)
     assert_equal(engine, reference_after("gpt", engine, 4, clipping=0.3), "gpt")
 
 
@@ -204,7 +199,7 @@ def test_exceptions_inside_forward_never_pile_up_live_elements(open_engine: Open
         with pytest.raises(type(model).Stumble):
             engine(tokens(attempt))
     model.fail_after = None
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     assert engine.statistics().live_numel_peak <= limit
 
 
@@ -215,7 +210,7 @@ def test_an_exception_of_the_loss_between_forward_and_backward_is_forgotten(open
         if index == 2:
             abandoned = engine(tokens(99))
             del abandoned
-        one_step(engine, index)
+        micro_batch(engine, index)
     assert_equal(engine, reference_after("gpt", engine, 5), "gpt")
 
 
@@ -225,10 +220,10 @@ def test_backward_through_a_graph_older_than_the_last_step_raises(
 ) -> None:
     engine = open_engine(build("gpt"), make_config(pair, nvme_path))
     stale = engine(tokens(0))
-    one_step(engine, 1)
+    micro_batch(engine, 1)
     with pytest.raises((StateError, RuntimeError)):
         engine.backward(stale)
-    one_step(engine, 2)  # and life goes on
+    micro_batch(engine, 2)  # and life goes on
 
 
 def test_a_second_backward_through_a_freed_graph_raises_and_the_next_step_is_clean(
@@ -240,7 +235,7 @@ def test_a_second_backward_through_a_freed_graph_raises_and_the_next_step_is_cle
     with pytest.raises(RuntimeError):
         engine.backward(loss)
     engine.step()
-    one_step(engine, 1)
+    micro_batch(engine, 1)
     assert_equal(engine, reference_after("gpt", engine, 2), "gpt")
 
 
@@ -253,10 +248,10 @@ def test_evaluation_between_steps_leaves_training_bit_equal(
     open_engine: Open, nvme_path: Any, pair: tuple[str, str], no_grad: bool
 ) -> None:
     engine = open_engine(build("gpt"), make_config(pair, nvme_path, clipping=0.3))
-    reference = Reference(build("gpt"), lambda name: HYPER, clipping=0.3)
+    reference = reference_of(clipping=0.3)
     for index in range(6):
-        one_step(engine, index)
-        one_step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
         if index % 2:
             losses = []
             for trainer in (engine, reference):
@@ -270,10 +265,10 @@ def test_evaluation_between_steps_leaves_training_bit_equal(
 
 def test_evaluation_between_the_micro_batches_of_a_step_changes_nothing(open_engine: Open, nvme_path: Any) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, accumulation=2, clipping=0.3))
-    reference = Reference(build("gpt"), lambda name: HYPER, clipping=0.3, accumulation=2)
+    reference = reference_of(clipping=0.3, accumulation=2)
     for index in range(8):
-        one_step(engine, index)
-        one_step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
         engine.eval()
         with torch.no_grad():
             engine(tokens(70 + index))
@@ -357,7 +352,7 @@ def test_forward_alone_computes_what_the_plain_model_computes(
     open_engine: Open, nvme_path: Any, pair: tuple[str, str], mode: Any
 ) -> None:
     engine = open_engine(build("gpt"), make_config(pair, nvme_path))
-    plain = Reference(build("gpt"), lambda name: HYPER)
+    plain = reference_of()
     before = engine.statistics()
     engine.eval()
     with mode():
@@ -373,7 +368,7 @@ def test_forwards_that_are_never_followed_by_backward_do_not_pile_up(open_engine
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero={"stage3_max_live_parameters": limit}))
     for index in range(8):
         engine(tokens(index))
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     assert engine.statistics().live_numel_peak <= limit
     assert_equal(engine, reference_after("gpt", engine, 1), "gpt")
 
@@ -385,7 +380,7 @@ def test_tied_weights_are_one_parameter_with_two_names(open_engine: Open, nvme_p
     model: Any = build("tied")
     engine = open_engine(model, make_config(NVME, nvme_path))
     for index in range(6):
-        one_step(engine, index)
+        micro_batch(engine, index)
     assert model.head.weight is model.embedding.weight
     assert torch.equal(engine.full_parameter("head.weight"), engine.full_parameter("embedding.weight"))
     slots = [slot for unit in engine.units for slot in unit.slots if "embedding.weight" in slot.names]
@@ -397,7 +392,7 @@ def test_a_released_parameter_keeps_its_face(open_engine: Open, nvme_path: Any) 
     model: Any = build("gpt")
     parameter = model.blocks[0].up.weight
     engine = open_engine(model, make_config(NVME, nvme_path))
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     assert model.blocks[0].up.weight is parameter
     assert isinstance(parameter, nn.Parameter)
     assert parameter.shape == (128, 32) and parameter.numel() == 4096 and parameter.dim() == 2
@@ -417,7 +412,7 @@ def test_arithmetic_on_a_released_parameter_fetches_or_names_it_and_the_way_out(
 ) -> None:
     model: Any = build("gpt")
     engine = open_engine(model, make_config(NVME, nvme_path))
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     truth = arithmetic(engine.full_parameter("blocks.0.up.weight"))
     try:
         with torch.no_grad():
@@ -435,7 +430,7 @@ def test_edits_inside_gathered_parameters_are_kept(
 ) -> None:
     model: Any = build("gpt")
     engine = open_engine(model, make_config(pair, nvme_path))
-    reference = Reference(build("gpt"), lambda name: HYPER)
+    reference = reference_of()
     for index in range(6):
         if index == edit_after:
             with zero.GatheredParameters([model.blocks[1].up.weight, model.head.weight], modifier_rank=0):
@@ -449,8 +444,8 @@ def test_edits_inside_gathered_parameters_are_kept(
             reference.edit("blocks.1.up.weight", edited)
             reference.edit("head.weight", reference.full_parameter("head.weight") * 0.5)
             assert torch.equal(engine.full_parameter("blocks.1.up.weight"), edited)
-        one_step(engine, index)
-        one_step(reference, index)
+        micro_batch(engine, index)
+        micro_batch(reference, index)
     assert_equal(engine, reference, "gpt")
 
 
@@ -458,7 +453,7 @@ def test_gathered_parameters_without_an_edit_change_nothing(open_engine: Open, n
     model: Any = build("gpt")
     engine = open_engine(model, make_config(NVME, nvme_path))
     for index in range(4):
-        one_step(engine, index)
+        micro_batch(engine, index)
         with zero.GatheredParameters(model.head.weight):
             assert model.head.weight.detach().float().abs().sum() > 0
     assert_equal(engine, reference_after("gpt", engine, 4), "gpt")
@@ -466,7 +461,7 @@ def test_gathered_parameters_without_an_edit_change_nothing(open_engine: Open, n
 
 def test_named_full_parameters_lists_every_parameter_once(open_engine: Open, nvme_path: Any) -> None:
     engine = open_engine(build("mixed"), make_config(NVME, nvme_path))
-    one_step(engine, 0)
+    micro_batch(engine, 0)
     listed = dict(engine.named_full_parameters())
     shapes = {name: p.shape for name, p in build("mixed").named_parameters()}
     assert {name: value.shape for name, value in listed.items()} == shapes
@@ -489,7 +484,7 @@ def test_a_model_built_under_init_trains_like_one_built_outside(
         built = build(model)
     engine = open_engine(built, config)
     for index in range(5):
-        one_step(engine, index)
+        micro_batch(engine, index)
     assert_equal(engine, reference_after(model, engine, 5, clipping=0.3), model)
 
 
@@ -501,7 +496,7 @@ def test_a_block_frozen_after_init_stays_as_it_was_and_the_rest_trains(open_engi
     engine = open_engine(built, config)
     first = {name: engine.full_parameter(name) for name, _ in trainability(built)}
     for index in range(4):
-        one_step(engine, index)
+        micro_batch(engine, index)
     for name, value in first.items():
         moved = not torch.equal(engine.full_parameter(name), value)
         assert moved is not name.startswith("blocks.1."), name

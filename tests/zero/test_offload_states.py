@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lagging import lagging_device
@@ -35,13 +36,6 @@ stages = pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def config_of(stage: int, nvme_path: Any = "", *, states: str = "none", accumulation: int = 2, **more: Any) -> Any:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 100, **more.pop("zero", {})}
     return make_config(("none", states), nvme_path, accumulation=accumulation, clipping=1.0, zero=zero, **more)
-
-
-def train(engine: Any, *indices: int) -> Any:
-    for index in indices:
-        engine.backward(engine(tokens(index)))
-        engine.step()
-    return engine
 
 
 def held(engine: Any) -> dict[str, Any]:

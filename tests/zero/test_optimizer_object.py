@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import train
 from models import build, make_config, tokens
 from torch import nn
 
@@ -19,13 +20,6 @@ from zero.plan.machine import Machine, read_machine
 Open = Callable[..., Any]
 TIERS = {"device": ("none", "none"), "cpu": ("cpu", "cpu"), "nvme": ("nvme", "nvme")}
 on_every_tier = pytest.mark.parametrize("tier", TIERS)
-
-
-def train(engine: Any, *indices: int) -> Any:
-    for index in indices:
-        engine.backward(engine(tokens(index)))
-        engine.step()
-    return engine
 
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:

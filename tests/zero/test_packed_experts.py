@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import ADAMW, VOCAB, make_config, next_token_loss, seeded, tokens, trainability
+from harness import reference_of
+from models import VOCAB, make_config, next_token_loss, seeded, tokens, trainability
 from probe import coordinator_of, used_bytes
-from reference import Hyper, Reference, differences, snapshot
+from reference import differences, snapshot
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
 Open = Callable[..., Any]
 STEPS = 4
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 LIMITS = {"stage3_max_live_parameters": 500_000, "stage3_prefetch_bucket_size": 10_000}
 WIDTH, HIDDEN = 32, 64
 ROW_NUMEL = 3 * WIDTH * HIDDEN
@@ -56,7 +56,7 @@ def train(trainer: Any, steps: int = STEPS, **shape: int) -> list[float]:
 
 
 def assert_equal_to_plain_torch(engine: Any, losses: list[float], names: Any, plain: Any) -> None:
-    reference = Reference(plain, lambda name: HYPER, clipping=0.3)
+    reference = reference_of(plain, clipping=0.3)
     assert losses == train(reference)
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 
@@ -182,7 +182,7 @@ def test_packed_code_of_others_moves_the_whole_parameter_and_the_statistics_say_
     model = built()
     names = trainability(model)
     engine = open_engine(model, make_config((device, device), nvme_path, zero=LIMITS))
-    reference = Reference(built(), lambda name: HYPER)
+    reference = reference_of(built())
     for trainer in (engine, reference):
         for index in range(STEPS):
             trainer.backward(trainer(tokens(index)))
@@ -209,7 +209,7 @@ def test_evaluation_generation_and_gathering_between_steps_see_the_same_model(
 
     model = mixtral()
     engine = open_engine(model, make_config(("nvme", "nvme"), nvme_path, zero=LIMITS))
-    reference = Reference(mixtral(), lambda name: HYPER)
+    reference = reference_of(mixtral())
     batch = tokens(9)
     for trainer in (engine, reference):
         train(trainer, 2)

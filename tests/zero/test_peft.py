@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from models import ADAMW, VOCAB, freeze, make_config, seeded, tokens, trainability
-from reference import Hyper, Reference, differences, snapshot
+from harness import reference_of
+from models import VOCAB, freeze, make_config, seeded, tokens, trainability
+from reference import differences, snapshot
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 Open = Callable[..., Any]
 STEPS = 4
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 
 
 def llama(base_dtype: torch.dtype, recompute: bool | None = None) -> Any:
@@ -70,7 +70,7 @@ def test_lora_on_a_llama_trains_to_the_bits_of_a_run_without_the_engine(
     assert {unit.dtype for unit in engine.units if unit.trainable} == {torch.bfloat16 if bf16 else torch.float32}
     assert {unit.dtype for unit in engine.units if not unit.trainable} == {torch.bfloat16}
     losses = train(engine)
-    reference = Reference(llama(dtype), lambda name: HYPER, bf16=bf16, clipping=0.3)
+    reference = reference_of(llama(dtype), bf16=bf16, clipping=0.3)
     assert losses == train(reference)
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
     statistics = engine.statistics()

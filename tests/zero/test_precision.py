@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import HYPER, reference_of, unequal
 from models import ADAMW, VOCAB, build, make_config, tokens, trainability
 from pairwise import in_pairs
-from reference import Hyper, LossScaleRule, Reference, differences, snapshot
+from reference import LossScaleRule, Reference, differences, snapshot
 from torch import Tensor, nn
 
 import zero
@@ -22,7 +23,6 @@ from zero.config import load_config
 
 Open = Callable[..., Any]
 TIERS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 
 
 def configured(pair: tuple[str, str], nvme_path: Any, **more: Any) -> dict[str, Any]:
@@ -36,11 +36,6 @@ def fp16(pair: tuple[str, str], nvme_path: Any, **more: Any) -> dict[str, Any]:
 def one_step(trainer: Any, index: int, factor: float = 1.0) -> None:
     trainer.backward(trainer(tokens(index)) * factor)
     trainer.step()
-
-
-def unequal(engine: Any, other: Any) -> list[str]:
-    names = trainability(build("gpt"))
-    return differences(snapshot(engine, names), snapshot(other, names))
 
 
 # ---- fp16 -------------------------------------------------------------------------------------
@@ -210,7 +205,7 @@ def test_training_under_autocast_is_bit_equal_to_torchs(
     assert engine.get_global_grad_norm() == reference.norms[-1]
     assert unequal(engine, reference) == []
     assert engine.full_parameter("head.weight").dtype == torch.float32
-    plain = Reference(build("gpt"), lambda name: HYPER, bf16=False, clipping=0.3)
+    plain = reference_of(bf16=False, clipping=0.3)
     for index in range(5):
         one_step(plain, index)
     assert unequal(engine, plain) != [], "otherwise nothing was cast"

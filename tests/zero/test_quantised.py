@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import ADAMW, GPT, LoraLinear, freeze, make_config, seeded, tokens
-from reference import Hyper, Reference, differences, snapshot
+from harness import reference_of, train
+from models import GPT, LoraLinear, freeze, make_config, seeded, tokens
+from reference import differences, snapshot
 from torch import Tensor, nn
 
 from offload.errors import ConfigError
@@ -22,7 +23,6 @@ from zero.params.opaque import is_packed
 
 Open = Callable[..., Any]
 STEPS = 4
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,12 +205,6 @@ def is_storage(name: str) -> bool:
     return re.search(r"up\.base\.(weight|qweight|scales)$", name) is not None
 
 
-def train(trainer: Any) -> None:
-    for index in range(STEPS):
-        trainer.backward(trainer(tokens(index)))
-        trainer.step()
-
-
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32 adapters on a bf16 base"])
 @pytest.mark.parametrize("storage", STORAGES)
@@ -228,13 +222,13 @@ def test_adapters_on_a_quantised_base_train_as_without_the_engine(
     model = quantised(storage, bf16_base=not bf16)
     names = names_of(model)
     engine = open_engine(model, make_config((device, device), nvme_path, bf16=bf16, clipping=0.3))
-    train(engine)
+    train(engine, *range(STEPS))
     statistics = engine.statistics()
     assert statistics.gathered_bytes > 0
     assert all(releases >= STEPS for releases in statistics.releases_by_unit.values())
     plain = quantised(storage, bf16_base=not bf16)
-    reference = Reference(plain, lambda name: HYPER, bf16=bf16, clipping=0.3, opaque=is_storage)
-    train(reference)
+    reference = reference_of(plain, bf16=bf16, clipping=0.3, opaque=is_storage)
+    train(reference, *range(STEPS))
     assert differences(snapshot(engine, names), snapshot(reference, names)) == []
 
 
@@ -262,7 +256,7 @@ def test_quantised_storage_keeps_every_bit_and_its_dtype(
 ) -> None:
     before = {name: tensor.detach().clone() for name, tensor in stored(quantised(storage)).items()}
     engine = open_engine(quantised(storage), make_config((device, device), nvme_path))
-    train(engine)
+    train(engine, *range(STEPS))
     assert len(before) >= 3
     for name, tensor in before.items():
         after = engine.full_parameter(name)
@@ -278,7 +272,7 @@ def test_quantised_storage_comes_back_from_a_checkpoint_bit_for_bit(
 ) -> None:
     saves = nvme_path.parent / "saves"
     engine = open_engine(quantised(storage), make_config((device, device), nvme_path))
-    train(engine)
+    train(engine, *range(STEPS))
     engine.save_checkpoint(saves)
     other = quantised(storage)
     with torch.no_grad():
@@ -305,10 +299,10 @@ def test_frozen_units_have_no_states_and_no_gradients_and_are_never_written(open
     assert rows["optimizer states"] == numel * (2 + 4 + 4)  # remainder and two moments
     assert rows["gradients"] == numel * 2
     assert rows["flat gradients in flight"] == 2 * max(unit.nbytes for unit in trained)
-    train(engine)
+    train(engine, *range(STEPS))
     engine.synchronize()
     before = engine.statistics()
-    train(engine)
+    train(engine, *range(STEPS))
     engine.synchronize()
     assert engine.statistics().wear_since(before).nvme_written_bytes_per_step == numel * (2 + 10)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import ADAMW, build, make_config, tokens, trainability
+from harness import reference_of
+from models import build, make_config, tokens, trainability
 from probe import layout_of
-from reference import Hyper, Reference, differences, snapshot
+from reference import differences, snapshot
 
 from offload.errors import BudgetError
 
 Open = Callable[..., Any]
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 
 
 def opened(open_engine: Open, nvme_path: Path, pair: tuple[str, str], ratio: float, **more: Any) -> Any:
@@ -41,7 +41,7 @@ def test_a_share_of_the_states_on_the_device_changes_no_number(
     open_engine: Open, nvme_path: Path, pair: tuple[str, str], ratio: float
 ) -> None:
     engine = opened(open_engine, nvme_path, pair, ratio)
-    reference = Reference(build("gpt"), lambda name: HYPER)
+    reference = reference_of()
     for index in range(4):
         for trainer in (engine, reference):
             trainer.backward(trainer(tokens(index)))

@@ -11,23 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from harness import HYPER, reference_run, train, unequal
 from models import ADAMW, VOCAB, build, make_config, seeded, tokens, trainability
 from probe import updates_of, used_bytes
 from recovery import (
-    HYPER,
     LOOKS,
     NVME,
     Open,
     break_gradients,
     failing,
     once_more,
-    reference_of,
     released,
     scheduled,
     scheduled_reference,
     spilling,
-    train,
-    unequal,
 )
 from reference import Reference, differences, snapshot
 from torch import Tensor, nn
@@ -55,7 +52,7 @@ def test_without_swapping_storages_units_train_to_the_same_bits(
     keys = {"stage3_param_persistence_threshold": persistence_numel}
     engine = open_engine(build("gpt"), make_config(pair, nvme_path, zero=keys))
     assert any(unit.persistent for unit in engine.units)
-    reference = train(reference_of(engine), 0, 1)
+    reference = reference_run(0, 1)
     train(engine, 0, 1)
     edited = torch.full_like(reference.full_parameter("norm.bias"), 0.25)
     with zero.GatheredParameters([engine.module.norm.bias]), torch.no_grad():
@@ -80,7 +77,7 @@ def test_a_gradient_that_could_not_be_stored_is_never_silently_missing(
     """Where the fault surfaces decides what is due: a forward or a step that raised is called again; after a backward
     that raised the gradients of the step are forgotten and computed anew."""
     engine = spilling(open_engine, nvme_path, accumulation=2)
-    reference = train(reference_of(engine, accumulation=2), *range(6))
+    reference = reference_run(*range(6), accumulation=2)
     train(engine, 0, 1)
     engine.synchronize()
     disk = break_gradients(engine, operation, home)
@@ -116,7 +113,7 @@ def test_a_step_whose_gradients_are_not_stored_yet_is_a_step_all_the_same(
     open_engine: Open, nvme_path: Path, home: int, retry: str
 ) -> None:
     engine = spilling(open_engine, nvme_path)
-    reference = train(reference_of(engine), *range(4))
+    reference = reference_run(*range(4))
     train(engine, 0)
     loss = engine(tokens(1))
     engine.synchronize()
@@ -139,7 +136,7 @@ def test_a_step_after_a_backward_that_lost_a_gradient_does_not_pretend(
 ) -> None:
     """Autograd stops where a hook raises: what was not reached is missing, and nobody but the engine knows."""
     engine = spilling(open_engine, nvme_path)
-    reference = train(reference_of(engine), 0, 1)
+    reference = reference_run(0, 1)
     train(engine, 0)
     loss = engine(tokens(1))
     break_gradients(engine, "write", home)
@@ -158,7 +155,7 @@ def test_a_step_after_a_backward_that_lost_a_gradient_does_not_pretend(
 @pytest.mark.parametrize("skip", [0, 5])
 def test_gathering_that_fails_opens_nothing(open_engine: Open, nvme_path: Path, skip: int, step_is: str) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
-    reference = train(reference_of(engine), 0, 1, 2)
+    reference = reference_run(0, 1, 2)
     train(engine, 0, 1)
     if step_is == "complete":
         engine.synchronize()
@@ -176,7 +173,7 @@ def test_gathering_that_fails_opens_nothing(open_engine: Open, nvme_path: Path, 
 
 def test_gathering_inside_gathering_that_fails_leaves_the_outer_one_open(open_engine: Open, nvme_path: Path) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path))
-    reference = train(reference_of(engine), 0)
+    reference = reference_run(0)
     train(engine, 0)
     weight = engine.module.head.weight
     edited = torch.full_like(reference.full_parameter("head.weight"), 0.5)
@@ -200,7 +197,7 @@ def test_edits_that_cannot_be_stored_are_kept_and_everything_is_released(
     open_engine: Open, nvme_path: Path, operation: str, skip: int
 ) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero={"sub_group_size": 4096}))
-    reference = train(reference_of(engine), 0, 1)
+    reference = reference_run(0, 1)
     train(engine, 0, 1)
     parameters = [engine.module.get_parameter(name) for name in EDITED]
     with pytest.raises(StorageError), zero.GatheredParameters(parameters), torch.no_grad():
@@ -222,7 +219,7 @@ def test_a_step_inside_gathered_parameters_is_refused_and_changes_nothing(
     open_engine: Open, nvme_path: Path, pair: tuple[str, str], call: str
 ) -> None:
     engine = open_engine(build("gpt"), make_config(pair, nvme_path))
-    reference = train(reference_of(engine), 0, 1, 2)
+    reference = reference_run(0, 1, 2)
     train(engine, 0)
     engine.backward(engine(tokens(1)))
     step = engine.step if call == "engine.step" else engine.optimizer.step
@@ -325,7 +322,7 @@ def test_a_step_that_raises_for_the_one_before_is_taken_once_by_whatever_comes_n
 def test_a_micro_step_that_raises_for_the_step_before_is_counted_once(open_engine: Open, nvme_path: Path) -> None:
     """Nothing but the count is due at a step inside an accumulation."""
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, accumulation=2, zero={"sub_group_size": 8192}))
-    reference = train(reference_of(engine, accumulation=2), *range(4))
+    reference = reference_run(*range(4), accumulation=2)
     train(engine, 0, 1)
     engine.backward(engine(tokens(2)))
     failure = StorageError("write", errno=5, path="somewhere", offset=0, free_bytes=None)
@@ -368,7 +365,7 @@ def test_what_a_failed_update_does_was_decided_when_the_step_was_called(
     open_engine: Open, nvme_path: Path, retry: str
 ) -> None:
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero={"sub_group_size": 8192}, clipping=0.3))
-    reference = train(reference_of(engine, clipping=0.3), 0, 1)
+    reference = reference_run(0, 1, clipping=0.3)
     train(engine, 0)
     engine.backward(engine(tokens(1)))
     engine.inject(failing("read", skip=2))
@@ -391,7 +388,7 @@ def test_a_model_taken_back_after_failed_updates_carries_the_completed_step(
 ) -> None:
     model = build("gpt")
     engine = open_engine(model, make_config(NVME, nvme_path, zero={"sub_group_size": 8192}))
-    reference = train(reference_of(engine), 0, 1)
+    reference = reference_run(0, 1)
     train(engine, 0)
     engine.backward(engine(tokens(1)))
     engine.synchronize()
@@ -419,7 +416,7 @@ def test_writes_that_fail_in_every_sub_group_are_made_up_for(
 ) -> None:
     keys = {"sub_group_size": 4096, "offload_optimizer": {"buffer_count": 2}}
     engine = open_engine(build("gpt"), make_config(NVME, nvme_path, zero=keys))
-    reference = train(reference_of(engine), 0, 1, 2)
+    reference = reference_run(0, 1, 2)
     train(engine, 0)
     engine.backward(engine(tokens(1)))
     engine.synchronize()

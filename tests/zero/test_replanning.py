@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import reference_of
 from models import ADAMW, LoraLinear, build, make_config, seeded, tokens
 from probe import before_groups_are_adopted
-from reference import Hyper, Reference, changed, differences, snapshot
+from reference import Reference, changed, differences, snapshot
 from torch import nn
 
 import zero
@@ -28,12 +29,7 @@ from zero.params.released import ReleasedParameter, is_kept
 
 Open = Callable[..., Any]
 Change = Callable[[nn.Module], None]
-HYPER = Hyper(ADAMW["lr"], tuple(ADAMW["betas"]), ADAMW["eps"], ADAMW["weight_decay"])  # type: ignore[arg-type]
 PAIRS = [("none", "none"), ("none", "nvme"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]
-
-
-def reference_of(model: nn.Module, *, bf16: bool = True, accumulation: int = 1) -> Reference:
-    return Reference(model, lambda name: HYPER, bf16=bf16, accumulation=accumulation)
 
 
 def run(trainer: Any, indices: range) -> None:

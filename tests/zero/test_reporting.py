@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import train
 from models import ADAMW, BATCH, build, make_config, tokens, trainability
 from probe import one_forward_of, reports_progress
 from reference import differences, snapshot
@@ -31,12 +32,6 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
     return lambda pattern: [text for text in caplog.messages if re.search(pattern, text)]
 
 
-def train(engine: Any, micro_steps: int) -> None:
-    for index in range(micro_steps):
-        engine.backward(engine(tokens(index)))
-        engine.step()
-
-
 def test_saying_everything_changes_no_number(
     open_engine: Open, nvme_path: Path, tmp_path: Path, said: Callable[[str], list[str]]
 ) -> None:
@@ -46,14 +41,14 @@ def test_saying_everything_changes_no_number(
     names = trainability(build("gpt"))
     engines = [open_engine(build("gpt"), config) for config in (talking, silent)]
     for engine in engines:
-        train(engine, 6)
+        train(engine, *range(6))
     assert differences(snapshot(engines[0], names), snapshot(engines[1], names)) == []
     assert len(said("^step=2, skipped")) == 1 and len(said("^flops profiler, step 2")) == 1
 
 
 def test_nothing_is_said_or_kept_unasked(open_engine: Open, nvme_path: Path, said: Callable[[str], list[str]]) -> None:
     engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path, steps_per_print=float("inf")))
-    train(engine, 2)
+    train(engine, 0, 1)
     assert not reports_progress(engine) and one_forward_of(engine) is None
     assert not said("step=|time|flops|collectives") and engine.get_wall_clock_timers() == {}
 
@@ -63,7 +58,7 @@ def test_progress_is_said_every_so_many_steps_not_micro_steps(
 ) -> None:
     config = make_config(("none", "none"), nvme_path, accumulation=2, steps_per_print=2)
     engine = open_engine(build("gpt"), config)
-    train(engine, 10)
+    train(engine, *range(10))
     lines = said("^step=")
     assert [line.partition(",")[0] for line in lines] == ["step=2", "step=4"]
     assert f"skipped=0, lr=[{ADAMW['lr']}], mom=[{tuple(ADAMW['betas'])}], samples/s=" in lines[0]
@@ -91,7 +86,7 @@ def test_times_of_the_step_are_said_and_kept(
     open_engine: Open, nvme_path: Path, said: Callable[[str], list[str]]
 ) -> None:
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path, wall_clock_breakdown=True))
-    train(engine, 3)
+    train(engine, *range(3))
     assert len(said(r"^step=\d, time \(ms\) \| forward: [\d.]+ \| backward: [\d.]+ \| step: [\d.]+ \| wait: ")) == 3
     times, statistics = engine.get_wall_clock_timers(), engine.statistics()
     assert list(times) == ["forward", "backward", "step", "wait"] and engine.wall_clock_breakdown()
@@ -101,7 +96,7 @@ def test_times_of_the_step_are_said_and_kept(
 
 def test_memory_is_said_after_each_step(open_engine: Open, nvme_path: Path, said: Callable[[str], list[str]]) -> None:
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path, memory_breakdown=True))
-    train(engine, 2)
+    train(engine, 0, 1)
     assert len(said(r"^step=\d, memory \| host arena: .* at most \| resident: .* \| .* at most")) == 2
 
 
@@ -118,5 +113,5 @@ def test_the_summary_has_what_collectives_moved(
     open_engine: Open, nvme_path: Path, said: Callable[[str], list[str]]
 ) -> None:
     engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path))
-    train(engine, 1)
+    train(engine, 0)
     assert engine.log_summary() == {} and said("^collectives after 1 steps:\n  none")

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import reference_of, unequal
 from models import build, make_config, tokens
 from probe import used_bytes
-from recovery import NVME, Open, least_host_bytes, once_more, reference_of, unequal
+from recovery import NVME, Open, least_host_bytes, once_more
 
 import offload.mover
 import zero
@@ -114,7 +115,7 @@ def run(open_engine: Open, nvme_path: Path, seed: int, *, failures: bool) -> Non
     if dice.random() < 0.5:
         config["memory_budget"] = {"host": least_host_bytes(config, "early_exit")}
     engine = open_engine(build("early_exit"), config)
-    reference = reference_of(engine, "early_exit", clipping=config["gradient_clipping"])
+    reference = reference_of("early_exit", clipping=config["gradient_clipping"])
     for index in range(STEPS):
         depth = dice.choice((None, None, 1, 2))
         engine.inject(weather(dice, failures=failures))

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import reference_of, train, unequal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import build, make_config, tokens
 from probe import gradients_of, is_lent, spare_of
-from recovery import NVME, Open, once_more, reference_of, train, unequal
+from recovery import NVME, Open, once_more
 
 from offload.disk.aio import AioFault
 from offload.errors import StorageError
@@ -85,7 +86,7 @@ def slow_writes(delay_seconds: float = 0.01, **more: Any) -> AioFault:
 
 
 def test_results_wait_in_memory_that_gradients_get_back_before_they_arrive(engine: Any) -> None:
-    reference, watch = reference_of(engine), Watch(engine)
+    reference, watch = reference_of(), Watch(engine)
     engine.inject(slow_writes())
     for index in range(4):
         train(engine, index)
@@ -98,7 +99,7 @@ def test_results_wait_in_memory_that_gradients_get_back_before_they_arrive(engin
 
 def test_gradients_that_nobody_lends_for_stay_where_they_are(engine: Any) -> None:
     """A second micro-step adds to what the first has put there."""
-    reference, watch = reference_of(engine), Watch(engine)
+    reference, watch = reference_of(), Watch(engine)
     engine.inject(slow_writes())
     for index in range(3):
         for trainer in (engine, reference):
@@ -113,7 +114,7 @@ def test_gradients_that_nobody_lends_for_stay_where_they_are(engine: Any) -> Non
 @pytest.mark.parametrize("count", [1, 3, 50])
 def test_a_result_that_was_not_written_outlasts_the_gradient_that_takes_its_memory(engine: Any, count: int) -> None:
     """Writes that wait since forward fail inside the backward that needs the memory they wait in."""
-    reference, watch = reference_of(engine), Watch(engine)
+    reference, watch = reference_of(), Watch(engine)
     engine.inject(slow_writes())
     train(engine, 0)
     train(reference, 0, 1, 2)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import build, make_config, tokens
+from harness import train
+from models import build, make_config
 from probe import drain_mover, keep_spans, spans_recorded, storage_of, timeline_of
 
 import offload.disk.swapfile
@@ -25,13 +26,6 @@ from offload.errors import ConfigError, StateError, StorageError
 
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "cpu"), ("none", "none")]
 OpenEngine = Callable[..., Any]
-
-
-def train(engine: Any, first: int, last: int) -> None:
-    """Steps number `first` to `last`, counted from 1."""
-    for number in range(first, last + 1):
-        engine.backward(engine(tokens(number)))
-        engine.step()
 
 
 def settle(engine: Any) -> None:
@@ -67,7 +61,7 @@ def test_reads_and_writes_add_up_to_the_engines_counters(
     settle(engine)
     before = engine.statistics()
     with engine.trace(file):
-        train(engine, 3, 5)
+        train(engine, *range(3, 6))
         settle(engine)
     after = engine.statistics()
     for lane, counter in (("reads", "nvme_read_bytes"), ("writes", "nvme_write_bytes")):
@@ -88,7 +82,7 @@ def test_a_request_that_is_cut_into_stripes_is_a_span_per_part(
     for block in ("offload_param", "offload_optimizer"):
         config["zero_optimization"][block]["nvme_path"] = [str(folder) for folder in folders]
     engine = open_engine(build("middle"), config)
-    train(engine, 1, 1)
+    train(engine, 1)
     settle(engine)
     before = engine.statistics()
     with engine.trace(nvme_path / "trace.json"):
@@ -112,7 +106,7 @@ def test_ends_in_the_middle_of_transfers_are_exact(
     for number in range(1, 6):
         file = nvme_path / f"{number}.json"
         with engine.trace(file):
-            train(engine, number, number)
+            train(engine, number)
         assert bytes_of(file, "reads") == facts_of(file)["nvme_read_bytes"]
         assert bytes_of(file, "writes") == facts_of(file)["nvme_write_bytes"]
         total.update(read=bytes_of(file, "reads"), write=bytes_of(file, "writes"))
@@ -126,10 +120,10 @@ def test_updates_cover_every_sub_group_once_a_step(
     open_engine: OpenEngine, nvme_path: Path, pair: tuple[str, str]
 ) -> None:
     engine = open_engine(build("gpt"), make_config(pair, nvme_path, zero={"sub_group_size": 8192}))
-    train(engine, 1, 1)
+    train(engine, 1)
     settle(engine)
     with engine.trace(nvme_path / "trace.json"):
-        train(engine, 2, 4)
+        train(engine, *range(2, 5))
         settle(engine)
     updated: Counter[str] = Counter()
     for span in spans_of(nvme_path / "trace.json", "updates"):
@@ -143,9 +137,9 @@ def test_calls_of_the_loop_and_of_every_module_with_parameters_are_there(
     open_engine: OpenEngine, nvme_path: Path
 ) -> None:
     engine = open_engine(build("gpt", recompute="nonreentrant"), make_config(("nvme", "nvme"), nvme_path))
-    train(engine, 1, 1)
+    train(engine, 1)
     with engine.trace(nvme_path / "trace.json"):
-        train(engine, 2, 4)
+        train(engine, *range(2, 5))
     names = Counter(span["name"] for span in spans_of(nvme_path / "trace.json", "compute"))
     expected = ["forward", "backward", "step", "forward embedding", "backward head", "forward GPT"]
     expected += [f"{what} blocks.{n}" for what in ("forward", "recompute", "backward") for n in range(3)]
@@ -158,7 +152,7 @@ def test_modules_compute_inside_the_call_of_the_engine_and_units_are_there_when_
 ) -> None:
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
     with engine.trace(nvme_path / "trace.json"):
-        train(engine, 1, 3)
+        train(engine, *range(1, 4))
     spans = spans_of(nvme_path / "trace.json", "compute")
     for what in ("forward", "backward"):
         calls = [span for span in spans if span["name"] == what]
@@ -176,7 +170,7 @@ def test_modules_compute_inside_the_call_of_the_engine_and_units_are_there_when_
 def test_waits_are_those_that_count_as_exposed(open_engine: OpenEngine, nvme_path: Path) -> None:
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
     with engine.trace(nvme_path / "trace.json"):
-        train(engine, 1, 3)
+        train(engine, *range(1, 4))
     stalls = spans_of(nvme_path / "trace.json", "stalls")
     # The stopwatch adds differences of float seconds, the file a quarter of a nanosecond.
     rounding = len(stalls) * (2 * math.ulp(2.0**30) + 0.25e-9)
@@ -204,11 +198,11 @@ def test_a_transfer_that_fails_moved_nothing(open_engine: OpenEngine, nvme_path:
     with engine.trace(file):
         engine.inject(AioFault(fail_rate=1.0, ops=("read",), count_max=1))
         with pytest.raises(StorageError):
-            train(engine, 3, 3)
+            train(engine, 3)
             settle(engine)
         engine.inject(None)
         engine.zero_grad()
-        train(engine, 4, 4)
+        train(engine, 4)
         settle(engine)
     assert bytes_of(file, "reads") == facts_of(file)["nvme_read_bytes"] > 0
 
@@ -229,11 +223,11 @@ def test_results_are_those_of_an_untraced_run_to_the_bit(
     open_engine: OpenEngine, nvme_path: Path, pair: tuple[str, str]
 ) -> None:
     plain, traced = (open_engine(build("gpt"), make_config(pair, nvme_path, clipping=1.0)) for _ in range(2))
-    train(plain, 1, 4)
-    train(traced, 1, 1)
+    train(plain, *range(1, 5))
+    train(traced, 1)
     with traced.trace(nvme_path / "trace.json"):
         train(traced, 2, 3)
-    train(traced, 4, 4)
+    train(traced, 4)
     expected, found = values_of(plain), values_of(traced)
     assert expected.keys() == found.keys()
     assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
@@ -255,7 +249,7 @@ def test_a_full_buffer_keeps_the_latest_and_the_file_and_the_log_say_how_many_ar
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
     keep_spans(engine, 40)
     with caplog.at_level(logging.WARNING, "zero"), engine.trace(nvme_path / "trace.json"):
-        train(engine, 1, 3)
+        train(engine, *range(1, 4))
     facts = facts_of(nvme_path / "trace.json")
     assert facts["spans"] == 40 and facts["spans_dropped"] > 0
     assert f"the {facts['spans_dropped']} oldest spans were dropped" in caplog.text
@@ -268,10 +262,10 @@ def test_a_full_buffer_keeps_the_latest_and_the_file_and_the_log_say_how_many_ar
 def test_the_file_is_written_when_the_block_raises(open_engine: OpenEngine, nvme_path: Path) -> None:
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
     with pytest.raises(KeyError), engine.trace(nvme_path / "trace.json"):
-        train(engine, 1, 1)
+        train(engine, 1)
         raise KeyError
     assert facts_of(nvme_path / "trace.json")["steps"] == 1
-    train(engine, 2, 2)
+    train(engine, 2)
 
 
 def test_the_file_is_written_when_the_engine_closes_inside_the_block(open_engine: OpenEngine, nvme_path: Path) -> None:
@@ -287,7 +281,7 @@ def test_one_trace_at_a_time_and_the_first_goes_on(open_engine: OpenEngine, nvme
     with engine.trace(nvme_path / "first.json"):
         with pytest.raises(StateError, match=r"first\.json"), engine.trace(nvme_path / "second.json"):
             pass
-        train(engine, 1, 1)
+        train(engine, 1)
     assert facts_of(nvme_path / "first.json")["steps"] == 1 and not (nvme_path / "second.json").exists()
 
 
@@ -296,7 +290,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_first_step(
 ) -> None:
     engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path))
     with pytest.raises(ConfigError, match="missing"), engine.trace(nvme_path / "missing" / "trace.json"):
-        train(engine, 1, 1)
+        train(engine, 1)
     assert engine.global_steps == 0 and not timeline_of(engine).on
 
 
@@ -322,7 +316,7 @@ def test_the_environment_asks_for_steps_of_any_engine(
     engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path, accumulation=2))
     for number in range(1, 2 * last + 1):
         assert not file.exists()
-        train(engine, number, number)
+        train(engine, number)
     assert file.exists()
     facts = facts_of(file)
     assert (facts["steps_before"] + 1, facts["steps_before"] + facts["steps"]) == (first, last)
@@ -337,7 +331,7 @@ def test_the_environment_asks_for_steps_of_any_engine(
 def test_an_engine_that_ends_early_leaves_what_it_has_recorded(nvme_path: Path, wish: Any, end: str) -> None:
     file = wish("2-9")
     engine = zero.initialize(model=build("gpt"), config=make_config(("nvme", "nvme"), nvme_path))[0]
-    train(engine, 1, 3)
+    train(engine, *range(1, 4))
     if end == "close":
         engine.close()
     del engine
@@ -351,7 +345,7 @@ def test_a_trace_of_the_users_own_is_not_ended_by_the_environments(
     wish("1-2")
     engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path))
     with engine.trace(nvme_path / "mine.json"):
-        train(engine, 1, 4)
+        train(engine, *range(1, 5))
     assert facts_of(nvme_path / "mine.json")["steps"] == 4 and not (nvme_path / "trace.json").exists()
 
 
@@ -371,7 +365,7 @@ def test_a_file_that_cannot_be_written_in_the_end_is_a_warning(
 ) -> None:
     file = wish("1-2")
     engine = open_engine(build("gpt"), make_config(("none", "none"), nvme_path))
-    train(engine, 1, 1)
+    train(engine, 1)
     file.mkdir()  # root may write anywhere, but not over a folder
     with caplog.at_level(logging.WARNING, "zero"):
         train(engine, 2, 3)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import train
 from models import build, make_config, tokens, trainability
-from recovery import train
 from reference import differences, snapshot
 
 Open = Callable[..., Any]

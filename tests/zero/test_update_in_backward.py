@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import ADAMW, build, make_config, tokens, trainability
+from harness import micro_batch, reference_of, unequal
+from models import build, make_config, tokens
 from probe import keeper_of, layout_of, settle_updates_ahead, updates_ahead_of
-from reference import Hyper, Reference, differences, snapshot
 
 import zero
 from offload.disk.aio import AioFault
@@ -19,7 +19,6 @@ from offload.errors import ConfigError, StorageError
 
 Open = Callable[..., Any]
 NVME = ("nvme", "nvme")
-HYPER = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
 IN_BACKWARD = {"offload_optimizer": {"update_in_backward": True}}
 
 
@@ -28,20 +27,6 @@ def opened(
 ) -> Any:
     both = {**(keys or {}), **IN_BACKWARD}
     return open_engine(build(model), make_config(NVME, nvme_path, zero=both, **more))
-
-
-def reference_of(engine: Any, model: str = "gpt", **more: Any) -> Reference:
-    return Reference(build(model), lambda name: HYPER, **more)
-
-
-def unequal(engine: Any, other: Any, model: str = "gpt") -> list[str]:
-    names = trainability(build(model))
-    return differences(snapshot(engine, names), snapshot(other, names))
-
-
-def micro_batch(trainer: Any, index: int) -> None:
-    trainer.backward(trainer(tokens(index)))
-    trainer.step()
 
 
 def after_backward(engine: Any, index: int) -> None:
@@ -62,7 +47,7 @@ def test_updates_inside_backward_are_bit_equal_to_the_plain_order(
     open_engine: Open, nvme_path: Path, model: str, accumulation: int, sub_group_numel: int, waits: bool
 ) -> None:
     engine = opened(open_engine, nvme_path, model, keys={"sub_group_size": sub_group_numel}, accumulation=accumulation)
-    reference = reference_of(engine, model, accumulation=accumulation)
+    reference = reference_of(model, accumulation=accumulation)
     for index in range(4 * accumulation):
         if waits:
             after_backward(engine, index)
@@ -86,7 +71,7 @@ def test_a_step_finds_every_unit_done_when_the_disk_had_time(open_engine: Open, 
 @pytest.mark.parametrize("norm_max", [1e-3, 1e3])
 def test_a_step_that_clips_takes_back_what_was_done_ahead(open_engine: Open, nvme_path: Path, norm_max: float) -> None:
     engine = opened(open_engine, nvme_path, clipping=norm_max)
-    reference = reference_of(engine, clipping=norm_max)
+    reference = reference_of(clipping=norm_max)
     for index in range(3):
         after_backward(engine, index)
         engine.step()
@@ -172,7 +157,7 @@ def test_a_failure_ahead_costs_nothing_but_the_work(
     open_engine: Open, nvme_path: Path, operation: Any, skip: int
 ) -> None:
     engine = opened(open_engine, nvme_path, keys={"sub_group_size": 4096})
-    reference = reference_of(engine)
+    reference = reference_of()
     for index in range(2):
         micro_batch(engine, index)
         micro_batch(reference, index)
@@ -196,7 +181,7 @@ def test_it_turns_itself_off_when_too_many_steps_are_void_and_says_so(
     open_engine: Open, nvme_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = opened(open_engine, nvme_path, clipping=1e-4)
-    reference = reference_of(engine, clipping=1e-4)
+    reference = reference_of(clipping=1e-4)
     with caplog.at_level(logging.WARNING, logger="zero"):
         for index in range(20):
             after_backward(engine, index)

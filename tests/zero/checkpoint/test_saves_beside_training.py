@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import train, unequal
 from models import build, make_config
 from probe import disk_of, error_of_the_save, load_no_states_of, put_disk, storage_of, updates_of
-from recovery import NVME, SLOW, descriptors, interrupted_when, train, unequal, waiting
+from recovery import NVME, SLOW, descriptors, interrupted_when, waiting
 from torch import nn
 
 import zero

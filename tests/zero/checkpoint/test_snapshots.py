@@ -12,21 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import micro_batch, reference_run, train, unequal, values
 from models import build, tokens
 from probe import snapshots_were_void
 from recovery import least_host_bytes
-from snapshot_runs import (
-    as_a_kill_would_leave_it,
-    committed,
-    config_of,
-    folder,
-    micro_batch,
-    named_ranges,
-    reference_of,
-    train,
-    unequal,
-    values,
-)
+from snapshot_runs import as_a_kill_would_leave_it, committed, config_of, folder, named_ranges, on_middle
 
 import zero
 from offload.disk.aio import AioFault
@@ -46,14 +36,14 @@ def test_a_job_that_was_cut_off_goes_on_bit_for_bit(
     open_engine: Open, tmp_path: Path, nvme_path: Path, pair: tuple[str, str], model: str, threshold: int
 ) -> None:
     keys = {"stage3_param_persistence_threshold": threshold}
-    first = train(open_engine(build(model), config_of(nvme_path, 2, pair, zero=keys)), *range(5), model=model)
+    first = train(open_engine(build(model), config_of(nvme_path, 2, pair, zero=keys)), *range(5))
     later = as_a_kill_would_leave_it(nvme_path, tmp_path / "later")
     second = open_engine(build(model, seed=9), config_of(later, 2, pair, zero=keys))
     assert second.load_snapshot() == 4 == second.global_steps
-    train(second, 4, 5, model=model)
-    train(first, 5, model=model)
+    train(second, 4, 5)
+    train(first, 5)
     assert unequal(first, second, model) == []
-    reference = train(reference_of(first, model), *range(6), model=model)
+    reference = reference_run(*range(6), model=model)
     assert unequal(second, reference, model) == []
     assert not snapshots_were_void(first), "nothing was void"
 
@@ -104,8 +94,8 @@ def test_another_budget_finds_everything_again(open_engine: Open, tmp_path: Path
         assert engine.load_snapshot() == (step or None)
         seen.append(engine.plan.tier_bytes("host"))
         assert unequal(engine, plain, "middle") == []
-        train(engine, step, model="middle")
-        train(plain, step, model="middle")
+        train(engine, step, loss_of=on_middle)
+        train(plain, step, loss_of=on_middle)
         assert engine.save_snapshot() == step + 1
         path = as_a_kill_would_leave_it(path, tmp_path / f"later-{step}")
     assert len(set(seen)) > 2
@@ -166,7 +156,7 @@ def test_going_back_in_the_same_engine_repeats_what_came_after(open_engine: Open
 def test_without_a_snapshot_nothing_is_loaded_and_nothing_changes(open_engine: Open, nvme_path: Path) -> None:
     engine = train(open_engine(build("gpt"), config_of(nvme_path, 10)), 0)
     assert engine.load_snapshot() is None
-    assert unequal(engine, train(reference_of(engine), 0)) == []
+    assert unequal(engine, reference_run(0)) == []
 
 
 def test_a_snapshot_waits_for_the_next_step_and_close_does_not_forget_it(open_engine: Open, nvme_path: Path) -> None:
@@ -269,7 +259,7 @@ def test_two_jobs_cannot_have_one_snapshot(open_engine: Open, nvme_path: Path, m
     other["zero_optimization"]["offload_optimizer"]["snapshot"]["name"] = "other"
     train(open_engine(build("gpt"), other), 0)
     train(first, 2)
-    assert unequal(first, train(reference_of(first), 0, 1, 2)) == []
+    assert unequal(first, reference_run(0, 1, 2)) == []
 
 
 @pytest.mark.parametrize(
@@ -296,7 +286,7 @@ def test_a_model_that_changes_later_is_refused(open_engine: Open, nvme_path: Pat
         train(engine, 1)
     del engine.module.more
     train(engine, 1)
-    assert unequal(engine, train(reference_of(engine), 0, 1)) == []
+    assert unequal(engine, reference_run(0, 1)) == []
 
 
 def test_a_save_amid_an_accumulation_is_refused(open_engine: Open, nvme_path: Path) -> None:
@@ -339,7 +329,7 @@ def test_a_disk_that_fails_leaves_the_snapshot_before(
     engine.inject(None)
     engine.step()
     train(engine, 3)
-    assert unequal(engine, train(reference_of(engine), *range(4))) == []
+    assert unequal(engine, reference_run(*range(4))) == []
     assert committed(nvme_path)["step"] == 3  # type: ignore[index]
     second = open_engine(build("gpt", seed=9), config_of(later, pair=("cpu", "nvme")))
     assert second.load_snapshot() == 1
@@ -371,7 +361,7 @@ def test_every_flipped_bit_of_what_a_snapshot_names_is_noticed(
 ) -> None:
     """And none of what it does not name matters."""
     keys = {"stage3_param_persistence_threshold": 200}
-    engine = train(open_engine(build("mixed"), config_of(nvme_path, pair=pair, zero=keys)), 0, 1, 2, model="mixed")
+    engine = train(open_engine(build("mixed"), config_of(nvme_path, pair=pair, zero=keys)), 0, 1, 2)
     engine.save_snapshot()
     before, swap = values(engine, "mixed"), folder(nvme_path) / "rank-0" / "swap"
     named, draw = list(named_ranges(engine, nvme_path)), random.Random(7)
@@ -385,7 +375,7 @@ def test_every_flipped_bit_of_what_a_snapshot_names_is_noticed(
         assert "load a checkpoint, or remove it" in text
         assert any(name in text for name in names)
     with pytest.raises(StateError, match="load_snapshot"):
-        micro_batch(engine, 0, "mixed")
+        micro_batch(engine, 0)
     others = [byte for byte in range(0, swap.stat().st_size, 1999) if not any(lo <= byte < hi for lo, hi in named)]
     with contextlib.ExitStack() as stack:
         for byte in others:

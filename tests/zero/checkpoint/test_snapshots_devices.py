@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness import train, unequal, values
 from lagging import lagging_device
 from models import build
 from probe import snapshots_of, snapshots_were_void
-from snapshot_runs import as_a_kill_would_leave_it, committed, config_of, train, unequal, values
+from snapshot_runs import as_a_kill_would_leave_it, committed, config_of
 
 Open = Callable[..., Any]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import micro_batch, train, unequal, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import build, tokens
@@ -21,11 +22,8 @@ from snapshot_runs import (
     as_a_kill_would_leave_it,
     committed,
     config_of,
-    micro_batch,
     named_bytes,
-    train,
-    unequal,
-    values,
+    on_middle,
 )
 
 import zero
@@ -144,23 +142,23 @@ def test_what_a_kill_leaves_at_any_point_of_a_commit_goes_on_bit_for_bit(
     open_engine: Open, tmp_path: Path, nvme_path: Path
 ) -> None:
     keys = {"stage3_param_persistence_threshold": 200}
-    engine = train(open_engine(build("mixed"), config_of(nvme_path, zero=keys)), 0, 1, model="mixed")
+    engine = train(open_engine(build("mixed"), config_of(nvme_path, zero=keys)), 0, 1)
     found: list[Path] = []
 
     def copied(number: int, operation: str) -> None:
         found.append(as_a_kill_would_leave_it(nvme_path, tmp_path / f"at-{number}"))
 
     put_snapshot_files(engine, StoppingFiles(copied))
-    train(engine, 2, model="mixed")
+    train(engine, 2)
     put_snapshot_files(engine, Files())
-    train(engine, 3, model="mixed")
+    train(engine, 3)
     assert len(found) >= 6, "a manifest and the number: opened, written, synced"
     loaded = set()
     for path in found:
         second = open_engine(build("mixed", seed=9), config_of(path, zero=keys))
         step = second.load_snapshot()
         loaded.add(step)
-        train(second, *range(step, 4), model="mixed")
+        train(second, *range(step, 4))
         assert unequal(second, engine, "mixed") == []
         second.close()
         shutil.rmtree(path)
@@ -259,7 +257,7 @@ def test_several_paths_are_striped_and_found_again(open_engine: Open, tmp_path: 
             made["zero_optimization"][block]["nvme_path"] = [str(path) for path in paths]
         return made
 
-    engine = train(open_engine(build("middle"), config(*paths)), 0, 1, model="middle")
+    engine = train(open_engine(build("middle"), config(*paths)), 0, 1, loss_of=on_middle)
     before = values(engine, "middle")
     engine.close()
     assert all((path / "zero-snapshots" / "default" / "rank-0" / "swap").stat().st_size for path in paths)

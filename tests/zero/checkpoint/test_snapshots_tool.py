@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import train
 from models import build
-from snapshot_runs import allocated_bytes, config_of, train
+from snapshot_runs import allocated_bytes, config_of
 
 from zero.tools.cli import main
 

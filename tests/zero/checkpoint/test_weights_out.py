@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import train
 from lagging import lagging_device
 from models import GPT, build, lora_gpt, make_config, seeded, tokens
 from pairwise import in_pairs
@@ -54,12 +55,6 @@ def make(name: str) -> nn.Module:
 
 def config(pair: tuple[str, str], nvme_path: Path, *, bf16: bool = True, **more: Any) -> dict[str, Any]:
     return make_config(pair, nvme_path, bf16=bf16, zero={**SAVING, **more})
-
-
-def train(engine: Any, steps: int = 2, first: int = 0) -> None:
-    for index in range(first, first + steps):
-        engine.backward(engine(tokens(index)))
-        engine.step()
 
 
 def read(folder: Path) -> Values:
@@ -118,7 +113,7 @@ def test_files_hold_weights_and_masters_and_tied_ones_once(
 ) -> None:
     model = make(name)
     engine = open_engine(model, config(pair, nvme_path))
-    train(engine)
+    train(engine, 0, 1)
     engine(tokens(7))  # its graph is dropped; what it has changed in place is kept
     assert engine.save_16bit_model(tmp_path / "bf16") and engine.save_fp32_model(
         tmp_path / "fp32", max_shard_size=9_000
@@ -147,7 +142,7 @@ def test_stage_persistence_tiles_and_state_dtype_do_not_matter(
     pair = NVME if more["stage"] == 3 else ("none", "nvme")
     model = build("gpt", vocab=1_000) if "stage3_max_live_parameters" in more else build("gpt")
     engine = open_engine(model, config(pair, nvme_path, bf16=bf16, **more))
-    train(engine)
+    train(engine, 0, 1)
     assert engine.save_16bit_model(tmp_path / "16") and engine.save_fp32_model(tmp_path / "32")
     same(read(tmp_path / "16"), kept_by(engine, model, masters=False))
     same(read(tmp_path / "32"), kept_by(engine, model, masters=True))
@@ -200,7 +195,7 @@ def test_frozen_parameters_can_be_left_out(open_engine: Open, nvme_path: Path, t
 def test_a_model_that_has_changed_is_written_as_it_is(open_engine: Open, nvme_path: Path, tmp_path: Path) -> None:
     model: Any = build("gpt")
     engine = open_engine(model, config(NVME, nvme_path))
-    train(engine, 1)
+    train(engine, 0)
     with seeded(3):
         model.extra = nn.Linear(3, 5)
     before = model.extra.weight.detach().clone()
@@ -222,9 +217,9 @@ def test_a_device_whose_copies_lag_gives_the_same_files(
 
     def write(out: Path) -> None:
         engine = open_engine(make("lora"), made)
-        train(engine, 1)
+        train(engine, 0)
         engine.save_16bit_model(out / "first")
-        train(engine, 1, first=1)
+        train(engine, 1)
         engine.save_fp32_model(out / "second")
         torch.save(engine._zero3_consolidated_16bit_state_dict(), out / "third")
         engine.close()
@@ -280,7 +275,7 @@ def test_pickled_weights_load_strictly_into_an_ordinary_model(
     """Tied parameters under all their names, as in a state dict; shards with their index; an earlier model goes."""
     model = make("buffered")
     engine = open_engine(model, config(NVME, nvme_path))
-    train(engine)
+    train(engine, 0, 1)
     out = tmp_path / "out"
     save = engine.save_fp32_model if masters else engine.save_16bit_model
     save(out, "pytorch_model.bin", max_shard_size="15KB")
@@ -311,7 +306,7 @@ def test_a_consolidated_state_dict_is_real_copies_and_shares_what_is_tied(
 ) -> None:
     model = make("buffered")
     engine = open_engine(model, config(pair, nvme_path))
-    train(engine)
+    train(engine, 0, 1)
     found = engine._zero3_consolidated_16bit_state_dict()
     assert list(found) == list(model.state_dict())
     assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
@@ -321,7 +316,7 @@ def test_a_consolidated_state_dict_is_real_copies_and_shares_what_is_tied(
     assert len({storage.data_ptr() for storage in storages}) == len(once)
     assert all(storage.nbytes() == value.nbytes for storage, value in zip(storages, once.values(), strict=True))
     before = {name: value.clone() for name, value in found.items()}
-    train(engine, 1)
+    train(engine, 0)
     same(found, before)
     torch.save(found, tmp_path / "pickled")
     same(torch.load(tmp_path / "pickled", weights_only=True), before)
@@ -354,7 +349,7 @@ def test_a_read_that_fails_leaves_the_earlier_model_and_an_engine_that_works(
     engine = open_engine(model, config(NVME, nvme_path))
     engine.save_fp32_model(tmp_path / "out")
     before = read(tmp_path / "out")
-    train(engine)
+    train(engine, 0, 1)
     engine.synchronize()
     for skip in (0, 3):
         engine.inject(AioFault(fail_rate=1.0, ops=("read",), skip=skip))
@@ -363,7 +358,7 @@ def test_a_read_that_fails_leaves_the_earlier_model_and_an_engine_that_works(
         engine.inject(None)
         assert os.listdir(tmp_path / "out") == ["model.safetensors"]
         same(read(tmp_path / "out"), before)
-    train(engine, 1, first=2)
+    train(engine, 2)
     engine.save_fp32_model(tmp_path / "out")
     same(read(tmp_path / "out"), kept_by(engine, model, masters=True))
 
@@ -433,14 +428,14 @@ def test_what_is_written_loads_into_another_engine_and_moments_begin_anew_or_sta
 ) -> None:
     first_model, second_model = make("buffered"), build("gpt")
     first = open_engine(first_model, config(source, nvme_path))
-    train(first)
+    train(first, 0, 1)
     first.save_fp32_model(tmp_path / "out", max_shard_size="20KB")
     wanted = kept_by(first, first_model, masters=True)
     first.close()
     with seeded(9):
         second_model = Buffered()
     second = open_engine(second_model, config(target, nvme_path))
-    train(second, 1)
+    train(second, 0)
     before = second.full_state("blocks.0.up.weight")
     assert zero.load_pretrained(second, tmp_path / "out") == ([], [])
     same(kept_by(second, second_model, masters=True), wanted)
@@ -454,4 +449,4 @@ def test_what_is_written_loads_into_another_engine_and_moments_begin_anew_or_sta
     same(kept_by(third, third_model, masters=True), wanted)
     fresh = third.full_state("blocks.0.up.weight")
     assert fresh["step"] == 0 and not fresh["exp_avg"].any() and not fresh["exp_avg_sq"].any()
-    train(third, 1)
+    train(third, 0)
