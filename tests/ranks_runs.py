@@ -16,6 +16,7 @@ from models import ADAMW, make_config, trainability
 from ranks_model import LIVE_NUMEL, SAMPLES, batch, motley
 from ranks_plain import Ddp, Opposite, Outcome
 from reference import snapshot
+from torch import nn
 
 STEPS = 20
 CLIPPING = 0.3
@@ -124,6 +125,22 @@ def trained(run: Run, place: Place, nvme_path: str) -> tuple[str, Outcome | None
 def outcome_of(engine: Any, names: tuple[tuple[str, bool], ...], norms: list[float]) -> Outcome:
     """What the engine holds; `names` as `trainability` gave them before the engine had the model."""
     return Outcome(snapshot(engine, names), norms)
+
+
+def opened(place: Place, nvme_path: str, model: nn.Module | None = None, **run: Any) -> Any:
+    """An engine of this rank, for the model (None: `motley()`) and a `Run` of these fields."""
+    import zero
+
+    quiet()
+    return zero.initialize(
+        model=motley() if model is None else model, config=engine_config(Run(**run), place, nvme_path)
+    )[0]
+
+
+def on_batch(trainer: Any, index: int) -> torch.Tensor:
+    """The loss of this rank's batch, on which all ranks call the same modules."""
+    loss: torch.Tensor = trainer(batch(index, dist.get_rank(), agreed=True))
+    return loss
 
 
 def engine_config(run: Run, place: Place, nvme_path: str) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from harness import losses_of
 from models import trainability
 from pairwise import cover
 from ranks import RankPool
-from ranks_model import batch, motley
-from ranks_runs import Place, Run, digest, engine_config, outcome_of, quiet
+from ranks_model import motley
+from ranks_runs import Place, Run, digest, engine_config, on_batch, outcome_of, quiet
 from reference import differences
 
 from offload.errors import ConfigError, StateError, StorageError
@@ -46,13 +47,7 @@ def opened(place: Place, nvme_path: str, seed: int = 0, **more: Any) -> tuple[An
 
 
 def train(engine: Any, first: int, steps: int = STEPS) -> list[float]:
-    losses = []
-    for index in range(first, first + steps):
-        loss = engine(batch(index, dist.get_rank(), agreed=True))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return losses_of(engine, *range(first, first + steps), loss_of=on_batch)
 
 
 def held(engine: Any, names: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from models import seeded
 from ranks import RankPool
-from ranks_runs import Place, Run, engine_config, quiet
+from ranks_runs import Place, Run, engine_config, opened, quiet
 from torch import nn
 
 from offload.errors import StateError
@@ -33,13 +33,6 @@ class Scaled(nn.Module):
             elif self.shrinks == ".data":
                 self.first.weight.data.mul_(0.5)
         return self.second(torch.relu(self.first(x))).square().mean()
-
-
-def opened(place: Place, nvme_path: str, model: nn.Module) -> Any:
-    import zero
-
-    quiet()
-    return zero.initialize(model=model, config=engine_config(Run(), place, nvme_path))[0]
 
 
 def edit_between_steps(place: Place, nvme_path: str) -> list[torch.Tensor]:

@@ -7,16 +7,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness import micro_batch
 from models import make_config, seeded
 from probe import storage_of
 from ranks import RankPool
-from ranks_model import batch, motley
-from ranks_runs import Place, Run, engine_config, quiet
+from ranks_model import batch
+from ranks_runs import Place, on_batch, opened, quiet
 from torch import nn
 
 Pool = Callable[[int], RankPool]
@@ -32,18 +32,6 @@ def fresh(rank_pool: Pool) -> Iterator[RankPool]:
     pool = rank_pool(2)
     yield pool
     pool.restart()
-
-
-def opened(place: Place, nvme_path: str, **more: Any) -> Any:
-    import zero
-
-    quiet()
-    return zero.initialize(model=motley(), config=engine_config(Run(agreed=True, **more), place, nvme_path))[0]
-
-
-def one_step(engine: Any, index: int) -> None:
-    engine.backward(engine(batch(index, dist.get_rank(), agreed=True)))
-    engine.step()
 
 
 def told(job: Callable[[], None]) -> tuple[str, float]:
@@ -91,7 +79,7 @@ def train_on_a_disk_that_fails(place: Place, nvme_path: str, op: str) -> tuple[s
         for index in range(5):
             if index == 2 and dist.get_rank() == 0:
                 engine.inject(AioFault(fail_rate=1.0, ops=(op,)))  # type: ignore[arg-type]
-            one_step(engine, index)
+            micro_batch(engine, index, on_batch)
 
     error, seconds = told(train)
     engine.inject(None)
@@ -119,7 +107,7 @@ def drop_engines(place: Place, nvme_path: str, count: int) -> list[tuple[int, in
     held = []
     for _ in range(count):
         engine = opened(place, nvme_path)
-        one_step(engine, 0)
+        micro_batch(engine, 0, on_batch)
         engine.synchronize()
         dist.barrier()
         del engine
@@ -149,7 +137,7 @@ def unannounced_accumulation(place: Place, nvme_path: str) -> list[int]:
         for step in range(4):
             with engine.no_sync():
                 engine.backward(engine(batch(2 * step, dist.get_rank(), agreed=True)))
-            one_step(engine, 2 * step + 1)
+            micro_batch(engine, 2 * step + 1, on_batch)
             held.append(len(storage_of(engine).regions))
     return held
 

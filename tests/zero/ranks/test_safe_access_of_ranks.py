@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from ranks_model import batch, motley
-from ranks_runs import Place, Run, engine_config, quiet
+from ranks_runs import Place, opened
 from reference import round_half_away
 
 Pool = Callable[[int], RankPool]
@@ -20,14 +20,6 @@ PLACES = (
     Place(3, "nvme", "nvme"), Place(3, "cpu", "cpu", more=(("stage3_param_persistence_threshold", 500),)),
 )  # fmt: skip
 everywhere = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
-
-
-def opened(place: Place, nvme_path: str, *, bf16: bool = True, accumulation: int = 1) -> Any:
-    import zero
-
-    quiet()
-    config = engine_config(Run(bf16=bf16, accumulation=accumulation), place, nvme_path)
-    return zero.initialize(model=motley(), config=config)[0]
 
 
 def backward(engine: Any, index: int) -> None:
@@ -50,7 +42,7 @@ def reading(place: Place, nvme_path: str) -> tuple[Values, Values, Values]:
     """(whole masters and first moments, this rank's parts of them, whole gradients of the next backward)."""
     from zero import utils
 
-    with opened(place, nvme_path) as engine:
+    with opened(place, nvme_path, bf16=True) as engine:
         backward(engine, 0)
         engine.step()
         whole, own, gradients = {}, {}, {}
@@ -118,7 +110,7 @@ def changing(place: Place, nvme_path: str, local: bool) -> dict[str, bool]:
     from zero import utils
 
     wrong = {}
-    with opened(place, nvme_path) as engine:
+    with opened(place, nvme_path, bf16=True) as engine:
         backward(engine, 0)
         engine.step()
         wanted: Values = {}
@@ -162,7 +154,7 @@ def set_amid_a_step(place: Place, nvme_path: str) -> list[str]:
     """Names of gradients that are not what they were set to, after the first of two backwards of a step."""
     from zero import utils
 
-    with opened(place, nvme_path, accumulation=2) as engine:
+    with opened(place, nvme_path, bf16=True, accumulation=2) as engine:
         backward(engine, 0)
         engine.step()
         for _, parameter in trained(engine):
@@ -187,7 +179,7 @@ def shards(place: Place, nvme_path: str) -> list[bool]:
     import zero
     from zero import utils
 
-    with opened(place, nvme_path) as engine:
+    with opened(place, nvme_path, bf16=True) as engine:
         found = []
         for _, parameter in trained(engine):
             own = utils.safe_get_local_fp32_param(parameter)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness import train
 from models import seeded, trainability
 from pairwise import each_once
 from ranks import RankPool
 from ranks_model import Motley, batch, motley
-from ranks_runs import Place, Run, engine_config, quiet
+from ranks_runs import Place, Run, engine_config, on_batch, opened
 from reference import differences, snapshot
 
 Pool = Callable[[int], RankPool]
@@ -24,20 +25,6 @@ PLACES = (
 )  # fmt: skip
 everywhere = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
 STEPS = 3
-
-
-def train(engine: Any, steps: int = STEPS) -> None:
-    for index in range(steps):
-        engine.backward(engine(batch(index, dist.get_rank(), agreed=True)))
-        engine.step()
-
-
-def opened(place: Place, nvme_path: str, model: torch.nn.Module, **more: Any) -> Any:
-    import zero
-
-    quiet()
-    config = engine_config(Run(bf16=True, **more), place, nvme_path)
-    return zero.initialize(model=model, config=config)[0]
 
 
 def same(told: list[Values]) -> Values:
@@ -58,7 +45,7 @@ def first_values(place: Place, nvme_path: str, construction: str) -> Values:
     with seeded(100 + dist.get_rank()), zero.Init(config_dict_or_path=config, enabled=construction == "Init"):
         model = Motley()
     names = trainability(model)
-    with opened(place, nvme_path, model) as engine:
+    with opened(place, nvme_path, model, bf16=True) as engine:
         return {name: engine.full_master(name) for name, trainable in names if trainable}
 
 
@@ -82,8 +69,8 @@ def everything(place: Place, nvme_path: str) -> tuple[Values, Values, Values]:
     model = motley()
     names = trainability(model)
     shapes = {name: torch.tensor(value.shape) for name, value in model.state_dict().items()}
-    with opened(place, nvme_path, model) as engine:
-        train(engine)
+    with opened(place, nvme_path, model, bf16=True) as engine:
+        train(engine, *range(STEPS), loss_of=on_batch)
         told = snapshot(engine, names)
         released = {name: torch.tensor(value.shape) for name, value in engine.module.state_dict().items()}
         if differences(released, shapes):
@@ -115,8 +102,8 @@ def edited(place: Place, nvme_path: str, modifier_rank: int | None, wanted: tupl
 
     model = motley()
     names = trainability(model)
-    with opened(place, nvme_path, model) as engine:
-        train(engine)
+    with opened(place, nvme_path, model, bf16=True) as engine:
+        train(engine, *range(STEPS), loss_of=on_batch)
         parameters = [model.get_parameter(name) for name in wanted]
         with zero.GatheredParameters(parameters, modifier_rank=modifier_rank), torch.no_grad():
             for parameter in parameters:
@@ -154,7 +141,7 @@ def edited_before(place: Place, nvme_path: str, modifier_rank: int) -> tuple[Val
             parameter.view(-1)[3:5] = 7.0 + dist.get_rank()
     with zero.GatheredParameters(parameters):
         seen = {name: p.detach().clone() for name, p in zip(EDITED, parameters, strict=True)}
-    with opened(place, nvme_path, model) as engine:
+    with opened(place, nvme_path, model, bf16=True) as engine:
         return seen, {name: engine.full_master(name) for name in EDITED if name != "frozen.weight"}
 
 
@@ -186,7 +173,7 @@ def written(place: Place, nvme_path: str, by_hand: bool) -> Values:
 
     model = motley()
     names = trainability(model)
-    with opened(place, nvme_path, model) as engine:
+    with opened(place, nvme_path, model, bf16=True) as engine:
         engine.backward(engine(batch(0, dist.get_rank(), agreed=True)))
         for seed, name in enumerate(("blocks.0.up.weight", "table.weight", "norm.bias")):
             parameter = model.get_parameter(name)

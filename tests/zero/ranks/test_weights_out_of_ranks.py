@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness import train
 from models import trainability
 from ranks import RankPool
-from ranks_model import batch, motley
-from ranks_runs import Place, Run, engine_config, quiet
+from ranks_model import motley
+from ranks_runs import Place, on_batch, opened
 
 from offload.disk.aio import AioFault
 from offload.errors import BudgetError, StateError, StorageError
@@ -32,31 +33,18 @@ PLACES = (
 )  # fmt: skip
 
 
-def opened(place: Place, nvme_path: str, model: Any) -> Any:
-    import zero
-
-    quiet()
-    return zero.initialize(model=model, config=engine_config(Run(bf16=True), place, nvme_path))[0]
-
-
-def train(engine: Any, steps: int) -> None:
-    for index in range(steps):
-        engine.backward(engine(batch(index, dist.get_rank(), agreed=True)))
-        engine.step()
-
-
 def written(place: Place, nvme_path: str, out: str) -> tuple[Values, Values, Any, bool]:
     """Weights, masters, the consolidated state dict, and whether training went on."""
     model = motley()
     names = trainability(model)
-    with opened(place, nvme_path, model) as engine:
-        train(engine, 2)
+    with opened(place, nvme_path, model, bf16=True) as engine:
+        train(engine, 0, 1, loss_of=on_batch)
         if not (engine.save_16bit_model(f"{out}/16") and engine.save_fp32_model(f"{out}/32", max_shard_size="30KB")):
             raise AssertionError("nothing was saved")
         consolidated = engine._zero3_consolidated_16bit_state_dict()
         weights = {name: engine.full_parameter(name) for name, _ in names}
         masters = {name: engine.full_master(name) for name, _ in names}
-        train(engine, 1)
+        train(engine, 0, loss_of=on_batch)
         return weights, masters, consolidated, engine.global_steps == 3
 
 
@@ -90,14 +78,14 @@ def taken_in(place: Place, nvme_path: str, folder: str) -> tuple[Values, bool]:
 
     model = motley(seed=5)
     names = trainability(model)
-    with opened(place, nvme_path, model) as engine:
-        train(engine, 1)
+    with opened(place, nvme_path, model, bf16=True) as engine:
+        train(engine, 0, loss_of=on_batch)
         before = engine.full_state("norm.weight")
         zero.load_pretrained(engine, folder)
         after = engine.full_state("norm.weight")
         stayed = before["step"] == after["step"] and torch.equal(before["exp_avg"], after["exp_avg"])
         masters = {name: engine.full_master(name) for name, _ in names}
-        train(engine, 1)
+        train(engine, 0, loss_of=on_batch)
     return masters, stayed
 
 
@@ -119,8 +107,8 @@ def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str
 
     rank, told = dist.get_rank(), []
     write, room, memory = Files.written, Files.free_bytes, write_stream.map_host
-    with opened(place, nvme_path, motley()) as engine:
-        train(engine, 1)
+    with opened(place, nvme_path, motley(), bf16=True) as engine:
+        train(engine, 0, loss_of=on_batch)
         engine.synchronize()
         if kind == "write" and rank == 0:
             Files.written = _full  # type: ignore[method-assign]
@@ -142,7 +130,7 @@ def failing(place: Place, nvme_path: str, out: str, kind: str) -> tuple[list[str
         left = sorted(os.listdir(out)) if os.path.isdir(out) else []
         dist.barrier()
         engine.save_16bit_model(out)
-        train(engine, 1)
+        train(engine, 0, loss_of=on_batch)
     return told, left
 
 
