@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import train
+from harness import micro_batch, train
 from models import GPT, build, make_config, next_token_loss, seeded, tokens
 from reference import differences, snapshot
 from torch import Tensor, nn
@@ -151,8 +151,7 @@ def test_eval_and_generation_run_compiled_blocks_too(threshold: int, nvme_path: 
         found = []
         for step in range(3):
             engine.train()
-            engine.backward(engine(tokens(step)))
-            engine.step()
+            micro_batch(engine, step)
             engine.eval()
             with torch.no_grad(), engine.generation():
                 found.append(engine.module(tokens(step)).item())  # past the engine, as model.generate does

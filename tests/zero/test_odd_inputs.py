@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import micro_batch, reference_of
+from harness import micro_batch, reference_of, unequal
 from models import BigEmbedding, build, make_config, patterned, seeded, tokens, trainability
 from reference import Reference, differences, snapshot
 from torch import Tensor, nn
@@ -28,8 +28,7 @@ def reference_after(model: str, engine: Any, steps: int, clipping: float = 0.0) 
 
 
 def assert_equal(engine: Any, reference: Reference, model: str) -> None:
-    names = trainability(build(model))
-    assert differences(snapshot(engine, names), snapshot(reference, names)) == []
+    assert unequal(engine, reference, model) == []
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------

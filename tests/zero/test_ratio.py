@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import reference_of
-from models import build, make_config, tokens, trainability
+from harness import micro_batch, reference_of, unequal
+from models import build, make_config
 from probe import layout_of
-from reference import differences, snapshot
 
 from offload.errors import BudgetError
 
@@ -44,10 +43,8 @@ def test_a_share_of_the_states_on_the_device_changes_no_number(
     reference = reference_of()
     for index in range(4):
         for trainer in (engine, reference):
-            trainer.backward(trainer(tokens(index)))
-            trainer.step()
-    names = trainability(build("gpt"))
-    assert differences(snapshot(engine, names), snapshot(reference, names)) == []
+            micro_batch(trainer, index)
+    assert unequal(engine, reference) == []
     one_sub_group = 4096 / layout_of(engine).numel
     assert 1 - ratio - one_sub_group < share_on_device(engine) <= 1 - ratio
 
@@ -65,8 +62,7 @@ def test_nvme_traffic_of_states_falls_with_the_ratio(open_engine: Open, nvme_pat
     for ratio in (1.0, 0.5, 0.0):
         engine = opened(open_engine, nvme_path, ("none", "nvme"), ratio)
         before = engine.statistics().nvme_write_bytes
-        engine.backward(engine(tokens(0)))
-        engine.step()
+        micro_batch(engine, 0)
         engine.synchronize()
         written.append(engine.statistics().nvme_write_bytes - before)
         assert written[-1] == state_bytes(engine)["nvme"]

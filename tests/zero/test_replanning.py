@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import reference_of
+from harness import micro_batch, reference_of
 from models import ADAMW, LoraLinear, build, make_config, seeded, tokens
 from probe import before_groups_are_adopted
 from reference import Reference, changed, differences, snapshot
@@ -34,8 +34,7 @@ PAIRS = [("none", "none"), ("none", "nvme"), ("cpu", "cpu"), ("nvme", "cpu"), ("
 
 def run(trainer: Any, indices: range) -> None:
     for index in indices:
-        trainer.backward(trainer(tokens(index)))
-        trainer.step()
+        micro_batch(trainer, index)
 
 
 def assert_equal(engine: Any, reference: Reference) -> None:
