@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zero.config.fields import Block, Flag, Inert, InertAny, InertFlag, InertNumber, InertText, Only, Whole, choice
+from zero.config import features
+from zero.config.fields import Block, Flag, Inert, Only, Whole, choice
 
 Validation = Literal["ignore", "warn", "fail"]
 Frozen = Literal["always", "once", "reference"]
-
-
-class ParallelWrite(Block):
-    """`checkpoint.parallel_write`."""
-
-    why: ClassVar[str] = "there are no pipeline stages to share the writing"
-
-    pipeline_stage: InertFlag = None
-
-
-class CheckpointWriter(Block):
-    """`checkpoint.writer`."""
-
-    why: ClassVar[str] = "checkpoints are written by this engine, whose buffers follow from the plan"
-
-    type: InertText = None
-    io_buffer_size: InertAny = None
-    io_buffer_double: InertFlag = None
-    io_multiplier: InertNumber = None
-    show_statistics: InertFlag = None
-    data_parallel: InertText = None
-    decoupled: InertFlag = None
 
 
 class CheckpointConfig(Block):
@@ -51,6 +30,6 @@ class CheckpointConfig(Block):
     use_node_local_storage: Annotated[
         Flag, Only((False,), "a checkpoint is one folder that all nodes see; set it to false")
     ] = False
-    parallel_write: ParallelWrite | None = None
+    parallel_write: features.parallel_write | None = None
     checkpoint_serialization: Annotated[Flag | None, Inert("there is one format, whatever this says")] = None
-    writer: CheckpointWriter | None = None
+    writer: features.writer | None = None

@@ -11,10 +11,8 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from typing_extensions import Self
 
 from offload.errors import ConfigError
-from zero.config import inert_features as inert
+from zero.config import features
 from zero.config import logging_block as logs
-from zero.config import refused_data
-from zero.config import refused_features as refused
 from zero.config.activation_block import ActivationCheckpointing
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from zero.config.checkpoint_block import CheckpointConfig
@@ -128,20 +126,20 @@ class Config(Block):
             'activation_device "cpu" or "nvme", or zero.TiledLinear',
         ),
     ] = 1
-    amp: refused.Amp | None = None
+    amp: features.amp | None = None
     torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
-    elasticity: refused.Elasticity | None = None
-    curriculum_learning: refused_data.CurriculumLearning | None = None
-    data_efficiency: refused_data.DataEfficiency | None = None
-    compression_training: refused.CompressionTraining | None = None
-    weight_quantization: refused.WeightQuantization | None = None
-    quantize_training: refused.QuantizeTraining | None = None
-    sparse_attention: refused.SparseAttention | None = None
-    progressive_layer_drop: refused.ProgressiveLayerDrop | None = None
-    tensor_parallel: refused.TensorParallel | None = None
-    expert_parallel: refused.ExpertParallel | None = None
-    inference: refused.Inference | None = None
+    elasticity: features.elasticity | None = None
+    curriculum_learning: features.curriculum_learning | None = None
+    data_efficiency: features.data_efficiency | None = None
+    compression_training: features.compression_training | None = None
+    weight_quantization: features.weight_quantization | None = None
+    quantize_training: features.quantize_training | None = None
+    sparse_attention: features.sparse_attention | None = None
+    progressive_layer_drop: features.progressive_layer_drop | None = None
+    tensor_parallel: features.tensor_parallel | None = None
+    expert_parallel: features.expert_parallel | None = None
+    inference: features.inference | None = None
 
     zero_allow_untested_optimizer: Annotated[
         Flag | None, Inert("an optimizer that cannot be used is refused by name, whatever this says")
@@ -175,13 +173,13 @@ class Config(Block):
     csv_monitor: logs.CsvMonitor | None = None
     comet: logs.Comet | None = None
     flops_profiler: logs.FlopsProfiler | None = None
-    autotuning: inert.Autotuning | None = None
-    nebula: inert.Nebula | None = None
-    pipeline: inert.Pipeline | None = None
-    hybrid_engine: inert.HybridEngine | None = None
-    eigenvalue: inert.Eigenvalue | None = None
-    timers: inert.Timers | None = None
-    compile: inert.Compile | None = None
+    autotuning: features.autotuning | None = None
+    nebula: features.nebula | None = None
+    pipeline: features.pipeline | None = None
+    hybrid_engine: features.hybrid_engine | None = None
+    eigenvalue: features.eigenvalue | None = None
+    timers: features.timers | None = None
+    compile: features.compile | None = None
 
     _report: Report = PrivateAttr(default_factory=Report)
 

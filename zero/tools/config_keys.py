@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from zero.config import features
 from zero.config.fields import Block, Deprecated, Key, Only, block_of, known_keys, shown
 from zero.config.report import plain
 
@@ -47,7 +48,7 @@ def descriptions(block: type[Block]) -> dict[str, str]:
     """Key to the docstring below its declaration, as one line."""
     found: dict[str, str] = {}
     for kind in reversed(block.__mro__):
-        if issubclass(kind, Block) and kind is not Block:
+        if issubclass(kind, Block) and kind.__module__ not in (Block.__module__, features.__name__):
             found |= dict(_attribute_docstrings(kind))
     return found
 
