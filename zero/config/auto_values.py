@@ -17,8 +17,7 @@ from torch import nn
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.fields import AUTO, Key, block_of, known_keys, shown
 from zero.config.loading import with_choices
-from zero.config.report import Choice, plain
-from zero.config.schema import Config
+from zero.config.schema import Choice, Config, plain
 
 PREFETCH_SHARE = 0.9
 PERSISTENT_ROWS = 10

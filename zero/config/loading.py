@@ -26,12 +26,11 @@ from zero.config.fields import (
     role_of,
     shown,
 )
+from zero.config.given import copied, read_source
 from zero.config.hints import unknown_key
 from zero.config.numbers import parse_whole
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
-from zero.config.reading import copied, read_source
-from zero.config.report import Choice, Origin, Report, plain
-from zero.config.schema import Config
+from zero.config.schema import Choice, Config, Origin, Report, plain
 from zero.ranks import world
 
 FETCHING_KEYS = (

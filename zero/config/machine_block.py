@@ -1,4 +1,4 @@
-"""`aio` and `memory_budget`: how files are read and written, and the bytes a rank may use."""
+"""`aio`, `checkpoint` and `memory_budget`: how files are read and written, and the bytes a rank may use."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from zero.config.fields import AUTO, MEANS_AUTO, Block, Flag, Only, Whole, choice, reads
+from zero.config import features
+from zero.config.fields import AUTO, MEANS_AUTO, Block, Flag, Inert, Only, Whole, choice, reads
 from zero.config.numbers import parse_bytes
 
 PAGE_BYTES = 4096
+
+Validation = Literal["ignore", "warn", "fail"]
+Frozen = Literal["always", "once", "reference"]
 
 
 def _parse_block_size(value: object) -> int:
@@ -44,6 +48,28 @@ class AioConfig(Block):
     use_gds: Annotated[
         Flag, Only((False,), "GPUDirect Storage is not available; set it to false: io_uring with O_DIRECT is used")
     ] = False
+
+
+class CheckpointConfig(Block):
+    """`checkpoint`."""
+
+    tag_validation: Annotated[Validation, choice("ignore", "warn", "fail")] = "warn"
+    """What happens when ranks save under different tags. With "ignore" and "warn" the first rank's counts."""
+    async_save: Flag = False
+    """Ours: training goes on while a checkpoint is written."""
+    keep_last: Annotated[Whole, Field(ge=1)] | None = None
+    """Ours: after a save older checkpoints in the folder are removed but so many; None: none is."""
+    frozen: Annotated[Frozen, choice("always", "once", "reference")] = "always"
+    """Ours: whether weights that are not trained are in every checkpoint, in a file for all of them, or not at all."""
+    load_universal: Annotated[Flag | None, Inert("every checkpoint loads at any stage, tier and number of ranks")] = (
+        None
+    )
+    use_node_local_storage: Annotated[
+        Flag, Only((False,), "a checkpoint is one folder that all nodes see; set it to false")
+    ] = False
+    parallel_write: features.parallel_write | None = None
+    checkpoint_serialization: Annotated[Flag | None, Inert("there is one format, whatever this says")] = None
+    writer: features.writer | None = None
 
 
 def _parse_budget(value: object) -> int | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -15,7 +16,6 @@ from zero.config import features
 from zero.config import logging_block as logs
 from zero.config.activation_block import ActivationCheckpointing
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
-from zero.config.checkpoint_block import CheckpointConfig
 from zero.config.fields import (
     Block,
     Count,
@@ -33,13 +33,14 @@ from zero.config.fields import (
     world_size_of,
 )
 from zero.config.hints import unknown_key
-from zero.config.machine_block import AioConfig, MemoryBudget
+from zero.config.machine_block import AioConfig, CheckpointConfig, MemoryBudget
 from zero.config.numbers import parse_whole
 from zero.config.optimizer_block import OptimizerConfig
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
-from zero.config.report import Choice, Origin, Report, plain
 from zero.config.scheduler_block import SchedulerConfig
 from zero.config.zero_block import ZeroConfig
+
+Origin = Literal["user", "default", "auto"]
 
 
 def _parse_print_interval(value: object) -> int | None:
@@ -64,6 +65,44 @@ def _parse_version(value: object) -> int:
     if not 1 <= version <= VERSION:
         raise problem(f"{known}, the versions this release knows", fix="remove it for the newest defaults, or update")
     return version
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value for a key that was "auto"."""
+
+    value: Any
+    source: str
+    """What it follows from."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was learnt while a configuration was read; paths are dotted."""
+
+    world_size: int = 1
+    ranks_per_node: int | None = None
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """A copy of the configuration as the user gave it."""
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    """Canonical path to "user" or "auto"; a path that is missing was not given."""
+    inactive: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why a path of `inactive` does nothing; a path that is missing is overruled by other keys."""
+    deprecated: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    """Lines about unknown top-level keys that were tolerated."""
+    chosen: Mapping[str, Choice] = field(default_factory=dict)
+    """Canonical path to what was chosen for it where it was "auto"."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """Top-level keys and the defaults that held for them instead of ours."""
+
+
+def plain(value: object) -> object:
+    """The same of dicts, lists and single values only."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 _COMM_DTYPE = choice("fp32", "fp16", "bf16")

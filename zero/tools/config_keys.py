@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from zero.config import features
 from zero.config.fields import Block, Deprecated, Key, Only, block_of, known_keys, shown
-from zero.config.report import plain
+from zero.config.schema import plain
 
 HEAD = """# Every key of the configuration
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from zero.config.fields import AUTO, Block, Only, block_of, means_auto, reason_of, role_of
 from zero.config.loading import COMMENT_PREFIXES
-from zero.config.report import plain
+from zero.config.schema import plain
 from zero.tools.config_keys import descriptions, words_of
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

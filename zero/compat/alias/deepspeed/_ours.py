@@ -40,7 +40,7 @@ CONFIGS = "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZero
 
 OURS: dict[str, dict[str, str]] = {
     "": {
-        "zero.config.command_line": "add_config_arguments",
+        "zero.config.given": "add_config_arguments",
         "zero.compat.initialize_for_clients": "initialize",
         "zero.compat.logs": "log_dist logger",
         "zero.engine.inference": "init_inference",
