@@ -255,7 +255,7 @@ def block_of(field: FieldInfo) -> type[Block] | None:
 
 def is_of_its_kind(field: FieldInfo, value: object) -> bool:
     """Whether a value is of the type that a key takes, be it one that the key takes or not."""
-    return any(kind is Any or _is_of(kind, value) for kind in _kinds_of(field.annotation))
+    return any(kind is Any or _is_of(kind, value) for kind in kinds_of(field.annotation))
 
 
 def _is_of(kind: Any, value: object) -> bool:
@@ -268,14 +268,15 @@ def _is_of(kind: Any, value: object) -> bool:
     return True
 
 
-def _kinds_of(annotation: Any) -> set[Any]:
+def kinds_of(annotation: Any) -> set[Any]:
+    """The types of Python that a key's value may have once it is read, None apart."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _kinds_of(parts[0])
+        return kinds_of(parts[0])
     if origin is Literal:
         return {type(part) for part in parts}
     if origin in (Union, UnionType):
-        return set().union(*map(_kinds_of, parts)) - {type(None)}
+        return set().union(*map(kinds_of, parts)) - {type(None)}
     return {origin or annotation}
 
 
