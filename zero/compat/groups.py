@@ -6,8 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero.compat.missing import missing_function
-from zero.compat.unavailable import EXPERTS, SEQUENCES
+from zero.compat.unavailable import EXPERTS, SEQUENCES, missing_function
 from zero.ranks import world
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import zero
 from zero.compat.lent_names import lend_names
 from zero.compat.logs import logger
-from zero.compat.version import VERSION
+from zero.compat.operators import VERSION
 from zero.config import reading_as_deepspeed
 from zero.params.released import save_released_as_empty
 from zero.ranks import world

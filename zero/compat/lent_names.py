@@ -7,9 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero.compat.missing import missing_function, refused
 from zero.compat.to_fp32 import TOOLS
-from zero.compat.unavailable import TIMERS, WRITERS
+from zero.compat.unavailable import TIMERS, WRITERS, missing_function, refused
 
 
 class EpochTimer:

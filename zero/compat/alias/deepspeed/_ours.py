@@ -10,7 +10,6 @@ SAME: dict[str, str] = {
     "comm.comm": "zero.compat.comm_names",
     "ops.op_builder": "zero.compat.operators",
     "runtime.activation_checkpointing.checkpointing": "zero.checkpointing",
-    "runtime.engine": "zero.compat.engine_name",
     "runtime.zero.partition_parameters": "zero.compat.partition_parameters",
     "utils.groups": "zero.compat.groups",
     "utils.logging": "zero.compat.logs",
@@ -66,8 +65,9 @@ OURS: dict[str, dict[str, str]] = {
     "constants": {"zero.compat.comm_names": "default_pg_timeout"},
     "env_report": {"zero.compat.launcher": "cli_main=report main=report"},
     "git_version_info": {
-        "zero.compat.version": "version=VERSION",
-        "zero.compat.versions": "accelerator_name compatible_ops git_branch git_hash installed_ops torch_info",
+        "zero.compat.operators": (
+            "accelerator_name compatible_ops git_branch git_hash installed_ops torch_info version=VERSION"
+        ),
     },
     "inference.engine": {"zero.engine.inference": "InferenceEngine"},
     "launcher.launch": {"zero.compat.launcher": "main"},
@@ -110,6 +110,7 @@ OURS: dict[str, dict[str, str]] = {
         "torch.utils.data": "DeepSpeedDataLoader=DataLoader",
         "zero.data.resumable": "RepeatingLoader",
     },
+    "runtime.engine": {"zero.engine.engine": "DeepSpeedEngine=ZeroEngine"},
     "runtime.lr_schedules": {
         "zero.compat.schedule_arguments": SCHEDULES,
         "zero.lr_schedules": (
