@@ -49,10 +49,10 @@ OURS: dict[str, dict[str, str]] = {
         "zero.compat.accelerator_names": "get_accelerator is_current_accelerator_supported"
     },
     "checkpoint.utils": {
-        "zero.compat.checkpoint_names": (
-            "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"
+        "zero.compat.checkpoint_files": (
+            "clone_tensors_for_torch_save get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank "
+            "get_zero_ckpt_name_for_rank"
         ),
-        "zero.compat.cloning": "clone_tensors_for_torch_save",
     },
     "comm": {"deepspeed.comm.torch": "TorchBackend", "deepspeed.comm.ccl": "CCLBackend"},
     "comm.reduce_op": {"zero.compat.comm_names": "ReduceOp"},
@@ -135,13 +135,13 @@ OURS: dict[str, dict[str, str]] = {
     "runtime.zero.parameter_offload": {"zero.engine.parameter_offload": "DeepSpeedZeRoOffload=ParameterOffload"},
     "runtime.zero.stage3": {
         "zero.compat.helpers": "unwrap_model_for_generation",
-        "zero.compat.optimizer_kinds": "DeepSpeedZeroOptimizer_Stage3",
+        "zero.compat.initialize_for_clients": "DeepSpeedZeroOptimizer_Stage3",
         "zero.engine.memory_estimates": (
             "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live"
         ),
     },
     "runtime.zero.stage_1_and_2": {
-        "zero.compat.optimizer_kinds": "DeepSpeedZeroOptimizer",
+        "zero.compat.initialize_for_clients": "DeepSpeedZeroOptimizer",
         "zero.engine.memory_estimates": (
             "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live"
         ),
@@ -155,14 +155,14 @@ OURS: dict[str, dict[str, str]] = {
         "zero.compat.comm_names": "is_initialized",
         "zero.compat.helpers": "instrument_w_nvtx recursive_getattr recursive_setattr",
         "zero.compat.logs": "log_dist log_dist_once logger set_log_level_from_string",
-        "zero.compat.on_device": "OnDevice",
+        "zero.compat.plain": "OnDevice",
         "zero.params.leaf_modules": LEAVES,
         "zero.data.resumable": "RepeatingLoader",
         "zero.values.fragments": FRAGMENTS,
     },
     "utils.comms_logging": {"zero.compat.plain": "convert_size"},
     "utils.debug": {"zero.compat.plain": DEBUGGING},
-    "utils.init_on_device": {"zero.compat.on_device": "OnDevice"},
+    "utils.init_on_device": {"zero.compat.plain": "OnDevice"},
     "utils.module_utils": {"zero.compat.helpers": "recursive_getattr recursive_setattr"},
     "utils.numa": {"zero.compat.plain": "parse_range parse_range_list"},
     "utils.nvtx": {"zero.compat.helpers": "instrument_w_nvtx"},
