@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -190,15 +190,26 @@ def reads(parse: Callable[[object], object]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def choice(*names: str) -> BeforeValidator:
-    """Accept one of these words, in any case."""
+class _InAnyCase:
+    """Read a word of a `Literal` in any case."""
 
-    def parse(value: object) -> str:
-        if isinstance(value, str) and value.lower() in names:
-            return value.lower()
-        raise ValueError(" or ".join(map(shown, names)))
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        words = words_in(source)
 
-    return reads(parse)
+        def read(value: object) -> str:
+            if isinstance(value, str) and value.lower() in words:
+                return value.lower()
+            raise problem(" or ".join(map(shown, words)))
+
+        return core_schema.no_info_before_validator_function(read, handler(source))
+
+
+def words_in(annotation: Any) -> list[str]:
+    """The words that a key may have, if its type restricts it to some."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return [word for word in parts if isinstance(word, str)]
+    return [word for part in parts for word in words_in(part)]
 
 
 def parse_flag(value: object) -> bool:
@@ -235,6 +246,9 @@ Whole = Annotated[int, reads(parse_whole)]
 Count = Annotated[int, reads(parse_count)]
 Number = Annotated[float, reads(parse_number)]
 Text = Annotated[str, reads(_parse_text)]
+_Words = TypeVar("_Words")
+Word = Annotated[_Words, _InAnyCase()]
+"""One of the words of a `Literal`: `Word[Literal["on", "off"]]`."""
 
 InertFlag = Annotated[Flag | None, INERT]
 InertWhole = Annotated[Whole | None, INERT]

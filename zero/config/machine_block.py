@@ -8,13 +8,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from zero.config import features
-from zero.config.fields import AUTO, MEANS_AUTO, Block, Flag, Inert, Only, Whole, choice, reads
+from zero.config.fields import AUTO, MEANS_AUTO, Block, Flag, Inert, Only, Whole, Word, reads
 from zero.config.numbers import parse_bytes
 
 PAGE_BYTES = 4096
-
-Validation = Literal["ignore", "warn", "fail"]
-Frozen = Literal["always", "once", "reference"]
 
 
 def _parse_block_size(value: object) -> int:
@@ -42,7 +39,7 @@ class AioConfig(Block):
     """One system call per request."""
     overlap_events: Flag = True
     """False: a request waits for those before it."""
-    tune: Annotated[Literal["cached", "probe", "off"], choice("cached", "probe", "off")] = "cached"
+    tune: Word[Literal["cached", "probe", "off"]] = "cached"
     """Ours. Keys above that the user has not set come from measuring the device of nvme_path. "cached": if `zero tune`
     or another run has done it; "probe": it is done now (up to half a minute) if nobody has; "off": never."""
     use_gds: Annotated[
@@ -53,13 +50,13 @@ class AioConfig(Block):
 class CheckpointConfig(Block):
     """`checkpoint`."""
 
-    tag_validation: Annotated[Validation, choice("ignore", "warn", "fail")] = "warn"
+    tag_validation: Word[Literal["ignore", "warn", "fail"]] = "warn"
     """What happens when ranks save under different tags. With "ignore" and "warn" the first rank's counts."""
     async_save: Flag = False
     """Ours: training goes on while a checkpoint is written."""
     keep_last: Annotated[Whole, Field(ge=1)] | None = None
     """Ours: after a save older checkpoints in the folder are removed but so many; None: none is."""
-    frozen: Annotated[Frozen, choice("always", "once", "reference")] = "always"
+    frozen: Word[Literal["always", "once", "reference"]] = "always"
     """Ours: whether weights that are not trained are in every checkpoint, in a file for all of them, or not at all."""
     load_universal: Annotated[Flag | None, Inert("every checkpoint loads at any stage, tier and number of ranks")] = (
         None

@@ -11,7 +11,7 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import Block, Flag, Number, Text, Whole, choice, problem, reads, shown
+from zero.config.fields import Block, Flag, Number, Text, Whole, Word, problem, reads, shown
 from zero.config.numbers import parse_number
 from zero.lr_schedules import SCHEDULES
 
@@ -63,7 +63,7 @@ class SchedulerParams(Block):
     """"auto" (and, in WarmupLR, no value): the learning rate of the optimizer."""
     warmup_num_steps: Annotated[Whole, Field(ge=0)] | None = None
     """0 and 1 count as 2, as in DeepSpeed."""
-    warmup_type: Annotated[Literal["log", "linear"] | None, choice("log", "linear")] = None
+    warmup_type: Word[Literal["log", "linear"]] | None = None
     warmup_min_ratio: Number | None = None
     cos_min_ratio: Number | None = None
     total_num_steps: Steps | None = None

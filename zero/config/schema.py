@@ -24,10 +24,9 @@ from zero.config.fields import (
     InertObject,
     Number,
     Only,
-    Text,
     Whole,
+    Word,
     block_of,
-    choice,
     problem,
     reads,
     world_size_of,
@@ -105,7 +104,7 @@ def plain(value: object) -> object:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-_COMM_DTYPE = choice("fp32", "fp16", "bf16")
+_CommDtype = Word[Literal["fp32", "fp16", "bf16"]]
 
 
 class Config(Block):
@@ -143,7 +142,7 @@ class Config(Block):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
-    communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"] | None, _COMM_DTYPE] = None
+    communication_data_type: _CommDtype | None = None
     """What gradients travel in between ranks; None: what they are in. "fp32" says of 16-bit gradients that they are
     summed in fp32, for which they need not be widened."""
     reduce_scatter_with_fp32_accumulation: Flag = False
@@ -153,12 +152,13 @@ class Config(Block):
     """Gradients are divided by the number of ranks before they travel instead of after their sum."""
     gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
     """Gradients are divided by it before they travel, and by the rest of the number of ranks after their sum."""
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], choice("mean", "sum")] = "mean"
+    gradient_allreduce_op: Word[Literal["mean", "sum"]] = "mean"
     """"sum": the gradients of all ranks are added up and not divided by their number."""
     managed_gradient_accumulation: Flag = True
     """False: each step() of the engine updates, however many backwards came before it."""
     sequence_parallel_size: Annotated[
         Whole,
+        Word,
         Only(
             (1, 0),
             "sequence parallelism is not available; set it to 1, and for long sequences give activation_checkpointing: "
@@ -186,9 +186,7 @@ class Config(Block):
     zero_force_ds_cpu_optimizer: Annotated[
         Flag | None, Inert("an optimizer of torch is taken as it is and runs with our kernels")
     ] = None
-    seq_parallel_communication_data_type: Annotated[
-        Text | None, Inert("there is no sequence parallelism"), _COMM_DTYPE
-    ] = None
+    seq_parallel_communication_data_type: Annotated[_CommDtype | None, Inert("there is no sequence parallelism")] = None
     sparse_gradients: Annotated[Flag | None, Inert("gradients of embeddings are reduced dense")] = None
     allgather_size: Annotated[Count | None, Inert("weights are gathered a unit at a time")] = None
     disable_allgather: Annotated[Flag | None, Inert("weights are gathered in one collective a unit")] = None

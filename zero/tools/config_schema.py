@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero.config.fields import AUTO, Block, Only, block_of, kinds_of, means_auto, reason_of, role_of
+from zero.config.fields import AUTO, Block, Only, block_of, kinds_of, means_auto, reason_of, role_of, words_in
 from zero.config.loading import COMMENT_PREFIXES
 from zero.config.schema import plain
-from zero.tools.config_keys import descriptions, words_of
+from zero.tools.config_keys import descriptions
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -31,7 +31,7 @@ def _block(block: type[Block]) -> dict[str, Any]:
             entry: dict[str, Any] = {"anyOf": [*forms, *([{"type": "boolean"}] if inner.shorthands else [])]}
         else:
             bounds = {key: declared[name][key] for key in ("minimum", "maximum") if key in declared[name]}
-            entry = _leaf(kinds_of(field.annotation), bounds, words_of(field))
+            entry = _leaf(kinds_of(field.annotation), bounds, words_in(field.annotation))
             entry["default"] = plain(field.default)
             if role_of(field) == "inert":
                 entry["description"] = f"Accepted, without effect: {reason_of(field, block)}."
