@@ -35,7 +35,12 @@ DEBUGGING = (
     "debug_param2name debug_param2name_id debug_param2name_id_numel debug_param2name_id_shape "
     "debug_param2name_id_shape_device debug_param2name_id_shape_status module_names param_names"
 )
-CONFIGS = "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
+CONFIGS = {
+    "zero.config.zero_block": "DeepSpeedZeroConfig=ZeroConfig",
+    "zero.config.offload_block": (
+        "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig=OffloadParamConfig"
+    ),
+}
 
 OURS: dict[str, dict[str, str]] = {
     "": {
@@ -101,7 +106,8 @@ OURS: dict[str, dict[str, str]] = {
     },
     "runtime.base_optimizer": {"zero.optim.optimizer": "DeepSpeedOptimizer=ZeroOptimizer ZeROOptimizer=ZeroOptimizer"},
     "runtime.config": {
-        "zero.compat.configs": "DEEPSPEED_OPTIMIZERS DeepSpeedConfig DeepSpeedConfigError ZeroStageEnum"
+        "offload.errors": "DeepSpeedConfigError=ConfigError",
+        "zero.compat.configs": "DEEPSPEED_OPTIMIZERS DeepSpeedConfig ZeroStageEnum",
     },
     "runtime.config_utils": {
         "zero.compat.plain": "dict_raise_error_on_duplicate_keys get_dict_param get_list_param get_scalar_param"
@@ -129,8 +135,12 @@ OURS: dict[str, dict[str, str]] = {
         )
     },
     "runtime.zero": {"zero.compat.partition_parameters": "MiCS_Init unregister_external_parameter"},
-    "runtime.zero.config": {"zero.compat.configs": f"{CONFIGS} ZeroStageEnum"},
-    "runtime.zero.offload_config": {"zero.compat.configs": f"{CONFIGS} OffloadStateTypeEnum"},
+    "runtime.zero.config": {
+        **CONFIGS,
+        "zero.assembly.state_kinds": "OffloadDeviceEnum",
+        "zero.compat.configs": "ZeroStageEnum",
+    },
+    "runtime.zero.offload_config": {**CONFIGS, "zero.assembly.state_kinds": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.offload_states": {"zero.compat.helpers": "get_state_devices"},
     "runtime.zero.parameter_offload": {"zero.engine.parameter_offload": "DeepSpeedZeRoOffload=ParameterOffload"},
     "runtime.zero.stage3": {
