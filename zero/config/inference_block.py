@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from offload.errors import ConfigError
 from zero.config.fields import shown
 from zero.config.given import read_json
+from zero.config.hints import nearest
 from zero.config.loading import load_config
 from zero.config.precision_block import DTYPES, parse_dtype
 from zero.config.schema import Config
@@ -129,7 +129,7 @@ def _merged(
         for written, value in source.items():
             key = ALIASES.get(written, written)
             if key not in known:
-                near = difflib.get_close_matches(str(written), [*known, *ALIASES], n=1)
+                near = nearest(str(written), [*known, *ALIASES])
                 hint = f"; the nearest known key is {near[0]!r}" if near else "; known keys: " + ", ".join(known[:5])
                 problems.append(f"{written}: unknown key{hint}")
             elif value is not None:

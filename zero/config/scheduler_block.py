@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -12,10 +11,9 @@ from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import Self
 
 from zero.config.fields import Block, Flag, Number, Text, Whole, Word, problem, reads, shown
+from zero.config.hints import nearest
 from zero.config.numbers import parse_number
 from zero.lr_schedules import SCHEDULES
-
-SIMILARITY_LEAST = 0.6
 
 
 def _torch_schedulers() -> Iterator[type[Any]]:
@@ -116,7 +114,7 @@ class SchedulerConfig(Block):
         if self.type is None:
             return self
         if self.kind is None:
-            near = difflib.get_close_matches(self.type.lower(), KINDS, n=1, cutoff=SIMILARITY_LEAST)
+            near = nearest(self.type, KINDS)
             hint = f"the nearest is {KINDS[near[0]].__name__}; " if near else ""
             raise problem(
                 f"one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler",
