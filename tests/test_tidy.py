@@ -122,6 +122,8 @@ def test_a_layer_imports_itself_and_the_one_below(path: Path) -> None:
 
 ABOVE = ("zero.compat", "zero.tools", "zero.launch")
 """What stands on top of the engine."""
+BELOW = {"zero.compat.engine_getters": {"zero.config", "zero.ranks"}}
+"""Tables of DeepSpeed's names that the engine takes, and the packages of `zero` that they may stand on."""
 
 
 @for_every([p for p in LAYERED if relative(p).startswith("zero/")])
@@ -138,11 +140,18 @@ def test_only_compat_and_tools_import_the_package_from_above(path: Path) -> None
         alias.name for node in nodes_at_run_time(tree_of(path)) if isinstance(node, ast.Import) for alias in node.names
     }
     over = ("zero.compat", "zero.tools") if inside.startswith("zero.launch") else ABOVE
-    above = {name for name in imports_of(path) if name.startswith(over)}
+    above = {name for name in imports_of(path) if name.startswith(over) and not name.startswith(tuple(BELOW))}
     assert "zero" not in plain and not above
     if inside.startswith("zero.launch"):
         engine = {name for name in imports_of(path) if name.startswith("zero.") and not name.startswith("zero.launch")}
         assert not engine
+
+
+@pytest.mark.parametrize("table", BELOW)
+def test_tables_that_the_engine_takes_stand_below_it(table: str) -> None:
+    used = imports_of(ROOT / f"{table.replace('.', '/')}.py")
+    packages = {".".join(name.split(".")[:2]) for name in used if name.startswith(("zero.", "offload."))}
+    assert packages == BELOW[table]
 
 
 @pytest.mark.parametrize("layer", LAYERS)

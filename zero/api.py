@@ -10,7 +10,7 @@ from zero.checkpoint.fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from zero.config.command_line import add_config_arguments
+from zero.config.given import add_config_arguments
 from zero.data.resumable import RepeatingLoader
 from zero.engine.engine import ZeroEngine
 from zero.engine.inference import InferenceEngine, init_inference

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
+from zero.compat.engine_getters import ConfigGetters
 from zero.config import load_config
-from zero.engine.accessors import ConfigAccessors
 
 
-class Engine(ConfigAccessors):
-    optimizer = None
-
+class Engine(ConfigGetters):
     def __init__(self, config: Any, world_size: int = 1) -> None:
         self._config = load_config(config, world_size=world_size)
 
@@ -69,6 +68,15 @@ DEFAULTS: dict[str, Any] = {
 def test_every_answer_has_a_default() -> None:
     engine = Engine({})
     assert {name: answer(engine, name) for name in DEFAULTS} == DEFAULTS
+
+
+def test_every_answer_says_its_name_and_what_it_means() -> None:
+    rows = {name: row for name, row in vars(ConfigGetters).items() if not name.startswith("_")}
+    assert rows.keys() >= DEFAULTS.keys()
+    assert [name for name, row in rows.items() if not row.__doc__.endswith(".")] == []
+    assert {name for name, row in rows.items() if callable(row) and row.__name__ != name} == set()
+    assert inspect.getdoc(ConfigGetters.train_batch_size) == "Samples per optimizer step over all ranks."
+    assert inspect.getdoc(vars(ConfigGetters)["world_size"]) == "Number of ranks."
 
 
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {

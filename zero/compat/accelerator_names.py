@@ -16,6 +16,32 @@ from offload.accelerator import HOST, KINDS, chosen_kind
 from zero.ranks import world
 
 
+def _tensor_type(dtype: torch.dtype) -> Any:
+    """A property: a constructor of tensors of that type on the current device."""
+
+    def read(self: Accelerator) -> Callable[..., Tensor]:
+        def make(*args: Any) -> Tensor:
+            if len(args) == 1 and not isinstance(args[0], int):
+                return torch.tensor(args[0], dtype=dtype, device=self.current_device_name())
+            return torch.empty(*args or (0,), dtype=dtype, device=self.current_device_name())
+
+        return make
+
+    return property(read)
+
+
+def _count(name: str, meaning: str) -> Callable[..., int]:
+    """A method: one of torch's counters of bytes."""
+
+    def count(self: Accelerator, device_index: Any = None) -> int:
+        if self._name == "cpu":
+            return int(psutil.Process().memory_info().rss)
+        return int(getattr(self._module, name)(device_index))
+
+    count.__name__, count.__qualname__, count.__doc__ = name, f"Accelerator.{name}", meaning
+    return count
+
+
 class Accelerator:
     """What this process computes on.
 
@@ -131,41 +157,13 @@ class Accelerator:
         """The one to take when nothing else is said."""
         return torch.bfloat16 if self.is_bf16_supported() else torch.float32
 
-    def _tensor_type(self, dtype: torch.dtype) -> Callable[..., Tensor]:
-        def make(*args: Any) -> Tensor:
-            if len(args) == 1 and not isinstance(args[0], int):
-                return torch.tensor(args[0], dtype=dtype, device=self.current_device_name())
-            return torch.empty(*args or (0,), dtype=dtype, device=self.current_device_name())
-
-        return make
-
-    @property
-    def FloatTensor(self) -> Callable[..., Tensor]:
-        return self._tensor_type(torch.float32)
-
-    @property
-    def HalfTensor(self) -> Callable[..., Tensor]:
-        return self._tensor_type(torch.float16)
-
-    @property
-    def BFloat16Tensor(self) -> Callable[..., Tensor]:
-        return self._tensor_type(torch.bfloat16)
-
-    @property
-    def DoubleTensor(self) -> Callable[..., Tensor]:
-        return self._tensor_type(torch.float64)
-
-    @property
-    def IntTensor(self) -> Callable[..., Tensor]:
-        return self._tensor_type(torch.int32)
-
-    @property
-    def LongTensor(self) -> Callable[..., Tensor]:
-        return self._tensor_type(torch.int64)
-
-    @property
-    def ByteTensor(self) -> Callable[..., Tensor]:
-        return self._tensor_type(torch.uint8)
+    FloatTensor = _tensor_type(torch.float32)
+    HalfTensor = _tensor_type(torch.float16)
+    BFloat16Tensor = _tensor_type(torch.bfloat16)
+    DoubleTensor = _tensor_type(torch.float64)
+    IntTensor = _tensor_type(torch.int32)
+    LongTensor = _tensor_type(torch.int64)
+    ByteTensor = _tensor_type(torch.uint8)
 
     # ---- random numbers ---------------------------------------------------------------------------
 
@@ -205,30 +203,12 @@ class Accelerator:
 
     # ---- memory -----------------------------------------------------------------------------------
 
-    def _count(self, name: str, device_index: Any) -> int:
-        if self._name == "cpu":
-            return int(psutil.Process().memory_info().rss)
-        return int(getattr(self._module, name)(device_index))
-
-    def memory_allocated(self, device_index: Any = None) -> int:
-        """Bytes of tensors on the device; on the CPU the process's resident bytes, here and below."""
-        return self._count("memory_allocated", device_index)
-
-    def max_memory_allocated(self, device_index: Any = None) -> int:
-        """Most bytes of tensors so far."""
-        return self._count("max_memory_allocated", device_index)
-
-    def memory_reserved(self, device_index: Any = None) -> int:
-        """Bytes torch has taken."""
-        return self._count("memory_reserved", device_index)
-
-    memory_cached = memory_reserved
-
-    def max_memory_reserved(self, device_index: Any = None) -> int:
-        """Most bytes torch has taken so far."""
-        return self._count("max_memory_reserved", device_index)
-
-    max_memory_cached = max_memory_reserved
+    memory_allocated = _count(
+        "memory_allocated", "Bytes of tensors on the device; on the CPU the process's resident bytes, here and below."
+    )
+    max_memory_allocated = _count("max_memory_allocated", "Most bytes of tensors so far.")
+    memory_reserved = memory_cached = _count("memory_reserved", "Bytes torch has taken.")
+    max_memory_reserved = max_memory_cached = _count("max_memory_reserved", "Most bytes torch has taken so far.")
 
     def total_memory(self, device_index: Any = None) -> int:
         """Bytes the device has."""
@@ -246,7 +226,7 @@ class Accelerator:
         """Torch's counters; few on the CPU."""
         if self._name != "cpu":
             return dict(self._module.memory_stats(device_index))
-        rss_bytes = self._count("", None)
+        rss_bytes = self.memory_allocated()
         return {"allocated_bytes.all.current": rss_bytes, "allocated_bytes.all.peak": rss_bytes}
 
     def empty_cache(self) -> None:

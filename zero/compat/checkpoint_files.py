@@ -18,9 +18,25 @@ import torch
 
 from zero.checkpoint.manifest import NAME
 from zero.checkpoint.opening import open_folder
-from zero.compat.checkpoint_names import MODEL_FILE_SUFFIX, OPTIM_FILE_SUFFIX, get_model_ckpt_name_for_rank
 
 Folder = str | os.PathLike[str]
+MODEL_FILE_PREFIX, MODEL_FILE_SUFFIX = "mp_rank_", "_model_states.pt"
+ZERO_FILE_PREFIX, OPTIM_FILE_SUFFIX = "zero_pp_rank_", "_optim_states.pt"
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """Of DeepSpeed's file of a model-parallel rank."""
+    return os.path.join(base_folder, f"{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """Of DeepSpeed's file of a rank's states."""
+    return os.path.join(base_folder, f"{ZERO_FILE_PREFIX}{dp_rank}_{MODEL_FILE_PREFIX}{mp_rank:02d}{OPTIM_FILE_SUFFIX}")
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
+    """Of DeepSpeed's file of a pipeline's layer."""
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}{MODEL_FILE_SUFFIX}")
 
 
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
@@ -80,3 +96,30 @@ def _shown(folder: Path, suffix: str) -> str:
     os.close(descriptor)
     torch.save(content, path)
     return path
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """The tree with a detached copy of each tensor; the same tensor twice becomes one copy.
+
+    Args:
+        item: a tensor, or lists, tuples and dicts of such; dicts keep their type. Anything else is handed back.
+        device: of the copies.
+    """
+    return _cloned(item, torch.device(device), {})
+
+
+def _cloned(item: Any, device: torch.device, known: dict[Any, torch.Tensor]) -> Any:
+    if isinstance(item, torch.Tensor):
+        key = (id(item), item.shape, item.dtype)
+        if key not in known:
+            known[key] = item.detach().to(device, copy=True)
+        return known[key]
+    if isinstance(item, list):
+        return [_cloned(value, device, known) for value in item]
+    if isinstance(item, tuple):
+        return tuple(_cloned(value, device, known) for value in item)
+    if isinstance(item, dict):
+        made: Any = type(item)()
+        made.update({key: _cloned(value, device, known) for key, value in item.items()})
+        return made
+    return item

@@ -8,86 +8,23 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (
-    P2POp,
-    ProcessGroup,
-    ReduceOp,
-    all_gather,
-    all_gather_into_tensor,
-    all_gather_object,
-    all_reduce,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    batch_isend_irecv,
-    broadcast,
-    broadcast_object_list,
-    gather,
-    get_backend,
-    get_global_rank,
-    group,
-    irecv,
-    is_available,
-    isend,
-    monitored_barrier,
-    new_group,
-    recv,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    scatter,
-    send,
-)
 
-from zero.ranks.joining import TIMEOUT_MINUTES, init_distributed
+from zero.ranks.joining import TIMEOUT_MINUTES
+from zero.ranks.joining import init_distributed as init_distributed
 
-__all__ = [
-    "P2POp",
-    "ProcessGroup",
-    "ReduceOp",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "allgather_fn",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "default_pg_timeout",
-    "destroy_process_group",
-    "gather",
-    "get_all_ranks_from_group",
-    "get_backend",
-    "get_global_rank",
-    "get_local_rank",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "group",
-    "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced",
-    "has_coalescing_manager",
-    "has_reduce_scatter_tensor",
-    "inference_all_reduce",
-    "init_distributed",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "monitored_barrier",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_fn",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-]
+FROM_TORCH = """
+    P2POp ProcessGroup ReduceOp all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all
+    all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather get_backend get_global_rank group
+    irecv is_available isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send
+"""
+FROM_HERE = """
+    allgather_fn default_pg_timeout destroy_process_group get_all_ranks_from_group get_local_rank get_rank
+    get_world_group get_world_size has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
+    has_reduce_scatter_tensor inference_all_reduce init_distributed is_initialized reduce_scatter_fn
+"""
+__all__ = [*FROM_TORCH.split(), *FROM_HERE.split()]
 
+globals().update({name: getattr(dist, name) for name in FROM_TORCH.split()})
 default_pg_timeout = timedelta(minutes=TIMEOUT_MINUTES)
 
 
@@ -127,7 +64,7 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def inference_all_reduce(
-    tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **unused: Any
+    tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **unused: Any
 ) -> Any:
     """`all_reduce`."""
     return dist.all_reduce(tensor, op, group, async_op)
@@ -143,7 +80,7 @@ def allgather_fn(
 def reduce_scatter_fn(
     output_tensor: Tensor,
     tensor: Tensor,
-    op: Any = ReduceOp.SUM,
+    op: Any = dist.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
     **unused: Any,

@@ -8,38 +8,12 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 from offload.errors import ConfigError
-from zero.assembly.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero.compat.monitoring import BLOCKS, DeepSpeedMonitorConfig
 from zero.config import load_config, reading_as_deepspeed
-from zero.config.offload_block import OffloadOptimizerConfig as DeepSpeedZeroOffloadOptimizerConfig
-from zero.config.offload_block import OffloadParamConfig as DeepSpeedZeroOffloadParamConfig
 from zero.config.precision_block import Bf16Config, Fp16Config
-from zero.config.zero_block import ZeroConfig as DeepSpeedZeroConfig
 
-__all__ = [
-    "ADAGRAD_OPTIMIZER",
-    "ADAMW_OPTIMIZER",
-    "ADAM_OPTIMIZER",
-    "DEEPSPEED_OPTIMIZERS",
-    "LION_OPTIMIZER",
-    "DeepSpeedConfig",
-    "DeepSpeedConfigError",
-    "DeepSpeedZeroConfig",
-    "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOffloadParamConfig",
-    "OffloadDeviceEnum",
-    "OffloadStateTypeEnum",
-    "ZeroStageEnum",
-    "get_bfloat16_config",
-    "get_float16_config",
-]
-
-DeepSpeedConfigError = ConfigError
-ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
-DEEPSPEED_OPTIMIZERS = [ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER]
+DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lion"]
 """Of those that DeepSpeed lists, what `optimizer.type` can be here; any class of torch.optim can be too."""
-
-
 BLOCKS_BY_NAME = {
     "activation_checkpointing_config": "activation_checkpointing",
     "aio_config": "aio",

@@ -6,37 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero.compat.missing import missing_function
-from zero.compat.unavailable import EXPERTS, SEQUENCES
+from zero.compat.unavailable import EXPERTS, SEQUENCES, missing_function
 from zero.ranks import world
-
-__all__ = [
-    "_clone_world_group",
-    "_get_data_parallel_group",
-    "_get_data_parallel_group_ranks",
-    "_get_data_parallel_rank",
-    "_get_data_parallel_world_size",
-    "_get_expert_data_parallel_group",
-    "_get_expert_model_parallel_world_size",
-    "_get_expert_parallel_group",
-    "_get_expert_parallel_world_size",
-    "_get_local_all_to_all_group",
-    "_get_model_parallel_world_size",
-    "_get_sequence_data_parallel_group",
-    "_get_sequence_data_parallel_rank",
-    "_get_sequence_data_parallel_world_size",
-    "_get_sequence_parallel_group",
-    "_get_sequence_parallel_rank",
-    "_get_sequence_parallel_world_size",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_model_parallel_rank",
-    "get_model_parallel_world_size",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_world_size",
-    "initialize",
-]
 
 _get_sequence_parallel_group = missing_function("utils.groups._get_sequence_parallel_group", SEQUENCES)
 _get_sequence_parallel_rank = missing_function("utils.groups._get_sequence_parallel_rank", SEQUENCES)

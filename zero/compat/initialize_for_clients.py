@@ -1,19 +1,22 @@
-"""`deepspeed.initialize`: ours, with the habits that DeepSpeed's clients count on."""
+"""`deepspeed.initialize`: ours, with the habits and the names on what it returns that DeepSpeed's clients count on."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
 import zero
-from zero.compat.lent_names import lend_names
 from zero.compat.logs import logger
-from zero.compat.version import VERSION
+from zero.compat.operators import VERSION
+from zero.compat.to_fp32 import TOOLS
+from zero.compat.unavailable import TIMERS, WRITERS, missing_function, refused
 from zero.config import reading_as_deepspeed
+from zero.optim.optimizer import ZeroOptimizer
 from zero.params.released import save_released_as_empty
 from zero.ranks import world
 from zero.ranks.joining import init_distributed
@@ -70,3 +73,89 @@ def say_who_answers() -> None:
     if world.rank() == 0:
         told = f"DeepSpeed info: version={VERSION}, git-hash=none, git-branch=none"
         logger.info("%s (this is zero-infinity %s under the name of DeepSpeed)", told, zero.__version__)
+
+
+class EpochTimer:
+    """DeepSpeed's `engine.tput_timer`: it counts epochs, as scripts tell it; `engine.statistics()` has the times."""
+
+    def __init__(self) -> None:
+        self.epoch_count = 0
+
+    def update_epoch_count(self) -> None:
+        """One more."""
+        self.epoch_count += 1
+
+    def start(self) -> None:
+        """Accepted."""
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Accepted."""
+
+
+def lend_names(engine: Any, client_optimizer: Any = None) -> None:
+    """Give an engine those names.
+
+    Args:
+        engine: a new one.
+        client_optimizer: what `initialize` was given as `optimizer`.
+    """
+
+    def given(block: str, key: str) -> Any:
+        return (engine.config.get(block) or {}).get(key)
+
+    writer = {name: missing_function(f"checkpoint_engine.{name}", WRITERS) for name in ("save", "load", "commit")}
+    names = {
+        "_get_optimizer_ckpt_name": _optimizer_file,
+        "allreduce_gradients": _nothing_to_reduce,
+        "basic_optimizer": engine.updater,
+        "checkpoint_engine": SimpleNamespace(**writer),
+        "checkpoint_tools": TOOLS,
+        "client_optimizer": client_optimizer,
+        "clip_fp32_gradients": missing_function(
+            "DeepSpeedEngine.clip_fp32_gradients", "step() clips, to gradient_clipping of the configuration"
+        ),
+        "data_parallel_group": dist.group.WORLD,
+        "has_moe_layers": False,
+        "hooks_for_optimizer": True,
+        "mpu": None,
+        "optimizer_params": lambda: given("optimizer", "params"),
+        "param_names": {parameter: name for name, parameter in engine.module.named_parameters()},
+        "scheduler_name": lambda: given("scheduler", "type"),
+        "scheduler_params": lambda: given("scheduler", "params"),
+        "sparse_tensor_module_names": set(),
+        "timers": missing_function("DeepSpeedEngine.timers", TIMERS),
+        "tput_timer": EpochTimer(),
+    }
+    for name, value in names.items():
+        setattr(engine, name, value)
+    if engine.updater is not None:
+        engine.updater.__dict__["optimizer"] = engine.updater  # DeepSpeed's wraps another one
+
+
+def _nothing_to_reduce(bucket_size: int = 0) -> None:
+    """Backward has reduced the gradients."""
+
+
+def _optimizer_file(checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
+    raise refused("DeepSpeedEngine._get_optimizer_ckpt_name", "its checkpoints have no such file; use load_checkpoint")
+
+
+class _Shows(type):
+    """`isinstance` asks for an attribute, not for ancestry."""
+
+    shows: str
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ZeroOptimizer) and hasattr(instance, cls.shows)
+
+
+class DeepSpeedZeroOptimizer(metaclass=_Shows):
+    """The optimizer of stages 1 and 2: it shows the parts of the fp32 masters."""
+
+    shows = "single_partition_of_fp32_groups"
+
+
+class DeepSpeedZeroOptimizer_Stage3(metaclass=_Shows):
+    """The optimizer of stage 3: it shows the parts of the fp32 masters."""
+
+    shows = "fp32_partitioned_groups_flat"

@@ -1,19 +1,32 @@
-"""`deepspeed.ops.op_builder`: which of DeepSpeed's native parts have a counterpart here, by its names."""
+"""`deepspeed.ops.op_builder` and `git_version_info`: what of DeepSpeed's build has a counterpart here, by its names."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from zero.compat.missing import refused
+import torch
+
+from offload.accelerator import collectives_version
+from zero.compat.unavailable import refused
+
+VERSION = "0.19.6+zero.1"
+"""What `import deepspeed` shows: the version of DeepSpeed whose surface is covered, and ours of the alias.
+
+The package itself, the name of the dist-info folder and its METADATA say the same; a test holds them together."""
 
 THERE = {"async_io", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "pin_memory", "utils"}
 """The engine does this itself; nothing is built when it is asked for."""
-ABSENT = {
-    *("deepspeed_ccl_comm", "deepspeed_shm_comm", "deepspeed_not_implemented", "dc", "evoformer_attn", "fp_quantizer"),
-    *("fused_lamb", "fused_lion", "gds", "inference_core_ops", "cutlass_ops", "quantizer", "ragged_device_ops"),
-    *("ragged_ops", "random_ltd", "spatial_inference", "stochastic_transformer", "transformer", "sparse_attn"),
-    "transformer_inference",
-}
+CLASS_NAMES = """
+    AsyncIOBuilder=async_io CCLCommBuilder=deepspeed_ccl_comm CPUAdagradBuilder=cpu_adagrad CPUAdamBuilder=cpu_adam
+    CPULionBuilder=cpu_lion DeepCompileBuilder=dc EvoformerAttnBuilder=evoformer_attn FPQuantizerBuilder=fp_quantizer
+    FusedAdamBuilder=fused_adam FusedLambBuilder=fused_lamb FusedLionBuilder=fused_lion GDSBuilder=gds
+    InferenceBuilder=transformer_inference InferenceCoreBuilder=inference_core_ops InferenceCutlassBuilder=cutlass_ops
+    NotImplementedBuilder=deepspeed_not_implemented PinMemoryBuilder=pin_memory QuantizerBuilder=quantizer
+    RaggedOpsBuilder=ragged_device_ops RaggedUtilsBuilder=ragged_ops RandomLTDBuilder=random_ltd
+    ShareMemCommBuilder=deepspeed_shm_comm SparseAttnBuilder=sparse_attn SpatialInferenceBuilder=spatial_inference
+    StochasticTransformerBuilder=stochastic_transformer TransformerBuilder=transformer UtilsBuilder=utils
+"""
+"""Class and the name of its part."""
 
 
 class OpBuilder:
@@ -46,41 +59,23 @@ class OpBuilder:
         return self.load()
 
 
-def _builder(kind: str, name: str) -> Any:
-    return type(kind, (OpBuilder,), {"NAME": name, "__doc__": f"Of {name}."})
-
-
-CLASS_NAMES = {
-    "AsyncIOBuilder": "async_io",
-    "CCLCommBuilder": "deepspeed_ccl_comm",
-    "CPUAdagradBuilder": "cpu_adagrad",
-    "CPUAdamBuilder": "cpu_adam",
-    "CPULionBuilder": "cpu_lion",
-    "DeepCompileBuilder": "dc",
-    "EvoformerAttnBuilder": "evoformer_attn",
-    "FPQuantizerBuilder": "fp_quantizer",
-    "FusedAdamBuilder": "fused_adam",
-    "FusedLambBuilder": "fused_lamb",
-    "FusedLionBuilder": "fused_lion",
-    "GDSBuilder": "gds",
-    "InferenceBuilder": "transformer_inference",
-    "InferenceCoreBuilder": "inference_core_ops",
-    "InferenceCutlassBuilder": "cutlass_ops",
-    "NotImplementedBuilder": "deepspeed_not_implemented",
-    "PinMemoryBuilder": "pin_memory",
-    "QuantizerBuilder": "quantizer",
-    "RaggedOpsBuilder": "ragged_device_ops",
-    "RaggedUtilsBuilder": "ragged_ops",
-    "RandomLTDBuilder": "random_ltd",
-    "ShareMemCommBuilder": "deepspeed_shm_comm",
-    "SparseAttnBuilder": "sparse_attn",
-    "SpatialInferenceBuilder": "spatial_inference",
-    "StochasticTransformerBuilder": "stochastic_transformer",
-    "TransformerBuilder": "transformer",
-    "UtilsBuilder": "utils",
+BUILDERS: dict[str, Any] = {
+    kind: type(kind, (OpBuilder,), {"NAME": name, "__doc__": f"Of {name}."})
+    for kind, _, name in (word.partition("=") for word in CLASS_NAMES.split())
 }
-BUILDERS: dict[str, Any] = {kind: _builder(kind, name) for kind, name in CLASS_NAMES.items()}
 ALL_OPS: dict[str, OpBuilder] = {kind.NAME: kind() for kind in BUILDERS.values()}
-compatible_ops: dict[str, bool] = {name: name in THERE for name in sorted(THERE | ABSENT)}
+compatible_ops: dict[str, bool] = {name: name in THERE for name in sorted(ALL_OPS)}
 
 globals().update(BUILDERS)
+
+git_hash = git_branch = "none"
+accelerator_name = ""
+installed_ops = compatible_ops
+torch_info = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": True,
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": ".".join(map(str, (collectives_version() or (0, 0))[:2])),
+    "hip_version": torch.version.hip or "0.0",
+}
+"""What DeepSpeed notes about its build; here there is none, so it is torch's own."""

@@ -32,27 +32,11 @@ __all__ = [
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
-_orig_torch_tensor = torch.tensor
-_orig_torch_empty = torch.empty
-_orig_torch_zeros = torch.zeros
-_orig_torch_ones = torch.ones
-_orig_torch_full = torch.full
-_orig_torch_arange = torch.arange
-_orig_torch_eye = torch.eye
-_orig_torch_randn = torch.randn
-
 CONSTRUCTORS: dict[str, Callable[..., Tensor]] = {
-    "tensor": _orig_torch_tensor,
-    "empty": _orig_torch_empty,
-    "zeros": _orig_torch_zeros,
-    "ones": _orig_torch_ones,
-    "full": _orig_torch_full,
-    "arange": _orig_torch_arange,
-    "eye": _orig_torch_eye,
-    "randn": _orig_torch_randn,
+    name: getattr(torch, name) for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
 }
 """Functions of torch that go through `zero_wrapper_for_fp_tensor_constructor` inside `Init`."""
-
+globals().update({f"_orig_torch_{name}": constructor for name, constructor in CONSTRUCTORS.items()})
 
 partitioned_param_data_shape = [0]
 """Of a released parameter in DeepSpeed; here it keeps its own."""

@@ -1,4 +1,4 @@
-"""Small functions of DeepSpeed's that need nothing of it: configuration values, sizes, ranges, names for debugging."""
+"""Small functions of DeepSpeed's that need nothing of it: values, sizes, ranges, names for debugging, `OnDevice`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 
 UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
@@ -72,6 +74,35 @@ def get_world_rank_from_launcher() -> int:
 def get_world_size_from_launcher() -> int:
     """Number of ranks, 1 without a launcher."""
     return _number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1)
+
+
+class OnDevice:
+    """Context: tensors are constructed on a device, floating ones in a dtype.
+
+    Args:
+        dtype: of floating tensors that name none.
+        device: such as "meta".
+        enabled: False makes the context do nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
+        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        """Start."""
+        if self._enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
+            self._device.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As before."""
+        if self._enabled:
+            self._device.__exit__(kind, error, trace)
+            torch.set_default_dtype(self._before)
 
 
 module_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.lr_schedules`: the names of parameters, and schedules that are chosen on a command line."""
+"""`deepspeed.runtime.lr_schedules`: schedules that are chosen on a command line."""
 
 from __future__ import annotations
 
@@ -8,49 +8,35 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zero.lr_schedules import SCHEDULES, VALID_LR_SCHEDULES
-from zero.lr_schedules.warmup import LINEAR, LOG
+from zero.lr_schedules.warmup import LOG
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
-LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
-LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
-LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
-LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
-EDGE_VALUE, MID_VALUE = "edge_value", "mid_value"
-CYCLE_FIRST_STEP_SIZE, CYCLE_FIRST_STAIR_COUNT = "cycle_first_step_size", "cycle_first_stair_count"
-CYCLE_SECOND_STEP_SIZE, CYCLE_SECOND_STAIR_COUNT = "cycle_second_step_size", "cycle_second_stair_count"
-DECAY_STEP_SIZE, DECAY_LR_RATE, DECAY_MOM_RATE = "decay_step_size", "decay_lr_rate", "decay_mom_rate"
-CYCLE_MIN_LR, CYCLE_MAX_LR = "cycle_min_lr", "cycle_max_lr"
-CYCLE_MOMENTUM, CYCLE_MIN_MOM, CYCLE_MAX_MOM = "cycle_momentum", "cycle_min_mom", "cycle_max_mom"
-WARMUP_MIN_LR, WARMUP_MAX_LR = "warmup_min_lr", "warmup_max_lr"
-WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = LOG, LINEAR
-WARMUP_NUM_STEPS, WARMUP_TYPE, TOTAL_NUM_STEPS = "warmup_num_steps", "warmup_type", "total_num_steps"
-WARMUP_MIN_RATIO, COS_MIN_RATIO = "warmup_min_ratio", "cos_min_ratio"
 
 ARGUMENTS: dict[str, tuple[type, Any, str]] = {
     LR_SCHEDULE: (str, None, "one of " + ", ".join(VALID_LR_SCHEDULES)),
-    LR_RANGE_TEST_MIN_LR: (float, 0.001, "where the range test begins"),
-    LR_RANGE_TEST_STEP_RATE: (float, 1.0, "how much the range test grows"),
-    LR_RANGE_TEST_STEP_SIZE: (int, 1000, "[steps] in which the range test grows so much"),
-    LR_RANGE_TEST_STAIRCASE: (bool, False, "the range test grows in stairs"),
-    CYCLE_FIRST_STEP_SIZE: (int, 1000, "[steps] of the cycle's rising half"),
-    CYCLE_FIRST_STAIR_COUNT: (int, None, "stairs of the rising half; default: none"),
-    CYCLE_SECOND_STEP_SIZE: (int, None, "[steps] of the falling half; default: as many as the first"),
-    CYCLE_SECOND_STAIR_COUNT: (int, None, "stairs of the falling half; default: as many as the first"),
-    DECAY_STEP_SIZE: (int, 1000, "[steps] between two decays after the cycle"),
-    CYCLE_MIN_LR: (float, 0.01, "learning rate at the ends of the cycle"),
-    CYCLE_MAX_LR: (float, 0.1, "learning rate at the top of the cycle"),
-    DECAY_LR_RATE: (float, 0.0, "how fast the learning rate decays after the cycle"),
-    CYCLE_MOMENTUM: (bool, False, "momentum is cycled too"),
-    CYCLE_MIN_MOM: (float, 0.8, "momentum at the top of the cycle"),
-    CYCLE_MAX_MOM: (float, 0.9, "momentum at the ends of the cycle"),
-    DECAY_MOM_RATE: (float, 0.0, "how fast momentum decays after the cycle"),
-    WARMUP_MIN_LR: (float, 0.0, "learning rate before warming up"),
-    WARMUP_MAX_LR: (float, 0.001, "learning rate after warming up"),
-    WARMUP_NUM_STEPS: (int, 1000, "[steps] of warming up"),
-    WARMUP_TYPE: (str, WARMUP_LOG_RATE, "log or linear"),
-    WARMUP_MIN_RATIO: (float, 0.01, "share of the learning rate that a cosine's warming up begins with"),
-    COS_MIN_RATIO: (float, 0.01, "share of the learning rate that a cosine ends with"),
+    "lr_range_test_min_lr": (float, 0.001, "where the range test begins"),
+    "lr_range_test_step_rate": (float, 1.0, "how much the range test grows"),
+    "lr_range_test_step_size": (int, 1000, "[steps] in which the range test grows so much"),
+    "lr_range_test_staircase": (bool, False, "the range test grows in stairs"),
+    "cycle_first_step_size": (int, 1000, "[steps] of the cycle's rising half"),
+    "cycle_first_stair_count": (int, None, "stairs of the rising half; default: none"),
+    "cycle_second_step_size": (int, None, "[steps] of the falling half; default: as many as the first"),
+    "cycle_second_stair_count": (int, None, "stairs of the falling half; default: as many as the first"),
+    "decay_step_size": (int, 1000, "[steps] between two decays after the cycle"),
+    "cycle_min_lr": (float, 0.01, "learning rate at the ends of the cycle"),
+    "cycle_max_lr": (float, 0.1, "learning rate at the top of the cycle"),
+    "decay_lr_rate": (float, 0.0, "how fast the learning rate decays after the cycle"),
+    "cycle_momentum": (bool, False, "momentum is cycled too"),
+    "cycle_min_mom": (float, 0.8, "momentum at the top of the cycle"),
+    "cycle_max_mom": (float, 0.9, "momentum at the ends of the cycle"),
+    "decay_mom_rate": (float, 0.0, "how fast momentum decays after the cycle"),
+    "warmup_min_lr": (float, 0.0, "learning rate before warming up"),
+    "warmup_max_lr": (float, 0.001, "learning rate after warming up"),
+    "warmup_num_steps": (int, 1000, "[steps] of warming up"),
+    "warmup_type": (str, LOG, "log or linear"),
+    "warmup_min_ratio": (float, 0.01, "share of the learning rate that a cosine's warming up begins with"),
+    "cos_min_ratio": (float, 0.01, "share of the learning rate that a cosine ends with"),
 }
 """Name -> type, default (DeepSpeed's; None: the schedule's own) and help."""
 
@@ -118,4 +104,4 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
         return None, f"{schedule} is not a valid LR schedule: expected one of {', '.join(SCHEDULES)}"
     if schedule == WARMUP_COSINE_LR:
         return None, NO_RATE.format(schedule)
-    return params[{LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(schedule, WARMUP_MAX_LR)], ""
+    return params[{LR_RANGE_TEST: "lr_range_test_min_lr", ONE_CYCLE: "cycle_max_lr"}.get(schedule, "warmup_max_lr")], ""

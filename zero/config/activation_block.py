@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import Block, Flag, Inert, Whole, choice, problem, reads
+from zero.config.fields import Block, Flag, Inert, Whole, Word, problem, reads
 from zero.config.numbers import parse_bytes
-from zero.config.offload_block import Paths
-
-ActivationDevice = Literal["none", "cpu", "nvme"]
+from zero.config.offload_block import Device, Paths
 
 
 class ActivationCheckpointing(Block):
@@ -30,7 +28,7 @@ class ActivationCheckpointing(Block):
     """Log the seconds of each forward and each recomputation."""
     cpu_checkpointing: Flag = False
     """DeepSpeed's name for activation_device "cpu"."""
-    activation_device: Annotated[ActivationDevice, choice("none", "cpu", "nvme")] | None = None
+    activation_device: Word[Device] | None = None
     """Ours: the tier that saved inputs go to. None: cpu with cpu_checkpointing, else none."""
     activation_offloading: Flag = False
     """Ours: all that autograd saves in the engine's forward goes there, not only inputs of checkpoints."""
@@ -40,7 +38,7 @@ class ActivationCheckpointing(Block):
     """Ours: folders for activation_device "nvme", besides those of the offload blocks."""
 
     @property
-    def device(self) -> ActivationDevice:
+    def device(self) -> Device:
         """The tier that saved inputs go to."""
         return self.activation_device or ("cpu" if self.cpu_checkpointing else "none")
 

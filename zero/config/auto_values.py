@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.fields import AUTO, Key, block_of, known_keys, shown
-from zero.config.loading import with_choices
-from zero.config.report import Choice, plain
-from zero.config.schema import Config
+from zero.config.loading import value_at, with_choices
+from zero.config.schema import Choice, Config
 
 PREFETCH_SHARE = 0.9
 PERSISTENT_ROWS = 10
@@ -101,11 +99,12 @@ def resolve_auto(config: Config, facts: Facts) -> Config:
 
 def auto_lines(config: Config) -> Iterator[str]:
     """A line "auto: path = value (from ...)" for every acting key that was "auto"."""
+    effective = config.as_dict()
     for key in _autos(config):
         if key.path in config.chosen:
             yield f"auto: {key.path} = {shown(config.chosen[key.path].value)} (from {config.chosen[key.path].source})"
             continue
-        value = _value_at(config, key.path)
+        value = value_at(effective, key.path)
         if key.path in (TRAIN, MICRO, STEPS):
             product = " x ".join(str(getattr(config, name)) for name in (MICRO, STEPS))
             yield f"auto: {key.path} = {value} (from {config.train_batch_size} samples = {product} x {_ranks(config)})"
@@ -127,13 +126,6 @@ def _autos(config: Config) -> Iterator[Key]:
         given = config.origins.get(key.path) == "auto" and block_of(key.field) is None
         if given and (key.role != "inert" or key.path in _CHOICES):
             yield key
-
-
-def _value_at(config: Config, path: str) -> Any:
-    value: Any = config
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return plain(value)
 
 
 # ---- one function a key: (config, facts, what is chosen so far) -> its choice ------------------

@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -190,15 +190,26 @@ def reads(parse: Callable[[object], object]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def choice(*names: str) -> BeforeValidator:
-    """Accept one of these words, in any case."""
+class _InAnyCase:
+    """Read a word of a `Literal` in any case."""
 
-    def parse(value: object) -> str:
-        if isinstance(value, str) and value.lower() in names:
-            return value.lower()
-        raise ValueError(" or ".join(map(shown, names)))
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        words = words_in(source)
 
-    return reads(parse)
+        def read(value: object) -> str:
+            if isinstance(value, str) and value.lower() in words:
+                return value.lower()
+            raise problem(" or ".join(map(shown, words)))
+
+        return core_schema.no_info_before_validator_function(read, handler(source))
+
+
+def words_in(annotation: Any) -> list[str]:
+    """The words that a key may have, if its type restricts it to some."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return [word for word in parts if isinstance(word, str)]
+    return [word for part in parts for word in words_in(part)]
 
 
 def parse_flag(value: object) -> bool:
@@ -235,6 +246,9 @@ Whole = Annotated[int, reads(parse_whole)]
 Count = Annotated[int, reads(parse_count)]
 Number = Annotated[float, reads(parse_number)]
 Text = Annotated[str, reads(_parse_text)]
+_Words = TypeVar("_Words")
+Word = Annotated[_Words, _InAnyCase()]
+"""One of the words of a `Literal`: `Word[Literal["on", "off"]]`."""
 
 InertFlag = Annotated[Flag | None, INERT]
 InertWhole = Annotated[Whole | None, INERT]
@@ -255,7 +269,7 @@ def block_of(field: FieldInfo) -> type[Block] | None:
 
 def is_of_its_kind(field: FieldInfo, value: object) -> bool:
     """Whether a value is of the type that a key takes, be it one that the key takes or not."""
-    return any(kind is Any or _is_of(kind, value) for kind in _kinds_of(field.annotation))
+    return any(kind is Any or _is_of(kind, value) for kind in kinds_of(field.annotation))
 
 
 def _is_of(kind: Any, value: object) -> bool:
@@ -268,14 +282,15 @@ def _is_of(kind: Any, value: object) -> bool:
     return True
 
 
-def _kinds_of(annotation: Any) -> set[Any]:
+def kinds_of(annotation: Any) -> set[Any]:
+    """The types of Python that a key's value may have once it is read, None apart."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _kinds_of(parts[0])
+        return kinds_of(parts[0])
     if origin is Literal:
         return {type(part) for part in parts}
     if origin in (Union, UnionType):
-        return set().union(*map(_kinds_of, parts)) - {type(None)}
+        return set().union(*map(kinds_of, parts)) - {type(None)}
     return {origin or annotation}
 
 

@@ -1,15 +1,154 @@
-"""The configuration as it was given, for who reads it from an engine: with numbers where it said "auto"."""
+"""The configuration as it is given: a file of JSON or Hjson, the same in base64, a dict, or a script's argument.
+
+And, for who reads it from an engine, as it was given: with numbers where it said "auto".
+"""
 
 from __future__ import annotations
 
+import argparse
+import base64
+import binascii
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from zero.config.fields import AUTO, Block, block_of
-from zero.config.reading import copied
-from zero.config.report import plain
-from zero.config.schema import Config
+from offload.errors import ConfigError
+from zero.config.fields import AUTO, Block, block_of, shown
+from zero.config.schema import Config, plain
 
+HJSON = "hjson"
+"""The library that reads JSON with comments and without quotes; used where it is installed, for what is no JSON."""
+CONFIG_NAMES = ("zero_config", "deepspeed_config", "deepscale_config")
+"""Where the path of the configuration may stand in a script's arguments; the last is DeepSpeed's oldest name."""
 ZERO = "zero_optimization"
+
+
+def read_source(config: object, problems: list[str]) -> tuple[str, Mapping[Any, Any]]:
+    """The name of a source, for messages, and the object it holds.
+
+    Args:
+        config: a path, base64 of a file's content, or the object itself.
+        problems: gets a line for every key that is written twice.
+
+    Raises:
+        ConfigError: it is none of these, or cannot be read.
+    """
+    if isinstance(config, Mapping):
+        return "config", config
+    if isinstance(config, str) and not os.path.exists(config) and (text := _from_base64(config)) is not None:
+        return "config in base64", _parsed(text, "config in base64", problems)
+    if isinstance(config, (str, os.PathLike)):
+        where = os.fspath(config)
+        return where, _read_file(where, problems)
+    raise ConfigError(f"config: expected a path of a JSON file or a dict, got {type(config).__name__}")
+
+
+def _from_base64(text: str) -> str | None:
+    """What base64 (either alphabet) stands for, if that may be an object."""
+    try:
+        # Whoever encodes by hand often leaves the padding out.
+        plain = text.strip().rstrip("=").translate(str.maketrans("-_", "+/"))
+        decoded = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True).decode("utf-8-sig")
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError if it cannot be read or says something twice."""
+    problems: list[str] = []
+    content = _read_file(path, problems)
+    if problems:
+        raise ConfigError("\n  ".join([f"{path}: {len(problems)} problems", *problems]))
+    return content
+
+
+def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a readable JSON file, got: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    return _parsed(text, path, problems)
+
+
+def _parsed(text: str, where: str, problems: list[str]) -> dict[str, Any]:
+    def closed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        keys = [key for key, _ in pairs]
+        problems.extend(
+            f"{key}: expected once in its block, got {keys.count(key)} times" for key in content if keys.count(key) > 1
+        )
+        return content
+
+    try:
+        content = json.loads(text, object_pairs_hook=closed)
+    except json.JSONDecodeError as error:
+        problems.clear()  # those of a text that is read again
+        content = _parsed_as_hjson(text, where, closed, error)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: expected an object {{...}} at the top level, got {shown(content)}")
+    return content
+
+
+def _parsed_as_hjson(text: str, where: str, closed: Callable[..., Any], error: json.JSONDecodeError) -> Any:
+    """Read what is no JSON as Hjson, as DeepSpeed does. Raises ConfigError with JSON's complaint if that fails too."""
+    wrong = f"{where}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
+    try:
+        hjson = importlib.import_module(HJSON)
+    except ImportError:
+        raise ConfigError(f"{wrong}; if it is Hjson (comments, no quotes): pip install hjson") from error
+    try:
+        return hjson.loads(text, object_pairs_hook=closed)
+    except (ValueError, RecursionError):
+        raise ConfigError(wrong) from error
+
+
+def copied(value: Any) -> Any:
+    """A copy that shares no object or list with the original; whatever else is in there is the same."""
+    # Not deepcopy: a live config may hold process groups, which are handed on as they are.
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else value
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add DeepSpeed's arguments to a script's parser, and `--zero_config`, which means the same as theirs.
+
+    Args:
+        parser: of the script. `--local_rank`, which launchers pass, stays the script's own.
+
+    Returns:
+        The same parser.
+    """
+    group = parser.add_argument_group("zero-infinity", "configuration, with the names of DeepSpeed")
+    group.add_argument("--zero_config", type=str, default=None, metavar="FILE", help="DeepSpeed JSON for zero-infinity")
+    group.add_argument(
+        "--deepspeed", default=False, action="store_true", help="read by scripts that can do without; no effect here"
+    )
+    group.add_argument("--deepspeed_config", type=str, default=None, metavar="FILE", help="the same as --zero_config")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def config_argument(args: Any) -> Any:
+    """The configuration that `args` names, or None.
+
+    Raises:
+        ConfigError: two of the names are set to different files.
+    """
+    given = {name: value for name in CONFIG_NAMES if (value := getattr(args, name, None)) is not None}
+    if len(set(map(str, given.values()))) > 1:
+        listed = ", ".join(f"--{name} {value}" for name, value in given.items())
+        raise ConfigError(f"initialize: expected one configuration in args, got {listed}; give one of them")
+    return next(iter(given.values()), None)
 
 
 def given_config(config: Config) -> dict[str, Any]:

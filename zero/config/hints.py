@@ -1,16 +1,15 @@
-"""What an unknown key was probably meant to be, and where it belongs."""
+"""What an unknown name was probably meant to be, and where an unknown key belongs."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from zero.config.fields import Block, block_of, known_keys
 
 HOMES_SHOWN = 3
 KEYS_SHOWN = 8
-SIMILARITY_LEAST = 0.6
 
 
 def unknown_key(key: str, *, block: type[Block], root: type[Block], also_known: Collection[str] = ()) -> str:
@@ -29,14 +28,14 @@ def unknown_key(key: str, *, block: type[Block], root: type[Block], also_known: 
     if nested := _known_below(key, block):
         return f'unknown key; keys are nested: put "{nested[-1]}" into "{".".join(nested[:-1])}"'
     names = [*also_known, *block.model_fields, *block.aliases]
-    nearest = _nearest(key, names)
+    near = nearest(key, names)
     homes = _homes(root).get(key, ())
-    if nearest:
-        parts.append("the nearest known key is " + " or ".join(map(repr, nearest)))
+    if near:
+        parts.append("the nearest known key is " + " or ".join(map(repr, near)))
     if homes:
         others = "" if len(homes) <= HOMES_SHOWN else f" or {len(homes) - HOMES_SHOWN} other blocks"
         parts.append("it belongs " + ", ".join(homes[:HOMES_SHOWN]) + others)
-    if not nearest and not homes:
+    if not near and not homes:
         others = "" if len(names) <= KEYS_SHOWN else ", ..."
         parts.append("known keys here: " + ", ".join(names[:KEYS_SHOWN]) + others)
     return "; ".join(parts)
@@ -54,10 +53,12 @@ def _known_below(key: str, block: type[Block]) -> list[str]:
     return parts if len(parts) > 1 else []
 
 
-def _nearest(key: str, names: list[str]) -> list[str]:
+def nearest(word: str, names: Iterable[str]) -> list[str]:
+    """The names that are one slip away, else the one that resembles the word most, if any does."""
     # difflib alone misses short keys: "rl" resembles "lr" by 0.5 only.
-    close = [name for name in names if _one_slip(key.lower(), name.lower())]
-    return close or difflib.get_close_matches(key.lower(), names, n=1, cutoff=SIMILARITY_LEAST)
+    known = list(names)
+    close = [name for name in known if _one_slip(word.lower(), name.lower())]
+    return close or difflib.get_close_matches(word.lower(), known, n=1)
 
 
 def _one_slip(left: str, right: str) -> bool:

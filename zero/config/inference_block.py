@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,16 +11,11 @@ import torch
 
 from offload.errors import ConfigError
 from zero.config.fields import shown
+from zero.config.given import read_json
+from zero.config.hints import nearest
 from zero.config.loading import load_config
-from zero.config.reading import read_json
+from zero.config.precision_block import DTYPES, parse_dtype
 from zero.config.schema import Config
-
-DTYPES = {
-    torch.float32: ("fp32", "float32", "float", "torch.float32", "torch.float"),
-    torch.bfloat16: ("bf16", "bfloat16", "torch.bfloat16"),
-    torch.float16: ("fp16", "float16", "half", "torch.float16", "torch.half"),
-}
-"""Each dtype and how it may be spelt."""
 
 ALIASES = {
     "kernel_inject": "replace_with_kernel_inject",
@@ -135,7 +129,7 @@ def _merged(
         for written, value in source.items():
             key = ALIASES.get(written, written)
             if key not in known:
-                near = difflib.get_close_matches(str(written), [*known, *ALIASES], n=1)
+                near = nearest(str(written), [*known, *ALIASES])
                 hint = f"; the nearest known key is {near[0]!r}" if near else "; known keys: " + ", ".join(known[:5])
                 problems.append(f"{written}: unknown key{hint}")
             elif value is not None:
@@ -148,11 +142,11 @@ def _merged(
 def _dtype(value: object, problems: list[str]) -> torch.dtype | None:
     if value is None:
         return None
-    for dtype, spellings in DTYPES.items():
-        if value is dtype or (isinstance(value, str) and value.lower() in spellings):
-            return dtype
-    problems.append(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16, got {value!r}")
-    return None
+    try:
+        return DTYPES[parse_dtype(value)]
+    except ValueError:
+        problems.append(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16, got {value!r}")
+        return None
 
 
 def _training_config(given: Mapping[str, Any], dtype: torch.dtype | None) -> Config:

@@ -26,12 +26,11 @@ from zero.config.fields import (
     role_of,
     shown,
 )
+from zero.config.given import copied, read_source
 from zero.config.hints import unknown_key
 from zero.config.numbers import parse_whole
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
-from zero.config.reading import copied, read_source
-from zero.config.report import Choice, Origin, Report, plain
-from zero.config.schema import Config
+from zero.config.schema import Choice, Config, Origin, Report, plain
 from zero.ranks import world
 
 FETCHING_KEYS = (
@@ -361,7 +360,7 @@ def _overruled(config: Config, origins: Mapping[str, Origin], data: Mapping[str,
     }
     for prefix, block in blocks.items():
         if block.device == "none":
-            given = _value_at(data, f"{prefix}device") not in (None, "none")  # and does not hold: the stage is too low
+            given = str(value_at(data, f"{prefix}device")).lower() != "none"  # and does not hold: the stage is too low
             idle = [path for path in origins if path.startswith(prefix) and (given or path != f"{prefix}device")]
         else:
             idle = [] if block.device == "nvme" else [f"{prefix}nvme_path"]
@@ -378,8 +377,9 @@ def _overruled(config: Config, origins: Mapping[str, Origin], data: Mapping[str,
     return paths + [path for path in named if origins.get(path) == "user"]
 
 
-def _value_at(data: Mapping[str, Any], path: str) -> Any:
+def value_at(data: Mapping[str, Any], path: str) -> Any:
+    """What stands under a dotted path; None: nothing."""
     value: Any = data
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return value.lower() if isinstance(value, str) else value
+    return value

@@ -14,7 +14,7 @@ from zero.config.fields import (
     InertNumber,
     Text,
     Whole,
-    choice,
+    Word,
     reads,
 )
 from zero.config.numbers import parse_number, parse_whole
@@ -57,7 +57,7 @@ class Comet(Block):
     experiment_name: Text | None = None
     experiment_key: Text | None = None
     online: Flag | None = None
-    mode: Annotated[Literal["get", "create", "get_or_create"] | None, choice("get", "create", "get_or_create")] = None
+    mode: Word[Literal["get", "create", "get_or_create"]] | None = None
 
 
 def _parse_depth(value: object) -> int:

@@ -1,4 +1,4 @@
-"""`aio` and `memory_budget`: how files are read and written, and the bytes a rank may use."""
+"""`aio`, `checkpoint` and `memory_budget`: how files are read and written, and the bytes a rank may use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from zero.config.fields import AUTO, MEANS_AUTO, Block, Flag, Only, Whole, choice, reads
+from zero.config import features
+from zero.config.fields import AUTO, MEANS_AUTO, Block, Flag, Inert, Only, Whole, Word, reads
 from zero.config.numbers import parse_bytes
 
 PAGE_BYTES = 4096
@@ -38,12 +39,34 @@ class AioConfig(Block):
     """One system call per request."""
     overlap_events: Flag = True
     """False: a request waits for those before it."""
-    tune: Annotated[Literal["cached", "probe", "off"], choice("cached", "probe", "off")] = "cached"
+    tune: Word[Literal["cached", "probe", "off"]] = "cached"
     """Ours. Keys above that the user has not set come from measuring the device of nvme_path. "cached": if `zero tune`
     or another run has done it; "probe": it is done now (up to half a minute) if nobody has; "off": never."""
     use_gds: Annotated[
         Flag, Only((False,), "GPUDirect Storage is not available; set it to false: io_uring with O_DIRECT is used")
     ] = False
+
+
+class CheckpointConfig(Block):
+    """`checkpoint`."""
+
+    tag_validation: Word[Literal["ignore", "warn", "fail"]] = "warn"
+    """What happens when ranks save under different tags. With "ignore" and "warn" the first rank's counts."""
+    async_save: Flag = False
+    """Ours: training goes on while a checkpoint is written."""
+    keep_last: Annotated[Whole, Field(ge=1)] | None = None
+    """Ours: after a save older checkpoints in the folder are removed but so many; None: none is."""
+    frozen: Word[Literal["always", "once", "reference"]] = "always"
+    """Ours: whether weights that are not trained are in every checkpoint, in a file for all of them, or not at all."""
+    load_universal: Annotated[Flag | None, Inert("every checkpoint loads at any stage, tier and number of ranks")] = (
+        None
+    )
+    use_node_local_storage: Annotated[
+        Flag, Only((False,), "a checkpoint is one folder that all nodes see; set it to false")
+    ] = False
+    parallel_write: features.parallel_write | None = None
+    checkpoint_serialization: Annotated[Flag | None, Inert("there is one format, whatever this says")] = None
+    writer: features.writer | None = None
 
 
 def _parse_budget(value: object) -> int | str:

@@ -14,14 +14,13 @@ from zero.config.fields import (
     Inert,
     Number,
     Whole,
-    choice,
+    Word,
     problem,
     reads,
     world_size_of,
 )
 
 Device = Literal["none", "cpu", "nvme"]
-StateDtype = Literal["fp32", "bf16", "8bit"]
 
 
 def _parse_paths(value: object) -> tuple[str, ...]:
@@ -36,7 +35,7 @@ Paths = Annotated[tuple[str, ...], reads(_parse_paths)]
 
 
 class _Offload(Block):
-    device: Annotated[Device, choice("none", "cpu", "nvme")] = "none"
+    device: Word[Device] = "none"
     """Tier the bytes live in while they are not used."""
     nvme_path: Paths | None = None
     """Folders for swap files; more than one are striped. One that is not there is made."""
@@ -90,7 +89,7 @@ class OffloadOptimizerConfig(_Offload):
     """Share of the states that is offloaded; the rest stays on the device and is updated there."""
     super_offload: Annotated[Flag, Inert("updates on the CPU run behind the step anyway, and exactly")] = False
     cpuadam_cores_perc: Annotated[Number | None, Inert("it belongs to SuperOffload, whose workers are not here")] = None
-    state_dtype: Annotated[StateDtype, choice("fp32", "bf16", "8bit")] = "fp32"
+    state_dtype: Word[Literal["fp32", "bf16", "8bit"]] = "fp32"
     """Ours: what the two moments are stored as. bf16 and 8bit move fewer bytes, and change the numbers."""
     update_in_backward: Flag = False
     """Ours: update inside backward into a second slot; costs the space of the states again. One rank only."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -18,6 +17,7 @@ from zero.config.fields import (
     problem,
     reads,
 )
+from zero.config.hints import nearest
 from zero.config.numbers import parse_number
 
 OPTIMIZER_TYPES = {
@@ -165,8 +165,8 @@ def _parse_optimizer_type(value: object) -> str:
         raise problem("an element-wise optimizer", fix=f"{REFUSED_TYPES[word]}; use {ELEMENT_WISE}")
     if word in OPTIMIZER_TYPES:
         return OPTIMIZER_TYPES[word]
-    nearest = difflib.get_close_matches(word, OPTIMIZER_TYPES, n=1)
-    hint = f"the nearest is {OPTIMIZER_TYPES[nearest[0]]}; " if nearest else ""
+    near = nearest(word, OPTIMIZER_TYPES)
+    hint = f"the nearest is {OPTIMIZER_TYPES[near[0]]}; " if near else ""
     raise problem(ELEMENT_WISE, fix=f"{hint}pass any other element-wise optimizer to zero.initialize as an object")
 
 
@@ -185,8 +185,8 @@ class OptimizerConfig(Block):
         for key in sorted(self.given):
             if key not in known:
                 owners = [name for name, keys in TYPE_KEYS.items() if key in keys]
-                nearest = difflib.get_close_matches(key, known, n=1)
-                hint = f"the nearest is {nearest[0]}" if nearest else f"it is of {', '.join(owners)}"
+                near = nearest(key, known)
+                hint = f"the nearest is {near[0]}" if near else f"it is of {', '.join(owners)}"
                 keys = ", ".join(known)
                 expected, fix = f"a key of {self.type} ({keys})", f"{hint}; remove it"
                 raise problem(expected, at=f"params.{key}", got=key, fix=fix, keys=("type", "params"))

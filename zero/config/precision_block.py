@@ -29,14 +29,15 @@ _SPELLINGS = {
 }
 
 
-def _parse_dtype(value: object) -> str | None:
+def parse_dtype(value: object) -> str:
+    """The name of a dtype that is given as one, or as a word; anything else raises ValueError."""
     for name, spellings in _SPELLINGS.items():
-        if value is None or str(value).lower() in spellings:
-            return None if value is None else name
+        if str(value).lower() in spellings:
+            return name
     raise ValueError('"fp32", "fp16" or "bf16"')
 
 
-_Dtype = Annotated[Literal["fp32", "fp16", "bf16"] | None, reads(_parse_dtype)]
+_Dtype = Annotated[Literal["fp32", "fp16", "bf16"], reads(parse_dtype)] | None
 
 
 class Bf16Config(Block):
@@ -90,17 +91,17 @@ class Fp16Config(Block):
         return self
 
 
-def _parse_autocast_dtype(value: object) -> str | None:
-    if value is not None and str(value).lower() not in (*_SPELLINGS["bf16"], *_SPELLINGS["fp16"]):
+def _parse_autocast_dtype(value: object) -> str:
+    if str(value).lower() not in (*_SPELLINGS["bf16"], *_SPELLINGS["fp16"]):
         raise ValueError('"bfloat16" or "float16"')
-    return _parse_dtype(value)
+    return parse_dtype(value)
 
 
 class TorchAutocast(Block):
     """`torch_autocast`: the engine's forward runs under torch.autocast; weights stay what they are."""
 
     enabled: Flag = False
-    dtype: Annotated[Literal["bf16", "fp16"] | None, reads(_parse_autocast_dtype)] = None
+    dtype: Annotated[Literal["bf16", "fp16"], reads(_parse_autocast_dtype)] | None = None
     """None: torch's own choice for the device. With fp16 the loss is scaled as torch.amp.GradScaler does."""
     lower_precision_safe_modules: Annotated[
         tuple[Text, ...] | None,

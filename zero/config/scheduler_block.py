@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -11,11 +10,10 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import Block, Flag, Number, Text, Whole, choice, problem, reads, shown
+from zero.config.fields import Block, Flag, Number, Text, Whole, Word, problem, reads, shown
+from zero.config.hints import nearest
 from zero.config.numbers import parse_number
 from zero.lr_schedules import SCHEDULES
-
-SIMILARITY_LEAST = 0.6
 
 
 def _torch_schedulers() -> Iterator[type[Any]]:
@@ -63,7 +61,7 @@ class SchedulerParams(Block):
     """"auto" (and, in WarmupLR, no value): the learning rate of the optimizer."""
     warmup_num_steps: Annotated[Whole, Field(ge=0)] | None = None
     """0 and 1 count as 2, as in DeepSpeed."""
-    warmup_type: Annotated[Literal["log", "linear"] | None, choice("log", "linear")] = None
+    warmup_type: Word[Literal["log", "linear"]] | None = None
     warmup_min_ratio: Number | None = None
     cos_min_ratio: Number | None = None
     total_num_steps: Steps | None = None
@@ -116,7 +114,7 @@ class SchedulerConfig(Block):
         if self.type is None:
             return self
         if self.kind is None:
-            near = difflib.get_close_matches(self.type.lower(), KINDS, n=1, cutoff=SIMILARITY_LEAST)
+            near = nearest(self.type, KINDS)
             hint = f"the nearest is {KINDS[near[0]].__name__}; " if near else ""
             raise problem(
                 f"one of {', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -11,13 +12,10 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from typing_extensions import Self
 
 from offload.errors import ConfigError
-from zero.config import inert_features as inert
+from zero.config import features
 from zero.config import logging_block as logs
-from zero.config import refused_data
-from zero.config import refused_features as refused
 from zero.config.activation_block import ActivationCheckpointing
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
-from zero.config.checkpoint_block import CheckpointConfig
 from zero.config.fields import (
     Block,
     Count,
@@ -26,22 +24,22 @@ from zero.config.fields import (
     InertObject,
     Number,
     Only,
-    Text,
     Whole,
+    Word,
     block_of,
-    choice,
     problem,
     reads,
     world_size_of,
 )
 from zero.config.hints import unknown_key
-from zero.config.machine_block import AioConfig, MemoryBudget
+from zero.config.machine_block import AioConfig, CheckpointConfig, MemoryBudget
 from zero.config.numbers import parse_whole
 from zero.config.optimizer_block import OptimizerConfig
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
-from zero.config.report import Choice, Origin, Report, plain
 from zero.config.scheduler_block import SchedulerConfig
 from zero.config.zero_block import ZeroConfig
+
+Origin = Literal["user", "default", "auto"]
 
 
 def _parse_print_interval(value: object) -> int | None:
@@ -68,7 +66,45 @@ def _parse_version(value: object) -> int:
     return version
 
 
-_COMM_DTYPE = choice("fp32", "fp16", "bf16")
+@dataclass(frozen=True)
+class Choice:
+    """A value for a key that was "auto"."""
+
+    value: Any
+    source: str
+    """What it follows from."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was learnt while a configuration was read; paths are dotted."""
+
+    world_size: int = 1
+    ranks_per_node: int | None = None
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """A copy of the configuration as the user gave it."""
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    """Canonical path to "user" or "auto"; a path that is missing was not given."""
+    inactive: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why a path of `inactive` does nothing; a path that is missing is overruled by other keys."""
+    deprecated: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    """Lines about unknown top-level keys that were tolerated."""
+    chosen: Mapping[str, Choice] = field(default_factory=dict)
+    """Canonical path to what was chosen for it where it was "auto"."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """Top-level keys and the defaults that held for them instead of ours."""
+
+
+def plain(value: object) -> object:
+    """The same of dicts, lists and single values only."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+_CommDtype = Word[Literal["fp32", "fp16", "bf16"]]
 
 
 class Config(Block):
@@ -106,7 +142,7 @@ class Config(Block):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
-    communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"] | None, _COMM_DTYPE] = None
+    communication_data_type: _CommDtype | None = None
     """What gradients travel in between ranks; None: what they are in. "fp32" says of 16-bit gradients that they are
     summed in fp32, for which they need not be widened."""
     reduce_scatter_with_fp32_accumulation: Flag = False
@@ -116,32 +152,33 @@ class Config(Block):
     """Gradients are divided by the number of ranks before they travel instead of after their sum."""
     gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
     """Gradients are divided by it before they travel, and by the rest of the number of ranks after their sum."""
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], choice("mean", "sum")] = "mean"
+    gradient_allreduce_op: Word[Literal["mean", "sum"]] = "mean"
     """"sum": the gradients of all ranks are added up and not divided by their number."""
     managed_gradient_accumulation: Flag = True
     """False: each step() of the engine updates, however many backwards came before it."""
     sequence_parallel_size: Annotated[
         Whole,
+        Word,
         Only(
             (1, 0),
             "sequence parallelism is not available; set it to 1, and for long sequences give activation_checkpointing: "
             'activation_device "cpu" or "nvme", or zero.TiledLinear',
         ),
     ] = 1
-    amp: refused.Amp | None = None
+    amp: features.amp | None = None
     torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
-    elasticity: refused.Elasticity | None = None
-    curriculum_learning: refused_data.CurriculumLearning | None = None
-    data_efficiency: refused_data.DataEfficiency | None = None
-    compression_training: refused.CompressionTraining | None = None
-    weight_quantization: refused.WeightQuantization | None = None
-    quantize_training: refused.QuantizeTraining | None = None
-    sparse_attention: refused.SparseAttention | None = None
-    progressive_layer_drop: refused.ProgressiveLayerDrop | None = None
-    tensor_parallel: refused.TensorParallel | None = None
-    expert_parallel: refused.ExpertParallel | None = None
-    inference: refused.Inference | None = None
+    elasticity: features.elasticity | None = None
+    curriculum_learning: features.curriculum_learning | None = None
+    data_efficiency: features.data_efficiency | None = None
+    compression_training: features.compression_training | None = None
+    weight_quantization: features.weight_quantization | None = None
+    quantize_training: features.quantize_training | None = None
+    sparse_attention: features.sparse_attention | None = None
+    progressive_layer_drop: features.progressive_layer_drop | None = None
+    tensor_parallel: features.tensor_parallel | None = None
+    expert_parallel: features.expert_parallel | None = None
+    inference: features.inference | None = None
 
     zero_allow_untested_optimizer: Annotated[
         Flag | None, Inert("an optimizer that cannot be used is refused by name, whatever this says")
@@ -149,9 +186,7 @@ class Config(Block):
     zero_force_ds_cpu_optimizer: Annotated[
         Flag | None, Inert("an optimizer of torch is taken as it is and runs with our kernels")
     ] = None
-    seq_parallel_communication_data_type: Annotated[
-        Text | None, Inert("there is no sequence parallelism"), _COMM_DTYPE
-    ] = None
+    seq_parallel_communication_data_type: Annotated[_CommDtype | None, Inert("there is no sequence parallelism")] = None
     sparse_gradients: Annotated[Flag | None, Inert("gradients of embeddings are reduced dense")] = None
     allgather_size: Annotated[Count | None, Inert("weights are gathered a unit at a time")] = None
     disable_allgather: Annotated[Flag | None, Inert("weights are gathered in one collective a unit")] = None
@@ -175,13 +210,13 @@ class Config(Block):
     csv_monitor: logs.CsvMonitor | None = None
     comet: logs.Comet | None = None
     flops_profiler: logs.FlopsProfiler | None = None
-    autotuning: inert.Autotuning | None = None
-    nebula: inert.Nebula | None = None
-    pipeline: inert.Pipeline | None = None
-    hybrid_engine: inert.HybridEngine | None = None
-    eigenvalue: inert.Eigenvalue | None = None
-    timers: inert.Timers | None = None
-    compile: inert.Compile | None = None
+    autotuning: features.autotuning | None = None
+    nebula: features.nebula | None = None
+    pipeline: features.pipeline | None = None
+    hybrid_engine: features.hybrid_engine | None = None
+    eigenvalue: features.eigenvalue | None = None
+    timers: features.timers | None = None
+    compile: features.compile | None = None
 
     _report: Report = PrivateAttr(default_factory=Report)
 

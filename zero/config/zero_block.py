@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ValidationInfo, model_validator
 from typing_extensions import Self
 
+from zero.config import features
 from zero.config.fields import (
     AUTO,
     Block,
@@ -15,11 +16,7 @@ from zero.config.fields import (
     Deprecated,
     Flag,
     Inert,
-    InertAny,
-    InertFlag,
-    InertNumber,
     InertObject,
-    InertWhole,
     Only,
     Whole,
     parse_flag,
@@ -89,32 +86,6 @@ class LeafModuleConfig(Block):
     """Ends of names as in `named_modules()`."""
 
 
-class ZenFlowConfig(Block):
-    """`zenflow`: asynchronous optimizer updates, which change the numbers."""
-
-    why: ClassVar[str] = "it belongs to ZenFlow, which is off"
-
-    topk_ratio: InertNumber = None
-    select_strategy: InertAny = None
-    select_interval: InertAny = None
-    update_interval: InertAny = None
-    overlap_step: InertFlag = None
-    offload: InertFlag = None
-    auto_ratio: InertNumber = None
-    full_warm_up_rounds: InertWhole = None
-    pt_reserved_cores_perc: InertNumber = None
-    steps_per_epoch: InertWhole = None
-
-    @model_validator(mode="after")
-    def _refused(self) -> Self:
-        if self.model_fields_set:
-            raise problem(
-                "no zenflow block",
-                fix="ZenFlow is not available; remove it: the update runs behind the step, and exactly",
-            )
-        return self
-
-
 def _quantized() -> Only:
     return Only(
         (False,),
@@ -174,7 +145,7 @@ class ZeroConfig(Block):
     mics_shard_size: Annotated[int, reads(_parse_mics)] = -1
     """Ranks that shard everything among them; the groups of so many ranks hold the same. -1 (or 0): all ranks, off.
     Stage 3 only."""
-    zenflow: ZenFlowConfig | None = None
+    zenflow: features.zenflow | None = None
 
     overlap_comm: Flag = True
     """False: whoever starts a reduction of gradients waits for it. (Without the key DeepSpeed overlaps at stage 3.)"""

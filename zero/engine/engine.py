@@ -21,9 +21,10 @@ from zero.activations.saved_tensors import Activations
 from zero.assembly.assembly import Assembly
 from zero.assembly.model_changes import Census
 from zero.assembly.state_kinds import TO_RUN, TO_TRAIN, OffloadStateTypeEnum
+from zero.compat.engine_getters import ConfigGetters
 from zero.config import Config
 from zero.data.loaders import LoadsData
-from zero.engine.accessors import ConfigAccessors, ValueAccessors
+from zero.engine.accessors import ValueAccessors
 from zero.engine.checkpoints import Checkpoints
 from zero.engine.ending import Ends
 from zero.engine.engine_api import Surface
@@ -48,7 +49,7 @@ logger = logging.getLogger("zero")
 
 
 class ZeroEngine(
-    ConfigAccessors,
+    ConfigGetters,
     ValueAccessors,
     Surface,
     LoadsData,

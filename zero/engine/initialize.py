@@ -17,7 +17,7 @@ from offload.errors import ConfigError, names_file_limit
 from zero import checkpointing
 from zero.config import Config, load_config
 from zero.config.auto_values import Facts, auto_lines, facts_of, resolve_auto
-from zero.config.command_line import config_argument
+from zero.config.given import config_argument
 from zero.config.precision_block import DTYPES
 from zero.engine.engine import ZeroEngine
 from zero.exchange.partners import open_exchange

@@ -22,7 +22,7 @@ from torch import nn
 from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.batch import MICRO, STEPS, TRAIN
-from zero.config.reading import read_source
+from zero.config.given import read_source
 from zero.config.swap_paths import make_ready
 from zero.params.face import announce
 from zero.params.opaque import is_wrapper

@@ -20,7 +20,7 @@ from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.auto_values import auto_lines
 from zero.config.fields import VERSION_KEY, block_of, known_keys
-from zero.config.loading import ORIGINS_KEY
+from zero.config.loading import ORIGINS_KEY, value_at
 from zero.config.schema import VERSION
 from zero.tools.config_keys import key_table
 from zero.tools.config_schema import json_schema
@@ -98,8 +98,5 @@ def _without_nones(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _paths_in(effective: Mapping[str, Any]) -> Iterator[str]:
     for key in known_keys(Config):
-        found: Any = effective
-        for part in key.path.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if found is not None and block_of(key.field) is None:
+        if value_at(effective, key.path) is not None and block_of(key.field) is None:
             yield key.path

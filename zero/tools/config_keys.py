@@ -8,12 +8,10 @@ import itertools
 import json
 import textwrap
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
 
-from pydantic.fields import FieldInfo
-
-from zero.config.fields import Block, Deprecated, Key, Only, block_of, known_keys, shown
-from zero.config.report import plain
+from zero.config import features
+from zero.config.fields import Block, Deprecated, Key, Only, block_of, known_keys, shown, words_in
+from zero.config.schema import plain
 
 HEAD = """# Every key of the configuration
 
@@ -47,7 +45,7 @@ def descriptions(block: type[Block]) -> dict[str, str]:
     """Key to the docstring below its declaration, as one line."""
     found: dict[str, str] = {}
     for kind in reversed(block.__mro__):
-        if issubclass(kind, Block) and kind is not Block:
+        if issubclass(kind, Block) and kind.__module__ not in (Block.__module__, features.__name__):
             found |= dict(_attribute_docstrings(kind))
     return found
 
@@ -82,7 +80,9 @@ def _row(key: Key) -> str:
 def _meaning(key: Key, name: str) -> str:
     parts = [descriptions(key.block).get(name, "")]
     parts += [
-        f"one of {', '.join(f'`{json.dumps(word)}`' for word in words)}" for words in [words_of(key.field)] if words
+        f"one of {', '.join(f'`{json.dumps(word)}`' for word in words)}"
+        for words in [words_in(key.field.annotation)]
+        if words
     ]
     parts += [key.reason] if key.role == "inert" else []
     for mark in key.field.metadata:
@@ -92,19 +92,6 @@ def _meaning(key: Key, name: str) -> str:
         if isinstance(mark, Deprecated):
             parts.append(f"deprecated: {mark.note}")
     return "; ".join(part.rstrip(".") for part in parts if part)
-
-
-def words_of(field: FieldInfo) -> list[str]:
-    """The words a key may have, if it is restricted to some."""
-    return [word for word in _literals(field.annotation) if isinstance(word, str)]
-
-
-def _literals(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-        return
-    for part in get_args(annotation):
-        yield from _literals(part)
 
 
 def _anchor(path: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero.config.fields import AUTO, Block, Only, block_of, means_auto, reason_of, role_of
+from zero.config.fields import AUTO, Block, Only, block_of, kinds_of, means_auto, reason_of, role_of, words_in
 from zero.config.loading import COMMENT_PREFIXES
-from zero.config.report import plain
-from zero.tools.config_keys import descriptions, words_of
+from zero.config.schema import plain
+from zero.tools.config_keys import descriptions
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -21,7 +21,7 @@ def json_schema(config: type[Block]) -> dict[str, Any]:
 
 
 def _block(block: type[Block]) -> dict[str, Any]:
-    declared = block.model_json_schema(mode="validation")
+    declared = block.model_json_schema(mode="validation")["properties"]
     told = descriptions(block)
     properties: dict[str, Any] = {}
     for name, field in block.model_fields.items():
@@ -30,7 +30,8 @@ def _block(block: type[Block]) -> dict[str, Any]:
             forms: list[Any] = [_block(inner), {"const": AUTO}, {"type": "null"}]
             entry: dict[str, Any] = {"anyOf": [*forms, *([{"type": "boolean"}] if inner.shorthands else [])]}
         else:
-            entry = _leaf(declared["properties"][name], declared.get("$defs", {}), words_of(field))
+            bounds = {key: declared[name][key] for key in ("minimum", "maximum") if key in declared[name]}
+            entry = _leaf(kinds_of(field.annotation), bounds, words_in(field.annotation))
             entry["default"] = plain(field.default)
             if role_of(field) == "inert":
                 entry["description"] = f"Accepted, without effect: {reason_of(field, block)}."
@@ -65,43 +66,19 @@ def _forms_of(allowed: tuple[object, ...]) -> list[dict[str, Any]]:
     return forms
 
 
-def _leaf(declared: dict[str, Any], definitions: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    """The declared type, and the other forms in which clients and people write it."""
-    kinds = _kinds(declared, definitions)
+def _leaf(kinds: set[Any], bounds: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    """What a type of Python is written as, by clients and people."""
+    if Any in kinds:
+        return {}
     forms: list[dict[str, Any]] = [{"const": AUTO}, {"type": "null"}]
-    if "boolean" in kinds:
+    if bool in kinds:
         forms += [{"type": "boolean"}, {"enum": [0, 1]}, {"type": "string", "pattern": "^(?i:true|false)$"}]
-    if kinds & {"integer", "number"}:
-        number: dict[str, Any] = {key: declared[key] for key in ("minimum", "maximum") if key in declared}
-        forms += [{"type": "number", **number}, {"type": "string", "pattern": "[0-9]|inf|Inf"}]
-    if "string" in kinds:
+    if kinds & {int, float}:
+        forms += [{"type": "number", **bounds}, {"type": "string", "pattern": "[0-9]|inf|Inf"}]
+    if str in kinds:
         forms.append({"type": "string"} if not words else {"type": "string", "examples": words})
-    if "array" in kinds:
+    if tuple in kinds:
         forms += [{"type": "array"}, {"type": "string"}]
-    if "object" in kinds:
+    if dict in kinds:
         forms.append({"type": "object"})
-    return {"anyOf": forms} if kinds else {}
-
-
-def _kinds(declared: dict[str, Any], definitions: dict[str, Any]) -> set[str]:
-    """The JSON types of a declaration; empty: any."""
-    parts = [*declared.get("anyOf", ()), *declared.get("allOf", ())]
-    if "$ref" in declared:
-        parts.append(definitions[declared["$ref"].rpartition("/")[2]])
-    kinds = {declared["type"]} if isinstance(declared.get("type"), str) else set()
-    words = [*declared.get("enum", ()), *(declared[key] for key in ("const",) if key in declared)]
-    kinds |= {type_of(value) for value in words}
-    for part in parts:
-        inner = _kinds(part, definitions)
-        if not inner:
-            return set()
-        kinds |= inner
-    return kinds
-
-
-def type_of(value: object) -> str:
-    """The name JSON Schema has for a value's type."""
-    for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (dict, "object")):
-        if isinstance(value, kind):
-            return name
-    return "null" if value is None else "array"
+    return {"anyOf": forms}

@@ -29,8 +29,8 @@ from offload.sizes import format_bytes
 from offload.streams import shares_host_memory
 from zero.assembly.model_plan import plan_model
 from zero.config import Config, load_config
+from zero.config.given import read_json
 from zero.config.numbers import parse_bytes
-from zero.config.reading import read_json
 from zero.params.layout import Layout
 from zero.plan.machine import Machine, read_machine
 from zero.plan.plan import DEVICE, HOST, NVME, Plan

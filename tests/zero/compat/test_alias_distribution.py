@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from aliased import ROOT, code, environment, python, said, script
 
-from zero.compat.version import VERSION
+from zero.compat.operators import VERSION
 
 COMPAT = ROOT / "compat"
 checkout = pytest.mark.skipif(not (COMPAT / "pyproject.toml").is_file(), reason="not a checkout")

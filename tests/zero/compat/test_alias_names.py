@@ -10,7 +10,7 @@ import pytest
 from aliased import ROOT, code, said
 
 import zero.compat.deepspeed as compat
-from zero.compat.version import VERSION
+from zero.compat.operators import VERSION
 
 PATHS = [
     *("DeepSpeedEngine", "initialize", "zero.Init", "zero.GatheredParameters", "zero.register_external_parameter"),
@@ -182,14 +182,13 @@ def test_modules_that_clients_assign_into_are_ours_and_classes_have_one_identity
             import deepspeed, deepspeed.comm.comm, deepspeed.runtime.engine
             import deepspeed.runtime.zero.partition_parameters as named
             from deepspeed.runtime.zero import partition_parameters as taken
-            import zero.compat.comm_names, zero.compat.engine_name, zero.compat.logs
+            import zero.compat.comm_names, zero.compat.logs
             import zero.compat.partition_parameters as ours
             import zero.checkpointing
             assert named is taken is ours is sys.modules["deepspeed.runtime.zero.partition_parameters"]
             assert deepspeed.runtime.zero.partition_parameters is ours
             assert deepspeed.comm is zero.compat.comm_names is deepspeed.comm.comm
             assert deepspeed.utils.logging is zero.compat.logs and deepspeed.utils.logger is zero.compat.logs.logger
-            assert deepspeed.runtime.engine is zero.compat.engine_name
             assert deepspeed.checkpointing is zero.checkpointing
             assert deepspeed.checkpointing is deepspeed.runtime.activation_checkpointing.checkpointing
             assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine is zero.ZeroEngine

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import pickle
 import random
 import re
 import string
@@ -155,6 +156,17 @@ def test_what_this_engine_does_not_do_is_refused_by_name_with_the_alternative(pa
 def test_what_only_helps_a_feature_that_is_not_here_is_listed_with_the_reason(path: str, why: str) -> None:
     (listed,) = load_config(nested(path, True)).inactive_with_reasons
     assert listed.startswith(path) and why in listed
+
+
+def test_a_configuration_with_every_block_can_be_pickled() -> None:
+    whole: dict[str, Any] = {}
+    for path in BLOCKS:
+        at = whole
+        for part in path.split(".") if path else ():
+            at = at.setdefault(part, {})
+    config = load_config(whole)
+    again = pickle.loads(pickle.dumps(config))
+    assert again == config and again.as_dict()["data_efficiency"]["data_routing"]["random_ltd"] is not None
 
 
 # ---- the docs ----------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ SAME: dict[str, str] = {
     "comm.comm": "zero.compat.comm_names",
     "ops.op_builder": "zero.compat.operators",
     "runtime.activation_checkpointing.checkpointing": "zero.checkpointing",
-    "runtime.engine": "zero.compat.engine_name",
     "runtime.zero.partition_parameters": "zero.compat.partition_parameters",
     "utils.groups": "zero.compat.groups",
     "utils.logging": "zero.compat.logs",
@@ -36,11 +35,16 @@ DEBUGGING = (
     "debug_param2name debug_param2name_id debug_param2name_id_numel debug_param2name_id_shape "
     "debug_param2name_id_shape_device debug_param2name_id_shape_status module_names param_names"
 )
-CONFIGS = "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
+CONFIGS = {
+    "zero.config.zero_block": "DeepSpeedZeroConfig=ZeroConfig",
+    "zero.config.offload_block": (
+        "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig=OffloadParamConfig"
+    ),
+}
 
 OURS: dict[str, dict[str, str]] = {
     "": {
-        "zero.config.command_line": "add_config_arguments",
+        "zero.config.given": "add_config_arguments",
         "zero.compat.initialize_for_clients": "initialize",
         "zero.compat.logs": "log_dist logger",
         "zero.engine.inference": "init_inference",
@@ -50,10 +54,10 @@ OURS: dict[str, dict[str, str]] = {
         "zero.compat.accelerator_names": "get_accelerator is_current_accelerator_supported"
     },
     "checkpoint.utils": {
-        "zero.compat.checkpoint_names": (
-            "get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank"
+        "zero.compat.checkpoint_files": (
+            "clone_tensors_for_torch_save get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank "
+            "get_zero_ckpt_name_for_rank"
         ),
-        "zero.compat.cloning": "clone_tensors_for_torch_save",
     },
     "comm": {"deepspeed.comm.torch": "TorchBackend", "deepspeed.comm.ccl": "CCLBackend"},
     "comm.reduce_op": {"zero.compat.comm_names": "ReduceOp"},
@@ -66,8 +70,9 @@ OURS: dict[str, dict[str, str]] = {
     "constants": {"zero.compat.comm_names": "default_pg_timeout"},
     "env_report": {"zero.compat.launcher": "cli_main=report main=report"},
     "git_version_info": {
-        "zero.compat.version": "version=VERSION",
-        "zero.compat.versions": "accelerator_name compatible_ops git_branch git_hash installed_ops torch_info",
+        "zero.compat.operators": (
+            "accelerator_name compatible_ops git_branch git_hash installed_ops torch_info version=VERSION"
+        ),
     },
     "inference.engine": {"zero.engine.inference": "InferenceEngine"},
     "launcher.launch": {"zero.compat.launcher": "main"},
@@ -101,7 +106,8 @@ OURS: dict[str, dict[str, str]] = {
     },
     "runtime.base_optimizer": {"zero.optim.optimizer": "DeepSpeedOptimizer=ZeroOptimizer ZeROOptimizer=ZeroOptimizer"},
     "runtime.config": {
-        "zero.compat.configs": "DEEPSPEED_OPTIMIZERS DeepSpeedConfig DeepSpeedConfigError ZeroStageEnum"
+        "offload.errors": "DeepSpeedConfigError=ConfigError",
+        "zero.compat.configs": "DEEPSPEED_OPTIMIZERS DeepSpeedConfig ZeroStageEnum",
     },
     "runtime.config_utils": {
         "zero.compat.plain": "dict_raise_error_on_duplicate_keys get_dict_param get_list_param get_scalar_param"
@@ -110,6 +116,7 @@ OURS: dict[str, dict[str, str]] = {
         "torch.utils.data": "DeepSpeedDataLoader=DataLoader",
         "zero.data.resumable": "RepeatingLoader",
     },
+    "runtime.engine": {"zero.engine.engine": "DeepSpeedEngine=ZeroEngine"},
     "runtime.lr_schedules": {
         "zero.compat.schedule_arguments": SCHEDULES,
         "zero.lr_schedules": (
@@ -128,19 +135,23 @@ OURS: dict[str, dict[str, str]] = {
         )
     },
     "runtime.zero": {"zero.compat.partition_parameters": "MiCS_Init unregister_external_parameter"},
-    "runtime.zero.config": {"zero.compat.configs": f"{CONFIGS} ZeroStageEnum"},
-    "runtime.zero.offload_config": {"zero.compat.configs": f"{CONFIGS} OffloadStateTypeEnum"},
+    "runtime.zero.config": {
+        **CONFIGS,
+        "zero.assembly.state_kinds": "OffloadDeviceEnum",
+        "zero.compat.configs": "ZeroStageEnum",
+    },
+    "runtime.zero.offload_config": {**CONFIGS, "zero.assembly.state_kinds": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.offload_states": {"zero.compat.helpers": "get_state_devices"},
     "runtime.zero.parameter_offload": {"zero.engine.parameter_offload": "DeepSpeedZeRoOffload=ParameterOffload"},
     "runtime.zero.stage3": {
         "zero.compat.helpers": "unwrap_model_for_generation",
-        "zero.compat.optimizer_kinds": "DeepSpeedZeroOptimizer_Stage3",
+        "zero.compat.initialize_for_clients": "DeepSpeedZeroOptimizer_Stage3",
         "zero.engine.memory_estimates": (
             "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live"
         ),
     },
     "runtime.zero.stage_1_and_2": {
-        "zero.compat.optimizer_kinds": "DeepSpeedZeroOptimizer",
+        "zero.compat.initialize_for_clients": "DeepSpeedZeroOptimizer",
         "zero.engine.memory_estimates": (
             "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live"
         ),
@@ -154,14 +165,14 @@ OURS: dict[str, dict[str, str]] = {
         "zero.compat.comm_names": "is_initialized",
         "zero.compat.helpers": "instrument_w_nvtx recursive_getattr recursive_setattr",
         "zero.compat.logs": "log_dist log_dist_once logger set_log_level_from_string",
-        "zero.compat.on_device": "OnDevice",
+        "zero.compat.plain": "OnDevice",
         "zero.params.leaf_modules": LEAVES,
         "zero.data.resumable": "RepeatingLoader",
         "zero.values.fragments": FRAGMENTS,
     },
     "utils.comms_logging": {"zero.compat.plain": "convert_size"},
     "utils.debug": {"zero.compat.plain": DEBUGGING},
-    "utils.init_on_device": {"zero.compat.on_device": "OnDevice"},
+    "utils.init_on_device": {"zero.compat.plain": "OnDevice"},
     "utils.module_utils": {"zero.compat.helpers": "recursive_getattr recursive_setattr"},
     "utils.numa": {"zero.compat.plain": "parse_range parse_range_list"},
     "utils.nvtx": {"zero.compat.helpers": "instrument_w_nvtx"},

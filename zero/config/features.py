@@ -1,0 +1,366 @@
+"""Blocks of DeepSpeed's features that are not here, as one table: refused when switched on, harmless otherwise.
+
+A feature that would change the numbers is refused, with what to do instead. One that leaves them alone (a service, a
+profiler of its own, passes of a compiler) is checked, listed once as inactive with the reason, and not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from pydantic import create_model, model_validator
+from typing_extensions import Self
+
+from zero.config.fields import (
+    Block,
+    Flag,
+    InertAny,
+    InertCount,
+    InertFlag,
+    InertItems,
+    InertNumber,
+    InertObject,
+    InertText,
+    InertWhole,
+    Number,
+    Only,
+    off,
+    problem,
+)
+
+KINDS: Mapping[str, Any] = {
+    "any": InertAny,
+    "count": InertCount,
+    "flag": InertFlag,
+    "items": InertItems,
+    "number": InertNumber,
+    "object": InertObject,
+    "text": InertText,
+    "whole": InertWhole,
+}
+TENSOR_PARALLEL = "tensor parallelism is not available; set it to 1, and shard weights with zero_optimization.stage 3"
+
+
+@dataclass(frozen=True)
+class Unless:
+    """Refuse a block that says anything, unless it says that it is off."""
+
+    expected: str
+    fix: str
+    key: str | None = None
+    """The key that can say so; None: none can."""
+    value: object = None
+
+
+class _Refused(Block):
+    """A block that is refused by what stands in it, and not by a key of its own."""
+
+    unless: ClassVar[Unless]
+
+    @model_validator(mode="after")
+    def _says_that_it_is_off(self) -> Self:
+        key = self.unless.key
+        if self.model_fields_set and (key is None or getattr(self, key) != self.unless.value):
+            raise problem(self.unless.expected, fix=self.unless.fix)
+        return self
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One block."""
+
+    keys: str
+    """Keys without effect: a kind with a colon, then the names of that kind."""
+    about: str = ""
+    why: str = ""
+    """Why they have none; empty: as the block around this one says."""
+    enabled: Only | None = None
+    """Refuses `enabled`; None: that key is one of `keys`, or there is none."""
+    unless: Unless | None = None
+    sizes: Mapping[str, float] = field(default_factory=dict)
+    """Keys that ask for tensor parallelism above 1, and their defaults."""
+    blocks: Mapping[str, Feature] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+_COMPRESSION = off("compression", "quantise or prune the model before, e.g. with torchao: a quantised base trains")
+_MIXED_QUANTIZE = Feature(
+    "flag: enabled number: quantize_change_ratio", why="it belongs to compression training, which is off"
+)
+_TECHNIQUE = Feature(
+    "object: different_groups",
+    about="One compression technique; the groups carry the user's own names.",
+    blocks={
+        "shared_parameters": Feature(
+            """flag: quantizer_kernel whole: schedule_offset schedule_offset_end schedule_offset_stride quantize_groups
+            flag: quantize_verbose text: quantization_type flag: quantize_weight_in_forward text: rounding
+            range_calibration method block_pattern number: dense_ratio items: excluded_modules whole: num_heads""",
+            enabled=_COMPRESSION,
+            blocks={"fp16_mixed_quantize": _MIXED_QUANTIZE},
+        )
+    },
+)
+_TENSOR_PARALLEL_GROUP = Feature(
+    "whole: tp_grain_size any: mpu tp_group",
+    why="it belongs to tensor parallelism, which is off",
+    sizes={"tp_size": 1},
+)
+
+FEATURES: Mapping[str, Feature] = {
+    # ---- refused when they are switched on --------------------------------------------------------
+    "amp": Feature(
+        """text: opt_level cast_model_type flag: patch_torch_functions any: keep_batchnorm_fp32 flag: master_weights
+        any: loss_scale text: cast_model_outputs whole: num_losses verbosity number: min_loss_scale max_loss_scale""",
+        about="NVIDIA Apex.",
+        why="it belongs to Apex AMP, which is off",
+        enabled=Only((False,), "Apex AMP is not available; use bf16, fp16 or torch_autocast"),
+    ),
+    "compression_training": Feature(
+        "",
+        about="would change the weights.",
+        why="it belongs to compression training, which is off",
+        blocks={
+            "layer_reduction": Feature(
+                "whole: keep_number_layer text: module_name_prefix items: teacher_layer other_module_name",
+                enabled=_COMPRESSION,
+            ),
+            "weight_quantization": _TECHNIQUE,
+            "activation_quantization": _TECHNIQUE,
+            "sparse_pruning": _TECHNIQUE,
+            "row_pruning": _TECHNIQUE,
+            "head_pruning": _TECHNIQUE,
+            "channel_pruning": _TECHNIQUE,
+        },
+    ),
+    "curriculum_learning": Feature(
+        "text: curriculum_type whole: min_difficulty max_difficulty text: schedule_type",
+        about="would cut the sequences.",
+        why="it belongs to curriculum learning, which is off",
+        enabled=off("curriculum learning", "cut the sequences in collate_fn"),
+        blocks={
+            "schedule_config": Feature(
+                "whole: total_curriculum_step difficulty_step number: root_degree items: difficulty max_step",
+                about="How a curriculum's difficulty grows.",
+            )
+        },
+    ),
+    "data_efficiency": Feature(
+        "whole: seed",
+        about="would choose and cut the samples. Its parts act only if it is enabled itself.",
+        why="it belongs to data efficiency, which is off",
+        enabled=off("data efficiency", "choose samples with a sampler of your own DataLoader"),
+        blocks={
+            "data_sampling": Feature(
+                "flag: enabled whole: num_epochs num_workers flag: pin_memory",
+                blocks={
+                    "curriculum_learning": Feature("flag: enabled text: data_cluster_path object: curriculum_metrics"),
+                    "dynamic_batching": Feature(
+                        """flag: enabled text: metrics_path lr_scaling_method whole: min_batch_size max_batch_size
+                        text: sequence_picking_order whole: max_tokens flag: verbose""",
+                    ),
+                },
+            ),
+            "data_routing": Feature(
+                "flag: enabled",
+                blocks={
+                    "random_ltd": Feature(
+                        """flag: enabled whole: total_layer_num random_ltd_layer_num items: random_ltd_layer_id
+                        text: model_mask_name model_type hidden_state_order whole: micro_batch_size
+                        global_batch_size""",
+                        blocks={
+                            "random_ltd_schedule": Feature(
+                                "whole: min_value max_value text: schedule_type",
+                                blocks={"schedule_config": Feature("whole: seq_per_step require_steps")},
+                            ),
+                            "layer_token_lr_schedule": Feature(
+                                "flag: enabled count: total_layer_tokens text: warmup_type count: warmup_layer_tokens",
+                            ),
+                        },
+                    )
+                },
+            ),
+        },
+    ),
+    "elasticity": Feature(
+        """whole: max_train_batch_size items: micro_batch_sizes whole: min_gpus max_gpus min_time number: version
+        flag: prefer_larger_batch ignore_non_elastic_batch_info whole: model_parallel_size num_gpus_per_node""",
+        about="would choose the batch size itself.",
+        why="it belongs to elastic batch sizes, which are off",
+        enabled=off("elastic batch size", "give train_batch_size: it holds at any number of ranks that divides it"),
+    ),
+    "expert_parallel": Feature(
+        """whole: autoep_size expert_tensor_parallel_size flag: validate_folding_routing async_split_plan
+        text: preset_model moe_layer_pattern expert_pattern router_pattern flag: use_grouped_mm
+        disable_triton_grouped_mm route_norm number: route_scale text: score_apply combine_impl row_weighting_impl
+        gate_up_impl comm_backend whole: comm_num_sm comm_qp_margin comm_max_tokens_per_rank num_expert_groups
+        num_limited_groups text: score_func any: top_k number: load_balance_coeff routed_scaling_factor
+        text: expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr flag: has_shared_experts
+        text: shared_experts_pattern shared_experts_gate_pattern expert_activation""",
+        about="automatic expert parallelism.",
+        why="it belongs to expert parallelism, which is off",
+        enabled=off(
+            "expert parallelism", "keep experts as modules: each is a unit of its own, fetched when it is used"
+        ),
+    ),
+    "progressive_layer_drop": Feature(
+        "number: theta gamma",
+        about="would skip layers.",
+        why="it belongs to progressive layer drop, which is off",
+        enabled=off("progressive layer drop", "drop layers in the model's forward"),
+    ),
+    "quantize_training": Feature(
+        "flag: quantize_verbose quantizer_kernel whole: quantize_groups",
+        about="mixture of quantization, which DeepSpeed has removed too.",
+        why="it belongs to mixture of quantization, which is off",
+        enabled=off("mixture of quantization", "quantise the model before, e.g. with torchao: a quantised base trains"),
+        blocks={
+            "quantize_bits": Feature("whole: start_bits target_bits"),
+            "quantize_schedule": Feature("whole: quantize_period schedule_offset"),
+            "fp16_mixed_quantize": _MIXED_QUANTIZE,
+            "quantize_algo": Feature("text: q_type rounding"),
+        },
+    ),
+    "sparse_attention": Feature(
+        """text: mode whole: block flag: different_layout_per_head whole: num_local_blocks num_global_blocks
+        text: attention flag: horizontal_global_attention whole: num_different_global_patterns num_random_blocks
+        items: local_window_blocks global_block_indices global_block_end_indices whole: num_sliding_window_blocks""",
+        about="there is no such kernel here.",
+        why="it belongs to sparse attention, which is off",
+        unless=Unless(
+            'no such block, or mode: "dense"',
+            "sparse attention is not available; remove it, and use flex_attention of torch in the model",
+            "mode",
+            "dense",
+        ),
+    ),
+    "tensor_parallel": Feature(
+        """text: dtype flag: tp_overlap_comm vocab_parallel_lm_head text: vocab_parallel_ce_backend
+        items: injection_policy_tuple object: partition_config text: preset_model flag: keep_module_on_host
+        replace_with_kernel_inject""",
+        why="it belongs to tensor parallelism, which is off",
+        sizes={"autotp_size": 0, "tp_size": 1},
+        blocks={"tp": _TENSOR_PARALLEL_GROUP},
+        aliases={"tensor_parallel": "tp", "kernel_inject": "replace_with_kernel_inject"},
+    ),
+    "weight_quantization": Feature(
+        """flag: enabled whole: num_bits text: q_type whole: q_groups object: quantized_initialization
+        post_init_quant""",
+        about="on in DeepSpeed as soon as the block exists.",
+        why="it belongs to weight quantization, which is off",
+        unless=Unless(
+            "no such block, or enabled: false",
+            "quantized weights are not available; remove it, and give a base that is quantised already",
+            "enabled",
+            False,
+        ),
+    ),
+    "zenflow": Feature(
+        """number: topk_ratio any: select_strategy select_interval update_interval flag: overlap_step offload
+        number: auto_ratio whole: full_warm_up_rounds number: pt_reserved_cores_perc whole: steps_per_epoch""",
+        about="asynchronous optimizer updates, which change the numbers.",
+        why="it belongs to ZenFlow, which is off",
+        unless=Unless(
+            "no zenflow block",
+            "ZenFlow is not available; remove it: the update runs behind the step, and exactly",
+        ),
+    ),
+    # ---- without effect ---------------------------------------------------------------------------
+    "autotuning": Feature(
+        """flag: enabled fast text: results_dir exps_dir flag: overwrite whole: start_profile_step end_profile_step
+        text: metric metric_path tuner_type whole: tuner_early_stopping number: tuner_num_trials object: arg_mappings
+        whole: max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu
+        min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes mp_size text: model_info_path""",
+        about="read by DeepSpeed's launcher, not by an engine.",
+        why="the autotuner reads it, and there is none: the plan chooses sizes from the budgets",
+        blocks={"model_info": Feature("flag: profile count: num_params whole: hidden_size num_layers")},
+    ),
+    "compile": Feature(
+        """flag: enabled disable text: backend object: kwargs flag: deepcompile autoep_non_moe free_activation
+        count: free_activation_threshold flag: offload_activation offload_activation_pin_memory offload_opt_states
+        double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce
+        sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors items: passes""",
+        about="DeepCompile passes.",
+        why="it steers passes of DeepCompile; compile blocks of the model with torch.compile instead",
+    ),
+    "eigenvalue": Feature(
+        """flag: enabled verbose whole: max_iter number: tol stability whole: gas_boundary_resolution text: layer_name
+        whole: layer_num""",
+        about="steers quantization, which is not here.",
+        why="it steers quantization, which is not available",
+    ),
+    "hybrid_engine": Feature(
+        """flag: enabled whole: max_out_tokens inference_tp_size flag: release_inference_cache pin_parameters
+        whole: tp_gather_partition_size flag: enable_cuda_graph""",
+        about="faster generation during training.",
+        why="generation uses the same weights as training, and nothing is injected",
+    ),
+    "inference": Feature(
+        "text: dtype",
+        about="clients read its tensor_parallel.tp_size.",
+        why="training does not read it; zero.init_inference has keys of its own",
+        blocks={"tensor_parallel": _TENSOR_PARALLEL_GROUP},
+    ),
+    "nebula": Feature(
+        """flag: enabled text: persistent_storage_path number: persistent_time_interval
+        whole: num_of_version_in_retention flag: enable_nebula_load text: load_path""",
+        about="Azure's checkpoint service.",
+        why="checkpoints are written by this engine; checkpoint.async_save does so behind training",
+    ),
+    "parallel_write": Feature("flag: pipeline_stage", why="there are no pipeline stages to share the writing"),
+    "pipeline": Feature(
+        """any: stages text: partition flag: seed_layers whole: activation_checkpoint_interval flag: pipe_partitioned
+        grad_partitioned use_reentrant""",
+        about="read by a PipelineModule only.",
+        why="a PipelineModule reads it, and pipelines are not available",
+    ),
+    "timers": Feature("", why="throughput is not timed", blocks={"throughput": Feature("flag: enabled synchronized")}),
+    "writer": Feature(
+        """text: type any: io_buffer_size flag: io_buffer_double number: io_multiplier flag: show_statistics
+        text: data_parallel flag: decoupled""",
+        why="checkpoints are written by this engine, whose buffers follow from the plan",
+    ),
+}
+"""Key of the block -> what it is."""
+
+
+def _declared(feature: Feature) -> Iterator[tuple[str, Any, Any]]:
+    """Key, type and default of everything in a block."""
+    if feature.enabled is not None:
+        yield "enabled", Annotated[Flag, feature.enabled], False
+    for key, default in feature.sizes.items():
+        yield key, Annotated[Number, Only((1, 0), TENSOR_PARALLEL)], default
+    kind: Any = None
+    for word in feature.keys.split():
+        if word.endswith(":"):
+            kind = KINDS[word[:-1]]
+        else:
+            yield word, kind, None
+
+
+_BLOCKS: dict[str, type[Block]] = {}
+
+
+def _made(name: str, feature: Feature, why: str = "") -> type[Block]:
+    """The block, and the blocks inside it. Each has a name in this module, so that configurations can be pickled."""
+    why = feature.why or why
+    fields: dict[str, Any] = {key: (kind, default) for key, kind, default in _declared(feature)}
+    for key, inner in feature.blocks.items():
+        fields[key] = (_made(f"{name}_{key}", inner, why) | None, None)
+    made: Any = create_model(name, __base__=_Refused if feature.unless else Block, __module__=__name__, **fields)
+    made.__doc__, made.why, made.aliases, made.unless = feature.about, why, feature.aliases, feature.unless
+    _BLOCKS[name] = made
+    return made  # type: ignore[no-any-return]
+
+
+for _name, _feature in FEATURES.items():
+    _made(_name, _feature)
+
+
+def __getattr__(name: str) -> Any:
+    """The block of a feature, for whoever declares its key."""
+    try:
+        return _BLOCKS[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
