@@ -16,8 +16,9 @@ from offload.kernels import kernels
 from offload.kernels.square_sums import rows_of
 from offload.planes.copies import write_plane
 from zero.assembly.assembly import Assembly
-from zero.checkpoint.extents import PIECE_NUMEL, Extents
+from zero.checkpoint.dcp_format import PIECE_NUMEL
 from zero.checkpoint.source import Source
+from zero.checkpoint.writer import Extents
 from zero.optim.gradients import UnitGradient
 from zero.params.placement import Placement
 

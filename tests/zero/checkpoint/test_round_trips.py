@@ -13,7 +13,7 @@ from pairwise import cover
 from reference import differences
 
 from offload.files.box_reader import HELD
-from zero.checkpoint.opening import open_folder
+from zero.checkpoint.folder import open_folder
 
 STEPS = 6
 ACTIONS = 9

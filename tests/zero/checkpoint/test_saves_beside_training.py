@@ -22,8 +22,8 @@ from offload.disk.aio import AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.containers import container
 from offload.files.durable import Files
-from zero.checkpoint import load, rank_part
-from zero.checkpoint.folders import Checkpoints
+from zero.checkpoint import load, writer
+from zero.checkpoint.folder import Checkpoints
 from zero.exchange.exchange import Alone
 from zero.optim.pipeline import StepArguments
 
@@ -189,7 +189,7 @@ def test_an_interrupt_of_a_save_leaves_nothing_and_the_next_one_works(
         return aio
 
     with monkeypatch.context() as slow:
-        slow.setattr(rank_part, "open_aio", open_slow)
+        slow.setattr(writer, "open_aio", open_slow)
         with interrupted_when(waiting(engine)):
             engine.save_checkpoint(tmp_path)
     assert descriptors() == before
