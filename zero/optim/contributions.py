@@ -1,14 +1,15 @@
 """One contribution to a unit's gradient, on its way from the buffer autograd filled to its home.
 
-What has a home in memory that the buffer's device can address is put there at once. From a GPU to the host it is
-copied beside the computation, with the block sums made on the device; what has to be added to earlier
-contributions there, and everything that goes to the disk, passes through chunks of the arena on the mover's loop.
+What has a home in memory that the buffer's device can address is put there at once. From a GPU to the host it is copied
+beside the computation, with the block sums made on the device; what has to be added to earlier contributions there, and
+everything that goes to the disk, passes through chunks of the arena on the mover's loop. Gradients are added up in
+fp32, or, where `grad_accum_dtype` says so, in their own 16 bits: then each sum is made in fp32 and rounded.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,13 +25,12 @@ from offload.planes.copies import device_chunk_bytes
 from offload.planes.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL
 from offload.streams import Fence
-from zero.optim import accumulate as sums_of
 from zero.params.layout import Slot, Unit
 from zero.plan.pools import WIDE_CHUNK_NUMEL, WIDE_CHUNKS
 from zero.store.storage import Storage
 
 CHUNK_NUMEL = 256 * 1024
-"""A multiple of the block."""
+"""Dealt with at a time; a multiple of the block."""
 CHUNKS_IN_FLIGHT = 4
 """One is copied while another is added up, and the disk has two more to read and write."""
 
@@ -209,7 +209,7 @@ class ContributionStore:
         for slot, again in zip(item.arrived, item.again, strict=True):
             begin, end = max(slot.offset_numel, lo) - lo, min(slot.end_numel, hi) - lo
             if begin < end and again:
-                sums_of.add(stored[begin:end], source[begin:end], self._threads)
+                add_up(stored[begin:end], source[begin:end], self._threads)
             elif begin < end:
                 kernels.cast(stored[begin:end], source[begin:end], threads=self._threads)
         kernels.block_sumsq(stored, into, threads=self._threads)
@@ -246,7 +246,7 @@ class ContributionStore:
         if not rounds and self.can_address(memory, sources[0]) and memory is not None:
             into = sums if self._streams.shared else torch.empty_like(sums, device=memory.device)
             stored = memory.view(dtype)
-            sums_of.reduce_into(stored, sources, scale, into, self._threads, first=first)
+            reduce_into(stored, sources, scale, into, self._threads, first=first)
             if into is not sums:
                 await self._streams.reached(self._streams.copy_out(sums, into, self._streams.fence()))
             return
@@ -290,7 +290,7 @@ class ContributionStore:
                 sources = [copied]
             into, stored = rows_of(sums, lo, lo + numel), raw.view(dtype)
             await self._streams.compute_on_host(
-                partial(sums_of.reduce_into, stored, sources, scale, into, self._threads, first=first)
+                partial(reduce_into, stored, sources, scale, into, self._threads, first=first)
             )
             if memory is None:
                 await self._write(plane, begin, end, raw)
@@ -313,6 +313,40 @@ class ContributionStore:
                 await wide.write(lo, hi, block.data[: (hi - lo) * 4])
             finally:
                 block.release()
+
+
+def add_up(stored: torch.Tensor, source: torch.Tensor, threads: int) -> None:
+    """Add (N,) elements; a 16-bit sum is made in fp32 and rounded once."""
+    if stored.dtype == torch.float32:
+        kernels.accumulate(stored, source, threads=threads)
+        return
+    wide = torch.empty(min(stored.numel(), CHUNK_NUMEL), dtype=torch.float32, device=stored.device)
+    for kept, part in zip(torch.split(stored, CHUNK_NUMEL), torch.split(source, CHUNK_NUMEL), strict=True):
+        total = wide[: kept.numel()]
+        kernels.accumulate(total, part, kept, threads=threads)
+        kernels.cast(kept, total, threads=threads)
+
+
+def reduce_into(
+    stored: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    scale: float,
+    into: torch.Tensor,
+    threads: int,
+    *,
+    first: bool,
+) -> None:
+    """Store `scale` times the sum of `sources`, or add it unless `first`; as `kernels.reduce_ranks`."""
+    if first or stored.dtype == torch.float32:
+        kernels.reduce_ranks(stored, sources, scale=scale, add=not first, into=into, threads=threads)
+        return
+    wide = torch.empty(min(stored.numel(), CHUNK_NUMEL), dtype=torch.float32, device=stored.device)
+    for lo in range(0, stored.numel(), CHUNK_NUMEL):
+        kept = stored[lo : lo + CHUNK_NUMEL]
+        total = wide[: kept.numel()]
+        kernels.reduce_ranks(total, [part[lo : lo + CHUNK_NUMEL] for part in sources], scale=scale, threads=threads)
+        add_up(kept, total, threads)
+    kernels.block_sumsq(stored, into, threads=threads)
 
 
 def _rounded_sum(into: torch.Tensor, sources: list[torch.Tensor], scale: float, dtype: torch.dtype) -> torch.Tensor:

@@ -1,19 +1,19 @@
 """The update of one sub-group: read, apply, write.
 
-[Note: what an update touches] A sub-group is a run of a space. Its state record (remainder and
-state planes, adjacent) is one sequential range of the record plane; its weights and gradients are
-ranges of theirs. Whatever lives in memory the kernel can address is updated where it is; the rest
-passes through one leased block of the arena. Results do not depend on the cutting.
+[Note: what an update touches] A sub-group is a run of a space. Its state record (remainder and state planes, adjacent)
+is one sequential range of the record plane; its weights and gradients are ranges of theirs. Whatever lives in memory
+the kernel can address is updated where it is; the rest passes through one leased block of the arena. Results do not
+depend on the cutting.
 
-[Note: delivery] Whoever waits for a unit's new weights gives the memory they are wanted in. Where the
-kernel can address it, the old weights are read into it and updated there: one read serves the update
-and the forward. Elsewhere they are copied there once updated.
+[Note: delivery] Whoever waits for a unit's new weights gives the memory they are wanted in. Where the kernel can
+address it, the old weights are read into it and updated there: one read serves the update and the forward. Elsewhere
+they are copied there once updated.
 
-[Note: order of writes] Weights are written at once: the memory they are in is wanted for other units. Records may
-wait; see zero/optim/lent_gradients.py.
+[Note: order of writes] Weights are written at once: the memory they are in is wanted for other units. Records may wait;
+see zero/optim/lent_gradients.py.
 
-[Note: failure] A sub-group whose read fails is untouched and stays due. One whose write fails has
-been updated: the planes keep its bytes until a later write succeeds, so memory still holds the truth.
+[Note: failure] A sub-group whose read fails is untouched and stays due. One whose write fails has been updated: the
+planes keep its bytes until a later write succeeds, so memory still holds the truth.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from offload.planes.planes import settle_all
 from offload.streams import Fence
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
-from zero.optim.lent_gradients import SpareGradients
+from zero.optim.lent_gradients import Places, SpareGradients
 from zero.optim.rules import Rule, Run
-from zero.optim.update_slots import Places
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.store.staging import Staged, Staging
 from zero.store.storage import Storage
