@@ -49,8 +49,9 @@ from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.params.placement import Placement
 from zero.params.units import Leaf
 from zero.plan.record import Record
+from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
-from zero.store.stored_values import StagedGroup, stage_group
+from zero.store.stored_values import stage_group
 
 BLOCKS = 8
 """Runs in memory at once."""
@@ -176,9 +177,8 @@ class Extents:
 
     def _trained(self, groups: Sequence[SubGroup]) -> Iterator[tuple[SubGroup, list[Part]]]:
         for group in groups:
-            space = self._layout.spaces[group.space]
             parts: list[Part] = []
-            for unit in space.overlapping(group.begin, group.end):
+            for unit in self._layout.units_in(group):
                 for slot in unit.slots:
                     parts += self._parts(unit, slot, group.begin, group.end)
             yield group, parts
@@ -348,10 +348,10 @@ class ExtentWriter:
             return partial(copy_alone, target, await self._stored(plane, part.unit, lo, hi))
         begin, values = staged.group.begin, target.view(part.dtype)
         if part.kind == STATE:
-            return partial(_fill_state, staged.record, part.state, lo - begin, hi - begin, values)
+            return partial(_fill_state, staged.record(), part.state, lo - begin, hi - begin, values)
         weight = staged.weights[part.unit.index]
         stored = weight.bytes.view(part.unit.dtype)[lo - weight.begin : hi - weight.begin]
-        return partial(_fill_master, stored, staged.record.remainder, lo - begin, values)
+        return partial(_fill_master, stored, staged.record().remainder, lo - begin, values)
 
     async def _stored(self, plane: Plane, unit: Unit, lo: int, hi: int) -> torch.Tensor:
         """What a plane holds, as it is."""

@@ -27,6 +27,8 @@ LENT_SHARE = 2 / 3
 """Of the memory of gradients, from the front: what is written at the end of forward has left it in time for them."""
 
 Range = tuple[int, int]
+WRITES_IN_FLIGHT = 2
+"""Records written at once where others can wait: enough to keep a disk busy, and reads come first."""
 
 
 class SpareRanges:
@@ -109,7 +111,7 @@ class SpareGradients:
         if pool is None:
             return
         for unit in units:
-            begin, end = self._range(pool, unit, max(unit.begin, group.begin), min(unit.end, group.end))
+            begin, end = self._range(pool, unit, *group.part_of(unit))
             if begin < end:
                 self._holds.add(unit.index)
                 pool.ranges.give(begin, end)
@@ -157,10 +159,6 @@ def _without(spans: Iterable[Range], holes: Iterable[Range]) -> Iterable[Range]:
                 break
         if begin < end:
             yield (begin, end)
-
-
-WRITES_IN_FLIGHT = 2
-"""Records written at once where others can wait: enough to keep a disk busy, and reads come first."""
 
 
 class Places:

@@ -40,6 +40,12 @@ from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline, Told
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
 
+logger = logging.getLogger("zero")
+
+STEPS_WATCHED = 20
+VOID_SHARE_MAX = 0.1
+"""Above this share of void steps the work is wasted too often."""
+
 
 @dataclass(slots=True, eq=False)
 class Running:
@@ -83,7 +89,7 @@ class DueUpdates:
         self._layout = layout
         self._groups: dict[int, list[SubGroup]] = {unit.index: [] for unit in layout.units}
         for group in storage.plan.sub_groups:
-            for unit in layout.spaces[group.space].overlapping(group.begin, group.end):
+            for unit in layout.units_in(group):
                 self._groups[unit.index].append(group)
 
     # ---- any thread ---------------------------------------------------------------------------
@@ -245,7 +251,7 @@ class DueUpdates:
     def _at_home(self, groups: Iterable[SubGroup]) -> None:
         for group in list(groups):
             self._unstored.discard(group)
-            for unit in self._layout.spaces[group.space].overlapping(group.begin, group.end):
+            for unit in self._layout.units_in(group):
                 if self.at_home(unit.index):
                     self.stored(unit.index)
 
@@ -271,7 +277,7 @@ class DueUpdates:
             running = self._running[group]
             await asyncio.shield(running.applied)
             await self._settle([group])  # until then the disk holds the old weights
-        await self._read(unit, max(unit.begin, group.begin), min(unit.end, group.end), delivery)
+        await self._read(unit, *group.part_of(unit), delivery)
 
     async def _read(self, unit: Unit, begin: int, end: int, delivery: Delivery) -> None:
         storage, width = self._storage, unit.dtype.itemsize
@@ -323,13 +329,6 @@ class DueUpdates:
             if not running.returned.done():
                 running.returned.set_result(None)
             del self._running[group]
-
-
-logger = logging.getLogger("zero")
-
-STEPS_WATCHED = 20
-VOID_SHARE_MAX = 0.1
-"""Above this share of void steps the work is wasted too often."""
 
 
 @dataclass(slots=True, eq=False)
