@@ -36,6 +36,13 @@ PIECE_NUMEL = 2 << 20
 """Elements of a box at most."""
 RUN_BYTES = (16 << 20) + (64 << 10)
 """Of a write at most, and of a read."""
+FORMAT: Literal["zero-infinity checkpoint"] = "zero-infinity checkpoint"
+SHARED = "../.frozen/"
+"""Before a digest and the name of a file: weights that several checkpoints share."""
+CHECKSUM = "crc32c"
+"""Key of the checksum over all other keys."""
+VERSION = 1
+"""Raised when an older reader would misread what a newer one writes."""
 
 
 def state_name(name: str, kind: str) -> str:
@@ -234,15 +241,6 @@ def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
             dtype = str(told.properties.dtype).removeprefix("torch.")
             note(dcp.MetadataIndex(name, chunk.offsets), dtype, told.size, chunk.sizes)
     return found
-
-
-FORMAT: Literal["zero-infinity checkpoint"] = "zero-infinity checkpoint"
-SHARED = "../.frozen/"
-"""Before a digest and the name of a file: weights that several checkpoints share."""
-CHECKSUM = "crc32c"
-"""Key of the checksum over all other keys."""
-VERSION = 1
-"""Raised when an older reader would misread what a newer one writes."""
 
 
 class FileEntry(BaseModel):

@@ -30,6 +30,26 @@ from zero.checkpoint.deepspeed_files import (
 )
 from zero.checkpoint.source import Opened, Saved
 
+EXTRA = "_extra_state"
+"""How modules call what they add to a state dict and what is no parameter."""
+Shapes = Mapping[str, torch.Size]
+OWN_KEYS = frozenset(
+    [
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+        *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
+        *("global_samples", "dp_world_size", "mp_world_size", "num_experts", "checkpoint_parallel_dimensions"),
+        *("ds_config", "ds_version", "universal_checkpoint_info"),
+    ]
+)
+"""Keys of model_states that are DeepSpeed's; the others are the user's client state."""
+SWITCHES = frozenset(
+    [
+        *("step", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+        *("decoupled_weight_decay", "bias_correction"),
+    ]
+)
+"""Keys of param groups that choose between implementations, or are no option."""
+
 
 class Values(Protocol):
     """The elements of one tensor, in row-major order."""
@@ -121,9 +141,6 @@ class SpreadSource:
 
 Found = dict[str, tuple[torch.Size, Values]]
 """Name of our logical form -> shape and values."""
-EXTRA = "_extra_state"
-"""How modules call what they add to a state dict and what is no parameter."""
-Shapes = Mapping[str, torch.Size]
 
 
 def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Contents) -> Found:
@@ -258,24 +275,6 @@ def _fragment(model: TorchFile, name: str, numel: int) -> Region:
 def whole(file: TorchFile, tensor: torch.Tensor) -> Spread:
     """A tensor that lies in one file as it is."""
     return Spread([file.region(tensor)], max(tensor.numel(), 1), tensor.dtype)
-
-
-OWN_KEYS = frozenset(
-    [
-        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
-        *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
-        *("global_samples", "dp_world_size", "mp_world_size", "num_experts", "checkpoint_parallel_dimensions"),
-        *("ds_config", "ds_version", "universal_checkpoint_info"),
-    ]
-)
-"""Keys of model_states that are DeepSpeed's; the others are the user's client state."""
-SWITCHES = frozenset(
-    [
-        *("step", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
-        *("decoupled_weight_decay", "bias_correction"),
-    ]
-)
-"""Keys of param groups that choose between implementations, or are no option."""
 
 
 def open_deepspeed_folder(path: Path | str) -> Opened:

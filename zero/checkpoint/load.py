@@ -25,7 +25,7 @@ from zero.checkpoint.folder import folder_named, open_checkpoint
 from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.saving import SavesCheckpoints
 from zero.checkpoint.source import Opened, Saved, Source
-from zero.checkpoint.together import Together
+from zero.exchange.together import Together
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
 from zero.snapshots.small_state import check_groups, restore_counters, restore_groups, restore_rank

@@ -29,9 +29,9 @@ from zero.checkpoint.dcp_format import (
 )
 from zero.checkpoint.folder import Checkpoints, Partial
 from zero.checkpoint.frozen import SharedFrozen
-from zero.checkpoint.together import Together
 from zero.checkpoint.writer import Extents, RankPart, data_file, failure_file, list_file, read_list
 from zero.exchange.exchange import Exchange
+from zero.exchange.together import Together
 
 logger = logging.getLogger("zero")
 

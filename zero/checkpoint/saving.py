@@ -32,8 +32,8 @@ from zero.checkpoint.frozen import (
 )
 from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.source import CLIENT, RANK, STATE
-from zero.checkpoint.together import Together
 from zero.checkpoint.writer import Extents, plan_extents
+from zero.exchange.together import Together
 from zero.optim.loss_scale import LossScaler
 from zero.params.buffers import persistent_buffers
 from zero.snapshots.small_state import client_part, common_state, rank_state

@@ -17,12 +17,17 @@ import torch
 from offload.errors import ConfigError
 from offload.files.safetensors_writer import PICKLED, SUFFIX, Tensor, WeightsDraft, WeightsWriter, around, in_file_order
 from offload.sizes import format_bytes
-from zero.checkpoint.plane_reader import Relay
 from zero.config.numbers import parse_bytes
+from zero.exchange.together import Relay
 
 MAX_SHARD_SIZE = "5GB"
 SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"
 """What transformers calls the file of a model, or its index."""
+
+logger = logging.getLogger("zero")
+
+Values = Callable[[Tensor], Iterator[torch.Tensor]]
+"""What is to be written for a tensor, piece by piece, each good until the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +115,6 @@ def checked_name(filename: str) -> str:
     if not path.name or path.name != filename:
         raise ConfigError(f"save_filename: expected a name without folders such as {SAFE}, got {filename!r}")
     return filename if path.suffix in (SUFFIX, *PICKLED) else filename + SUFFIX
-
-
-logger = logging.getLogger("zero")
-
-Values = Callable[[Tensor], Iterator[torch.Tensor]]
-"""What is to be written for a tensor, piece by piece, each good until the next."""
 
 
 def write_files(folder: Path, filename: str, shards: list[Shard], values: Values) -> None:

@@ -9,7 +9,8 @@ fp32, or, where `grad_accum_dtype` says so, in their own 16 bits: then each sum 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -155,19 +156,14 @@ class ContributionStore:
         await _each(sorted(item.left), lambda lo: self._store_part(item, lo, min(lo + numel, item.unit.numel)))
 
     async def _store_part(self, item: Contribution, lo: int, hi: int) -> None:
-        unit, plane, streams = item.unit, item.plane, self._streams
-        home = plane.memory(unit.begin + lo, unit.begin + hi)
-        stored_bytes = 0 if home is not None else (hi - lo) * item.dtype.itemsize
+        unit, streams = item.unit, self._streams
         passes = not (streams.shared or item.summed)
-        source_bytes = (hi - lo) * unit.dtype.itemsize if passes else 0
-        chunk = await self._storage.arena.lease_when_free(stored_bytes + source_bytes, "gradient chunk")
-        try:
-            raw = chunk.data[:stored_bytes] if home is None else home
-            if home is None and not item.first:
-                await plane.read(unit.begin + lo, unit.begin + hi, raw)
+        passing_bytes = (hi - lo) * unit.dtype.itemsize if passes else 0
+        run = unit.begin + lo, unit.begin + hi
+        async with self._chunk(item.plane, run, passing_bytes, first=item.first) as (raw, passing):
             source = item.buffer[lo:hi]
             if not streams.shared:
-                copied = chunk.data[stored_bytes:].view(unit.dtype) if passes else raw.view(unit.dtype)
+                copied = passing.view(unit.dtype) if passes else raw.view(unit.dtype)
                 await streams.reached(streams.copy_out(copied, source, item.fence))
                 source = copied
             if not item.summed:
@@ -176,8 +172,30 @@ class ContributionStore:
                 )
             if item.left is not None:
                 item.left.discard(lo)
-            if home is None:
-                await self._write(plane, unit.begin + lo, unit.begin + hi, raw)
+
+    @asynccontextmanager
+    async def _chunk(
+        self, plane: Plane, run: tuple[int, int], passing_bytes: int, *, first: bool
+    ) -> AsyncIterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(what the plane holds at [begin, end), memory for `passing_bytes`); it is stored when the context ends well.
+
+        Raises:
+            StorageError: it could not be read: nothing has changed; or written: the plane keeps a copy.
+        """
+        memory = plane.memory(*run)
+        stored_bytes = 0 if memory is not None else plane.nbytes(*run)
+        chunk = await self._storage.arena.lease_when_free(stored_bytes + passing_bytes, "gradient chunk")
+        try:
+            raw = chunk.data[:stored_bytes] if memory is None else memory
+            if memory is None and not first:
+                await plane.read(*run, raw)
+            yield raw, chunk.data[stored_bytes : stored_bytes + passing_bytes]
+            if memory is None:
+                try:
+                    await plane.write(*run, raw)
+                except StorageError:
+                    plane.strand(*run, aligned_copy(raw))
+                    raise
         finally:
             chunk.release()
 
@@ -187,14 +205,6 @@ class ContributionStore:
             return CHUNK_NUMEL
         nbytes = device_chunk_bytes(self._storage.plan.arena_bytes)
         return max(nbytes // width_bytes // BLOCK_NUMEL, 1) * BLOCK_NUMEL
-
-    async def _write(self, plane: Plane, begin: int, end: int, raw: torch.Tensor) -> None:
-        """Write what is complete in memory. Raises StorageError: the plane keeps a copy."""
-        try:
-            await plane.write(begin, end, raw)
-        except StorageError:
-            plane.strand(begin, end, aligned_copy(raw), _nothing)
-            raise
 
     def _store_run(
         self, item: Contribution, stored: torch.Tensor, source: torch.Tensor, lo: int, sums: torch.Tensor
@@ -275,27 +285,17 @@ class ContributionStore:
     ) -> None:
         plane, dtype = home
         numel = sources[0].numel()
-        begin, end = unit.begin + lo, unit.begin + lo + numel
-        memory = plane.memory(begin, end)
-        stored_bytes = 0 if memory is not None else numel * dtype.itemsize
         passing_bytes = 0 if self._streams.shared else numel * sources[0].element_size()
-        chunk = await self._storage.arena.lease_when_free(stored_bytes + passing_bytes, "gradient chunk")
-        try:
-            raw = chunk.data[:stored_bytes] if memory is None else memory
-            if memory is None and not first:
-                await plane.read(begin, end, raw)
+        run = unit.begin + lo, unit.begin + lo + numel
+        async with self._chunk(plane, run, passing_bytes, first=first) as (raw, passing):
             if passing_bytes:
-                copied = chunk.data[stored_bytes : stored_bytes + passing_bytes].view(sources[0].dtype)
+                copied = passing.view(sources[0].dtype)
                 await self._streams.reached(self._streams.copy_out(copied, sources[0], self._streams.fence()))
                 sources = [copied]
             into, stored = rows_of(sums, lo, lo + numel), raw.view(dtype)
             await self._streams.compute_on_host(
                 partial(reduce_into, stored, sources, scale, into, self._threads, first=first)
             )
-            if memory is None:
-                await self._write(plane, begin, end, raw)
-        finally:
-            chunk.release()
 
     async def widen(self, unit: Unit, narrow: Plane, dtype: torch.dtype, wide: Plane) -> None:
         """Copy a 16-bit gradient to its fp32 home. Raises StorageError."""
@@ -383,7 +383,3 @@ async def _each(chunks: Iterable[int], deal: Callable[[int], Awaitable[None]]) -
     await settle_all([some() for _ in range(CHUNKS_IN_FLIGHT)])
     if errors:
         raise errors[0]
-
-
-def _nothing() -> None:
-    """A stranded copy of its own needs nobody to be told."""

@@ -280,6 +280,24 @@ class Gradients:
         """
         raise StateError(f"gradient of unit {index}: nothing waits to be reduced with one rank")
 
+    def read_stored(self, state: UnitGradient, begin: int, end: int) -> torch.Tensor:
+        """A copy on the host of what the plane holds at coordinates [begin, end) of a unit. Raises StorageError."""
+        lo, hi = begin // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(end, BLOCK_NUMEL), state.unit.end)
+        memory = state.plane.memory(lo, hi)
+        if memory is None:
+            memory = torch.empty(state.plane.nbytes(lo, hi), dtype=torch.uint8, device="cpu")
+            job = read_plane(state.plane, lo, hi, memory, self._storage.arena)
+            self._storage.mover.run(f"reading the gradient of {state.unit.name}", job)
+        return memory.view(state.dtype)[begin - lo : end - lo].to("cpu", copy=True)
+
+    def write_stored(self, state: UnitGradient, begin: int, values: torch.Tensor) -> None:
+        """Let the plane hold `values` (of its dtype, whole blocks) from coordinate `begin` on. Raises StorageError."""
+        unit, end = state.unit, begin + values.numel()
+        kernels.block_sumsq(values, into=rows_of(state.sums, begin - unit.begin, end - unit.begin))
+        job = write_plane(state.plane, begin, end, values.view(torch.uint8), self._storage.arena)
+        self._storage.mover.run(f"storing the gradient of {unit.name}", job)
+        state.summed = True
+
     def make_wide(self, state: UnitGradient) -> None:
         """Give a unit that holds nothing yet an fp32 home. Raises BudgetError: there is no room for one."""
         if state.dtype != torch.float32:
@@ -420,8 +438,7 @@ class GradientCarrier:
     """
 
     def __init__(self, given: tuple[Gradients, Storage], taking: tuple[Gradients, Storage]) -> None:
-        self._given, self._from = given
-        self._taking, self._to = taking
+        self._given, self._taking = given[0], taking[0]
 
     def run(self, new_index_of: dict[int, int]) -> None:
         """Move every gradient that has a place on the other side.
@@ -456,22 +473,14 @@ class GradientCarrier:
                     first, last = max(lo - origin, common.start), min(hi - origin, common.stop)
                     if first < last:
                         chunk[first + origin - lo : last + origin - lo].copy_(self._read(place, first, last))
-            kernels.block_sumsq(chunk, into=rows_of(state.sums, lo, hi))
-            job = write_plane(state.plane, unit.begin + lo, unit.begin + hi, chunk.view(torch.uint8), self._to.arena)
-            self._to.mover.run(f"storing the gradient of {unit.name}", job)
+            self._taking.write_stored(state, unit.begin + lo, chunk)
         state.contributions = [max((place[2] for place in places), default=0) for places in held]
-        state.summed = True
 
     def _read(self, place: Place, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of one parameter's gradient, all of which the place has."""
         state, slot, _ = place
-        lo, hi = slot.offset_numel - slot.first_numel + begin, slot.offset_numel - slot.first_numel + end
-        first, last = lo // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(hi, BLOCK_NUMEL), state.unit.numel)
-        out = torch.empty((last - first) * state.dtype.itemsize, dtype=torch.uint8)
-        origin = state.unit.begin
-        job = read_plane(state.plane, origin + first, origin + last, out, self._from.arena)
-        self._from.mover.run(f"reading the gradient of {state.unit.name}", job)
-        return out.view(state.dtype)[lo - first : hi - first]
+        first = state.unit.begin + slot.offset_numel - slot.first_numel
+        return self._given.read_stored(state, first + begin, first + end)
 
 
 def _common(one: Slot, other: Slot) -> range:

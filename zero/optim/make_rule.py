@@ -25,6 +25,14 @@ from zero.optim.rules import NOT_OF_THE_CLASS, AdamRule, Initial, Rule, Scalar, 
 
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 """Options of torch's Adam with which it is what our kernel computes."""
+SHAPE, HALF, STEPS = (8, 16), 64, 12
+"""Steps: enough for what begins later, such as RAdam's adaptive rate, or slow weights every sixth step."""
+TRIAL_LR = 1e-2
+EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
+ALTERNATIVE = (
+    'set optimizer.type in the config to an element-wise one ("AdamW", "Lion", "Adagrad", "SGD", or one of torch.optim '
+    "such as RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD), or pass such an optimizer"
+)
 
 
 def trained_from(
@@ -146,16 +154,6 @@ def _owned(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any
 
 def _trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p.requires_grad]
-
-
-SHAPE, HALF, STEPS = (8, 16), 64, 12
-"""Steps: enough for what begins later, such as RAdam's adaptive rate, or slow weights every sixth step."""
-TRIAL_LR = 1e-2
-EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
-ALTERNATIVE = (
-    'set optimizer.type in the config to an element-wise one ("AdamW", "Lion", "Adagrad", "SGD", or one of torch.optim '
-    "such as RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD), or pass such an optimizer"
-)
 
 
 @dataclass

@@ -31,6 +31,19 @@ from offload.errors import ConfigError
 from offload.kernels import kernels, masters
 from zero.plan.record import ADAM_STATES, States
 
+TILE_NUMEL = 32768
+"""torch computes so many elements on one thread, without asking others; and they stay in the cache between operations.
+"""
+TILE_NUMEL_GPU = 1 << 22
+HOOKS = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+)
+NOT_OF_THE_CLASS = {"state", "param_groups", "step", *HOOKS}
+"""Attributes of an optimizer that are made anew: a scheduler has wrapped `step`, and hooks are of whole steps."""
+PER_TENSOR = {"foreach": False, "fused": None, "capturable": False}
+"""They would compute the same in another way; on one flat tile, outside any graph, there is nothing to win."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
@@ -134,8 +147,7 @@ class Rule(Protocol):
         """Update the elements in place; depends on nothing but the arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdamValues:
+class AdamValues(NamedTuple):
     """Hyper-parameters of one parameter in one step; Python doubles."""
 
     step_size: float
@@ -199,24 +211,10 @@ class AdamRule:
             run.master,
             run.states.moments,
             run.gradient,
-            [_segment(begin, end, values) for begin, end, values in run.segments],
+            [kernels.Segment(begin, end, **values._asdict()) for begin, end, values in run.segments],
             grad_scale=grad_scale,
             threads=threads,
         )
-
-
-def _segment(begin: int, end: int, values: AdamValues) -> kernels.Segment:
-    return kernels.Segment(
-        begin=begin,
-        end=end,
-        step_size=values.step_size,
-        bias2_sqrt=values.bias2_sqrt,
-        decay=values.decay,
-        l2=values.l2,
-        beta1=values.beta1,
-        beta2=values.beta2,
-        eps=values.eps,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,20 +226,6 @@ class Trained:
     rule: Rule
     given: torch.optim.Optimizer | None = None
     """What they were taken from, if it was an object."""
-
-
-TILE_NUMEL = 32768
-"""torch computes so many elements on one thread, without asking others; and they stay in the cache between operations.
-"""
-TILE_NUMEL_GPU = 1 << 22
-HOOKS = (
-    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
-)
-NOT_OF_THE_CLASS = {"state", "param_groups", "step", *HOOKS}
-"""Attributes of an optimizer that are made anew: a scheduler has wrapped `step`, and hooks are of whole steps."""
-PER_TENSOR = {"foreach": False, "fused": None, "capturable": False}
-"""They would compute the same in another way; on one flat tile, outside any graph, there is nothing to win."""
 
 
 @dataclass(frozen=True, slots=True)

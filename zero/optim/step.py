@@ -24,9 +24,7 @@ from typing import Any
 import torch
 
 from offload.errors import StateError, StorageError, tell, was_told
-from offload.kernels import kernels
 from offload.kernels.square_sums import PACKED_BYTES, SquareSum, nonfinite_of
-from offload.planes.copies import read_plane
 from offload.sizes import BLOCK_NUMEL
 from zero.exchange.exchange import Exchange
 from zero.optim.gradients import Gradients, UnitGradient
@@ -36,6 +34,14 @@ from zero.optim.pending_updates import DueUpdates, UpdatesInBackward
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.storage import Storage
+
+logger = logging.getLogger("zero")
+
+HEAD = struct.Struct(f"<q{PACKED_BYTES}s")
+"""Number of the step, sum of squares."""
+NAMES_MAX = 3
+"""More would not help: what comes later in backward is made of what came before."""
+NAMES_SHOWN = 8
 
 
 def clip_coefficient(norm: float, norm_max: float) -> float:
@@ -52,10 +58,6 @@ def clip_coefficient(norm: float, norm_max: float) -> float:
     coefficient = norm_max / (norm + 1e-6)
     # A NaN norm must reach the weights, as it does with torch, and not be hidden by min().
     return coefficient if coefficient < 1.0 or coefficient != coefficient else 1.0
-
-
-HEAD = struct.Struct(f"<q{PACKED_BYTES}s")
-"""Number of the step, sum of squares."""
 
 
 def agree_on_step(
@@ -87,13 +89,7 @@ def agree_on_step(
     return total.norm(), union
 
 
-NAMES_MAX = 3
-"""More would not help: what comes later in backward is made of what came before."""
-
-
-def agree_on_nonfinite(
-    exchange: Exchange, gradients: Gradients, storage: Storage, *, loss_is_finite: bool
-) -> tuple[list[str], bool]:
+def agree_on_nonfinite(exchange: Exchange, gradients: Gradients, *, loss_is_finite: bool) -> tuple[list[str], bool]:
     """Names of the first parameters whose gradient is inf or NaN on any rank; and was every loss finite?
 
     All ranks come here. First is what backward has reached first.
@@ -101,7 +97,6 @@ def agree_on_nonfinite(
     Args:
         exchange: with the other ranks.
         gradients: at rest, before they are cleared.
-        storage: of the gradients.
         loss_is_finite: of this rank, as far as it knows.
 
     Raises:
@@ -109,7 +104,7 @@ def agree_on_nonfinite(
     """
     mine: list[tuple[int, str]] = []
     for position, state, slot in _in_order(gradients):
-        if _is_nonfinite(state, slot, storage):
+        if _is_nonfinite(gradients, state, slot):
             mine.append((position, slot.name))
             if len(mine) == NAMES_MAX:
                 break
@@ -132,7 +127,7 @@ def _in_order(gradients: Gradients) -> Iterator[tuple[int, UnitGradient, Slot]]:
             yield position, states[index], states[index].unit.slots[slot]
 
 
-def _is_nonfinite(state: UnitGradient, slot: Slot, storage: Storage) -> bool:
+def _is_nonfinite(gradients: Gradients, state: UnitGradient, slot: Slot) -> bool:
     """Does the part of a gradient that this rank keeps hold inf or NaN?"""
     unit = state.unit
     begin, end = (place - unit.begin for place in unit.within(slot))
@@ -142,29 +137,11 @@ def _is_nonfinite(state: UnitGradient, slot: Slot, storage: Storage) -> bool:
         first, last = block * BLOCK_NUMEL, min((block + 1) * BLOCK_NUMEL, unit.shard_numel)
         if begin <= first and last <= end:
             return True
-        values = _values(state, storage, first, last)  # shared with a neighbour
+        values = gradients.read_stored(state, unit.begin + first, unit.begin + last)  # shared with a neighbour
         part = values[max(begin - first, 0) : min(end, last) - first]
         if not bool(torch.isfinite(part).all()):
             return True
     return False
-
-
-def _values(state: UnitGradient, storage: Storage, first: int, last: int) -> torch.Tensor:
-    """Elements [first, last) of this rank's slice, on the host."""
-    lo, hi = state.unit.begin + first, state.unit.begin + last
-    memory = state.plane.memory(lo, hi)
-    if memory is None:
-        memory = torch.empty(state.plane.nbytes(lo, hi), dtype=torch.uint8, device="cpu")
-        job = read_plane(state.plane, lo, hi, memory, storage.arena)
-        storage.mover.run(f"reading the gradient of {state.unit.name}", job)
-    values = torch.empty(last - first, dtype=torch.float32, device=memory.device)
-    kernels.cast(values, memory.view(state.dtype))
-    return values.cpu()
-
-
-logger = logging.getLogger("zero")
-
-NAMES_SHOWN = 8
 
 
 class UnusedParameters(StateError, AssertionError):
@@ -253,9 +230,7 @@ class Stepper:
     def _skip(self, number: int) -> None:
         """Decide that the step is none, on all ranks."""
         scaler = self._scaler
-        names, finite = agree_on_nonfinite(
-            self._exchange, self._gradients, self._storage, loss_is_finite=self.loss_is_finite
-        )
+        names, finite = agree_on_nonfinite(self._exchange, self._gradients, loss_is_finite=self.loss_is_finite)
         found = f"{'the loss and ' * (not finite)}the gradients of {', '.join(names)} (first in backward)"
         if self._ahead is not None:
             self._ahead.void_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from offload.files.durable import Files
 from zero.checkpoint import load, writer
 from zero.checkpoint.folder import Checkpoints
 from zero.exchange.exchange import Alone
+from zero.exchange.together import FAILED
 from zero.optim.pipeline import StepArguments
 
 Open = Callable[..., Any]
@@ -332,7 +334,8 @@ class FailingElsewhere(Alone):
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         self.asked.append(what)
-        return [payload, b"StorageError: full" if what == self._what else payload]
+        failed = FAILED + json.dumps([None, "StorageError: full", None]).encode()
+        return [payload, failed if what == self._what else payload]
 
 
 def test_a_client_state_that_cannot_be_pickled_is_an_error_that_all_ranks_hear_of(
