@@ -21,7 +21,7 @@ from offload.kernels import kernels
 from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
 from zero.checkpoint.folder import folder_named, open_folder
 from zero.checkpoint.source import Saved, Source
-from zero.checkpoint.weights_files import MAX_SHARD_SIZE, PICKLE, SAFE, Shard, checked_name, plan_shards, write_files
+from zero.checkpoint.weights_files import MAX_SHARD_SIZE, PICKLE, SAFE, Shard, checked_name, plan_shards, write_together
 from zero.params.opaque import opaque_names
 from zero.params.released import is_kept
 
@@ -132,7 +132,7 @@ def export(
     filename = checked_name(filename)
     shards = plan_shards(weights.tensors, filename, max_shard_size)
     weights.expect(tensor for shard in shards for tensor in shard.tensors)
-    write_files(out_dir, filename, shards, weights.read)
+    write_together(None, out_dir, filename, shards, weights.read)
     return shards
 
 

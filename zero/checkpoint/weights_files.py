@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -117,65 +118,56 @@ def checked_name(filename: str) -> str:
     return filename if path.suffix in (SUFFIX, *PICKLED) else filename + SUFFIX
 
 
-def write_files(folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
+def write_together(relay: Relay | None, folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
     """Write a model's files; they appear together, or none does.
 
+    Args:
+        relay: of ranks that all read `values`, of which the first one writes; None: this process does, alone.
+        folder: made if it is not there.
+        filename: of the file, or of the index.
+        shards: of `plan_shards`.
+        values: of each tensor.
+
     Raises:
-        StorageError: the disk has no room, or a transfer failed.
+        StorageError: the disk has no room, or a transfer failed, on any rank.
     """
-    draft = _draft(folder, filename, shards)
-    try:
-        for shard in shards:
-            file = draft.file(shard.filename, shard.tensors)
-            for tensor in shard.tensors:
-                for piece in values(tensor):
-                    file.append(piece)
-            file.finish()
-        draft.publish(index_of(shards))
-    finally:
-        draft.abandon()
-    _report(folder, shards)
+    keeping = nullcontext if relay is None else relay.keeping
+    is_first, total_bytes = relay is None or relay.is_first, sum(shard.nbytes for shard in shards)
 
+    def meet(what: str) -> None:
+        if relay is not None:
+            relay.exchange(what)
 
-def write_together(relay: Relay, folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
-    """`write_files` by the first rank, of what all ranks read."""
-    if relay.placement.alone:
-        write_files(folder, filename, shards, values)
-        return
-    draft = None
+    draft: WeightsDraft | None = None
     try:
-        with relay.keeping():
-            draft = _draft(folder, filename, shards) if relay.placement.rank == 0 else None
-        relay.exchange("making room for weights")
+        with keeping():
+            stem, suffix = os.path.splitext(filename)
+            draft = WeightsDraft(folder, stem, total_bytes, suffix=suffix) if is_first else None
+        meet("making room for weights")
         for shard in shards:
-            file: WeightsWriter | None = None
-            with relay.keeping():
-                file = draft.file(shard.filename, shard.tensors) if draft is not None else None
-            for tensor in shard.tensors:
-                for piece in values(tensor):
-                    with relay.keeping():
-                        if file is not None and not relay.failed:
-                            file.append(piece)
-            with relay.keeping():
-                if file is not None and not relay.failed:
-                    file.finish()
-            relay.exchange(f"writing {shard.filename}")
-        with relay.keeping():
+            _write(draft, shard, values, relay)
+            meet(f"writing {shard.filename}")
+        with keeping():
             if draft is not None:
                 draft.publish(index_of(shards))
-        relay.exchange("publishing weights")
+        meet("publishing weights")
     finally:
         if draft is not None:
             draft.abandon()
-    if relay.placement.rank == 0:
-        _report(folder, shards)
+    if is_first:
+        logger.info("weights saved in %s: %s in %d files", folder, format_bytes(total_bytes), len(shards))
 
 
-def _draft(folder: Path, filename: str, shards: list[Shard]) -> WeightsDraft:
-    stem, suffix = os.path.splitext(filename)
-    return WeightsDraft(folder, stem, sum(shard.nbytes for shard in shards), suffix=suffix)
-
-
-def _report(folder: Path, shards: list[Shard]) -> None:
-    total_bytes = sum(shard.nbytes for shard in shards)
-    logger.info("weights saved in %s: %s in %d files", folder, format_bytes(total_bytes), len(shards))
+def _write(draft: WeightsDraft | None, shard: Shard, values: Values, relay: Relay | None) -> None:
+    """One file, where there is a draft of it; elsewhere its values are only read."""
+    keeping = nullcontext if relay is None else relay.keeping
+    file: WeightsWriter | None = None
+    with keeping():
+        file = draft.file(shard.filename, shard.tensors) if draft is not None else None
+    for piece in (piece for tensor in shard.tensors for piece in values(tensor)):
+        with keeping():
+            if file is not None and (relay is None or not relay.failed):
+                file.append(piece)
+    with keeping():
+        if file is not None and (relay is None or not relay.failed):
+            file.finish()
