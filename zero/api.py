@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zero import checkpointing
 from zero.assembly.state_kinds import OffloadDeviceEnum, OffloadStateTypeEnum
-from zero.checkpoint.fp32 import (
+from zero.checkpoint.export import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,

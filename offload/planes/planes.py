@@ -248,7 +248,7 @@ class Plane:
         """Copy `source` (uint8) to [begin, end)."""
         await self._transfer(begin, end, source, write=True)
 
-    def strand(self, begin: int, end: int, data: torch.Tensor, written: Callable[[], None]) -> None:
+    def strand(self, begin: int, end: int, data: torch.Tensor, written: Callable[[], None] = lambda: None) -> None:
         """A write of [begin, end) failed: let `data` be what the plane holds there until one succeeds."""
         self._supersede(begin, end, data)
         self._stranded.append(Stranded(begin, end, data, written))

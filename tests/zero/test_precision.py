@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zero
 from offload.errors import ConfigError
-from zero.checkpoint.fp32 import convert_zero_checkpoint_to_state_dict, get_fp32_state_dict_from_zero_checkpoint
+from zero.checkpoint.export import convert_zero_checkpoint_to_state_dict, get_fp32_state_dict_from_zero_checkpoint
 from zero.config import load_config
 
 Open = Callable[..., Any]

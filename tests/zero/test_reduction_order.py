@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.optim.reduction_order import ReductionOrder
+from zero.optim.reduce import ReductionOrder
 
 UNITS = 5
 arrivals = st.lists(st.integers(0, UNITS - 1), unique=True)

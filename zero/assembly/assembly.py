@@ -27,9 +27,8 @@ from zero.config import Config
 from zero.exchange.exchange import Exchange
 from zero.exchange.first_rank import CommonBuffers, agree_on_machine, take_first_ranks_values
 from zero.optim.gradients import Gradients
-from zero.optim.inside import UpdatesInBackward
 from zero.optim.loss_scale import LossScaler
-from zero.optim.pending_updates import DueUpdates
+from zero.optim.pending_updates import DueUpdates, UpdatesInBackward
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.optim.reduce import ReducedGradients
 from zero.optim.rules import Rule

@@ -32,7 +32,7 @@ from zero.assembly.assembly import Assembly
 from zero.assembly.offload_states import OffloadsStates
 from zero.config import Config
 from zero.exchange.exchange import Exchange
-from zero.optim.move_gradients import GradientCarrier
+from zero.optim.gradients import GradientCarrier
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.units import Leaf
 from zero.reports.tracing import Tracer

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError
-from offload.kernels import kernels
-from offload.kernels.square_sums import rows_of
-from offload.planes.copies import write_plane
 from zero.assembly.assembly import Assembly
-from zero.checkpoint.extents import PIECE_NUMEL, Extents
+from zero.checkpoint.dcp_format import PIECE_NUMEL
 from zero.checkpoint.source import Source
+from zero.checkpoint.writer import Extents
 from zero.optim.gradients import UnitGradient
 from zero.params.placement import Placement
 
@@ -92,16 +90,13 @@ def load_accumulated(parts: Assembly, placement: Placement, told: dict[str, Any]
 
 
 def _load_stored(parts: Assembly, state: UnitGradient, source: Source, name: str) -> None:
-    unit, storage = state.unit, parts.storage
+    unit = state.unit
     if source.tensors[name].dtype == torch.float32:
         parts.gradients.make_wide(state)
     for lo in range(0, unit.shard_numel, PIECE_NUMEL):
         hi = min(lo + PIECE_NUMEL, unit.shard_numel)
         chunk = source.read(name, lo, hi).to(state.dtype)
-        kernels.block_sumsq(chunk, into=rows_of(state.sums, lo, hi))
-        job = write_plane(state.plane, unit.begin + lo, unit.begin + hi, chunk.view(torch.uint8), storage.arena)
-        storage.mover.run(f"storing the gradient of {unit.name}", job)
-    state.summed = True
+        parts.gradients.write_stored(state, unit.begin + lo, chunk)
 
 
 def ranks_shape(placement: Placement) -> list[int]:

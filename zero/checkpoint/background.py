@@ -19,8 +19,8 @@ from offload.errors import StorageError
 from offload.mover import Transfer
 from offload.system.worker import Worker
 from zero.assembly.assembly import Assembly
-from zero.checkpoint.extents import Extent
 from zero.checkpoint.save import CheckpointSave
+from zero.checkpoint.writer import Extent
 from zero.optim.pipeline import StepArguments
 from zero.params.layout import SubGroup
 

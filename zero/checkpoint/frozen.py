@@ -20,16 +20,20 @@ from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files
 from offload.kernels.checksums import combine
 from zero.assembly.assembly import Assembly
-from zero.checkpoint import torch_metadata as dcp
-from zero.checkpoint.boxes import begin_of
-from zero.checkpoint.extents import Extents
-from zero.checkpoint.folder_source import FolderSource
-from zero.checkpoint.folders import Folders
-from zero.checkpoint.manifest import NAME, FileEntry, check, read_manifest
-from zero.checkpoint.metadata import METADATA_FILE, WrittenBox, read_metadata
-from zero.checkpoint.rank_part import written_boxes
-from zero.checkpoint.source import MODEL
-from zero.checkpoint.writing import ExtentWriter
+from zero.checkpoint.dcp_format import (
+    MANIFEST_FILE,
+    METADATA_FILE,
+    MODEL,
+    FileEntry,
+    WrittenBox,
+    begin_of,
+    check_files,
+    read_manifest,
+    read_metadata,
+)
+from zero.checkpoint.folder import Checkpoints
+from zero.checkpoint.source import FolderSource
+from zero.checkpoint.writer import Extents, ExtentWriter, written_boxes
 from zero.exchange.exchange import Exchange
 
 FOLDER = ".frozen"
@@ -120,15 +124,15 @@ class SharedFrozen:
 
     def __init__(self, save_dir: Path, files: Files) -> None:
         self._save_dir, self._files = save_dir, files
-        self.folders = Folders(save_dir / FOLDER, files)
+        self.folders = Checkpoints(save_dir / FOLDER, files)
 
     def stamp(self, digest: str) -> Stamp:
         """Changes when somebody writes to one of its files; empty if it is not there as a whole."""
         folder = self.folders.save_dir / digest
         try:
             manifest = read_manifest(self._files, folder)
-            check(self._files, folder, manifest)
-            return tuple((name, *self._files.stamp(folder / name)) for name in (NAME, *sorted(manifest.files)))
+            check_files(self._files, folder, manifest)
+            return tuple((name, *self._files.stamp(folder / name)) for name in (MANIFEST_FILE, *sorted(manifest.files)))
         except (ConfigError, StorageError):
             return ()
 
@@ -156,19 +160,13 @@ class SharedFrozen:
         folder = self.folders.save_dir / digest
         manifest = read_manifest(self._files, folder)
         path = folder / METADATA_FILE
-        metadata = read_metadata(self._files.read_bytes(path), str(path))
         files = {
             f"../{FOLDER}/{digest}/{name}": entry for name, entry in manifest.files.items() if name != METADATA_FILE
         }
         boxes: dict[str, list[WrittenBox]] = {name: [] for name in files}
-        for name, told in metadata.state_dict_metadata.items():
-            if isinstance(told, dcp.TensorStorageMetadata):
-                dtype = str(told.properties.dtype).removeprefix("torch.")
-                for chunk in told.chunks:
-                    info = metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets)]
-                    where = (tuple(told.size), tuple(chunk.offsets), tuple(chunk.sizes), info.offset, info.length)
-                    file = f"../{FOLDER}/{digest}/{info.relative_path}"
-                    boxes[file].append(WrittenBox(name, dtype, *where, 0, 0, 0))
+        for file, box in read_metadata(self._files.read_bytes(path), str(path)):
+            if box.dtype is not None:
+                boxes[f"../{FOLDER}/{digest}/{file}"].append(box)
         return files, boxes
 
     def remove_unused(self, checkpoints: Iterable[Path]) -> None:

@@ -19,15 +19,13 @@ from offload.errors import ConfigError, DamagedError, names_file_limit
 from offload.system.garbage import no_collection
 from zero.assembly.assembly import Assembly
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
-from zero.checkpoint.boxes import short_boxes
+from zero.checkpoint.dcp_format import MODEL, OPTIMIZER, PIECE_NUMEL, STEP, short_boxes, state_name
 from zero.checkpoint.export import rounded
-from zero.checkpoint.extents import PIECE_NUMEL
-from zero.checkpoint.finding import folder_named
+from zero.checkpoint.folder import folder_named, open_checkpoint
 from zero.checkpoint.frozen import check_reference, frozen_sums
-from zero.checkpoint.opening import Opened, open_checkpoint
 from zero.checkpoint.saving import SavesCheckpoints
-from zero.checkpoint.source import MODEL, OPTIMIZER, STEP, Saved, Source, state_name
-from zero.checkpoint.together import Together
+from zero.checkpoint.source import Opened, Saved, Source
+from zero.exchange.together import Together
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
 from zero.snapshots.small_state import check_groups, restore_counters, restore_groups, restore_rank

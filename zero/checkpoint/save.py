@@ -18,15 +18,20 @@ from offload.errors import StateError, StorageError, ZeroInfinityError
 from offload.files.durable import Files
 from offload.kernels import kernels
 from zero.assembly.assembly import Assembly
-from zero.checkpoint.extents import Extents
-from zero.checkpoint.folders import Folders, Partial
+from zero.checkpoint.dcp_format import (
+    METADATA_FILE,
+    MODEL,
+    FileEntry,
+    Manifest,
+    WrittenBox,
+    make_metadata,
+    write_manifest,
+)
+from zero.checkpoint.folder import Checkpoints, Partial
 from zero.checkpoint.frozen import SharedFrozen
-from zero.checkpoint.manifest import FileEntry, Manifest, write_manifest
-from zero.checkpoint.metadata import METADATA_FILE, WrittenBox, make_metadata
-from zero.checkpoint.rank_part import RankPart, data_file, failure_file, list_file, read_list
-from zero.checkpoint.source import MODEL
-from zero.checkpoint.together import Together
+from zero.checkpoint.writer import Extents, RankPart, data_file, failure_file, list_file, read_list
 from zero.exchange.exchange import Exchange
+from zero.exchange.together import Together
 
 logger = logging.getLogger("zero")
 
@@ -49,7 +54,7 @@ class CheckpointSave:
         self.tools: Mapping[str, str] = {}
         """Name -> text of scripts to lie beside `latest`."""
         self._files, self._together = files, Together(exchange)
-        self._folders = Folders(save_dir, files)
+        self._folders = Checkpoints(save_dir, files)
         self._aliases: dict[str, str] = {}
         self.beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = {}, {}
         """Files of other folders that this checkpoint consists of too, and the boxes in them."""

@@ -19,9 +19,7 @@ from zero.assembly.assembly import Assembly
 from zero.assembly.model_changes import FollowsModel
 from zero.checkpoint.accumulated import add_accumulated, ranks_shape
 from zero.checkpoint.background import BackgroundSave, SavesBehind
-from zero.checkpoint.extents import Extents
-from zero.checkpoint.finding import check_tag, folder_named
-from zero.checkpoint.folder_source import CLIENT, RANK, STATE
+from zero.checkpoint.folder import check_tag, folder_named
 from zero.checkpoint.frozen import (
     FrozenPart,
     SharedFrozen,
@@ -32,9 +30,10 @@ from zero.checkpoint.frozen import (
     frozen_indices,
     frozen_sums,
 )
-from zero.checkpoint.rank_part import plan_extents
 from zero.checkpoint.save import CheckpointSave
-from zero.checkpoint.together import Together
+from zero.checkpoint.source import CLIENT, RANK, STATE
+from zero.checkpoint.writer import Extents, plan_extents
+from zero.exchange.together import Together
 from zero.optim.loss_scale import LossScaler
 from zero.params.buffers import persistent_buffers
 from zero.snapshots.small_state import client_part, common_state, rank_state

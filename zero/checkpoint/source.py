@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-MODEL = "model."
-"""Before a parameter's or a buffer's name: its value, the fp32 master where there is one."""
-OPTIMIZER = "optim.state."
-"""Before a parameter's name and that of one of its states: a plane's (`exp_avg`, ...) or a number's (`STEP`, ...)."""
-STEP = "step"
+from offload.archives import bytes_tensor, read_archive
+from offload.errors import ConfigError, DamagedError
+from offload.files.box_reader import BoxReader, StoredBox
+from offload.files.durable import Files
+from offload.kernels import kernels
+from zero.checkpoint.dcp_format import (
+    MANIFEST_FILE,
+    METADATA_FILE,
+    RUN_BYTES,
+    Manifest,
+    WrittenBox,
+    begin_of,
+    is_flat,
+    read_metadata,
+)
+
+STATE, CLIENT, RANK = "state", "client", "rank"
+"""Names of what is no tensor: common to all ranks, any object that users gave, and "rank.K" of each rank's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +66,152 @@ class Source(Protocol):
         """Give back what is open. Idempotent."""
 
 
-def state_name(name: str, kind: str) -> str:
-    """Where a parameter's state of the name `kind` is."""
-    return f"{OPTIMIZER}{name}.{kind}"
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint to load from; close it, or use it as a context."""
+
+    folder: Path
+    source: Source
+    state: dict[str, Any]
+    """What all ranks had in common."""
+    client: Callable[[], dict[str, Any]]
+    """`client_state` and `lr_scheduler`; makes objects of any class where the checkpoint is ours."""
+    rank_state: Callable[[int], dict[str, Any] | None]
+    """What a rank had of its own; None if there was no such rank."""
+    tag: str = ""
+    """Of one of ours."""
+
+    def close(self) -> None:
+        """Give back what is open. Idempotent."""
+        self.source.close()
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    begin: int
+    """Of its elements in the flattened tensor."""
+    end: int
+    stored: StoredBox
+
+
+class FolderSource:
+    """A `Source` over one checkpoint folder. Every box that is read is held against its checksum.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of the folder, checked.
+        files: the disk.
+
+    Raises:
+        ConfigError: the metadata is damaged, or does not fit the manifest; names the file and the tensor.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
+        self.folder, self._manifest = folder, manifest
+        path = folder / METADATA_FILE
+        data = files.read_bytes(path)
+        for offset, nbytes, crc in manifest.files[METADATA_FILE].boxes if METADATA_FILE in manifest.files else ():
+            if kernels.crc32c(bytes_tensor(data[offset : offset + nbytes])) != crc:
+                raise DamagedError(f"{path} is damaged: it has not the checksum that {MANIFEST_FILE} says")
+        self._names = sorted(manifest.files)
+        payloads = {name: [box[0] for box in manifest.files[name].boxes] for name in self._names}
+        tensors: dict[str, Saved] = {}
+        self._boxes: dict[str, list[_Box]] = {}
+        self._blobs: dict[str, StoredBox] = {}
+        for file, box in read_metadata(data, str(path)):
+            stored = self._stored(file, box, payloads)
+            if box.dtype is None:
+                self._blobs[box.name] = stored
+                continue
+            tensors[box.name] = Saved(torch.Size(box.shape), getattr(torch, box.dtype))
+            self._boxes.setdefault(box.name, []).append(self._flat(box, stored))
+        self.tensors: Mapping[str, Saved] = tensors
+        for name in tensors:
+            self._check_whole(name)
+        largest = max((box[1] for name in self._names for box in manifest.files[name].boxes), default=0)
+        self._reader = BoxReader([folder / name for name in self._names], min(largest, RUN_BYTES), files)
+
+    @property
+    def blobs(self) -> frozenset[str]:
+        """Names of what is no tensor."""
+        return frozenset(self._blobs)
+
+    def read(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """See `Source`."""
+        boxes, dtype = list(self._overlapping(name, begin, end)), self.tensors[name].dtype
+        bounds = [(max(begin, box.begin) - box.begin, min(end, box.end) - box.begin) for box in boxes]
+        if len(boxes) == 1:
+            (lo, hi), (box,) = bounds[0], boxes
+            return self._reader.get(box.stored).view(dtype)[lo:hi]
+        size = dtype.itemsize
+        parts = [(box.stored, lo * size, hi * size) for box, (lo, hi) in zip(boxes, bounds, strict=True)]
+        return self._reader.get_parts(parts).view(dtype)
+
+    def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
+        """See `Source`."""
+        boxes = (box.stored for name, begin, end in wanted for box in self._overlapping(name, begin, end))
+        self._reader.expect(boxes)
+
+    def blob(self, name: str, *, trusted: bool = False) -> Any:
+        """What was saved with torch.save under `name`.
+
+        Args:
+            name: one of `blobs`.
+            trusted: objects of any class may be made, which runs code that the file names.
+
+        Raises:
+            ConfigError: there is none, or it is damaged, or it holds what only `trusted` may make.
+        """
+        if name not in self._blobs:
+            raise ConfigError(f"{self.folder}: it has no {name!r}; it has {', '.join(sorted(self._blobs))}")
+        data = self._reader.get(self._blobs[name])
+        return read_archive(data, f"{name} in {self.folder}", trusted=trusted)
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._reader.close()
+
+    def _overlapping(self, name: str, begin: int, end: int) -> Iterator[_Box]:
+        boxes = self._boxes.get(name)
+        if boxes is None:
+            raise ConfigError(f"{self.folder}: it has no tensor {name!r}")
+        first = max(bisect_right(boxes, begin, key=lambda box: box.begin) - 1, 0)
+        for box in boxes[first:]:
+            if box.begin >= end:
+                return
+            if box.end > begin:
+                yield box
+
+    def _flat(self, box: WrittenBox, stored: StoredBox) -> _Box:
+        if not is_flat(box.shape, box.sizes):
+            raise ConfigError(
+                f"{self.folder}: {box.name}: a box of {box.sizes} is not contiguous in {box.shape}; only checkpoints "
+                "that an engine has saved are read here"
+            )
+        begin = begin_of(box.shape, box.offsets)
+        return _Box(begin, begin + math.prod(box.sizes), stored)
+
+    def _check_whole(self, name: str) -> None:
+        """Sort a tensor's boxes; raise ConfigError if an element is in none or in two."""
+        boxes, position = sorted(self._boxes[name], key=lambda box: (box.begin, box.end)), 0
+        for box in boxes:
+            if box.begin != position:
+                raise ConfigError(f"{self.folder}: {name}: elements {position:,} to {box.begin:,} are missing")
+            position = box.end
+        if position != self.tensors[name].shape.numel():
+            raise ConfigError(f"{self.folder}: {name}: elements from {position:,} on are missing")
+        self._boxes[name] = [box for box in boxes if box.begin < box.end]
+
+    def _stored(self, file: str, box: WrittenBox, payloads: Mapping[str, list[int]]) -> StoredBox:
+        """Where the payload of an archive is."""
+        known = payloads.get(file, [])
+        at = bisect_left(known, box.begin)
+        if at == len(known) or known[at] >= box.begin + box.nbytes:
+            raise ConfigError(f"{self.folder}: the manifest does not say where {box.name} is")
+        return StoredBox(self._names.index(file), *self._manifest.files[file].boxes[at])

@@ -1,18 +1,29 @@
-"""The files of one model, written piece by piece: by one process, or by the first of several ranks."""
+"""The files of one model, as `save_pretrained` of transformers would have them: which tensor goes where, and writing.
+
+They are written piece by piece, by one process or by the first of several ranks.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 
-from offload.files.safetensors_writer import Tensor, WeightsDraft, WeightsWriter
+from offload.errors import ConfigError
+from offload.files.safetensors_writer import PICKLED, SUFFIX, Tensor, WeightsDraft, WeightsWriter, around, in_file_order
 from offload.sizes import format_bytes
-from zero.checkpoint.plane_reader import Relay
-from zero.checkpoint.sharding import Shard, index_of
+from zero.config.numbers import parse_bytes
+from zero.exchange.together import Relay
+
+MAX_SHARD_SIZE = "5GB"
+SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"
+"""What transformers calls the file of a model, or its index."""
 
 logger = logging.getLogger("zero")
 
@@ -20,65 +31,143 @@ Values = Callable[[Tensor], Iterator[torch.Tensor]]
 """What is to be written for a tensor, piece by piece, each good until the next."""
 
 
-def write_files(folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
-    """Write a model's files; they appear together, or none does.
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file."""
+
+    filename: str
+    tensors: tuple[Tensor, ...]
+    """In the order of the file."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        parts = around(PurePath(self.filename).suffix, self.tensors)
+        return sum(map(len, parts)) + sum(tensor.nbytes for tensor in self.tensors)
+
+
+def plan_shards(
+    tensors: Sequence[Tensor], filename: str, max_shard_size: int | str | None, late: Collection[str] = ()
+) -> list[Shard]:
+    """Cut a model into files: as many tensors in a row as fit; one that is too large has a file of its own.
+
+    Args:
+        tensors: in model order.
+        filename: of the file, or of the index.
+        max_shard_size: bytes, or text such as "5GB"; None: one file.
+        late: names that come last in their file, among those of a dtype.
 
     Raises:
-        StorageError: the disk has no room, or a transfer failed.
+        ConfigError: `max_shard_size` is no number of bytes.
     """
-    draft = _draft(folder, filename, shards)
-    try:
-        for shard in shards:
-            file = draft.file(shard.filename, shard.tensors)
-            for tensor in shard.tensors:
-                for piece in values(tensor):
-                    file.append(piece)
-            file.finish()
-        draft.publish(index_of(shards))
-    finally:
-        draft.abandon()
-    _report(folder, shards)
+    stem, suffix = os.path.splitext(filename)
+    limit_bytes = bytes_of(max_shard_size)
+    runs: list[list[Tensor]] = []
+    current: list[Tensor] | None = None
+    filled_bytes = 0
+    for tensor in tensors:
+        if tensor.nbytes > limit_bytes:
+            runs.append([tensor])
+            continue
+        if current is None or filled_bytes + tensor.nbytes > limit_bytes:
+            current, filled_bytes = [], 0
+            runs.append(current)
+        current.append(tensor)
+        filled_bytes += tensor.nbytes
+    count = len(runs) or 1
+    names = [f"{stem}-{i + 1:05d}-of-{count:05d}{suffix}" for i in range(count)] if count > 1 else [filename]
+    return [
+        Shard(name, tuple(in_file_order(sorted(run, key=lambda tensor: tensor.name in late))))
+        for name, run in zip(names, runs or [[]], strict=True)
+    ]
 
 
-def write_together(relay: Relay, folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
-    """`write_files` by the first rank, of what all ranks read."""
-    if relay.placement.alone:
-        write_files(folder, filename, shards, values)
-        return
-    draft = None
+def index_of(shards: Iterable[Shard]) -> dict[str, Any] | None:
+    """What `model.safetensors.index.json` says; None for one file, which needs none."""
+    files = {
+        name: shard.filename
+        for shard in shards
+        for tensor in shard.tensors
+        for name in (tensor.name, *(tensor.aliases if shard.filename.endswith(PICKLED) else ()))
+    }
+    if len(set(files.values())) < 2:
+        return None
+    total_bytes = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
+    return {"metadata": {"total_size": total_bytes}, "weight_map": files}
+
+
+def bytes_of(max_shard_size: int | str | None) -> int:
+    """The number that it stands for. Raises ConfigError."""
+    if max_shard_size is None:
+        return 1 << 62
     try:
-        with relay.keeping():
-            draft = _draft(folder, filename, shards) if relay.placement.rank == 0 else None
-        relay.exchange("making room for weights")
+        return max(parse_bytes(max_shard_size), 1)
+    except ValueError as error:
+        raise ConfigError(f"max_shard_size: expected {error}, got {max_shard_size!r}") from None
+
+
+def checked_name(filename: str) -> str:
+    """The name that somebody wants a file of weights to have, with .safetensors if it says no other form.
+
+    Raises:
+        ConfigError: it is no plain name.
+    """
+    path = PurePath(filename)
+    if not path.name or path.name != filename:
+        raise ConfigError(f"save_filename: expected a name without folders such as {SAFE}, got {filename!r}")
+    return filename if path.suffix in (SUFFIX, *PICKLED) else filename + SUFFIX
+
+
+def write_together(relay: Relay | None, folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
+    """Write a model's files; they appear together, or none does.
+
+    Args:
+        relay: of ranks that all read `values`, of which the first one writes; None: this process does, alone.
+        folder: made if it is not there.
+        filename: of the file, or of the index.
+        shards: of `plan_shards`.
+        values: of each tensor.
+
+    Raises:
+        StorageError: the disk has no room, or a transfer failed, on any rank.
+    """
+    keeping = nullcontext if relay is None else relay.keeping
+    is_first, total_bytes = relay is None or relay.is_first, sum(shard.nbytes for shard in shards)
+
+    def meet(what: str) -> None:
+        if relay is not None:
+            relay.exchange(what)
+
+    draft: WeightsDraft | None = None
+    try:
+        with keeping():
+            stem, suffix = os.path.splitext(filename)
+            draft = WeightsDraft(folder, stem, total_bytes, suffix=suffix) if is_first else None
+        meet("making room for weights")
         for shard in shards:
-            file: WeightsWriter | None = None
-            with relay.keeping():
-                file = draft.file(shard.filename, shard.tensors) if draft is not None else None
-            for tensor in shard.tensors:
-                for piece in values(tensor):
-                    with relay.keeping():
-                        if file is not None and not relay.failed:
-                            file.append(piece)
-            with relay.keeping():
-                if file is not None and not relay.failed:
-                    file.finish()
-            relay.exchange(f"writing {shard.filename}")
-        with relay.keeping():
+            _write(draft, shard, values, relay)
+            meet(f"writing {shard.filename}")
+        with keeping():
             if draft is not None:
                 draft.publish(index_of(shards))
-        relay.exchange("publishing weights")
+        meet("publishing weights")
     finally:
         if draft is not None:
             draft.abandon()
-    if relay.placement.rank == 0:
-        _report(folder, shards)
+    if is_first:
+        logger.info("weights saved in %s: %s in %d files", folder, format_bytes(total_bytes), len(shards))
 
 
-def _draft(folder: Path, filename: str, shards: list[Shard]) -> WeightsDraft:
-    stem, suffix = os.path.splitext(filename)
-    return WeightsDraft(folder, stem, sum(shard.nbytes for shard in shards), suffix=suffix)
-
-
-def _report(folder: Path, shards: list[Shard]) -> None:
-    total_bytes = sum(shard.nbytes for shard in shards)
-    logger.info("weights saved in %s: %s in %d files", folder, format_bytes(total_bytes), len(shards))
+def _write(draft: WeightsDraft | None, shard: Shard, values: Values, relay: Relay | None) -> None:
+    """One file, where there is a draft of it; elsewhere its values are only read."""
+    keeping = nullcontext if relay is None else relay.keeping
+    file: WeightsWriter | None = None
+    with keeping():
+        file = draft.file(shard.filename, shard.tensors) if draft is not None else None
+    for piece in (piece for tensor in shard.tensors for piece in values(tensor)):
+        with keeping():
+            if file is not None and (relay is None or not relay.failed):
+                file.append(piece)
+    with keeping():
+        if file is not None and (relay is None or not relay.failed):
+            file.finish()

@@ -17,12 +17,12 @@ from torch import nn
 from offload.errors import ConfigError, StateError, names_file_limit
 from offload.files.safetensors_writer import Tensor
 from zero.assembly.model_changes import FollowsModel
-from zero.checkpoint.finding import folder_named
-from zero.checkpoint.plane_reader import PlaneReader, Relay
-from zero.checkpoint.sharding import MAX_SHARD_SIZE, checked_name, plan_shards
-from zero.checkpoint.weights_files import write_together
+from zero.checkpoint.folder import folder_named
+from zero.checkpoint.weights_files import MAX_SHARD_SIZE, checked_name, plan_shards, write_together
+from zero.exchange.together import Relay
 from zero.params.opaque import decoding_names, is_wrapper
 from zero.schedule.hooks import in_backward
+from zero.values.gathered_values import PlaneReader
 
 logger = logging.getLogger("zero")
 

@@ -10,14 +10,13 @@ import functools
 import os
 import re
 import tempfile
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero.checkpoint.manifest import NAME
-from zero.checkpoint.opening import open_folder
+from zero.checkpoint.dcp_format import MANIFEST_FILE
+from zero.checkpoint.folder import open_folder
 
 Folder = str | os.PathLike[str]
 MODEL_FILE_PREFIX, MODEL_FILE_SUFFIX = "mp_rank_", "_model_states.pt"
@@ -69,8 +68,10 @@ def _files(checkpoint_dir: Folder, suffix: str) -> list[str]:
     found = sorted(map(str, folder.glob(f"*{suffix}")), key=_by_numbers)
     if found:
         return found
-    if not (folder / NAME).is_file():
-        raise FileNotFoundError(f"{folder}: expected the folder of a checkpoint, got no *{suffix} and no {NAME}")
+    if not (folder / MANIFEST_FILE).is_file():
+        raise FileNotFoundError(
+            f"{folder}: expected the folder of a checkpoint, got no *{suffix} and no {MANIFEST_FILE}"
+        )
     return [_shown(folder, suffix)]
 
 
@@ -85,8 +86,7 @@ def _made() -> tempfile.TemporaryDirectory[str]:
 
 def _shown(folder: Path, suffix: str) -> str:
     """A file in the form of DeepSpeed's, with what is small."""
-    opened = open_folder(folder)
-    with closing(opened.source):
+    with open_folder(folder) as opened:
         counts = {name: opened.state[name] for name in ("global_steps", "global_samples", "skipped_steps")}
         content: dict[str, Any] = {**opened.client()["client_state"], **counts}
         if suffix == OPTIM_FILE_SUFFIX:

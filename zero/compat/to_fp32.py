@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offload.errors import ZeroInfinityError
-from zero.checkpoint import fp32
-from zero.checkpoint.fp32 import Folder, Model, convert_zero_checkpoint_to_fp32_state_dict
-from zero.checkpoint.sharding import MAX_SHARD_SIZE
+from zero.checkpoint import export
+from zero.checkpoint.export import Folder, Model, convert_zero_checkpoint_to_fp32_state_dict
+from zero.checkpoint.weights_files import MAX_SHARD_SIZE
 from zero.values.access import take_back
 
 SCRIPT = '''#!/usr/bin/env python3
@@ -36,13 +36,13 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
         ConfigError: there is no such checkpoint, or it is damaged; the engine goes on.
         StorageError: a read failed.
     """
-    fp32.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, lazy_mode=True)
+    export.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, lazy_mode=True)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     take_back(model.parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtypes[name])
-    return fp32.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag)
+    return export.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.config.given import given_config
 from zero.engine.optimizer_states import MASTERS, EngineStates
 from zero.engine.parameter_offload import ParameterOffload, no_external_parameters
-from zero.optim.states import Groups
+from zero.optim.optimizer import Groups
 from zero.optim.step import Stepper
 from zero.schedule.coordinator import Coordinator
 from zero.values.parameters import ParameterValues

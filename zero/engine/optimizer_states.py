@@ -22,7 +22,7 @@ MASTERS = {
 
 
 class EngineStates:
-    """See `zero.optim.states.KeptStates`.
+    """See `zero.optim.optimizer.KeptStates`.
 
     Args:
         values_of: the engine's.

@@ -1,14 +1,16 @@
 """One contribution to a unit's gradient, on its way from the buffer autograd filled to its home.
 
-What has a home in memory that the buffer's device can address is put there at once. From a GPU to the host it is
-copied beside the computation, with the block sums made on the device; what has to be added to earlier
-contributions there, and everything that goes to the disk, passes through chunks of the arena on the mover's loop.
+What has a home in memory that the buffer's device can address is put there at once. From a GPU to the host it is copied
+beside the computation, with the block sums made on the device; what has to be added to earlier contributions there, and
+everything that goes to the disk, passes through chunks of the arena on the mover's loop. Gradients are added up in
+fp32, or, where `grad_accum_dtype` says so, in their own 16 bits: then each sum is made in fp32 and rounded.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,13 +26,12 @@ from offload.planes.copies import device_chunk_bytes
 from offload.planes.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL
 from offload.streams import Fence
-from zero.optim import accumulate as sums_of
 from zero.params.layout import Slot, Unit
 from zero.plan.pools import WIDE_CHUNK_NUMEL, WIDE_CHUNKS
 from zero.store.storage import Storage
 
 CHUNK_NUMEL = 256 * 1024
-"""A multiple of the block."""
+"""Dealt with at a time; a multiple of the block."""
 CHUNKS_IN_FLIGHT = 4
 """One is copied while another is added up, and the disk has two more to read and write."""
 
@@ -155,19 +156,14 @@ class ContributionStore:
         await _each(sorted(item.left), lambda lo: self._store_part(item, lo, min(lo + numel, item.unit.numel)))
 
     async def _store_part(self, item: Contribution, lo: int, hi: int) -> None:
-        unit, plane, streams = item.unit, item.plane, self._streams
-        home = plane.memory(unit.begin + lo, unit.begin + hi)
-        stored_bytes = 0 if home is not None else (hi - lo) * item.dtype.itemsize
+        unit, streams = item.unit, self._streams
         passes = not (streams.shared or item.summed)
-        source_bytes = (hi - lo) * unit.dtype.itemsize if passes else 0
-        chunk = await self._storage.arena.lease_when_free(stored_bytes + source_bytes, "gradient chunk")
-        try:
-            raw = chunk.data[:stored_bytes] if home is None else home
-            if home is None and not item.first:
-                await plane.read(unit.begin + lo, unit.begin + hi, raw)
+        passing_bytes = (hi - lo) * unit.dtype.itemsize if passes else 0
+        run = unit.begin + lo, unit.begin + hi
+        async with self._chunk(item.plane, run, passing_bytes, first=item.first) as (raw, passing):
             source = item.buffer[lo:hi]
             if not streams.shared:
-                copied = chunk.data[stored_bytes:].view(unit.dtype) if passes else raw.view(unit.dtype)
+                copied = passing.view(unit.dtype) if passes else raw.view(unit.dtype)
                 await streams.reached(streams.copy_out(copied, source, item.fence))
                 source = copied
             if not item.summed:
@@ -176,8 +172,30 @@ class ContributionStore:
                 )
             if item.left is not None:
                 item.left.discard(lo)
-            if home is None:
-                await self._write(plane, unit.begin + lo, unit.begin + hi, raw)
+
+    @asynccontextmanager
+    async def _chunk(
+        self, plane: Plane, run: tuple[int, int], passing_bytes: int, *, first: bool
+    ) -> AsyncIterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(what the plane holds at [begin, end), memory for `passing_bytes`); it is stored when the context ends well.
+
+        Raises:
+            StorageError: it could not be read: nothing has changed; or written: the plane keeps a copy.
+        """
+        memory = plane.memory(*run)
+        stored_bytes = 0 if memory is not None else plane.nbytes(*run)
+        chunk = await self._storage.arena.lease_when_free(stored_bytes + passing_bytes, "gradient chunk")
+        try:
+            raw = chunk.data[:stored_bytes] if memory is None else memory
+            if memory is None and not first:
+                await plane.read(*run, raw)
+            yield raw, chunk.data[stored_bytes : stored_bytes + passing_bytes]
+            if memory is None:
+                try:
+                    await plane.write(*run, raw)
+                except StorageError:
+                    plane.strand(*run, aligned_copy(raw))
+                    raise
         finally:
             chunk.release()
 
@@ -187,14 +205,6 @@ class ContributionStore:
             return CHUNK_NUMEL
         nbytes = device_chunk_bytes(self._storage.plan.arena_bytes)
         return max(nbytes // width_bytes // BLOCK_NUMEL, 1) * BLOCK_NUMEL
-
-    async def _write(self, plane: Plane, begin: int, end: int, raw: torch.Tensor) -> None:
-        """Write what is complete in memory. Raises StorageError: the plane keeps a copy."""
-        try:
-            await plane.write(begin, end, raw)
-        except StorageError:
-            plane.strand(begin, end, aligned_copy(raw), _nothing)
-            raise
 
     def _store_run(
         self, item: Contribution, stored: torch.Tensor, source: torch.Tensor, lo: int, sums: torch.Tensor
@@ -209,7 +219,7 @@ class ContributionStore:
         for slot, again in zip(item.arrived, item.again, strict=True):
             begin, end = max(slot.offset_numel, lo) - lo, min(slot.end_numel, hi) - lo
             if begin < end and again:
-                sums_of.add(stored[begin:end], source[begin:end], self._threads)
+                add_up(stored[begin:end], source[begin:end], self._threads)
             elif begin < end:
                 kernels.cast(stored[begin:end], source[begin:end], threads=self._threads)
         kernels.block_sumsq(stored, into, threads=self._threads)
@@ -246,7 +256,7 @@ class ContributionStore:
         if not rounds and self.can_address(memory, sources[0]) and memory is not None:
             into = sums if self._streams.shared else torch.empty_like(sums, device=memory.device)
             stored = memory.view(dtype)
-            sums_of.reduce_into(stored, sources, scale, into, self._threads, first=first)
+            reduce_into(stored, sources, scale, into, self._threads, first=first)
             if into is not sums:
                 await self._streams.reached(self._streams.copy_out(sums, into, self._streams.fence()))
             return
@@ -275,27 +285,17 @@ class ContributionStore:
     ) -> None:
         plane, dtype = home
         numel = sources[0].numel()
-        begin, end = unit.begin + lo, unit.begin + lo + numel
-        memory = plane.memory(begin, end)
-        stored_bytes = 0 if memory is not None else numel * dtype.itemsize
         passing_bytes = 0 if self._streams.shared else numel * sources[0].element_size()
-        chunk = await self._storage.arena.lease_when_free(stored_bytes + passing_bytes, "gradient chunk")
-        try:
-            raw = chunk.data[:stored_bytes] if memory is None else memory
-            if memory is None and not first:
-                await plane.read(begin, end, raw)
+        run = unit.begin + lo, unit.begin + lo + numel
+        async with self._chunk(plane, run, passing_bytes, first=first) as (raw, passing):
             if passing_bytes:
-                copied = chunk.data[stored_bytes : stored_bytes + passing_bytes].view(sources[0].dtype)
+                copied = passing.view(sources[0].dtype)
                 await self._streams.reached(self._streams.copy_out(copied, sources[0], self._streams.fence()))
                 sources = [copied]
             into, stored = rows_of(sums, lo, lo + numel), raw.view(dtype)
             await self._streams.compute_on_host(
-                partial(sums_of.reduce_into, stored, sources, scale, into, self._threads, first=first)
+                partial(reduce_into, stored, sources, scale, into, self._threads, first=first)
             )
-            if memory is None:
-                await self._write(plane, begin, end, raw)
-        finally:
-            chunk.release()
 
     async def widen(self, unit: Unit, narrow: Plane, dtype: torch.dtype, wide: Plane) -> None:
         """Copy a 16-bit gradient to its fp32 home. Raises StorageError."""
@@ -313,6 +313,40 @@ class ContributionStore:
                 await wide.write(lo, hi, block.data[: (hi - lo) * 4])
             finally:
                 block.release()
+
+
+def add_up(stored: torch.Tensor, source: torch.Tensor, threads: int) -> None:
+    """Add (N,) elements; a 16-bit sum is made in fp32 and rounded once."""
+    if stored.dtype == torch.float32:
+        kernels.accumulate(stored, source, threads=threads)
+        return
+    wide = torch.empty(min(stored.numel(), CHUNK_NUMEL), dtype=torch.float32, device=stored.device)
+    for kept, part in zip(torch.split(stored, CHUNK_NUMEL), torch.split(source, CHUNK_NUMEL), strict=True):
+        total = wide[: kept.numel()]
+        kernels.accumulate(total, part, kept, threads=threads)
+        kernels.cast(kept, total, threads=threads)
+
+
+def reduce_into(
+    stored: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    scale: float,
+    into: torch.Tensor,
+    threads: int,
+    *,
+    first: bool,
+) -> None:
+    """Store `scale` times the sum of `sources`, or add it unless `first`; as `kernels.reduce_ranks`."""
+    if first or stored.dtype == torch.float32:
+        kernels.reduce_ranks(stored, sources, scale=scale, add=not first, into=into, threads=threads)
+        return
+    wide = torch.empty(min(stored.numel(), CHUNK_NUMEL), dtype=torch.float32, device=stored.device)
+    for lo in range(0, stored.numel(), CHUNK_NUMEL):
+        kept = stored[lo : lo + CHUNK_NUMEL]
+        total = wide[: kept.numel()]
+        kernels.reduce_ranks(total, [part[lo : lo + CHUNK_NUMEL] for part in sources], scale=scale, threads=threads)
+        add_up(kept, total, threads)
+    kernels.block_sumsq(stored, into, threads=threads)
 
 
 def _rounded_sum(into: torch.Tensor, sources: list[torch.Tensor], scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -349,7 +383,3 @@ async def _each(chunks: Iterable[int], deal: Callable[[int], Awaitable[None]]) -
     await settle_all([some() for _ in range(CHUNKS_IN_FLIGHT)])
     if errors:
         raise errors[0]
-
-
-def _nothing() -> None:
-    """A stranded copy of its own needs nobody to be told."""

@@ -1,12 +1,11 @@
 """Gradients from autograd into the gradient plane.
 
-One contribution is kept as produced; from the second on it is accumulated in fp32. A parameter that
-contributed nothing since the last step is remembered as such: the optimizer skips it, as torch does.
-Block sums of squares are rewritten whenever a unit's gradient is, so the step never reads it again
-for the norm.
+One contribution is kept as produced; from the second on it is accumulated in fp32. A parameter that contributed nothing
+since the last step is remembered as such: the optimizer skips it, as torch does. Block sums of squares are rewritten
+whenever a unit's gradient is, so the step never reads it again for the norm.
 
-A step seals what has been collected: updates behind the step read it, and the first gradient of the
-next step that needs its place waits until they have.
+A step seals what has been collected: updates behind the step read it, and the first gradient of the next step that
+needs its place waits until they have.
 """
 
 from __future__ import annotations
@@ -18,12 +17,15 @@ from typing import Any, Protocol
 import torch
 
 from offload.errors import StateError
-from offload.kernels.square_sums import SquareSum, nonfinite_of, rows_in
+from offload.kernels import kernels
+from offload.kernels.square_sums import SquareSum, nonfinite_of, rows_in, rows_of
 from offload.memory.arena import Block
 from offload.mover import Transfer
+from offload.planes.copies import read_plane, write_plane
 from offload.planes.planes import Plane
+from offload.sizes import BLOCK_NUMEL, align_up
 from offload.streams import Fence
-from zero.optim.contributions import Contribution, ContributionStore
+from zero.optim.contributions import CHUNK_NUMEL, Contribution, ContributionStore
 from zero.params.layout import Layout, Slot, Unit
 from zero.plan.pools import gradient_sums_bytes
 from zero.store.storage import Storage
@@ -278,6 +280,24 @@ class Gradients:
         """
         raise StateError(f"gradient of unit {index}: nothing waits to be reduced with one rank")
 
+    def read_stored(self, state: UnitGradient, begin: int, end: int) -> torch.Tensor:
+        """A copy on the host of what the plane holds at coordinates [begin, end) of a unit. Raises StorageError."""
+        lo, hi = begin // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(end, BLOCK_NUMEL), state.unit.end)
+        memory = state.plane.memory(lo, hi)
+        if memory is None:
+            memory = torch.empty(state.plane.nbytes(lo, hi), dtype=torch.uint8, device="cpu")
+            job = read_plane(state.plane, lo, hi, memory, self._storage.arena)
+            self._storage.mover.run(f"reading the gradient of {state.unit.name}", job)
+        return memory.view(state.dtype)[begin - lo : end - lo].to("cpu", copy=True)
+
+    def write_stored(self, state: UnitGradient, begin: int, values: torch.Tensor) -> None:
+        """Let the plane hold `values` (of its dtype, whole blocks) from coordinate `begin` on. Raises StorageError."""
+        unit, end = state.unit, begin + values.numel()
+        kernels.block_sumsq(values, into=rows_of(state.sums, begin - unit.begin, end - unit.begin))
+        job = write_plane(state.plane, begin, end, values.view(torch.uint8), self._storage.arena)
+        self._storage.mover.run(f"storing the gradient of {unit.name}", job)
+        state.summed = True
+
     def make_wide(self, state: UnitGradient) -> None:
         """Give a unit that holds nothing yet an fp32 home. Raises BudgetError: there is no room for one."""
         if state.dtype != torch.float32:
@@ -403,3 +423,67 @@ class Gradients:
 def _sums_in(block: Block, unit: Unit) -> torch.Tensor:
     """Where a block of the device has room for the sums of the unit's gradient: at its end."""
     return rows_in(block.data[block.data.numel() - gradient_sums_bytes(unit) :])
+
+
+Place = tuple[UnitGradient, Slot, int]
+"""Where the gradient of a parameter, or of a tile of it, lies, and how many contributions it holds."""
+
+
+class GradientCarrier:
+    """Moves what has been accumulated since the last step; both sides are at rest.
+
+    Args:
+        given: (gradients, their storage) to read.
+        taking: (gradients, their storage) to write; empty so far.
+    """
+
+    def __init__(self, given: tuple[Gradients, Storage], taking: tuple[Gradients, Storage]) -> None:
+        self._given, self._taking = given[0], taking[0]
+
+    def run(self, new_index_of: dict[int, int]) -> None:
+        """Move every gradient that has a place on the other side.
+
+        Args:
+            new_index_of: parameter index in the given layout -> index in the taking one.
+
+        Raises:
+            StorageError: nothing of the given side has changed.
+        """
+        sources: dict[int, list[Place]] = {}
+        for state in self._given.states():
+            for slot, count in zip(state.unit.slots, state.contributions, strict=True):
+                if count and slot.index in new_index_of:
+                    sources.setdefault(new_index_of[slot.index], []).append((state, slot, count))
+        for state in self._taking.states():
+            held = [[p for p in sources.get(s.index, []) if _common(p[1], s) or not s.numel] for s in state.unit.slots]
+            if any(held):
+                self._fill(state, held)
+
+    def _fill(self, state: UnitGradient, held: list[list[Place]]) -> None:
+        if any(place[0].dtype == torch.float32 for places in held for place in places):
+            self._taking.make_wide(state)
+        unit = state.unit
+        for lo in range(0, unit.numel, CHUNK_NUMEL):
+            hi = min(lo + CHUNK_NUMEL, unit.numel)
+            chunk = torch.zeros(hi - lo, dtype=state.dtype)
+            for slot, places in zip(unit.slots, held, strict=True):
+                origin = slot.offset_numel - slot.first_numel  # where the parameter's first element would be
+                for place in places:
+                    common = _common(place[1], slot)
+                    first, last = max(lo - origin, common.start), min(hi - origin, common.stop)
+                    if first < last:
+                        chunk[first + origin - lo : last + origin - lo].copy_(self._read(place, first, last))
+            self._taking.write_stored(state, unit.begin + lo, chunk)
+        state.contributions = [max((place[2] for place in places), default=0) for places in held]
+
+    def _read(self, place: Place, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) of one parameter's gradient, all of which the place has."""
+        state, slot, _ = place
+        first = state.unit.begin + slot.offset_numel - slot.first_numel
+        return self._given.read_stored(state, first + begin, first + end)
+
+
+def _common(one: Slot, other: Slot) -> range:
+    """Elements of a parameter that both slots have."""
+    begin = max(one.first_numel, other.first_numel)
+    return range(begin, min(one.first_numel + one.numel, other.first_numel + other.numel))

@@ -4,13 +4,16 @@
 the disk mostly idle. A gradient that its update has used is no longer needed, so by the end of forward most of their
 memory is free; records that are updated but not yet written stay in it, and are written while backward computes. The
 first gradient of a unit takes its memory back, which is why only the units that backward reaches late lend theirs.
+
+So an update that finds no room in the arena may run in lent memory: `Places` admits one after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 import torch
 
@@ -24,6 +27,8 @@ LENT_SHARE = 2 / 3
 """Of the memory of gradients, from the front: what is written at the end of forward has left it in time for them."""
 
 Range = tuple[int, int]
+WRITES_IN_FLIGHT = 2
+"""Records written at once where others can wait: enough to keep a disk busy, and reads come first."""
 
 
 class SpareRanges:
@@ -106,7 +111,7 @@ class SpareGradients:
         if pool is None:
             return
         for unit in units:
-            begin, end = self._range(pool, unit, max(unit.begin, group.begin), min(unit.end, group.end))
+            begin, end = self._range(pool, unit, *group.part_of(unit))
             if begin < end:
                 self._holds.add(unit.index)
                 pool.ranges.give(begin, end)
@@ -154,3 +159,37 @@ def _without(spans: Iterable[Range], holes: Iterable[Range]) -> Iterable[Range]:
                 break
         if begin < end:
             yield (begin, end)
+
+
+class Places:
+    """Admits updates in the order in which they ask.
+
+    Args:
+        slots: how many may use memory of the arena.
+        spare: what further ones use.
+
+    Attributes:
+        slots: whoever updates a sub-group in memory of the arena holds one.
+        writes: whoever writes a record holds one.
+    """
+
+    def __init__(self, slots: int, spare: SpareGradients) -> None:
+        self._spare = spare
+        self._turn = asyncio.Lock()
+        self.slots = asyncio.Semaphore(slots)
+        self.writes = asyncio.Semaphore(WRITES_IN_FLIGHT if spare.lends else slots)
+
+    @asynccontextmanager
+    async def take(self, nbytes: int) -> AsyncIterator[Block | None]:
+        """A place for an update that needs `nbytes` of host memory: lent memory, or None for a slot of the arena."""
+        async with self._turn:
+            block = self._spare.try_lease(nbytes) if nbytes and self.slots.locked() else None
+            if block is None:
+                await self.slots.acquire()
+        try:
+            yield block
+        finally:
+            if block is None:
+                self.slots.release()
+            else:
+                block.release()

@@ -1,34 +1,137 @@
 """The optimizer the user holds: live param groups in front, the sub-group pipeline behind.
 
-It is a `torch.optim.Optimizer`, so learning-rate schedulers and clients that write into
-`param_groups` work as they do with torch. What is read from the groups is read at `step()`.
+It is a `torch.optim.Optimizer`, so learning-rate schedulers and clients that write into `param_groups` work as they do
+with torch. What is read from the groups is read at `step()`. Its states are read when they are asked for:
+`optimizer.state[parameter]["exp_avg"]` is a copy.
+
+[Note: hooks] torch calls hooks where `optimizer.step()` is called: the engine's optimizer's, those of the one handed
+over, and global ones. A step of the engine is the same step whoever asks for it, so they are called once each, however
+it was asked for: the first before it is decided, with the gradients there to be read or replaced
+(`safe_get_full_grad`), also where the step turns out to be skipped; the others after a step that was taken, and after
+the schedule that the engine steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.optim import optimizer as torchs
 
-from offload.errors import StateError
-from zero.optim.loss_scale import HasLossScale
-from zero.optim.rules import Progress, Scalar, Trained
-from zero.optim.states import ABSENT, MISSING, NOTHING, HasStates
-from zero.optim.step_hooks import CallsHooks
+from offload.errors import ConfigError, StateError
+from zero.optim.loss_scale import LossScaler
+from zero.optim.rules import AdamRule, Progress, Scalar, Trained
 
+ABSENT, MISSING, NOTHING = "no_", 1, 2
+"""Before the name of a state: a number in checkpoints that says that the parameter has not got it yet. Its state has no
+such key, or None.
+"""
+STATE_BYTES = 4
+"""Of an element of a state, fp32, as it is given out."""
+PRE, POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 PROFILED = "Optimizer.step#ZeroOptimizer.step"
 """The name of a step in profiles, as torch makes it."""
 
 
-class ZeroOptimizer(HasStates, HasLossScale, CallsHooks, torch.optim.Optimizer):
+class KeptStates(Protocol):
+    """Where the states of an engine's parameters are."""
+
+    def read(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Copies of the states, fp32 on the host, in the parameter's shape; on all ranks together."""
+
+    def write(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+        """Replace a state, on all ranks together."""
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise BudgetError if the host has no room for so much."""
+
+
+class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
+    """`optimizer.state`: what each parameter has since its first step. Copies: give them back to change them.
+
+    Args:
+        kept: reads them.
+        optimizer: whose they are.
+    """
+
+    def __init__(self, kept: KeptStates, optimizer: ZeroOptimizer) -> None:
+        self._kept, self._optimizer, self._counts = kept, optimizer, optimizer.step_counts
+
+    def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Copies of its states. Raises KeyError: it has not taken part in a step."""
+        if not self._counts.get(id(parameter)):
+            raise KeyError(parameter)
+        key = id(parameter)
+        numbers = {name: scalar.make() for name, scalar in self._optimizer.numbers(key).items()}
+        planes = self._optimizer.made(key, self._kept.read(parameter))
+        return {**numbers, "step": torch.tensor(float(self._counts[key])), **planes}
+
+    def __setitem__(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        """Replace its states; all ranks come here. Raises as `load_state_dict`."""
+        self._optimizer.check_states([states])
+        self._optimizer.take_states(parameter, states)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        """Parameters that have states."""
+        return (p for group in self._optimizer.param_groups for p in group["params"] if self._counts.get(id(p)))
+
+    def __len__(self) -> int:
+        """How many have."""
+        return sum(1 for _ in self)
+
+    def __contains__(self, parameter: object) -> bool:
+        """True for one that has."""
+        return bool(self._counts.get(id(parameter)))
+
+    def __repr__(self) -> str:
+        """Without reading any."""
+        return f"{type(self).__name__}({len(self)} parameters)"
+
+
+class Groups(Sequence[torch.Tensor]):
+    """One tensor for each param group, made when it is asked for.
+
+    Args:
+        groups: the optimizer's.
+        read: group -> tensor.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], read: Any) -> None:
+        self._groups, self._read = groups, read
+
+    def __len__(self) -> int:
+        """Of the groups."""
+        return len(self._groups)
+
+    def __getitem__(self, number: Any) -> Any:
+        """Of a group. Raises IndexError."""
+        if isinstance(number, slice):
+            return [self[n] for n in range(*number.indices(len(self)))]
+        return self._read(self._groups[number])
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
     """An update rule over states that live wherever the plan put them.
 
     Args:
         trained: param groups, which stay the ones that are read, and the rule.
         take_step: called by `step()`; the engine's boundary step.
         clear: called by `zero_grad()`.
+
+    Attributes:
+        given: the optimizer object that was handed over, if one was.
+        loss_scaler: the engine's; set once it is made.
+        overflow: the last step was skipped.
+        _global_grad_norm: as `engine.get_global_grad_norm()`, where scripts look for it.
     """
+
+    state: Any
+    loss_scaler: LossScaler
+    overflow = False
+    _global_grad_norm: float | None = None
+    _kept: KeptStates | None = None
 
     def __init__(self, trained: Trained, take_step: Callable[[], None], clear: Callable[[], None]) -> None:
         super().__init__(trained.groups, dict(trained.rule.defaults))
@@ -60,30 +163,6 @@ class ZeroOptimizer(HasStates, HasLossScale, CallsHooks, torch.optim.Optimizer):
     def mark_stepped(self) -> None:
         """Tell torch's schedulers that a step was taken before theirs, or they warn of a wrong order."""
         self._opt_called = True
-
-    def offload_states(
-        self,
-        include: Container[str] | None = None,
-        device: str = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """As `engine.offload_states`."""
-        self._with_offloader().offload_states(include, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """As `engine.reload_states`."""
-        self._with_offloader().reload_states(non_blocking)
-
-    @property
-    def offloaded_states(self) -> set[Any]:
-        """As `engine.offloaded_states`."""
-        return set(self._with_offloader().offloaded_states)
-
-    def _with_offloader(self) -> Any:
-        if self.offloader is None:
-            raise StateError("optimizer.offload_states: the optimizer belongs to no engine")
-        return self.offloader
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that have been accumulated."""
@@ -123,6 +202,26 @@ class ZeroOptimizer(HasStates, HasLossScale, CallsHooks, torch.optim.Optimizer):
                     if progress is not None:
                         self.progress[key] = progress
             group.update(changed)
+
+    # ---- hooks of torch's optimizers -------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """A step was asked for; what hooks change in param groups and gradients counts."""
+        self._call([(self, hook) for hook in torchs._global_optimizer_pre_hooks.values()] + self._hooks(PRE))
+
+    def after_step(self) -> None:
+        """It was taken."""
+        self._call(self._hooks(POST) + [(self, hook) for hook in torchs._global_optimizer_post_hooks.values()])
+
+    def _hooks(self, kind: str) -> list[tuple[Any, Any]]:
+        optimizers = [self] if self.given is None else [self, self.given]
+        return [(each, hook) for each in optimizers for hook in getattr(each, kind, {}).values()]
+
+    def _call(self, hooks: list[tuple[Any, Any]]) -> None:
+        for optimizer, hook in hooks:
+            hook(optimizer, (), {})
+
+    # ---- what a parameter's state has besides planes ---------------------------------------------------
 
     def numbers(self, key: int) -> dict[str, Scalar]:
         """What a parameter's state has besides planes, by torch's names; `step` always.
@@ -191,3 +290,158 @@ class ZeroOptimizer(HasStates, HasLossScale, CallsHooks, torch.optim.Optimizer):
         """Nobody trains the parameter any more."""
         self.step_counts.pop(key, None)
         self.progress.pop(key, None)
+
+    # ---- states, whole ---------------------------------------------------------------------------------
+
+    def keep_states_in(self, kept: KeptStates) -> None:
+        """States are read there from now on."""
+        self._kept = kept
+        self.state = LiveStates(kept, self)
+
+    def lose_states(self) -> None:
+        """The engine is closed: nothing is left of them, and clients that tidy up find them empty."""
+        self.state = {}
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's: groups, and copies of all states on the host, the same on every rank; all of them come here.
+
+        Raises:
+            BudgetError: the host has no room for that much; `engine.save_checkpoint` needs none.
+        """
+        if self._kept is not None:
+            numel = sum(p.numel() for p in self.state)
+            self._kept.check_room(STATE_BYTES * len(self.rule.states) * numel)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up groups and states of a `state_dict`; groups stay the same objects. All ranks come here.
+
+        Raises:
+            ConfigError: it has other groups; nothing has changed.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        given = state_dict["param_groups"]
+        sizes, wanted = ([len(group["params"]) for group in groups] for groups in (given, self.param_groups))
+        if sizes != wanted:
+            raise ConfigError(f"optimizer.load_state_dict: expected groups of {wanted} parameters, got {sizes}")
+        self.check_states(state_dict["state"].values())
+        for group, options in zip(self.param_groups, given, strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
+        places = [place for group in given for place in group["params"]]
+        for place, parameter in zip(places, self._parameters(), strict=True):
+            self.take_states(parameter, state_dict["state"].get(place, {}))
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def take_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        """Replace the states of one parameter; empty: it has none, as before its first step."""
+        self.forget(id(parameter))
+        if states and self._kept is not None:
+            planes = {name: states[name] for name in self.rule.states if states.get(name) is not None}
+            self.set_numbers(id(parameter), self._numbers_in(states, planes))
+            for name, value in planes.items():
+                self._kept.write(parameter, name, value)
+
+    def _numbers_in(self, states: Mapping[str, Any], planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What `set_numbers` takes, of a parameter's states in a `state_dict`."""
+        numbers = {
+            name: Scalar.of(value).tensor()
+            for name, value in states.items()
+            if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            if name not in planes
+        }
+        if planes:  # a class that does not count its steps has made some
+            numbers.setdefault("step", torch.tensor(1, device="cpu"))
+        for name in self.rule.states:
+            if name not in planes:
+                numbers[ABSENT + name] = torch.tensor(NOTHING if name in states else MISSING, device="cpu")
+        return numbers
+
+    def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Raise ConfigError if they, one for each parameter, are those of another optimizer."""
+        known = {*self.rule.states, *self.rule.scalars}
+        for state in states:
+            shaped = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+            needed = set(self.rule.states if isinstance(self.rule, AdamRule) else self.rule.scalars)
+            if shaped and not (shaped & known and needed <= state.keys()):
+                raise ConfigError(
+                    f"optimizer.load_state_dict: {self.rule.name} keeps {', '.join(sorted(known)) or 'nothing'} of "
+                    f"each parameter, got {', '.join(sorted(state))}; load it into the optimizer that was saved"
+                )
+
+    # ---- names of DeepSpeed ----------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed wraps another optimizer; this is its own."""
+        return self
+
+    def offload_states(
+        self,
+        include: Container[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """As `engine.offload_states`."""
+        self._with_offloader().offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """As `engine.reload_states`."""
+        self._with_offloader().reload_states(non_blocking)
+
+    @property
+    def offloaded_states(self) -> set[Any]:
+        """As `engine.offloaded_states`."""
+        return set(self._with_offloader().offloaded_states)
+
+    def _with_offloader(self) -> Any:
+        if self.offloader is None:
+            raise StateError("optimizer.offload_states: the optimizer belongs to no engine")
+        return self.offloader
+
+    @property
+    def cur_scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return self.loss_scaler.cur_scale
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = float(value)
+
+    @property
+    def loss_scale(self) -> float:
+        """As `cur_scale`."""
+        return self.cur_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.cur_scale = value
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """True: the scale follows the overflows."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps so far, skipped ones too, as far as a dynamic scale counts them."""
+        return self.loss_scaler.cur_iter
+
+    @property
+    def loss_scale_config(self) -> LossScaler:
+        """Where DeepSpeed's optimizer of stage 0 has the scale, and how it moves."""
+        return self.loss_scaler
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """From here on the scale is this one, and static. Between steps only, as with every change of it."""
+        self.loss_scaler.dynamic = False
+        self.cur_scale = loss_scale
+
+    def needs_scaler(self) -> bool:
+        """True: a loss has to be scaled before its backward."""
+        return self.loss_scaler.is_needed

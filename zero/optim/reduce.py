@@ -1,10 +1,10 @@
 """Gradients of several ranks: each rank keeps the sum of its slice, divided by the number of ranks.
 
 [Note: order of reductions] A reduction needs all ranks, so all must start the same ones in the same order, whatever
-order their own backwards take. The order of a backward is what the ranks agreed on after the one before: units that
-all of them have always had, as the first rank had them; at first it is the layout's, from its end. A unit whose turn
-has not come waits, in host memory if the pool has no room; at the end of backward the rest of the order follows, with
-zeros for what a rank has not got, then what anybody has that is not in the order.
+order their own backwards take. The order of a backward is what the ranks agreed on after the one before: units that all
+of them have always had, as the first rank had them; at first it is the layout's, from its end. A unit whose turn has
+not come waits, in host memory if the pool has no room; at the end of backward the rest of the order follows, with zeros
+for what a rank has not got, then what anybody has that is not in the order.
 
 [Note: what is rounded] The bits must not depend on that order, for a run that was resumed has another. So each rank
 gives a parameter's first gradient of a backward to one reduction, whose mean is rounded to the unit's dtype, also where
@@ -21,6 +21,7 @@ have been deferred; else in the dtype of the unit.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,79 @@ from offload.streams import Fence
 from zero.exchange.exchange import Exchange, Turn
 from zero.optim.contributions import zero_gaps
 from zero.optim.gradients import Gradients, UnitGradient
-from zero.optim.reduction_order import ReductionOrder
 from zero.params.layout import Layout, Slot, Unit
 from zero.store.storage import Storage
+
+
+class ReductionOrder:
+    """In which order one rank starts reductions. Pure: units are ints.
+
+    Each backward of a step has an order of its own, known by its number.
+
+    Args:
+        expected: the order of a backward that is the first of its number.
+    """
+
+    def __init__(self, expected: list[int]) -> None:
+        self._expected, self._orders = expected, dict[int, list[int]]()
+        self._number = -1
+        self._next = 0
+        self._seen: list[int] = []
+        self._irregular: set[int] = set()
+        """Units that some backward had not; nobody waits for them any more."""
+
+    def begin_step(self) -> None:
+        """The next backward is the first of a step."""
+        self._number = -1
+
+    def begin_backward(self) -> None:
+        """A backward begins whose gradients are reduced."""
+        self._number += 1
+        self._next, self._seen = 0, []
+
+    def complete(self, unit: int, waiting: Iterable[int]) -> list[int]:
+        """Units to be reduced now, in order.
+
+        Args:
+            unit: has a gradient of this backward now.
+            waiting: all that have one, of this backward or an earlier one, and are not reduced yet.
+        """
+        self.see(unit)
+        return self.go_on(waiting)
+
+    def see(self, unit: int) -> None:
+        """A unit has a gradient now; what is due is asked for later."""
+        if unit not in self._seen:
+            self._seen.append(unit)
+
+    def go_on(self, waiting: Iterable[int]) -> list[int]:
+        """Units to be reduced now, in order, of those that have a gradient and are not reduced yet."""
+        # What only an earlier backward has given is not ready: reduced now, it would have to be reduced again.
+        ready, now = set(waiting).intersection(self._seen), list[int]()
+        while self._next < len(self._order) and self._order[self._next] in ready:
+            now.append(self._order[self._next])
+            self._next += 1
+        return now
+
+    def rest(self) -> list[int]:
+        """The backward is over: what else of the agreed order has to be reduced, in order."""
+        now, self._next = self._order[self._next :], len(self._order)
+        return now
+
+    @property
+    def _order(self) -> list[int]:
+        return self._orders.get(self._number, self._expected)
+
+    @property
+    def seen(self) -> list[int]:
+        """Units that had a gradient in this backward, in the order of their first."""
+        return self._seen
+
+    def agree(self, seen: list[list[int]]) -> None:
+        """The next backward of this number follows what the ranks (in rank order) had in this one."""
+        everywhere = set(seen[0]).intersection(*seen[1:])
+        self._irregular |= set(self._order) - everywhere
+        self._orders[self._number] = [unit for unit in seen[0] if unit in everywhere - self._irregular]
 
 
 @dataclass(slots=True)

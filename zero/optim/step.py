@@ -1,9 +1,11 @@
 """Steps: fixed at once, carried out behind the step.
 
-[Note: what a step is] Norm, clipping and hyper-parameters are fixed before the first sub-group is
-touched, and the gradients are sealed: later backwards collect new ones. From then on the step is
-taken, whatever fails meanwhile: every sub-group is updated once, with these values, before anybody
-sees its weights.
+[Note: what a step is] Norm, clipping and hyper-parameters are fixed before the first sub-group is touched, and the
+gradients are sealed: later backwards collect new ones. From then on the step is taken, whatever fails meanwhile: every
+sub-group is updated once, with these values, before anybody sees its weights.
+
+[Note: what ranks agree on] The number of the step, the norm, and which parameters have a gradient on any of them, in
+one message. Which gradients are not finite is found from the counts of each block, so that few blocks are looked at.
 
 [Note: a step that is skipped] Where a gradient is not finite on any rank the step is decided to be none: nothing is
 sealed, the gradients are forgotten, and the loss scale follows. The gradients of a scaled loss are divided by the scale
@@ -12,28 +14,134 @@ with the factor that clips; the division is exact, since a scale that moves is a
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Coroutine, Iterable
+import struct
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
+import torch
+
 from offload.errors import StateError, StorageError, tell, was_told
+from offload.kernels.square_sums import PACKED_BYTES, SquareSum, nonfinite_of
+from offload.sizes import BLOCK_NUMEL
 from zero.exchange.exchange import Exchange
-from zero.optim.agreement import agree_on_step
-from zero.optim.clipping import clip_coefficient
-from zero.optim.gradients import Gradients
-from zero.optim.inside import UpdatesInBackward
+from zero.optim.gradients import Gradients, UnitGradient
 from zero.optim.loss_scale import LossScaleError, LossScaler
-from zero.optim.nonfinite import agree_on_nonfinite
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pending_updates import DueUpdates
+from zero.optim.pending_updates import DueUpdates, UpdatesInBackward
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
-from zero.params.layout import Layout, SubGroup, Unit
+from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
+HEAD = struct.Struct(f"<q{PACKED_BYTES}s")
+"""Number of the step, sum of squares."""
+NAMES_MAX = 3
+"""More would not help: what comes later in backward is made of what came before."""
 NAMES_SHOWN = 8
+
+
+def clip_coefficient(norm: float, norm_max: float) -> float:
+    """Factor for every gradient so that the global norm is at most `norm_max`; 1.0 when clipping is off.
+
+    Args:
+        norm: 2-norm of all gradients.
+        norm_max: `gradient_clipping`; 0 turns it off.
+
+    Source: `torch.nn.utils.clip_grad_norm_`, the same 1e-6 included.
+    """
+    if norm_max <= 0:
+        return 1.0
+    coefficient = norm_max / (norm + 1e-6)
+    # A NaN norm must reach the weights, as it does with torch, and not be hidden by min().
+    return coefficient if coefficient < 1.0 or coefficient != coefficient else 1.0
+
+
+def agree_on_step(
+    exchange: Exchange, number: int, square_sum: SquareSum, contributed: set[int]
+) -> tuple[float, set[int]]:
+    """The norm of all gradients, and the parameters that have one on any rank. All ranks come here.
+
+    Args:
+        exchange: with the other ranks.
+        number: of the step, counted from 1.
+        square_sum: of this rank's slices.
+        contributed: parameters (indices) that have a gradient on this rank.
+
+    Raises:
+        StateError: the ranks are at different steps.
+    """
+    payload = HEAD.pack(number, square_sum.pack()) + bytes(max(contributed, default=-1) + 1)
+    mask = bytearray(payload)
+    for index in contributed:
+        mask[HEAD.size + index] = 1
+    answers = exchange.agree(f"step {number}", bytes(mask))
+    heads = [HEAD.unpack_from(answer) for answer in answers]
+    if any(head[0] != number for head in heads):
+        steps = ", ".join(f"rank {rank}: {head[0]}" for rank, head in enumerate(heads))
+        raise StateError(f"step: the ranks are at different steps ({steps}); every rank must call step() equally often")
+    # Slices of one shard group: replicas have the same ones.
+    total = SquareSum.merged(SquareSum.unpack(heads[rank][1]) for rank in exchange.placement.shard_ranks)
+    union = {index for answer in answers for index, has in enumerate(answer[HEAD.size :]) if has}
+    return total.norm(), union
+
+
+def agree_on_nonfinite(exchange: Exchange, gradients: Gradients, *, loss_is_finite: bool) -> tuple[list[str], bool]:
+    """Names of the first parameters whose gradient is inf or NaN on any rank; and was every loss finite?
+
+    All ranks come here. First is what backward has reached first.
+
+    Args:
+        exchange: with the other ranks.
+        gradients: at rest, before they are cleared.
+        loss_is_finite: of this rank, as far as it knows.
+
+    Raises:
+        StorageError: a gradient could not be read.
+    """
+    mine: list[tuple[int, str]] = []
+    for position, state, slot in _in_order(gradients):
+        if _is_nonfinite(gradients, state, slot):
+            mine.append((position, slot.name))
+            if len(mine) == NAMES_MAX:
+                break
+    answers = exchange.agree("gradients that are not finite", json.dumps([mine, loss_is_finite]).encode())
+    told = [json.loads(answer) for answer in answers]
+    first: dict[str, int] = {}
+    for position, name in sorted(pair for theirs, _ in told for pair in theirs):
+        first.setdefault(name, position)
+    return list(first)[:NAMES_MAX], all(finite for _, finite in told)
+
+
+def _in_order(gradients: Gradients) -> Iterator[tuple[int, UnitGradient, Slot]]:
+    """(rank in the order of arrival, unit, parameter) of what may be; what has come otherwise is last."""
+    summed = (state for state in gradients.states() if state.summed)
+    states = {state.unit.index: state for state in summed if nonfinite_of(state.sums).any()}
+    known = list(gradients.order)
+    rest = [(index, i) for index, state in reversed(states.items()) for i in range(len(state.unit.slots))]
+    for position, (index, slot) in enumerate(dict.fromkeys([*known, *rest])):
+        if index in states:
+            yield position, states[index], states[index].unit.slots[slot]
+
+
+def _is_nonfinite(gradients: Gradients, state: UnitGradient, slot: Slot) -> bool:
+    """Does the part of a gradient that this rank keeps hold inf or NaN?"""
+    unit = state.unit
+    begin, end = (place - unit.begin for place in unit.within(slot))
+    for block in range(begin // BLOCK_NUMEL, -(-end // BLOCK_NUMEL)):
+        if not int(nonfinite_of(state.sums[block : block + 1])):
+            continue
+        first, last = block * BLOCK_NUMEL, min((block + 1) * BLOCK_NUMEL, unit.shard_numel)
+        if begin <= first and last <= end:
+            return True
+        values = gradients.read_stored(state, unit.begin + first, unit.begin + last)  # shared with a neighbour
+        part = values[max(begin - first, 0) : min(end, last) - first]
+        if not bool(torch.isfinite(part).all()):
+            return True
+    return False
 
 
 class UnusedParameters(StateError, AssertionError):
@@ -122,9 +230,7 @@ class Stepper:
     def _skip(self, number: int) -> None:
         """Decide that the step is none, on all ranks."""
         scaler = self._scaler
-        names, finite = agree_on_nonfinite(
-            self._exchange, self._gradients, self._storage, loss_is_finite=self.loss_is_finite
-        )
+        names, finite = agree_on_nonfinite(self._exchange, self._gradients, loss_is_finite=self.loss_is_finite)
         found = f"{'the loss and ' * (not finite)}the gradients of {', '.join(names)} (first in backward)"
         if self._ahead is not None:
             self._ahead.void_all()

@@ -141,6 +141,10 @@ class SubGroup:
         """For people: its coordinates."""
         return f"sub-group {self.space}:[{self.begin:,}, {self.end:,})"
 
+    def part_of(self, unit: Unit) -> tuple[int, int]:
+        """Coordinates [begin, end) of what it has of a unit that overlaps it."""
+        return max(unit.begin, self.begin), min(unit.end, self.end)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -157,6 +161,10 @@ class Layout:
     def space_of(self, unit: Unit) -> int:
         """Index of the unit's space."""
         return next(i for i, s in enumerate(self.spaces) if s.dtype == unit.dtype and s.trainable == unit.trainable)
+
+    def units_in(self, group: SubGroup) -> Iterator[Unit]:
+        """Units that have coordinates in a sub-group, in order."""
+        return self.spaces[group.space].overlapping(group.begin, group.end)
 
     def sub_groups(self, numel_max: int) -> tuple[SubGroup, ...]:
         """Every trainable space cut into runs of at most `numel_max` (rounded to 4096) elements.

@@ -133,11 +133,7 @@ class Plan:
         return [
             group
             for group, tier in groups
-            if tier == NVME
-            and all(
-                self.weight_tiers[unit.index] == NVME
-                for unit in layout.spaces[group.space].overlapping(group.begin, group.end)
-            )
+            if tier == NVME and all(self.weight_tiers[unit.index] == NVME for unit in layout.units_in(group))
         ]
 
     def step_write_bytes(self, layout: Layout, micro_steps: int) -> int:

@@ -110,7 +110,7 @@ class PoolSizes:
         if not self._on_gpu or not staged_bytes_per_element or not groups:
             return 0
         # Each unit's part of a plane begins on a page of its own.
-        units = max(len(list(self._layout.spaces[g.space].overlapping(g.begin, g.end))) for g in groups)
+        units = max(len(list(self._layout.units_in(g))) for g in groups)
         numel = max(group.end - group.begin for group in groups)
         return in_flight * (numel * staged_bytes_per_element + 2 * (units + 1) * PAGE_BYTES)
 

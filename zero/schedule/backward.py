@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.errors import BudgetError, StateError, StorageError
 from offload.system.interrupts import uninterrupted, whole
 from zero.optim.gradients import Gradients
-from zero.optim.inside import UpdatesInBackward
+from zero.optim.pending_updates import UpdatesInBackward
 from zero.params.binding import BoundUnit
 from zero.params.layout import Unit
 from zero.schedule.coordinator import Coordinator

@@ -297,7 +297,7 @@ class Loader:
                 self._near.keep(unit, data, modified)
                 await write_plane(plane, unit.begin, unit.end, unit.own(data), self._storage.arena)
             except StorageError as error:
-                plane.strand(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()), lambda: None)
+                plane.strand(unit.begin, unit.end, aligned_copy(unit.own(data).cpu()))
                 self._updates.failure = self._updates.failure or error
                 raise
 

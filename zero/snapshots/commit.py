@@ -20,6 +20,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from offload.planes.two_slots import TwoSlotPlane
 from zero.config import Config
 from zero.config.swap_paths import ready_swap_paths
 from zero.exchange.exchange import Exchange
+from zero.exchange.together import Together
 from zero.params.layout import Layout, Space
 from zero.plan.plan import Plan
 from zero.plan.record import ADAM_STATES
@@ -54,6 +56,12 @@ class Pending:
     written: bool = False
     """Everything that lives in memory is."""
     void: bool = False
+
+
+class SnapshotsTogether(Together):
+    """Where one rank finds no snapshot that it can use, the configuration is wrong for all."""
+
+    keeps, otherwise = (), ConfigError
 
 
 class Snapshots:
@@ -266,16 +274,18 @@ class Snapshots:
             raise StateError(f"load_snapshot: manifest {self._number} of {self._files.folders[0]} is gone")
         self.pending, self._missed = None, False
         self.unloaded = True  # until all of it is here, no step may replace it
-        failure = None
-        try:
-            self._read(storage, manifest)
-        except StorageError as error:
-            failure = error.within(
-                f"load_snapshot: the snapshot {self._files.name!r} of step {self.committed_step} in {self._files.root} "
-                "cannot be used, and nothing is left of the one before; load a checkpoint, or remove it (zero "
-                "snapshots rm) and begin anew"
-            )
-        _all_ranks(self._exchange, "snapshot read", {}, failure)
+
+        def read() -> None:
+            try:
+                self._read(storage, manifest)
+            except StorageError as error:
+                raise error.within(
+                    f"load_snapshot: the snapshot {self._files.name!r} of step {self.committed_step} in "
+                    f"{self._files.root} cannot be used, and nothing is left of the one before; load a checkpoint, or "
+                    "remove it (zero snapshots rm) and begin anew"
+                ) from error
+
+        SnapshotsTogether(self._exchange).do("snapshot read", read)
         self.unloaded = False
         return manifest.state
 
@@ -334,68 +344,47 @@ def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchang
     wish = config.zero_optimization.offload_optimizer.snapshot
     if not plan.snapshots or wish is None:
         return None
-    failure: Exception | None = None
-    files: SnapshotFiles | None = None
-    head: dict[str, Any] | None = None
-    try:
-        files = SnapshotFiles(ready_swap_paths(config), wish.name, exchange.placement.rank)
-        head = files.committed_head if exchange.placement.rank == 0 else None
-    except (ConfigError, StorageError) as error:
-        failure = error
-    try:
-        heads = _all_ranks(exchange, "snapshot found", {"head": head}, failure)
-        head = heads[0]["head"]
-        if files is None:
-            raise StateError("snapshot: no files")  # `_all_ranks` has raised
+    together, rank, name = SnapshotsTogether(exchange), exchange.placement.rank, wish.name
+    with ExitStack() as undo:
+
+        def look() -> tuple[SnapshotFiles, dict[str, Any] | None]:
+            files = SnapshotFiles(ready_swap_paths(config), name, rank)
+            undo.callback(_leave, files)
+            return files, files.committed_head if rank == 0 else None
+
+        files, mine = together.do("snapshot files", look)
+        head = json.loads(together.exchange("snapshot found", json.dumps(mine).encode())[0])
         facts = facts_of(layout, plan, exchange)
-        found = _found(files, head, facts, exchange)
-    except BaseException:
-        if files is not None:
-            files.committed = True  # whatever is there is none of ours
-            files.close()
-        raise
+        found = together.do("snapshot fits", lambda: _found(files, head, facts, exchange))
+        undo.pop_all()
     files.committed = found is not None
     return Snapshots(files, wish.every, exchange, facts, found)
+
+
+def _leave(files: SnapshotFiles) -> None:
+    """Whatever is there is none of ours."""
+    files.committed = True
+    files.close()
 
 
 def _found(
     files: SnapshotFiles, head: dict[str, Any] | None, facts: dict[str, Any], exchange: Exchange
 ) -> Manifest | None:
-    """This rank's manifest of the snapshot that counts, if all ranks have theirs, of this layout."""
+    """This rank's manifest of the snapshot that counts. Raises ConfigError: a rank has none, or of another layout."""
     if head is None:
         return None
-    failure: Exception | None = None
-    manifest: Manifest | None = None
     where = f"offload_optimizer.snapshot: {files.name!r} (step {head['step']}) in {files.root}"
     mend = "use what it was made with, remove it (zero snapshots rm), or set another snapshot.name"
-    try:
-        if head["ranks"] != exchange.placement.world_size:
-            raise ConfigError(
-                f"{where} is of {head['ranks']} ranks, there are {exchange.placement.world_size} now; {mend}"
-            )
-        manifest = files.manifest(head["number"])
-        if manifest is None:
-            raise ConfigError(f"{where}: rank {files.rank} finds no part of it in {files.folders[0]}; {mend}")
-        theirs = manifest.body["facts"]
-        differ = [f"{key}: {theirs.get(key)} then, {facts[key]} now" for key in facts if theirs.get(key) != facts[key]]
-        if differ:
-            raise ConfigError(f"{where} is of another layout ({'; '.join(differ)}); {mend}")
-    except (ConfigError, StorageError) as error:
-        failure = error
-    _all_ranks(exchange, "snapshot fits", {}, failure)
+    if head["ranks"] != exchange.placement.world_size:
+        raise ConfigError(f"{where} is of {head['ranks']} ranks, there are {exchange.placement.world_size} now; {mend}")
+    manifest = files.manifest(head["number"])
+    if manifest is None:
+        raise ConfigError(f"{where}: rank {files.rank} finds no part of it in {files.folders[0]}; {mend}")
+    theirs = manifest.body["facts"]
+    differ = [f"{key}: {theirs.get(key)} then, {facts[key]} now" for key in facts if theirs.get(key) != facts[key]]
+    if differ:
+        raise ConfigError(f"{where} is of another layout ({'; '.join(differ)}); {mend}")
     return manifest
-
-
-def _all_ranks(exchange: Exchange, what: str, mine: dict[str, Any], failure: Exception | None) -> list[Any]:
-    """Every rank's answer, unless some rank has failed; then all raise."""
-    error = None if failure is None else str(failure)
-    answers = [json.loads(answer) for answer in exchange.agree(what, json.dumps({**mine, "error": error}).encode())]
-    if failure is not None:
-        raise failure
-    told = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
-    if told:
-        raise ConfigError("; ".join(told))
-    return answers
 
 
 def facts_of(layout: Layout, plan: Plan, exchange: Exchange) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from offload.planes.planes import settle_all
 from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
 from zero.plan.record import Record
 from zero.ranks import world
-from zero.store.staging import Staged, Staging
+from zero.store.staging import Staged, StagedGroup, Staging
 from zero.store.storage import Storage
 
 STORES = 1
@@ -123,7 +123,7 @@ class Adoption:
     def _move_all(self, bar: Bar) -> None:
         for group in self._storage.plan.sub_groups:
             bar.update(group.end - group.begin)
-            if not self._concerns(self._layout.spaces[group.space].overlapping(group.begin, group.end)):
+            if not self._concerns(self._layout.units_in(group)):
                 continue
             self._storage.mover.run("storing initial values", self._adopt_group(group))
             self._finish(self._layout.spaces[group.space], group.begin, group.end)
@@ -153,36 +153,28 @@ class Adoption:
                 clear_alone(part.bytes)
 
     async def _adopt_group(self, group: SubGroup) -> None:
-        space = self._layout.spaces[group.space]
-        records = self._storage.records[group.space]
-        weights = self._storage.weights[group.space]
-        if records is None:
+        if self._storage.records[group.space] is None:
             return
-        compute, streams = self._storage.compute(group), self._storage.streams
-        record = Staged(records, group.begin, group.end, compute, streams)
-        units = list(space.overlapping(group.begin, group.end))
-        runs = [
-            Staged(weights, max(unit.begin, group.begin), min(unit.end, group.end), compute, streams) for unit in units
-        ]
-        parts = [record, *runs]
-        staging = await Staging.lease(self._storage, parts, "sub-group")
+        staged = StagedGroup(self._storage, self._layout, group)
+        await staged.lease("sub-group")
         try:
-            await self._begin(parts)
-            state = self._storage.plan.record_format(space).over(record.bytes, group.begin, group.end)
-            for unit, weight in zip(units, runs, strict=True):
+            await self._begin(staged.parts)
+            state = staged.record()
+            for unit in staged.units:
+                weight = staged.weights[unit.index]
                 self._encode(unit, weight, state, weight.begin - group.begin)
         except BaseException:
-            staging.release()
+            staged.release()
             raise
-        self._stores.append(asyncio.create_task(self._store(parts, staging)))
+        self._stores.append(asyncio.create_task(self._store(staged)))
         # Whoever lets go of what the values came from must not do so before they are stored.
         await self._settle(STORES if self._done is None else 0)
 
-    async def _store(self, parts: list[Staged], staging: Staging) -> None:
+    async def _store(self, staged: StagedGroup) -> None:
         try:
-            await settle_all([part.write() for part in parts])
+            await settle_all([part.write() for part in staged.parts])
         finally:
-            staging.release()
+            staged.release()
 
     async def _settle(self, left: int = 0) -> None:
         """Wait until so many stores are under way at most."""
@@ -237,8 +229,8 @@ class Adoption:
     def order(self) -> Iterator[tuple[Unit, Slot, int, int]]:
         """(unit, slot, first, last element of the parameter) of everything that `run` will read, in that order."""
         for group in self._storage.plan.sub_groups:
-            for unit in self._layout.spaces[group.space].overlapping(group.begin, group.end):
-                lo, hi = max(unit.begin, group.begin), min(unit.end, group.end)
+            for unit in self._layout.units_in(group):
+                lo, hi = group.part_of(unit)
                 for _, slot, begin, end in self._ranges(unit, lo - unit.origin, hi - unit.origin):
                     yield unit, slot, begin, end
         for space in self._layout.spaces:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from offload.errors import StateError
 from offload.memory.arena import Block
-from offload.planes.planes import Plane
+from offload.planes.planes import Plane, settle_all
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Streams
+from zero.params.layout import Layout, SubGroup, Unit
+from zero.plan.record import Record
 from zero.store.storage import Storage
 
 
@@ -145,3 +147,84 @@ class Staging:
         self._device.release()
         if self._host.data.numel():
             self._streams.release(self._host, self._streams.fence())
+
+
+class StagedGroup:
+    """A sub-group made addressable for a moment: its state record, its weights, and its gradients if they are wanted.
+
+    `lease` memory, `read` what is stored, work on `record()` and the bytes of the parts, write them, and `release`.
+
+    Args:
+        storage: which holds it.
+        layout: of the planes.
+        group: of a space that is trained.
+        units: of whose weights it is about; None: all that have some in the sub-group.
+        given: unit's index -> memory of the caller's that its weights may pass through; see `Staged`.
+        gradients: unit -> the plane that its gradient is taken from; None: they are not wanted.
+        other_slot: what is written goes to the other slots, and what is stored stays as it is.
+
+    Attributes:
+        space: of the sub-group.
+        state: what the record passes through.
+        weights, gradients: by the index of the unit.
+
+    Raises:
+        StateError: its space is not trained.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        layout: Layout,
+        group: SubGroup,
+        units: Iterable[Unit] | None = None,
+        given: Mapping[int, torch.Tensor] | None = None,
+        gradients: Callable[[Unit], Plane] | None = None,
+        *,
+        other_slot: bool = False,
+    ) -> None:
+        self._storage, self.group, self.space = storage, group, layout.spaces[group.space]
+        records, weights = storage.records[group.space], storage.weights[group.space]
+        if records is None:
+            raise StateError(f"{group.name}: its space is not trained, it has no state records")
+        self.units = list(layout.units_in(group) if units is None else units)
+        targets = storage.other_slots[group.space] if other_slot else None
+        compute, streams, given = storage.compute(group), storage.streams, given or {}
+
+        def run(unit: Unit, plane: Plane, memory: torch.Tensor | None = None, target: Plane | None = None) -> Staged:
+            return Staged(plane, *group.part_of(unit), compute, streams, memory, target)
+
+        target = targets.records if targets else None
+        self.state = Staged(records, group.begin, group.end, compute, streams, target=target)
+        target = targets.weights if targets else None
+        self.weights = {unit.index: run(unit, weights, given.get(unit.index), target) for unit in self.units}
+        self.gradients = {unit.index: run(unit, gradients(unit)) for unit in self.units} if gradients else {}
+        self._staging: Staging | None = None
+
+    @property
+    def parts(self) -> list[Staged]:
+        """Everything that passes through memory."""
+        return [self.state, *self.weights.values(), *self.gradients.values()]
+
+    @property
+    def host_nbytes(self) -> int:
+        """Host memory that it passes through."""
+        return sum(part.host_nbytes for part in self.parts)
+
+    async def lease(self, what: str, lent: Block | None = None) -> None:
+        """Lease what it passes through; see `Staging.lease`."""
+        self._staging = await Staging.lease(self._storage, self.parts, what, lent)
+
+    async def read(self) -> None:
+        """Bring in what is stored. Raises StorageError."""
+        await settle_all([part.read() for part in self.parts])
+
+    def record(self, step: int = 0) -> Record:
+        """Its states; `step` matters to who updates them."""
+        layout = self._storage.plan.record_format(self.space)
+        return layout.over(self.state.bytes, self.group.begin, self.group.end, step)
+
+    def release(self) -> None:
+        """Give the memory back. Idempotent."""
+        if self._staging is not None:
+            self._staging.release()

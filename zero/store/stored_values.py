@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from offload.errors import StateError
 from offload.planes.copies import read_plane
-from offload.planes.planes import Plane, settle_all
 from offload.sizes import BLOCK_NUMEL, align_up
 from offload.streams import Fence, Streams
 from zero.params.layout import Layout, Slot, SubGroup, Unit
-from zero.plan.record import Record
 from zero.store.adoption import Piece
-from zero.store.staging import Staged, Staging
+from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 
 
@@ -95,7 +91,7 @@ class StoredValues:
             self.close()
             job = stage_group(self._storage, self._layout, group)
             self._staged = self._storage.mover.run(f"reading {group.name}", job)
-        record, weight = self._staged.record, self._staged.weights[unit.index]
+        record, weight = self._staged.record(), self._staged.weights[unit.index]
         a, b = lo - group.begin, hi - group.begin
         return Piece(
             first,
@@ -105,54 +101,23 @@ class StoredValues:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StagedGroup:
-    """A sub-group whose state has been read; give it back with `release`, on the mover's loop."""
-
-    group: SubGroup
-    record: Record
-    weights: Mapping[int, Staged]
-    """By the index of the unit."""
-    staging: Staging
-
-    def release(self) -> None:
-        """Nobody looks at it any more."""
-        self.staging.release()
-
-
 async def stage_group(storage: Storage, layout: Layout, group: SubGroup) -> StagedGroup:
     """Read a sub-group's record and weights as they are stored; on the mover's loop.
 
     Raises:
         StorageError: a read failed.
     """
-    space, compute, streams = layout.spaces[group.space], storage.compute(group), storage.streams
-
-    def staged(plane: Plane, begin: int, end: int) -> Staged:
-        return Staged(plane, max(begin, group.begin), min(end, group.end), compute, streams)
-
-    planes = storage.records[group.space], storage.weights[group.space]
-    record = staged(_present(planes[0], group), group.begin, group.end)
-    units = list(space.overlapping(group.begin, group.end))
-    weights = {unit.index: staged(planes[1], unit.begin, unit.end) for unit in units}
-    parts = [record, *weights.values()]
-    staging = await Staging.lease(storage, parts, "state record")
+    staged, streams = StagedGroup(storage, layout, group), storage.streams
+    await staged.lease("state record")
     try:
-        await settle_all([part.read() for part in parts])
+        await staged.read()
         await streams.reached(streams.fence())  # who reads it does so on streams of its own
-        format_ = storage.plan.record_format(space)
-        return StagedGroup(group, format_.over(record.bytes, group.begin, group.end), weights, staging)
     except BaseException:
-        staging.release()
+        staged.release()
         raise
+    return staged
 
 
 async def _release(staged: StagedGroup, streams: Streams, read: Fence) -> None:
     streams.wait(read)
     staged.release()
-
-
-def _present(plane: Plane | None, group: SubGroup) -> Plane:
-    if plane is None:
-        raise StateError(f"{group.name}: its space has no state records")
-    return plane

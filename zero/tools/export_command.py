@@ -12,8 +12,8 @@ from pathlib import Path
 
 from offload.sizes import format_bytes
 from zero.checkpoint.export import DTYPES, export
-from zero.checkpoint.fp32 import opened
-from zero.checkpoint.sharding import MAX_SHARD_SIZE
+from zero.checkpoint.folder import open_folder
+from zero.checkpoint.weights_files import MAX_SHARD_SIZE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Export and say what was written; the exit status."""
     out = Path(options.out)
-    with opened(options.checkpoint) as (source, state):
+    with open_folder(options.checkpoint) as opened:
         shards = export(
-            source,
-            state,
+            opened.source,
+            opened.state,
             out,
             DTYPES[options.dtype],
             max_shard_size=options.max_shard_size,

@@ -7,16 +7,12 @@ import json
 import torch
 
 from offload.errors import StateError
-from offload.kernels import kernels
-from offload.kernels.square_sums import rows_of
 from offload.memory.byte_tensors import bytes_of, tensor_of
-from offload.planes.copies import read_plane, write_plane
 from offload.sizes import BLOCK_NUMEL, align_up
 from zero.exchange.exchange import Exchange
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.params.layout import Slot, Unit
-from zero.store.storage import Storage
-from zero.values.gathered_values import CHUNK_NUMEL, runs_of
+from zero.values.gathered_values import CHUNK_NUMEL, join_runs, runs_of
 
 
 class GradientValues:
@@ -24,12 +20,11 @@ class GradientValues:
 
     Args:
         gradients: of the engine.
-        storage: where they are.
         exchange: with the other ranks.
     """
 
-    def __init__(self, gradients: Gradients, storage: Storage, exchange: Exchange) -> None:
-        self._gradients, self._storage, self._exchange = gradients, storage, exchange
+    def __init__(self, gradients: Gradients, exchange: Exchange) -> None:
+        self._gradients, self._exchange = gradients, exchange
         self._placement = exchange.placement
 
     def settle(self) -> None:
@@ -69,10 +64,9 @@ class GradientValues:
             part = waiting[slot.offset_numel + lo : slot.offset_numel + hi].float()
             message = torch.cat([message, part])
         answers = self._exchange.agree(f"gradient of {slot.name}", bytes_of(message.view(torch.uint8)))
-        parts = [tensor_of(answer).view(torch.float32) for answer in answers]
-        for run, rank in zip(runs, placement.shard_ranks, strict=True):
-            out[run].copy_(parts[rank][: run.stop - run.start])
-        late = [part[part.numel() - out.numel() :] for part, has in zip(parts, waits, strict=True) if has]
+        told = [tensor_of(answer) for answer in answers]
+        join_runs(placement, runs, told, [out])
+        late = [rest.view(torch.float32)[-out.numel() :] for rest, has in zip(told, waits, strict=True) if has]
         if late:
             out += torch.stack(late).sum(dim=0) / placement.world_size
 
@@ -99,18 +93,17 @@ class GradientValues:
         first = unit.origin + slot.offset_numel + begin
         last = first + values.numel()
         state.contributions[slot.position] = max(state.contributions[slot.position], 1)
-        state.summed = True
         # A new gradient is zero elsewhere; of one that is there only the blocks that change are rewritten.
-        lo, hi = (unit.begin, unit.end) if fresh else _blocks(unit, first, last)
+        lo, hi = first // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(last, BLOCK_NUMEL), unit.end)
+        if fresh:
+            lo, hi = unit.begin, unit.end
         for at in range(lo, hi, CHUNK_NUMEL):
             to = min(at + CHUNK_NUMEL, hi)
-            chunk = torch.zeros(to - at, dtype=state.dtype) if fresh else self._plane_part(state, at, to)
+            chunk = torch.zeros(to - at, dtype=state.dtype) if fresh else self._gradients.read_stored(state, at, to)
             begins, ends = max(first, at), min(last, to)
             if begins < ends:
                 chunk[begins - at : ends - at].copy_(values[begins - first : ends - first])
-            kernels.block_sumsq(chunk, into=rows_of(state.sums, at - unit.begin, to - unit.begin))
-            job = write_plane(state.plane, at, to, chunk.view(torch.uint8), self._storage.arena)
-            self._storage.mover.run(f"storing the gradient of {slot.name}", job)
+            self._gradients.write_stored(state, at, chunk)
 
     def _state(self, unit: Unit) -> UnitGradient:
         for state in self._gradients.states():
@@ -122,22 +115,5 @@ class GradientValues:
         """Elements [begin, end) of the slot in this rank's slice, fp32; zeros if nothing is stored."""
         if begin >= end or state.empty:
             return torch.zeros(max(end - begin, 0))
-        first = state.unit.origin + slot.offset_numel + begin
-        last = first + end - begin
-        lo, hi = _blocks(state.unit, first, last)
-        return self._plane_part(state, lo, hi)[first - lo : last - lo].float()
-
-    def _plane_part(self, state: UnitGradient, lo: int, hi: int) -> torch.Tensor:
-        """A copy of coordinates [lo, hi), whole blocks."""
-        memory = state.plane.memory(lo, hi)
-        if memory is not None:
-            return memory.view(state.dtype).to("cpu", copy=True)
-        out = torch.empty(state.plane.nbytes(lo, hi), dtype=torch.uint8)
-        job = read_plane(state.plane, lo, hi, out, self._storage.arena)
-        self._storage.mover.run(f"reading the gradient of {state.unit.name}", job)
-        return out.view(state.dtype)
-
-
-def _blocks(unit: Unit, first: int, last: int) -> tuple[int, int]:
-    """Coordinates of the whole blocks around [first, last) in the unit's slice."""
-    return first // BLOCK_NUMEL * BLOCK_NUMEL, min(align_up(last, BLOCK_NUMEL), unit.end)
+        first = state.unit.origin + slot.offset_numel
+        return self._gradients.read_stored(state, first + begin, first + end).float()

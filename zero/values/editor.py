@@ -18,7 +18,7 @@ from zero.params.placement import Placement
 from zero.plan.machine import read_machine
 from zero.plan.record import Record
 from zero.schedule.coordinator import Coordinator
-from zero.store.staging import Staged, Staging
+from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 from zero.values.edits import Edit, agree_on_edits
 
@@ -302,21 +302,18 @@ class UnitEditor:
             part: coordinates [begin, end) of the unit; None: all of this rank's.
         """
         index = self._layout.space_of(unit)
-        records = self._storage.records[index]
-        if records is None:
+        if self._storage.records[index] is None:
             return
         begin, end = part or (unit.begin, unit.end)
         for group in self._storage.plan.sub_groups:
             if group.space != index or group.end <= begin or end <= group.begin:
                 continue
-            staged = Staged(records, group.begin, group.end, self._storage.compute(group), self._storage.streams)
-            staging = await Staging.lease(self._storage, [staged], "state record")
+            staged = StagedGroup(self._storage, self._layout, group, units=())
+            await staged.lease("state record")
             try:
                 await staged.read()
-                layout = self._storage.plan.record_format(self._layout.spaces[index])
-                record = layout.over(staged.bytes, group.begin, group.end)
                 lo, hi = max(begin, group.begin) - group.begin, min(end, group.end) - group.begin
-                if await visit(record, lo, hi):
-                    await staged.write()
+                if await visit(staged.record(), lo, hi):
+                    await staged.state.write()
             finally:
-                staging.release()
+                staged.release()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 from torch import nn
 
 from offload.errors import StateError
+from offload.kernels import masters
 from offload.kernels.masters import remainder_dtype
 from offload.memory.byte_tensors import bytes_of, tensor_of
 from zero.exchange.exchange import Exchange
+from zero.exchange.together import Relay
 from zero.params.layout import Slot, Unit
 from zero.params.placement import Placement
 from zero.store.adoption import Piece
@@ -59,10 +61,7 @@ class GatheredValues:
                     whole[at].copy_(part)
         message = b"".join(bytes_of(whole[own].view(torch.uint8)) for whole in values)
         answers = self._exchange.agree(f"reading {slot.name}", message)
-        for run, rank in zip(runs, placement.shard_ranks, strict=True):
-            sizes = [(run.stop - run.start) * whole.element_size() for whole in values]
-            for whole, part in zip(values, torch.split(tensor_of(answers[rank]), sizes), strict=True):
-                whole[run].view(torch.uint8).copy_(part)
+        join_runs(placement, runs, [tensor_of(answer) for answer in answers], values)
         weight, *states = values
         if not state:
             return Piece(begin, weight)
@@ -71,11 +70,89 @@ class GatheredValues:
         return Piece(begin, weight, states[0], tuple(states[1:]))
 
 
+class PlaneReader:
+    """Parameters out of the planes of all ranks, for the first one.
+
+    Args:
+        stored: this rank's planes, at rest.
+        relay: with the other ranks; all of them read the same, in the same order.
+        masters: the fp32 masters of what is trained, instead of weights.
+    """
+
+    def __init__(self, stored: StoredValues, relay: Relay, *, masters: bool) -> None:
+        self._stored, self._relay, self._masters = stored, relay, masters
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """What `read` gives."""
+        unit, _ = self._stored.places_of(parameter)[0]
+        return torch.float32 if self._masters and unit.trainable else unit.dtype
+
+    def read(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+        """Its values from first to last, 1-D, on the first rank; nothing on others. Raises StorageError."""
+        placement = self._relay.placement
+        if placement.shard_size == 1 and placement.rank:
+            return
+        dtype = self.dtype_of(parameter)
+        for unit, slot in self._stored.places_of(parameter):
+            last = slot.first_numel + slot.numel
+            for begin in range(slot.first_numel, last, CHUNK_NUMEL):
+                end = min(begin + CHUNK_NUMEL, last)
+                if placement.shard_size > 1:
+                    yield from self._gathered(unit, slot, begin, end, dtype)
+                    continue
+                values = None
+                with self._relay.keeping():
+                    values = self._own(unit, slot, begin, end, dtype)
+                if values is not None:
+                    yield values
+
+    def _gathered(self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        placement = self._relay.placement
+        runs = runs_of(placement, unit, slot, begin, end)
+        own, payload = runs[placement.shard_index], b""
+        if own.start < own.stop and placement.rank < placement.shard_size:
+            with self._relay.keeping():
+                values = self._own(unit, slot, begin + own.start, begin + own.stop, dtype)
+                payload = bytes_of(values.view(torch.uint8))
+        answers = self._relay.exchange(f"reading {slot.name}", payload)
+        if placement.rank == 0:
+            whole = torch.empty(end - begin, dtype=dtype)
+            join_runs(placement, runs, [tensor_of(answer) for answer in answers], [whole])
+            yield whole
+
+    def _own(self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements that are in this rank's slice."""
+        values = torch.empty(end - begin, dtype=dtype)
+        for piece in self._stored.pieces_of_slot(unit, slot, begin, end, self._masters):
+            remainder = None if piece.remainder is None else piece.remainder.cpu()
+            at = slice(piece.first - begin, piece.first - begin + piece.weight.numel())
+            masters.whole(values[at], piece.weight.cpu(), remainder)
+        return values
+
+
 def runs_of(placement: Placement, unit: Unit, slot: Slot, begin: int, end: int) -> list[slice]:
     """Of elements [begin, end) of a parameter, in one slot: what each slice of the unit has, counted from `begin`."""
     first = slot.offset_numel - slot.first_numel  # where the parameter's first element would be in the unit
     ends = [min(max(k * unit.shard_numel - first, begin), end) for k in range(placement.shard_size + 1)]
     return [slice(a - begin, b - begin) for a, b in pairwise(ends)]
+
+
+def join_runs(
+    placement: Placement, runs: Sequence[slice], told: list[torch.Tensor], wholes: Sequence[torch.Tensor]
+) -> None:
+    """Put every slice's run into each of `wholes`.
+
+    Args:
+        placement: of this rank.
+        runs: of `runs_of`.
+        told: by rank, bytes that begin with its runs, one tensor's after the other's; what is behind them is left.
+        wholes: 1-D, of the host.
+    """
+    for run, rank in zip(runs, placement.shard_ranks, strict=True):
+        for whole in wholes:
+            nbytes = (run.stop - run.start) * whole.element_size()
+            whole[run].view(torch.uint8).copy_(told[rank][:nbytes])
+            told[rank] = told[rank][nbytes:]
 
 
 def agree_on_change(exchange: Exchange, model: nn.Module, held: Collection[int], *, accumulating: bool) -> None:

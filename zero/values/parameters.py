@@ -22,7 +22,7 @@ from zero.params.released import name_of
 from zero.plan.record import Record
 from zero.values.collected_gradients import GradientValues
 from zero.values.editor import Put
-from zero.values.gathered_values import runs_of
+from zero.values.gathered_values import join_runs, runs_of
 
 if TYPE_CHECKING:
     from zero.assembly.assembly import Assembly
@@ -51,7 +51,7 @@ class ParameterValues:
         self._parts, self._exchange, self._parameter = parts, exchange, parameter
         self._name = name_of(parameter)
         self._places = parts.stored().places_of(parameter)
-        self._gradients = GradientValues(parts.gradients, parts.storage, exchange)
+        self._gradients = GradientValues(parts.gradients, exchange)
 
     @property
     def trained(self) -> bool:
@@ -119,15 +119,10 @@ class ParameterValues:
         out = torch.empty(self._parameter.shape, dtype=torch.float32)
         flat, placement = out.view(-1), self._exchange.placement
         payload = bytes_of(own.detach().float().cpu().contiguous().view(torch.uint8))
-        answers = [tensor_of(part).view(torch.float32) for part in self._exchange.agree("own parts", payload)]
-        taken = dict.fromkeys(placement.shard_ranks, 0)
+        told = [tensor_of(part) for part in self._exchange.agree("own parts", payload)]
         for unit, slot in self._places:
             runs = runs_of(placement, unit, slot, slot.first_numel, slot.first_numel + slot.numel)
-            for run, rank in zip(runs, placement.shard_ranks, strict=True):
-                numel = run.stop - run.start
-                part = answers[rank][taken[rank] : taken[rank] + numel]
-                flat[slot.first_numel + run.start : slot.first_numel + run.stop].copy_(part)
-                taken[rank] += numel
+            join_runs(placement, runs, told, [flat[slot.first_numel : slot.first_numel + slot.numel]])
         return out
 
     # ---- gradients ------------------------------------------------------------------------------

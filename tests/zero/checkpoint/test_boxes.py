@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from zero.checkpoint.boxes import begin_of, boxes_of, is_flat, short_boxes
+from zero.checkpoint.dcp_format import begin_of, boxes_of, is_flat, short_boxes
 
 
 def test_boxes_of_a_range_hold_its_elements_in_order_and_no_box_is_longer_than_it_may_be() -> None:

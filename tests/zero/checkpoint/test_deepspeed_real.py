@@ -10,7 +10,8 @@ import torch
 from deepspeed_run import EXPECTED, EXPORTED, MOMENTS, Run, make, why_not
 from safetensors.torch import load_file
 
-from zero.checkpoint.deepspeed_folder import is_deepspeed_folder, open_deepspeed_folder
+from zero.checkpoint.deepspeed import open_deepspeed_folder
+from zero.checkpoint.deepspeed_files import is_deepspeed_folder
 
 HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 DISK: dict[str, Any] = {"offload_optimizer": {"device": "nvme"}}
@@ -83,7 +84,7 @@ def test_values_are_what_deepspeed_holds(run: Run, tmp_path: Path) -> None:
     state = checkpoint.state
     assert (state["global_steps"], state["micro_steps"]) == (run.steps, run.steps * run.accumulation)
     assert {name for group in state["groups"] for name in group["params"]} == set(trained)
-    assert set(checkpoint.client["client_state"]) == (
+    assert set(checkpoint.client()["client_state"]) == (
         {"epoch", "best", "seen", "generator"} if run.client_state else set()
     )
-    assert checkpoint.client["lr_scheduler"]
+    assert checkpoint.client()["lr_scheduler"]

@@ -17,19 +17,21 @@ from safetensors.torch import load_file
 
 import offload.files.torch_file
 from offload.errors import ConfigError, StorageError
-from zero.checkpoint.deepspeed_folder import DeepSpeedCheckpoint, is_deepspeed_folder, open_deepspeed_folder
+from zero.checkpoint.deepspeed import open_deepspeed_folder
+from zero.checkpoint.deepspeed_files import is_deepspeed_folder
+from zero.checkpoint.source import Opened
 
 EXPECTED = {stage: load_file(SAMPLES / stage / "expected.safetensors") for stage in STAGES}
 EXPORTED = {stage: load_file(SAMPLES / stage / "zero_to_fp32.safetensors") for stage in STAGES}
 TRAINED = [name for name, value in sample.build().named_parameters() if value.requires_grad]
 
 
-def whole(checkpoint: DeepSpeedCheckpoint, name: str) -> torch.Tensor:
+def whole(checkpoint: Opened, name: str) -> torch.Tensor:
     shape = checkpoint.source.tensors[name].shape
     return checkpoint.source.read(name, 0, shape.numel()).view(shape)
 
 
-def assert_holds(checkpoint: DeepSpeedCheckpoint, expected: dict[str, torch.Tensor]) -> None:
+def assert_holds(checkpoint: Opened, expected: dict[str, torch.Tensor]) -> None:
     for name, value in expected.items():
         saved = checkpoint.source.tensors[name]
         assert (saved.shape, saved.dtype) == (value.shape, value.dtype), name
@@ -111,7 +113,7 @@ def test_the_state_names_what_was_trained_and_how(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_client_state_and_scheduler_come_back(stage: str) -> None:
-    client = open_deepspeed_folder(SAMPLES / stage / TAG).client
+    client = open_deepspeed_folder(SAMPLES / stage / TAG).client()
     generator = client["client_state"].pop("generator")
     assert torch.equal(generator, sample.CLIENT_STATE["generator"])
     assert client["client_state"] == {key: sample.CLIENT_STATE[key] for key in ("epoch", "best", "seen")}
@@ -327,7 +329,7 @@ def test_a_class_that_is_not_loaded_in_the_client_state_is_named_and_the_values_
     checkpoint = open_deepspeed_folder(tag)
     assert_holds(checkpoint, EXPECTED["stage1"])
     with pytest.raises(ConfigError, match=rf"client_state\['helper'\]: an object of class {__name__}.Helper"):
-        _ = checkpoint.client
+        checkpoint.client()
 
 
 class Helper:

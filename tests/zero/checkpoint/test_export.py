@@ -23,10 +23,9 @@ import zero
 from benchmarks.cgroup import MemoryCgroup
 from offload.errors import ConfigError, StorageError
 from offload.kernels import kernels
-from zero.checkpoint.export import SavedWeights, export
-from zero.checkpoint.extents import PIECE_NUMEL
-from zero.checkpoint.fp32 import resolve_dtype
-from zero.checkpoint.source import MODEL, Saved
+from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
+from zero.checkpoint.export import SavedWeights, export, resolve_dtype
+from zero.checkpoint.source import Saved
 from zero.compat import to_fp32
 from zero.tools.cli import main
 

@@ -14,7 +14,7 @@ from probe import boxes_of
 from reference import differences
 
 from offload.files.box_reader import HELD
-from zero.checkpoint.opening import open_folder
+from zero.checkpoint.folder import open_folder
 
 STEPS = 6
 ACTIONS = 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -24,9 +25,10 @@ from offload.disk.aio import AioOptions, open_aio
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.containers import container
 from offload.files.durable import Files
-from zero.checkpoint import rank_part
-from zero.checkpoint.folders import Checkpoints
+from zero.checkpoint import writer
+from zero.checkpoint.folder import Checkpoints
 from zero.exchange.exchange import Alone
+from zero.exchange.together import FAILED
 from zero.optim.pipeline import StepArguments
 
 Open = Callable[..., Any]
@@ -191,7 +193,7 @@ def test_an_interrupt_of_a_save_leaves_nothing_and_the_next_one_works(
         return aio
 
     with monkeypatch.context() as slow:
-        slow.setattr(rank_part, "open_aio", open_slow)
+        slow.setattr(writer, "open_aio", open_slow)
         with interrupted_when(waiting(engine)):
             engine.save_checkpoint(tmp_path)
     assert descriptors() == before
@@ -331,7 +333,8 @@ class FailingElsewhere(Alone):
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         self.asked.append(what)
-        return [payload, b"StorageError: full" if what == self._what else payload]
+        failed = FAILED + json.dumps([None, "StorageError: full", None]).encode()
+        return [payload, failed if what == self._what else payload]
 
 
 def test_a_client_state_that_cannot_be_pickled_is_an_error_that_all_ranks_hear_of(

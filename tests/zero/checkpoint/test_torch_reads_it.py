@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from offload.errors import ConfigError, StateError
 from offload.files.durable import Files
-from zero.checkpoint.manifest import read_manifest
+from zero.checkpoint.dcp_format import read_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: what is loaded is whole, whenever the power fails and wherever the disk is full."""
+"""Checkpoints of checkpoints: what is loaded is whole, whenever the power fails and wherever the disk is full."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from forgetful import Crash, ForgetfulFiles, every_point, tree
 
 from offload.errors import ConfigError, StateError, StorageError
 from offload.files.durable import Files
-from zero.checkpoint.finding import check_tag
-from zero.checkpoint.folders import Folders, Partial
-from zero.checkpoint.manifest import FileEntry, Manifest, check, read_manifest, write_manifest
+from zero.checkpoint.dcp_format import FileEntry, Manifest, check_files, read_manifest, write_manifest
+from zero.checkpoint.folder import Checkpoints, Partial, check_tag
 
 NAMES = (".metadata", "__RANK_0.distcp")
 
@@ -38,7 +37,7 @@ def fill(files: Files, partial: Partial, step: int) -> None:
 
 
 def save(files: Files, save_dir: Path, tag: str, step: int, *, keep_last: int = 9, save_latest: bool = True) -> None:
-    folders = Folders(save_dir, files)
+    folders = Checkpoints(save_dir, files)
     partial = folders.begin(tag)
     try:
         fill(files, partial, step)
@@ -53,13 +52,13 @@ def step_of(folder: Path) -> int:
     """What was saved there; all of it, or an error."""
     files = Files()
     manifest = read_manifest(files, folder)
-    check(files, folder, manifest)
+    check_files(files, folder, manifest)
     assert all((folder / name).read_bytes() == contents(manifest.global_steps) for name in manifest.files)
     return manifest.global_steps
 
 
 def found_step(save_dir: Path) -> int:
-    found = Folders(save_dir).newest_valid()
+    found = Checkpoints(save_dir).newest_valid()
     assert found is not None
     return step_of(found.folder)
 
@@ -102,7 +101,7 @@ def test_at_every_crash_the_old_or_the_new_checkpoint_is_found_whole_and_the_nex
         for seed in range(3):
             saves = files.image(tmp_path / f"image{point}-{seed}", seed) / "saves"
             last = done[-1] if done else 0
-            if not last and Folders(saves).newest_valid() is None:
+            if not last and Checkpoints(saves).newest_valid() is None:
                 assert not saves.exists() or visible(saves) == {}
             else:
                 step = found_step(saves)
@@ -140,12 +139,12 @@ def test_at_every_full_disk_the_save_fails_and_leaves_nothing_and_a_later_one_wo
 
 
 def test_the_lock_of_a_process_that_crashed_does_not_stop_the_next(tmp_path: Path) -> None:
-    partial = Folders(tmp_path).begin("tag")
+    partial = Checkpoints(tmp_path).begin("tag")
     with pytest.raises(StateError, match=r"'tag' is being written.*another process"):
-        Folders(tmp_path).begin("tag")
-    other = Folders(tmp_path).begin("other")
+        Checkpoints(tmp_path).begin("tag")
+    other = Checkpoints(tmp_path).begin("other")
     assert (tmp_path / ".tag.partial").exists(), "its job lives"
-    Folders(tmp_path).abandon(other)
+    Checkpoints(tmp_path).abandon(other)
     partial.lock.close()  # as the kernel does
     save(Files(), tmp_path, "third", 1)
     assert hidden(tmp_path) == set()
@@ -198,7 +197,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_latest_gives_way_to_the_newest_that_is_whole_and_it_is_said(three: Path, kind: str) -> None:
     how, message = DAMAGES[kind]
     how(three / "step30")
-    found = Folders(three).newest_valid()
+    found = Checkpoints(three).newest_valid()
     assert found is not None and found.tag == "step20" and step_of(found.folder) == 20
     (note,) = found.notes
     with pytest.raises(ConfigError, match=message):
@@ -211,8 +210,8 @@ def test_a_damaged_one_that_was_asked_for_is_refused_with_the_tag_that_would_do(
     how, message = DAMAGES[kind]
     how(three / "step20")
     with pytest.raises(ConfigError, match=rf"(?s)step20.*{message}.*newest that is whole: tag='step30'"):
-        Folders(three).newest_valid("step20")
-    found = Folders(three).newest_valid("step10")
+        Checkpoints(three).newest_valid("step20")
+    found = Checkpoints(three).newest_valid("step10")
     assert found is not None and found.manifest.global_steps == 10 and not found.notes
 
 
@@ -222,35 +221,35 @@ def test_without_latest_the_one_saved_last_is_taken_and_latest_wins_over_newer_o
     (three / "latest").unlink()
     assert found_step(three) == 40
     save(Files(), three, "back", 5, save_latest=False)  # somebody went back to an older state and on from there
-    assert found_step(three) == 5 and Folders(three).tags() == ["back", "side", "step30", "step20", "step10"]
+    assert found_step(three) == 5 and Checkpoints(three).tags() == ["back", "side", "step30", "step20", "step10"]
 
 
 @pytest.mark.parametrize("text", ["", "../other", "gone", "\xff\n"])
 def test_a_latest_that_names_nothing_is_said(three: Path, text: str) -> None:
     (three / "latest").write_bytes(text.encode("latin-1"))
-    found = Folders(three).newest_valid()
+    found = Checkpoints(three).newest_valid()
     assert found is not None and found.tag == "step30" and "latest names" in found.notes[0]
 
 
 def test_nothing_is_none_and_only_damaged_ones_are_an_error(three: Path) -> None:
-    assert Folders(three / "nowhere").newest_valid() is None
+    assert Checkpoints(three / "nowhere").newest_valid() is None
     (three / "empty").mkdir()
-    assert Folders(three / "empty").newest_valid() is None
+    assert Checkpoints(three / "empty").newest_valid() is None
     with pytest.raises(ConfigError, match=r"there is no checkpoint 'x'.*there is no other"):
-        Folders(three / "empty").newest_valid("x")
+        Checkpoints(three / "empty").newest_valid("x")
     for step in (10, 20, 30):
         (three / f"step{step}" / NAMES[0]).unlink()
     with pytest.raises(ConfigError, match=r"(?s)no checkpoint.*can be loaded.*step30.*\.metadata.*step20.*step10"):
-        Folders(three).newest_valid()
+        Checkpoints(three).newest_valid()
 
 
 def test_a_replaced_one_counts_while_its_successor_is_missing_or_damaged(three: Path) -> None:
     (three / "step30").rename(three / ".step30.replaced")
     for asked in (None, "step30"):
-        found = Folders(three).newest_valid(asked)
+        found = Checkpoints(three).newest_valid(asked)
         assert found is not None and step_of(found.folder) == 30 and "cut off" in found.notes[0]
     (three / "step30").mkdir()
-    found = Folders(three).newest_valid()
+    found = Checkpoints(three).newest_valid()
     assert found is not None and step_of(found.folder) == 30 and "cannot read manifest.json" in found.notes[0]
     (three / "step30").rmdir()
     save(Files(), three, "step40", 40)
@@ -266,7 +265,7 @@ def test_a_damaged_successor_is_replaced_before_the_whole_one_aside_goes(three: 
         files = ForgetfulFiles(start.image(tmp_path / f"disk{point}"), crash_at=point)
         with suppress(Crash):
             save(files, files.root, "step30", 31)
-        found = Folders(files.image(tmp_path / f"image{point}", point)).newest_valid("step30")
+        found = Checkpoints(files.image(tmp_path / f"image{point}", point)).newest_valid("step30")
         assert found is not None and step_of(found.folder) in (30, 31)
     assert not files.crashed and visible(files.root) == {"step10": 10, "step30": 31} and hidden(files.root) == set()
 
@@ -279,16 +278,16 @@ def test_keep_last_removes_the_oldest_but_not_latest_and_nothing_of_others(three
     (three / "notes" / "manifest.json").write_text(json.dumps({"format": "another"}))
     (three / "runs").mkdir()
     (three / "latest").write_text("step10")
-    assert Folders(three).keep_last(1) == ["step20"]
+    assert Checkpoints(three).keep_last(1) == ["step20"]
     assert sorted(os.listdir(three)) == [".lock", "latest", "notes", "runs", "step10", "step30"]
-    assert Folders(three).keep_last(2) == []
+    assert Checkpoints(three).keep_last(2) == []
     with pytest.raises(ConfigError, match="at least 1, got 0"):
-        Folders(three).keep_last(0)
+        Checkpoints(three).keep_last(0)
 
 
 def test_keep_last_does_not_count_damaged_ones(three: Path) -> None:
     (three / "step30" / NAMES[0]).unlink()
-    assert Folders(three).keep_last(1) == ["step10"]
+    assert Checkpoints(three).keep_last(1) == ["step10"]
     assert found_step(three) == 20
 
 
@@ -302,7 +301,7 @@ def test_a_clock_that_was_set_back_does_not_make_a_checkpoint_old(three: Path, m
     save(Files(), three, "step40", 40, keep_last=1)
     assert visible(three) == {"step40": 40}
     save(Files(), three, "step50", 50, save_latest=False)
-    assert Folders(three).tags() == ["step50", "step40"]
+    assert Checkpoints(three).tags() == ["step50", "step40"]
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -310,7 +309,7 @@ def test_a_clock_that_was_set_back_does_not_make_a_checkpoint_old(three: Path, m
 
 @pytest.mark.parametrize("tag", ["", ".", "..", ".hidden", "a/b", "/a", "a\\b", " a", "a\n", "latest", "x" * 201])
 def test_tags_that_cannot_name_a_folder_are_refused(tmp_path: Path, tag: str) -> None:
-    for use in (Folders(tmp_path).begin, Folders(tmp_path).newest_valid):
+    for use in (Checkpoints(tmp_path).begin, Checkpoints(tmp_path).newest_valid):
         with pytest.raises(ConfigError, match="checkpoint tag"):
             use(tag)
     assert os.listdir(tmp_path) == []
@@ -332,12 +331,12 @@ def test_a_folder_that_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
     before = tree(tmp_path)
     for tag in ("global_step3", "file"):
         with pytest.raises(ConfigError, match=r"no checkpoint of this engine.*choose another tag"):
-            Folders(tmp_path).begin(tag)
+            Checkpoints(tmp_path).begin(tag)
     assert tree(tmp_path) == before
 
 
 def test_a_checkpoint_that_is_not_as_its_manifest_says_gets_no_name(three: Path) -> None:
-    folders = Folders(three)
+    folders = Checkpoints(three)
     partial = folders.begin("step30")
     fill(Files(), partial, 31)
     (partial.folder / NAMES[0]).write_bytes(b"")

@@ -1,0 +1,345 @@
+"""The form of a checkpoint on the disk: torch.distributed.checkpoint's, and a manifest that says what is whole.
+
+`.metadata` is torch's own: which tensors there are, under which names, and in which boxes they lie in data files; plain
+torch reads it. `manifest.json`, written after everything else, names every file, its size, and where payloads lie with
+their checksums. docs/checkpoints-format.md is the page for users.
+
+[Note: boxes] What torch calls a chunk is a box: offsets and sizes in a tensor. Ours are contiguous in row-major order:
+a range of the flattened tensor is a few of them, and each is one run of bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from offload.archives import bytes_tensor
+from offload.errors import ConfigError, StorageError
+from offload.files.durable import Files
+from offload.kernels import kernels
+
+MODEL = "model."
+"""Before a parameter's or a buffer's name: its value, the fp32 master where there is one."""
+OPTIMIZER = "optim.state."
+"""Before a parameter's name and that of one of its states: a plane's (`exp_avg`, ...) or a number's (`STEP`, ...)."""
+STEP = "step"
+METADATA_FILE, MANIFEST_FILE = ".metadata", "manifest.json"
+PIECE_NUMEL = 2 << 20
+"""Elements of a box at most."""
+RUN_BYTES = (16 << 20) + (64 << 10)
+"""Of a write at most, and of a read."""
+FORMAT: Literal["zero-infinity checkpoint"] = "zero-infinity checkpoint"
+SHARED = "../.frozen/"
+"""Before a digest and the name of a file: weights that several checkpoints share."""
+CHECKSUM = "crc32c"
+"""Key of the checksum over all other keys."""
+VERSION = 1
+"""Raised when an older reader would misread what a newer one writes."""
+
+
+def state_name(name: str, kind: str) -> str:
+    """Where a parameter's state of the name `kind` is."""
+    return f"{OPTIMIZER}{name}.{kind}"
+
+
+class Box(NamedTuple):
+    """A part of a tensor, contiguous in row-major order."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    begin: int
+    """Its first element in the flattened tensor."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.sizes)
+
+
+def boxes_of(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """Elements [begin, end) of the flattened tensor in as few boxes as each can be made long, in order.
+
+    A tensor without elements is one empty box, of [0, 0).
+    """
+    if math.prod(shape) == 0:
+        yield Box((0,) * len(shape), tuple(shape), 0)
+        return
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    while begin < end:
+        offsets = [begin // stride % size for stride, size in zip(strides, shape, strict=True)]
+        for dim, stride in enumerate(strides):
+            rows = min((end - begin) // stride, shape[dim] - offsets[dim])
+            if begin % stride == 0 and rows > 0:
+                sizes = (1,) * dim + (rows,) + tuple(shape[dim + 1 :])
+                break
+        else:  # a tensor of no dimensions
+            rows, stride, sizes = 1, 1, ()
+        yield Box(tuple(offsets), sizes, begin)
+        begin += rows * stride
+
+
+def short_boxes(shape: Sequence[int], begin: int, end: int, numel_max: int) -> Iterator[Box]:
+    """As `boxes_of`, in boxes of at most `numel_max` elements, of whole rows of the first dimension where they fit."""
+    row = max(math.prod(shape[1:]), 1)
+    while begin < end or (begin == end and math.prod(shape) == 0):
+        stop = min(begin + numel_max, end)
+        if stop < end and stop // row * row > begin:
+            stop = stop // row * row
+        yield from boxes_of(shape, begin, stop)
+        if begin == stop:
+            return
+        begin = stop
+
+
+def begin_of(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """Where the element at `offsets` is in the flattened tensor."""
+    position = 0
+    for size, offset in zip(shape, offsets, strict=True):
+        position = position * size + offset
+    return position
+
+
+def is_flat(shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """True when a box of these sizes is contiguous in the flattened tensor."""
+    inner = [size == whole for size, whole in zip(sizes, shape, strict=True)]
+    first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
+    return all(inner[first + 1 :])
+
+
+class WrittenBox(NamedTuple):
+    """One box of a tensor, or bytes, in a data file."""
+
+    name: str
+    dtype: str | None
+    """As `str(torch.dtype)` without "torch."; None for bytes."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    begin: int
+    """Of the archive in the file."""
+    nbytes: int
+    """Of the archive."""
+    payload: int
+    """Of the payload in the file."""
+    payload_bytes: int
+    crc: int
+
+
+def make_metadata(files: Mapping[str, Iterable[WrittenBox]], aliases: Mapping[str, str]) -> bytes:
+    """The `.metadata` file of a checkpoint.
+
+    Args:
+        files: name of each data file -> what is in it.
+        aliases: further name of a tensor -> the name it was written under.
+    """
+    from torch.distributed.checkpoint import metadata as dcp  # see Note: late
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    told: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    for file, boxes in files.items():
+        for box in boxes:
+            info = _StorageInfo(file, box.begin, box.nbytes)
+            if box.dtype is None:
+                told[box.name] = dcp.BytesStorageMetadata()
+                places[dcp.MetadataIndex(box.name)] = info
+                continue
+            chunk = dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            tensor = told.get(box.name)
+            if not isinstance(tensor, dcp.TensorStorageMetadata):
+                properties = dcp.TensorProperties(dtype=getattr(torch, box.dtype))
+                tensor = told[box.name] = dcp.TensorStorageMetadata(properties, torch.Size(box.shape), [])
+            places[dcp.MetadataIndex(box.name, chunk.offsets, len(tensor.chunks))] = info
+            tensor.chunks.append(chunk)
+    for alias, name in aliases.items():
+        known = told[name]
+        told[alias] = known
+        if isinstance(known, dcp.TensorStorageMetadata):
+            for chunk in known.chunks:
+                places[dcp.MetadataIndex(alias, chunk.offsets)] = places[dcp.MetadataIndex(name, chunk.offsets)]
+    paths = {name: _path(name) for name in told}
+    return pickle.dumps(dcp.Metadata(told, paths, places, dcp.StorageMeta()), protocol=4)
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Where torch's `dcp_to_torch_save` puts a tensor: state["model"][NAME], state["optim"]["state"][NAME][KIND]."""
+    if name.startswith(MODEL):
+        return ("model", name.removeprefix(MODEL))
+    if name.startswith(OPTIMIZER):
+        parameter, kind = name.removeprefix(OPTIMIZER).rsplit(".", 1)
+        return ("optim", "state", parameter, kind)
+    return (name,)
+
+
+# Note: late. These classes bring sympy and torch's distributed tensors along, more than a third of what `import zero`
+# would cost, so they are imported when the first checkpoint is written or read.
+_MADE_OF = {
+    "torch.distributed.checkpoint.metadata": frozenset(
+        {
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "torch": frozenset({"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))}),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes what metadata consists of, and nothing else: files may come from elsewhere."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _MADE_OF.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata does not consist of")
+        return super().find_class(module, name)
+
+
+def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
+    """What `make_metadata` was given: (data file, box) of each tensor. Payloads and checksums the manifest says.
+
+    Raises:
+        ConfigError: it is damaged, or would make something that metadata does not consist of.
+    """
+    from torch.distributed.checkpoint import metadata as dcp  # see Note: late
+
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:
+        raise ConfigError(f"{path}: no metadata of a checkpoint, or damaged: {error}") from error
+    if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ConfigError(f"{path}: expected torch.distributed.checkpoint's Metadata, got {type(metadata).__name__}")
+    found: list[tuple[str, WrittenBox]] = []
+
+    def note(index: dcp.MetadataIndex, dtype: str | None, shape: Sequence[int], sizes: Sequence[int]) -> None:
+        info = metadata.storage_data.get(index)
+        if info is None:
+            raise ConfigError(f"{path} is damaged: it does not say where {index.fqn} is")
+        where = tuple(shape), tuple(index.offset or ()), tuple(sizes), info.offset, info.length
+        found.append((info.relative_path, WrittenBox(index.fqn, dtype, *where, 0, 0, 0)))
+
+    for name, told in metadata.state_dict_metadata.items():
+        if not isinstance(told, dcp.TensorStorageMetadata):
+            note(dcp.MetadataIndex(name), None, (), ())
+            continue
+        for chunk in told.chunks:
+            dtype = str(told.properties.dtype).removeprefix("torch.")
+            note(dcp.MetadataIndex(name, chunk.offsets), dtype, told.size, chunk.sizes)
+    return found
+
+
+class FileEntry(BaseModel):
+    """One file beside the manifest."""
+
+    model_config = ConfigDict(frozen=True)
+
+    nbytes: int = Field(alias="bytes", ge=0)
+    boxes: tuple[tuple[int, int, int], ...] = ()
+    """(offset in the file, bytes, crc32c) of every payload."""
+
+
+class Manifest(BaseModel):
+    """The contents of manifest.json."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tag: str
+    global_steps: int
+    time: float
+    """When the save began, in seconds since 1970; later than that of every checkpoint that was there."""
+    world_size: int
+    files: dict[str, FileEntry]
+    """By name; the manifest is not among them."""
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        content = {"format": FORMAT, "version": VERSION, **self.model_dump(by_alias=True)}
+        return json.dumps({**content, CHECKSUM: _checksum(content)})
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    """CRC-32C of the manifest without it."""
+    return kernels.crc32c(bytes_tensor(json.dumps(content).encode()))
+
+
+def write_manifest(files: Files, folder: Path, manifest: Manifest) -> None:
+    """The last file of a checkpoint: with it the folder is whole."""
+    files.write_bytes(folder / MANIFEST_FILE, manifest.to_json())
+
+
+def read_manifest(files: Files, folder: Path) -> Manifest:
+    """The manifest in a folder.
+
+    Raises:
+        ConfigError: there is none, it is damaged, not ours, or of a version that this code does not know.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        content = json.loads(files.read_bytes(path))
+    except StorageError as error:
+        raise ConfigError(
+            f"{folder} is no whole checkpoint of this engine: cannot read {MANIFEST_FILE}: {error}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise ConfigError(f"{path}: expected the format {FORMAT!r}, got {found!r}: not a checkpoint of this engine")
+    if content.get("version") != VERSION:
+        raise ConfigError(
+            f"{path}: this version of zero-infinity reads checkpoints of version {VERSION}, got "
+            f"{content.get('version')!r}; load it with the version that wrote it, or a newer one"
+        )
+    expected = content.pop(CHECKSUM, None)
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        raise ConfigError(f"{path} is damaged: {wrong}") from error
+    if expected != _checksum(content):
+        raise ConfigError(f"{path} is damaged: checksum expected {expected!r}, got {_checksum(content)!r}")
+    odd = [name for name in manifest.files if not _is_ours(name)]
+    if odd:
+        raise ConfigError(f"{path} is damaged: {odd[0]!r} is no name of a file in this folder")
+    return manifest
+
+
+def _is_ours(name: str) -> bool:
+    """A file in the folder; or one of the weights that several checkpoints share, beside it."""
+    inside = name.removeprefix(SHARED)
+    if inside != name:
+        digest, _, inside = inside.partition("/")
+        if not digest.isalnum():
+            return False
+    return "/" not in inside and inside not in ("", ".", "..")
+
+
+def check_files(files: Files, folder: Path, manifest: Manifest) -> None:
+    """Hold the files of a folder against its manifest, by presence and size; what they contain is seen when it is read.
+
+    Raises:
+        ConfigError: names the files that are not as they should be.
+    """
+    wrong = []
+    for name, entry in manifest.files.items():
+        got = files.file_bytes(folder / name)
+        if got != entry.nbytes:
+            wrong.append(f"{name}: expected {entry.nbytes:,} bytes, got {'no file' if got is None else f'{got:,}'}")
+    if wrong:
+        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ConfigError(f"the checkpoint in {folder} is damaged: {'; '.join(wrong[:5])}{more}")

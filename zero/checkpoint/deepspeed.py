@@ -1,0 +1,452 @@
+"""A checkpoint of DeepSpeed as a `Source`: ZeRO stages 1, 2 and 3, any number of ranks, read by range.
+
+Stages 1 and 2 (and BF16_Optimizer, which has the same form) flatten each param group and cut it into equal parts, one a
+rank. Stage 3 cuts each parameter into equal parts; a rank's parts of a sub-group lie end to end. Nothing is gathered:
+where an element lies follows from the shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from offload.errors import ConfigError
+from offload.files.torch_file import COPY, Region, TorchFile, replace_strangers
+from zero.checkpoint.dcp_format import MODEL, STEP, state_name
+from zero.checkpoint.deepspeed_files import (
+    KINDS,
+    Contents,
+    RankFile,
+    known,
+    model_path,
+    number,
+    optim_paths,
+    read_rank,
+    require,
+)
+from zero.checkpoint.source import Opened, Saved
+
+EXTRA = "_extra_state"
+"""How modules call what they add to a state dict and what is no parameter."""
+Shapes = Mapping[str, torch.Size]
+OWN_KEYS = frozenset(
+    [
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+        *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
+        *("global_samples", "dp_world_size", "mp_world_size", "num_experts", "checkpoint_parallel_dimensions"),
+        *("ds_config", "ds_version", "universal_checkpoint_info"),
+    ]
+)
+"""Keys of model_states that are DeepSpeed's; the others are the user's client state."""
+SWITCHES = frozenset(
+    [
+        *("step", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+        *("decoupled_weight_decay", "bias_correction"),
+    ]
+)
+"""Keys of param groups that choose between implementations, or are no option."""
+
+
+class Values(Protocol):
+    """The elements of one tensor, in row-major order."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is read as."""
+
+    def read(self, begin: int, out: torch.Tensor) -> None:
+        """Elements from `begin` on into all of `out`. Raises StorageError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A tensor in the parts of several ranks.
+
+    Element i is in part `(first + i) // part_numel`, at `base + (first + i) % part_numel` there. Tensors that were
+    flattened together and then shared out have one `part_numel` and each a `first`; tensors of which each was shared
+    out have each a `base`, and `first` 0.
+
+    Attributes:
+        parts: a region a rank.
+        dtype: what it is read as; at least as wide as the regions.
+    """
+
+    parts: Sequence[Region]
+    part_numel: int
+    dtype: torch.dtype
+    first: int = 0
+    base: int = 0
+
+    def read(self, begin: int, out: torch.Tensor) -> None:
+        position, done = self.first + begin, 0
+        while done < out.numel():
+            rank, offset = divmod(position + done, self.part_numel)
+            count = min(self.part_numel - offset, out.numel() - done)
+            part, target = self.parts[rank], out[done : done + count]
+            if part.dtype == self.dtype:
+                part.read(self.base + offset, target)
+            else:
+                narrow = torch.empty(count, dtype=part.dtype)
+                part.read(self.base + offset, narrow)
+                target.copy_(narrow)
+            done += count
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """A tensor whose elements are all `value`."""
+
+    value: float
+    dtype: torch.dtype
+
+    def read(self, begin: int, out: torch.Tensor) -> None:
+        out.fill_(self.value)
+
+
+class SpreadSource:
+    """A `Source` of such tensors.
+
+    Args:
+        found: name -> (shape, values).
+        where: the folder, for errors.
+    """
+
+    def __init__(self, found: Mapping[str, tuple[torch.Size, Values]], where: str) -> None:
+        self._found, self._where = found, where
+        self.tensors: Mapping[str, Saved] = {
+            name: Saved(shape, values.dtype) for name, (shape, values) in found.items()
+        }
+
+    def read(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) of the flattened tensor. Raises StorageError."""
+        if name not in self._found:
+            raise ConfigError(f"{self._where}: has no {name}; it has {len(self._found)} tensors")
+        shape, values = self._found[name]
+        if not 0 <= begin <= end <= shape.numel():
+            raise IndexError(f"{name}: elements [{begin}, {end}) of {shape.numel()}")
+        out = torch.empty(end - begin, dtype=values.dtype)
+        values.read(begin, out)
+        return out
+
+    def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
+        """Nothing is read ahead."""
+
+    def close(self) -> None:
+        """Nothing is open between two reads."""
+
+
+Found = dict[str, tuple[torch.Size, Values]]
+"""Name of our logical form -> shape and values."""
+
+
+def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Contents) -> Found:
+    """Masters, moments and step counts of the parameters that the optimizer has.
+
+    Args:
+        ranks: every rank's optim_states.
+        shapes: `param_shapes`: by flat group, the parameters in it, in order.
+        head: the first model_states.
+
+    Raises:
+        ConfigError: a rank has fewer elements than its parameters take.
+    """
+    found: Found = {}
+    for place, group in enumerate(shapes):
+        places = _cut_each(ranks, group) if ranks[0].stage == 3 else _cut_whole(ranks, place, group)
+        step = _step(ranks[0], place, head)
+        for name, (part_numel, first, base) in places.items():
+            for key, parts in _planes(ranks, place, name).items():
+                found[key] = (group[name], Spread(parts, part_numel, torch.float32, first, base))
+            if step is not None:
+                found[state_name(name, STEP)] = (torch.Size(), Same(step, torch.int64))
+                if not ranks[0].parts[place].kinds:
+                    # Adam makes its moments in its first step.
+                    found.update({state_name(name, kind): (group[name], Same(0.0, torch.float32)) for kind in KINDS})
+    return found
+
+
+def _cut_whole(ranks: Sequence[RankFile], place: int, group: Shapes) -> dict[str, tuple[int, int, int]]:
+    """Name -> (elements a part, first element in the group, 0), of a group that was flattened and cut."""
+    part_numel = ranks[0].parts[place].master.numel + ranks[0].parts[place].padding
+    alignment = ranks[0].alignment
+    gaps = alignment[place] if alignment else [0] * len(group)
+    if len(gaps) != len(group):
+        raise ConfigError(f"{ranks[0].path}: param_alignment_paddings[{place}] has {len(gaps)} of {len(group)} entries")
+    places, first = {}, 0
+    for (name, shape), gap in zip(group.items(), gaps, strict=True):
+        places[name] = (part_numel, first, 0)
+        first += shape.numel() + gap
+    for index, rank in enumerate(ranks):
+        rest = max(first - index * part_numel, 0)
+        _check_parts(rank, place, rest if rank is ranks[-1] else min(rest, part_numel))
+    return places
+
+
+def _cut_each(ranks: Sequence[RankFile], group: Shapes) -> dict[str, tuple[int, int, int]]:
+    """Name -> (elements a part, 0, where in a rank's part of the group), of parameters that were cut each."""
+    places, base = {}, 0
+    for name, shape in group.items():
+        part_numel = -(-shape.numel() // len(ranks))
+        places[name] = (part_numel, 0, base)
+        base += part_numel
+    return places
+
+
+def check_sub_groups(ranks: Sequence[RankFile], shapes: Sequence[Shapes]) -> None:
+    """Stage 3: raise ConfigError if a rank has fewer elements of a sub-group than its parameters take."""
+    for place, group in enumerate(shapes):
+        needed = sum(-(-shape.numel() // len(ranks)) for shape in group.values())
+        for rank in ranks:
+            _check_parts(rank, place, needed)
+
+
+def _check_parts(rank: RankFile, place: int, needed: int) -> None:
+    part = rank.parts[place]
+    for what, region in {"weights": part.master, **part.moments}.items():
+        if region.numel < needed:
+            raise ConfigError(
+                f"{region.path}: {what} of group {place}: expected at least {needed:,} elements, got {region.numel:,}. "
+                f"{COPY}"
+            )
+
+
+def _planes(ranks: Sequence[RankFile], place: int, name: str) -> dict[str, list[Region]]:
+    """Key -> each rank's region: the weights, and the moments if they are Adam's."""
+    planes = {MODEL + name: [rank.parts[place].master for rank in ranks]}
+    if ranks[0].parts[place].moments.keys() >= set(KINDS):
+        for kind in KINDS:
+            planes[state_name(name, kind)] = [rank.parts[place].moments[kind] for rank in ranks]
+    return planes
+
+
+def _step(rank: RankFile, place: int, head: Contents) -> int | None:
+    """Steps that Adam has taken; None of another optimizer."""
+    part = rank.parts[place]
+    if not part.kinds:
+        options = next((group for group in rank.groups if place in group["params"]), {"betas": ()})
+        return 0 if "betas" in options else None
+    if not part.kinds >= set(KINDS):
+        return None
+    return part.step if part.step is not None else number(head["global_steps"]) - number(head["skipped_steps"])
+
+
+def frozen_values(models: Sequence[TorchFile], stage: int, others: set[str]) -> Found:
+    """Frozen parameters: whole in the module below stage 3, each rank's part apart from it at stage 3.
+
+    Args:
+        models: every rank's model_states at stage 3, else the one there is.
+        stage: of ZeRO.
+        others: names in the module that are something else.
+
+    Raises:
+        ConfigError: a rank has not got its part.
+    """
+    head = models[0].contents
+    if stage < 3:
+        values = ((name, value) for name, value in head["module"].items() if name not in others)
+        return {
+            MODEL + name: (value.shape, whole(models[0], value))
+            for name, value in values
+            if isinstance(value, torch.Tensor) and not name.endswith(EXTRA)
+        }
+    found: Found = {}
+    for name, shape in (head.get("frozen_param_shapes") or {}).items():
+        part_numel = -(-shape.numel() // len(models))
+        parts = [_fragment(model, name, part_numel) for model in models]
+        found[MODEL + name] = (shape, Spread(parts, max(part_numel, 1), parts[0].dtype))
+    return found
+
+
+def _fragment(model: TorchFile, name: str, numel: int) -> Region:
+    fragment = (model.contents.get("frozen_param_fragments") or {}).get(name)
+    if fragment is None or fragment.numel() < numel:
+        got = "none" if fragment is None else f"{fragment.numel():,}"
+        raise ConfigError(
+            f"{model.path}: {name}: expected {numel:,} elements of this frozen parameter, got {got}. DeepSpeed does "
+            "not save frozen parameters that are on NVMe: save with offload_param in memory"
+        )
+    return model.region(fragment)
+
+
+def whole(file: TorchFile, tensor: torch.Tensor) -> Spread:
+    """A tensor that lies in one file as it is."""
+    return Spread([file.region(tensor)], max(tensor.numel(), 1), tensor.dtype)
+
+
+def open_deepspeed_folder(path: Path | str) -> Opened:
+    """Open the folder of a tag; nothing is read but what describes it.
+
+    Its `source` has the names of our own checkpoints, its `state` the keys, and besides `loss_scaler` (a dict, or None)
+    and `deepspeed` (the version that wrote it). There are no collected gradients, no sums of what it leaves out, and
+    nothing of one rank's own. `client` raises ConfigError if there is an object of a class that is not loaded.
+
+    Raises:
+        ConfigError: a file is missing or damaged, ranks do not agree, or it is a kind of checkpoint that is not read.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: expected the folder of a DeepSpeed checkpoint's tag; it is no folder")
+    ranks = _ranks(folder)
+    stage = ranks[0].stage
+    models = [_model(folder, stage, rank) for rank in range(len(ranks) if stage == 3 else 1)]
+    head = models[0].contents
+    shapes = [{str(name): torch.Size(shape) for name, shape in group.items()} for group in head["param_shapes"]]
+    _check_agreement(ranks, models, len(shapes))
+    if stage == 3:
+        check_sub_groups(ranks, shapes)
+    found = trained_values(ranks, shapes, head)
+    trained = {name for group in shapes for name in group}
+    buffers = [name for name in head["buffer_names"] if name in head["module"]]
+    aliases = _aliases(head, stage)
+    frozen = frozen_values(models, stage, {*trained, *buffers, *aliases})
+    found.update(frozen)
+    for name in buffers:
+        buffer = head["module"][name]
+        found[MODEL + name] = (buffer.shape, whole(models[0], buffer))
+    found.update({MODEL + name: found[MODEL + first] for name, first in aliases.items() if MODEL + first in found})
+    state = {
+        **{"accumulating": None, "frozen_sums": {}, "buffers": buffers, "aliases": aliases},
+        **{**_counters(head), **_described(head, trained, frozen, aliases), "groups": _groups(ranks[0], shapes)},
+        "loss_scaler": replace_strangers(ranks[0].loss_scaler, f"{ranks[0].path}: loss_scaler", known),
+    }
+    source = SpreadSource(found, str(folder))
+    return Opened(folder, source, state, _client(models[0]), lambda rank: None)
+
+
+def _aliases(head: Contents, stage: int) -> dict[str, str]:
+    """Tied name -> first name. Below stage 3 they were told by address, which all tensors without elements share."""
+    tied = {str(name): str(first) for name, first in (head.get("shared_params") or {}).items()}
+    module = head["module"]
+    return {name: first for name, first in tied.items() if stage == 3 or name not in module or module[name].numel()}
+
+
+def _described(head: Contents, trained: set[str], frozen: Found, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Which parameters there are, what they are computed in, and how it was trained."""
+    still = [name.removeprefix(MODEL) for name in frozen]
+    module, names = head["module"], trained | set(still)
+    return {
+        "parameters": [*(name for name in module if name in names), *sorted(names - set(module))],
+        "frozen": still,
+        # It is not said whether frozen ones were left out: without any, none are asked for.
+        "has_frozen": bool(still),
+        "dtypes": {
+            name: str(value.dtype).removeprefix("torch.")
+            for name, value in module.items()
+            if name in names or name in aliases
+        },
+        "config": replace_strangers(head.get("ds_config") or {}, "ds_config", lambda stranger: f"<{stranger.name}>"),
+        "deepspeed": head.get("ds_version"),
+    }
+
+
+def _ranks(folder: Path) -> list[RankFile]:
+    """Every rank's optim_states, in rank order."""
+    paths = optim_paths(folder)
+    first = read_rank(folder, min(paths), paths[min(paths)])
+    if sorted(paths) != list(range(first.ranks)):
+        missing = [rank for rank in range(first.ranks) if rank not in paths]
+        extra = [path.name for rank, path in paths.items() if rank >= first.ranks]
+        if missing:
+            name = first.path.name.replace(f"pp_rank_{min(paths)}_", f"pp_rank_{missing[0]}_")
+            raise ConfigError(
+                f"{folder / name}: missing; expected the optimizer states of {first.ranks} ranks, found those of "
+                f"{sorted(paths)}. {COPY}"
+            )
+        raise ConfigError(
+            f"{folder}: expected files of {first.ranks} ranks, found more: {', '.join(sorted(extra))}; they are of "
+            "another run with the same tag: remove them"
+        )
+    return [first, *(read_rank(folder, rank, paths[rank]) for rank in range(1, first.ranks))]
+
+
+def _model(folder: Path, stage: int, rank: int) -> TorchFile:
+    file = TorchFile(model_path(folder, stage, rank), f"the model states of rank {rank} at stage {stage}")
+    require(file, "module", "param_shapes", "buffer_names", "global_steps", "skipped_steps")
+    if file.contents["module"] is None or file.contents["param_shapes"] is None:
+        raise ConfigError(f"{file.path}: has no module or no param_shapes: checkpoints of pipelines are not read")
+    return file
+
+
+def _check_agreement(ranks: Sequence[RankFile], models: Sequence[TorchFile], flat_groups: int) -> None:
+    """A folder into which two runs wrote, or of which a part was not copied, is found here."""
+    for rank in ranks:
+        told = (rank.stage, rank.ranks, len(rank.parts))
+        wanted = (ranks[0].stage, ranks[0].ranks, flat_groups)
+        if told != wanted:
+            raise ConfigError(
+                f"{rank.path}: expected stage {wanted[0]} on {wanted[1]} ranks with {wanted[2]} flat groups, got stage "
+                f"{told[0]}, {told[1]} ranks, {told[2]} groups: it is of another run. {COPY}"
+            )
+        for place, part in enumerate(rank.parts):
+            first = ranks[0].parts[place]
+            if (part.step, set(part.moments)) != (first.step, set(first.moments)):
+                raise ConfigError(
+                    f"{rank.path}: group {place} is as of step {part.step} with {sorted(part.moments)}, but of step "
+                    f"{first.step} with {sorted(first.moments)} in {ranks[0].path.name}: they were not written "
+                    f"together. {COPY}"
+                )
+    for model in models[1:]:
+        steps = model.contents["global_steps"], models[0].contents["global_steps"]
+        if steps[0] != steps[1]:
+            raise ConfigError(
+                f"{model.path}: is as of step {steps[0]}, {models[0].path.name} of step {steps[1]}: they were not "
+                f"written together. {COPY}"
+            )
+
+
+def _counters(head: Contents) -> dict[str, Any]:
+    """DeepSpeed counts steps and samples; micro-batches follow from its config."""
+    steps = number(head["global_steps"])
+    config = head.get("ds_config") or {}
+    accumulation, micro_batch = (
+        config.get(key) for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+    )
+    micro_steps = steps
+    if isinstance(accumulation, int):
+        micro_steps = steps * accumulation
+    elif isinstance(micro_batch, int) and isinstance(head.get("global_samples"), int):
+        micro_steps = head["global_samples"] // (micro_batch * number(head.get("dp_world_size", 1)))
+    return {"global_steps": steps, "micro_steps": micro_steps, "skipped_steps": number(head["skipped_steps"])}
+
+
+def _groups(rank: RankFile, shapes: Sequence[Shapes]) -> list[dict[str, Any]]:
+    """The param groups with names; several flat groups of stage 3 are one of them."""
+    if not rank.groups:
+        return [{"params": list(group)} for group in shapes]
+    groups = []
+    for index, group in enumerate(rank.groups):
+        options = replace_strangers(dict(group), f"{rank.path}: param_groups[{index}]", known)
+        names = [name for place in options.pop("params") for name in shapes[place]]
+        kept = {str(key): _plain(value) for key, value in options.items() if key not in SWITCHES}
+        groups.append({**kept, "params": names})
+    return groups
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _client(model: TorchFile) -> Callable[[], dict[str, Any]]:
+    """`Opened.client`, made at once: the file does not stay mapped. What is wrong with it is said when asked."""
+    users = {key: value for key, value in model.contents.items() if key not in OWN_KEYS}
+    found: dict[str, Any] | ConfigError
+    try:
+        found = {
+            "client_state": replace_strangers(users, f"{model.path}: client_state", known),
+            "lr_scheduler": replace_strangers(model.contents.get("lr_scheduler"), f"{model.path}: lr_scheduler", known),
+        }
+    except ConfigError as error:
+        found = error
+
+    def client() -> dict[str, Any]:
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    return client

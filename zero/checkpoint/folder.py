@@ -1,0 +1,485 @@
+"""The checkpoints in one folder: which there are, which one is loaded, and how one takes its name as a whole.
+
+`save_dir/TAG/` each, and the text file `save_dir/latest`, which names one. A checkpoint is written beside and renamed
+when it is whole. Names that begin with a dot are ours, not a user's tags:
+
+    .TAG.partial    is being written; its job holds a lock on the file `lock` in it
+    .TAG.replaced   the old TAG while a new one takes its place; counts as TAG while that is missing or damaged
+    .TAG.removed    on its way out
+    .lock           held while names change: one process at a time
+
+So at any moment what `latest` names can be loaded, and what a job left that died is known by its name and swept away by
+the next save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ConfigError, DamagedError, StateError, StorageError
+from offload.files.durable import STAGED, Files, Lock
+from zero.checkpoint.dcp_format import MANIFEST_FILE, Manifest, check_files, read_manifest
+from zero.checkpoint.deepspeed import open_deepspeed_folder
+from zero.checkpoint.deepspeed_files import is_deepspeed_folder
+from zero.checkpoint.source import CLIENT, RANK, STATE, FolderSource, Opened
+
+logger = logging.getLogger("zero")
+
+LATEST, LOCK = "latest", ".lock"
+PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
+OWNER = "lock"
+"""In a partial folder: locked by the job that writes there."""
+LOCK_SECONDS = 60.0
+"""Names change within milliseconds, but an old checkpoint may be removed meanwhile."""
+NEXT_SECONDS = 1e-3
+"""A checkpoint is later than those that are there, by this at least, whatever the clock says."""
+TAG_BYTES_MAX = 200
+"""File systems end at 255, and we write around it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint that has all its files."""
+
+    tag: str
+    folder: Path
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
+    """What the user should know: why it is this one and not the one that was to be expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A checkpoint that is being written: end it with `Checkpoints.commit` or `Checkpoints.abandon`."""
+
+    tag: str
+    folder: Path
+    """Where to write; `manifest.json` last."""
+    time: float
+    """For the manifest."""
+    lock: Lock
+
+
+def folder_named(value: str | os.PathLike[str], what: str) -> Path:
+    """The folder that an argument names.
+
+    Args:
+        value: what was given.
+        what: the call and its argument, for the error.
+
+    Raises:
+        ConfigError: it names none; it is a ValueError too.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ConfigError(f"{what}: expected the path of a folder, got {value!r}")
+    return Path(value)
+
+
+def check_tag(tag: object) -> str:
+    """A tag that can be the name of a folder, as a string.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    name = str(tag)
+    wrong = ""
+    if not name:
+        wrong = "it is empty"
+    elif name.startswith("."):
+        wrong = "it starts with a dot; such names are for folders in the making"
+    elif "/" in name or "\\" in name:
+        wrong = "it contains a path separator; give the folder as save_dir"
+    elif name != name.strip() or not name.isprintable():
+        wrong = "it contains blanks at an end, or characters that cannot be printed"
+    elif len(name.encode(errors="replace")) > TAG_BYTES_MAX:
+        wrong = f"it is longer than {TAG_BYTES_MAX} bytes"
+    elif name == LATEST or name.startswith(f"{LATEST}{STAGED}"):
+        wrong = f"the file {LATEST!r}, which names the newest checkpoint, lies there"
+    if wrong:
+        raise ConfigError(f"checkpoint tag {name!r} cannot name a folder: {wrong}")
+    return name
+
+
+class Checkpoints:
+    """The checkpoints of one `save_dir`.
+
+    Looking takes no lock, and finds all of a checkpoint while others save; one process at a time writes and removes.
+
+    Args:
+        save_dir: need not exist.
+        files: the disk.
+    """
+
+    def __init__(self, save_dir: Path | str, files: Files | None = None) -> None:
+        self.save_dir, self._files = Path(save_dir), files if files is not None else Files()
+
+    def read_latest(self) -> str | None:
+        """What the file `latest` says, whether there is such a checkpoint or not; None without the file."""
+        path = self.save_dir / LATEST
+        return self._files.read_bytes(path).decode(errors="replace").strip() if self._files.exists(path) else None
+
+    def tags(self) -> list[str]:
+        """Checkpoints of this engine, whole or not, the one saved last first. No folders of others."""
+        found = [(manifest.time, tag) for tag in self._names() if (manifest := self._manifest(tag)) is not None]
+        return [tag for _, tag in sorted(found, reverse=True)]
+
+    def newest_valid(self, tag: object = None, without: Collection[str] = ()) -> Found | None:
+        """The checkpoint to load: the one asked for, else the one `latest` names, else the newest that is whole.
+
+        Args:
+            tag: loads this one or none.
+            without: tags that are known to be damaged.
+
+        Returns:
+            None when nothing was asked for and there is nothing.
+
+        Raises:
+            ConfigError: the one asked for is not there or damaged, or there are only damaged ones; says which is whole.
+        """
+        if tag is not None:
+            return self._asked_for(check_tag(tag))
+        wrong: list[str] = []
+        latest = self.read_latest()
+        if latest is not None and latest not in without:
+            found = self._latest(latest, wrong)
+            if found is not None:
+                return found
+        wrong += [f"{name!r} is damaged" for name in without]
+        found = self._newest_of([name for name in self.tags() if name != latest and name not in without], wrong)
+        if found is not None:
+            notes = (f"{'; '.join(wrong)}: taking {found.tag!r} instead, the newest that is whole",) if wrong else ()
+            return replace(found, notes=(*notes, *found.notes))
+        if wrong:
+            raise ConfigError(f"no checkpoint in {self.save_dir} can be loaded: {'; '.join(wrong)}")
+        return None
+
+    # ---- looking ----------------------------------------------------------------------------------
+
+    def _hidden(self, tag: str, kind: str) -> Path:
+        return self.save_dir / f".{tag}.{kind}"
+
+    def _hidden_tags(self, kind: str) -> list[str]:
+        ending = f".{kind}"
+        names = (name for name in self._files.listing(self.save_dir) if name.startswith(".") and name.endswith(ending))
+        return [name[1 : -len(ending)] for name in names if len(name) > len(ending) + 1]
+
+    def _names(self) -> list[str]:
+        """What might be tags."""
+        names = {name for name in self._files.listing(self.save_dir) if not name.startswith(".")}
+        return sorted(names | set(self._hidden_tags(REPLACED)))
+
+    def _places(self, tag: str) -> list[Path]:
+        """Where the checkpoint is: under its name, or aside while it is replaced."""
+        return [f for f in (self.save_dir / tag, self._hidden(tag, REPLACED)) if self._files.exists(f)]
+
+    def _manifest(self, tag: str) -> Manifest | None:
+        for folder in self._places(tag):
+            if self._files.exists(folder / MANIFEST_FILE):
+                try:
+                    return read_manifest(self._files, folder)
+                except ConfigError:
+                    continue
+        return None
+
+    def _whole(self, tag: str, wrong: list[str]) -> Found | None:
+        """The checkpoint if it has all its files; else what is wrong is added to `wrong`."""
+        places = self._places(tag)
+        if not places:
+            wrong.append(f"there is no checkpoint {tag!r} in {self.save_dir}")
+        problems: list[str] = []
+        for folder in places:
+            try:
+                manifest = read_manifest(self._files, folder)
+                check_files(self._files, folder, manifest)
+            except ConfigError as error:
+                problems.append(str(error))
+                continue
+            aside = folder.name != tag
+            note = f"{'; '.join(problems) or f'a save of {tag!r} was cut off'}: taking the one before, {folder}"
+            return Found(tag, folder, manifest, (note,) if aside else ())
+        wrong += problems
+        return None
+
+    def _asked_for(self, tag: str) -> Found:
+        wrong: list[str] = []
+        found = self._whole(tag, wrong)
+        if found is not None:
+            return found
+        other = self._newest_of([name for name in self.tags() if name != tag], [])
+        hint = "there is no other" if other is None else f"the newest that is whole: tag={other.tag!r}"
+        raise ConfigError(f"load_checkpoint(tag={tag!r}): {'; '.join(wrong)}; {hint}")
+
+    def _latest(self, latest: str, wrong: list[str]) -> Found | None:
+        """What `latest` names, if it is whole."""
+        problems: list[str] = []
+        try:
+            found = self._whole(check_tag(latest), problems)
+        except ConfigError as error:
+            found, problems = None, [str(error)]
+        wrong += [f"{self.save_dir / LATEST} names {latest!r}, but {problem}" for problem in problems]
+        return found
+
+    def _newest_of(self, tags: list[str], wrong: list[str]) -> Found | None:
+        return next((found for tag in tags if (found := self._whole(tag, wrong)) is not None), None)
+
+    def _is_whole(self, folder: Path) -> bool:
+        try:
+            check_files(self._files, folder, read_manifest(self._files, folder))
+        except ConfigError:
+            return False
+        return True
+
+    # ---- writing and removing, by one process at a time ---------------------------------------------
+
+    def begin(self, tag: object) -> Partial:
+        """A new folder to write a checkpoint in. Sweeps away what jobs left that died.
+
+        Raises:
+            ConfigError: a bad tag, or a folder of that name that is not ours to replace.
+            StateError: another process is writing that tag now.
+            StorageError: the disk refused; nothing is left.
+        """
+        tag = check_tag(tag)
+        self._files.make_folder(self.save_dir)
+        with self._one_process():
+            self._sweep(tag)
+            self._check_replaceable(tag)
+            folder = self._hidden(tag, PARTIAL)
+            if self._files.exists(folder):
+                raise StateError(
+                    f"checkpoint {tag!r} is being written to {self.save_dir} by another process now ({folder} is "
+                    "locked); give each job a save_dir or tags of its own"
+                )
+            started = max([time.time(), *(m.time + NEXT_SECONDS for m in map(self._manifest, self._names()) if m)])
+            try:
+                self._files.make_folder(folder)
+                lock = self._files.lock(folder / OWNER)
+            except StorageError:
+                self._files.remove(folder)
+                raise
+            if lock is None:
+                raise StateError(f"{folder} was locked by another process as soon as it was made")
+            return Partial(tag, folder, started, lock)
+
+    def partial_folder(self, tag: str) -> Path:
+        """Where `begin` makes the folder of a tag: the ranks besides the first write there too."""
+        return self._hidden(tag, PARTIAL)
+
+    def commit(self, partial: Partial, save_latest: bool = True) -> Path:
+        """Give a checkpoint its name, in place of an older one of that name; then `latest`. Returns the folder.
+
+        Every file in it was synced and its manifest written. If it fails, call `abandon`; an old one can be loaded.
+
+        Args:
+            partial: from `begin`; its lock is free afterwards, also when this fails.
+            save_latest: name it in `latest`.
+
+        Raises:
+            ConfigError: files are not as the manifest says.
+            StorageError: the disk refused.
+        """
+        files = self._files
+        target, latest, staged = self.save_dir / partial.tag, self.save_dir / LATEST, None
+        try:
+            with self._one_process():
+                check_files(files, partial.folder, read_manifest(files, partial.folder))
+                files.remove(partial.folder / OWNER)  # which syncs the folder
+                try:
+                    if save_latest:
+                        staged = files.stage(latest, partial.tag)  # so that there is room for it
+                    self._put(partial.folder, target, partial.tag)
+                    if staged is not None:
+                        files.rename(staged, latest)
+                except StorageError:
+                    if staged is not None:
+                        files.remove(staged)
+                    raise
+                for kind in (REMOVED, REPLACED):
+                    self._remove(self._hidden(partial.tag, kind))
+        finally:
+            partial.lock.close()
+        return target
+
+    def abandon(self, partial: Partial) -> None:
+        """Remove a checkpoint that will not be finished. Nothing to do after `commit`.
+
+        What cannot be removed is left to the next save: why this one failed is what the user should hear.
+        """
+        try:
+            with contextlib.suppress(StorageError):
+                self._remove(partial.folder)
+        finally:
+            partial.lock.close()
+
+    def keep_last(self, count: int) -> list[str]:
+        """Remove the oldest checkpoints of this engine until `count` whole ones are left; returns the removed tags.
+
+        The one that `latest` names stays, besides them if need be. A damaged one goes when it is older than those kept.
+        """
+        if count < 1:
+            raise ConfigError(f"keep_last: expected the number of checkpoints to keep, at least 1, got {count}")
+        with self._one_process():
+            latest, whole, removed = self.read_latest(), 0, []
+            for tag in self.tags():
+                if whole >= count and tag != latest:
+                    self._discard(tag)
+                    removed.append(tag)
+                elif self._whole(tag, []) is not None:
+                    whole += 1
+            return removed
+
+    def _one_process(self) -> Lock:
+        lock = self._files.lock(self.save_dir / LOCK, LOCK_SECONDS)
+        if lock is None:
+            raise StateError(
+                f"another process has been changing the checkpoints in {self.save_dir} for {LOCK_SECONDS:.0f} s "
+                f"({LOCK} is locked); end it, or give each job a save_dir of its own"
+            )
+        return lock
+
+    def _remove(self, folder: Path) -> None:
+        self._files.remove(folder, first=(MANIFEST_FILE,))
+
+    def _discard(self, tag: str) -> None:
+        """Remove a checkpoint whose name is taken away first, so that whoever looks sees all of it or nothing."""
+        for place in self._places(tag):
+            aside = self._hidden(tag, REMOVED)
+            self._remove(aside)
+            self._files.rename(place, aside)
+            self._remove(aside)
+
+    def _put(self, folder: Path, target: Path, tag: str) -> None:
+        """Rename `folder` to `target`; what was there counts where it is aside."""
+        files = self._files
+        if files.exists(target):
+            # The one aside, left by a job that died, may be the only one that is whole.
+            replaced = self._hidden(tag, REPLACED)
+            good = files.exists(replaced) and not self._is_whole(target)
+            aside = self._hidden(tag, REMOVED) if good else replaced
+            self._remove(aside)
+            files.rename(target, aside)
+        files.rename(folder, target)
+
+    def _check_replaceable(self, tag: str) -> None:
+        """Whatever has our manifest, damaged too, and empty folders."""
+        folder = self.save_dir / tag
+        if self._files.exists(folder / MANIFEST_FILE) or not self._files.exists(folder):
+            return
+        if self._files.file_bytes(folder) is not None or self._files.listing(folder):
+            raise ConfigError(
+                f"save_checkpoint(tag={tag!r}): {folder} is there and is no checkpoint of this engine (no "
+                f"{MANIFEST_FILE} in it); it is not overwritten: choose another tag or save_dir, or remove it"
+            )
+
+    def _sweep(self, tag: str) -> None:
+        """Remove what jobs left that died; what cannot be removed is no reason not to save."""
+        with contextlib.suppress(StorageError):
+            for name in self._hidden_tags(REMOVED):
+                self._remove(self._hidden(name, REMOVED))
+            for name in self._hidden_tags(PARTIAL):
+                self._sweep_partial(self._hidden(name, PARTIAL), mine=name == tag)
+            for name in self._hidden_tags(REPLACED):
+                self._sweep_replaced(name)
+            for name in self._files.listing(self.save_dir):
+                if name.startswith(f"{LATEST}{STAGED}"):
+                    self._files.remove(self.save_dir / name)
+
+    def _sweep_partial(self, folder: Path, mine: bool) -> None:
+        """Unless its job lives. Where nobody can lock, a job may live, but not one that writes the same tag."""
+        owner = folder / OWNER
+        if self._files.exists(owner):
+            lock = self._files.lock(owner)
+            if lock is None:
+                return
+            lock.close()
+            if not lock.certain and not mine:
+                return
+        self._remove(folder)
+
+    def _sweep_replaced(self, tag: str) -> None:
+        """Back to its name, or away if that is taken by a whole one."""
+        replaced, target = self._hidden(tag, REPLACED), self.save_dir / tag
+        if not self._files.exists(target):
+            self._files.rename(replaced, target)
+        elif self._is_whole(target):
+            self._remove(replaced)
+
+
+def open_checkpoint(
+    load_dir: Path, tag: Any = None, files: Files | None = None, without: Collection[str] = ()
+) -> Opened | None:
+    """The checkpoint of a save_dir that is to be loaded; None if there is none and none was asked for.
+
+    Args:
+        load_dir: folder of checkpoints.
+        tag: which; None: the one that `latest` names, or the newest that is whole.
+        files: the disk.
+        without: tags that are known to be damaged.
+
+    Raises:
+        ConfigError: the one asked for is missing or damaged.
+    """
+    disk = files if files is not None else Files()
+    folders = Checkpoints(load_dir, disk)
+    named = folders.read_latest() if tag is None else check_tag(tag)
+    if named and not disk.exists(load_dir / named / MANIFEST_FILE) and is_deepspeed_folder(load_dir / named):
+        return open_deepspeed_folder(load_dir / named)
+    found = folders.newest_valid(tag, without)
+    if found is None:
+        return None
+    for note in found.notes:
+        logger.warning("load_checkpoint: %s", note)
+    try:
+        return replace(_open_ours(found.folder, found.manifest, disk), tag=found.tag)
+    except DamagedError as error:
+        if tag is not None:
+            raise
+        logger.warning("load_checkpoint: %s", error)
+        return open_checkpoint(load_dir, None, disk, {*without, found.tag})
+
+
+def open_folder(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Opened:
+    """A checkpoint to read outside an engine.
+
+    Args:
+        checkpoint_dir: `save_dir/TAG`; or `save_dir`, for the one that `latest` names, or the newest that is whole.
+        tag: which one in `checkpoint_dir`.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    folder, disk = folder_named(checkpoint_dir, "checkpoint_dir"), Files()
+    folder = folder if tag is None else folder / tag
+    if disk.exists(folder / MANIFEST_FILE):
+        manifest = read_manifest(disk, folder)
+        check_files(disk, folder, manifest)
+        return _open_ours(folder, manifest, disk)
+    if is_deepspeed_folder(folder):
+        return open_deepspeed_folder(folder)
+    opened = open_checkpoint(folder, None, disk)
+    if opened is None:
+        raise ConfigError(f"{folder}: expected a checkpoint, or a folder of checkpoints; found neither")
+    return opened
+
+
+def _open_ours(folder: Path, manifest: Manifest, files: Files) -> Opened:
+    source = FolderSource(folder, manifest, files)
+
+    def rank_state(rank: int) -> dict[str, Any] | None:
+        name = f"{RANK}.{rank}"
+        state: dict[str, Any] | None = source.blob(name) if name in source.blobs else None
+        return state
+
+    try:
+        state = source.blob(STATE)
+    except BaseException:
+        source.close()
+        raise
+    return Opened(folder, source, state, lambda: source.blob(CLIENT, trusted=True), rank_state)

@@ -1,0 +1,520 @@
+"""What one rank contributes to a checkpoint: which boxes of which tensors, and its data file, written run by run.
+
+[Note: order] A sub-group is one extent: its weights and its record are looked at once, and all that is made of them
+follows one another in the file. Of a parameter's run the master comes first, then the states, piece by piece, so
+whoever loads reads forwards too.
+
+[Note: replicas] Ranks that hold the same slice take turns, extent by extent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from offload.disk.aio import Aio, AioOptions, open_aio
+from offload.errors import ConfigError, StateError
+from offload.files.containers import BARE, Container, Run, container, pack
+from offload.files.durable import DurableFile, Files
+from offload.kernels import kernels, masters
+from offload.memory.arena import Arena, Block
+from offload.mover import Transfer
+from offload.planes.copies import copy_alone, read_plane
+from offload.planes.planes import Plane, settle_all
+from offload.sizes import BLOCK_NUMEL
+from offload.system.worker import Worker
+from zero.assembly.assembly import Assembly
+from zero.checkpoint.dcp_format import (
+    MODEL,
+    PIECE_NUMEL,
+    RUN_BYTES,
+    STEP,
+    Box,
+    FileEntry,
+    WrittenBox,
+    short_boxes,
+    state_name,
+)
+from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.rules import Scalar
+from zero.params.buffers import persistent_buffers
+from zero.params.layout import Layout, Slot, SubGroup, Unit
+from zero.params.placement import Placement
+from zero.params.units import Leaf
+from zero.plan.record import Record
+from zero.store.staging import StagedGroup
+from zero.store.storage import Storage
+from zero.store.stored_values import stage_group
+
+BLOCKS = 8
+"""Runs in memory at once."""
+EXTENTS_AT_ONCE = 4
+"""While some are written the next are read and encoded: fewer leave the disk without work."""
+ENCODERS = 2
+"""Threads. One encodes 5 GB/s; a disk that takes as much would wait for it."""
+
+MASTER, WEIGHT, STATE, OTHER = "master", "weight", "state", "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One box of one tensor, and where its values are."""
+
+    name: str
+    """Of the tensor in the checkpoint."""
+    dtype: torch.dtype
+    box: Box
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    kind: str
+    """`MASTER`, `WEIGHT` (as it is stored), `STATE`, or `OTHER`: of `values`."""
+    state: int = 0
+    """Of a `STATE`: which of the optimizer's planes."""
+    unit: Unit | None = None
+    coordinate: int = 0
+    """Of the box's first element."""
+    values: Plane | torch.Tensor | None = None
+    """Where an `OTHER` part is: a plane over coordinates, or the whole tensor, flat."""
+    is_blob: bool = False
+    """The bytes are an archive already."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the box."""
+        return self.box.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What follows one another in the file, and is made of one look at the planes."""
+
+    group: SubGroup | None
+    """None: what is looked at box by box."""
+    runs: tuple[Run[Part], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all runs."""
+        return sum(run.nbytes for run in self.runs)
+
+
+class Extents:
+    """All that this rank writes of the planes.
+
+    Args:
+        layout: of the planes.
+        groups: the plan's sub-groups.
+        leaves: the model's parameters, by their index in the layout.
+        placement: of this rank.
+        wanted: called with a parameter's index: False leaves it out.
+        states: names of the optimizer's planes.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        groups: Sequence[SubGroup],
+        leaves: Sequence[Leaf],
+        placement: Placement,
+        wanted: Callable[[int], bool] = lambda index: True,
+        states: Sequence[str] = (),
+    ) -> None:
+        self._layout, self._leaves, self._wanted, self._states = layout, leaves, wanted, states
+        with torch._C.DisableTorchFunctionSubclass():
+            self._shapes = [tuple(leaf.parameter.shape) for leaf in leaves]
+        turn = placement.replica_ranks.index(placement.rank)
+        self._end = 0
+        self._others: list[Part] = []
+        everything = [*self._trained(groups), *self._frozen()]
+        mine = [self._placed(*found) for found in everything[turn :: len(placement.replica_ranks)]]
+        self.extents = [extent for extent in mine if extent.runs]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file so far: whole pages."""
+        return self._end
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        """A tensor of its own, in host memory, which stays as it is until it is written."""
+        flat, shape = values.contiguous().reshape(-1), tuple(values.shape)
+        boxes = short_boxes(shape, 0, flat.numel(), PIECE_NUMEL)
+        self._add([Part(name, flat.dtype, box, shape, OTHER, 0, None, box.begin, flat) for box in boxes])
+
+    def add_plane(self, name: str, dtype: torch.dtype, plane: Plane, unit: Unit) -> None:
+        """What a plane holds for a unit, as a tensor of (shard_numel,)."""
+        shape = (unit.shard_numel,)
+        bounds = ((lo, min(lo + PIECE_NUMEL, unit.shard_numel)) for lo in range(0, unit.shard_numel, PIECE_NUMEL))
+        boxes = [Box((lo,), (hi - lo,), lo) for lo, hi in bounds]
+        self._add([Part(name, dtype, box, shape, OTHER, 0, unit, unit.begin + box.begin, plane) for box in boxes])
+
+    def add_blob(self, name: str, archive: torch.Tensor) -> None:
+        """Bytes that are an archive already."""
+        box = Box((0,), (archive.numel(),), 0)
+        self._add([Part(name, archive.dtype, box, (), OTHER, 0, None, 0, archive, is_blob=True)])
+
+    def _add(self, parts: list[Part]) -> None:
+        self._others += parts
+
+    def end(self) -> None:
+        """Place what was added; nothing comes after."""
+        extent = self._placed(None, self._others)
+        self._others = []
+        if extent.runs:
+            self.extents.append(extent)
+
+    def _placed(self, group: SubGroup | None, parts: Sequence[Part]) -> Extent:
+        runs = tuple(pack(((part, archive(part), part.nbytes) for part in parts), self._end, RUN_BYTES))
+        if runs:
+            self._end = runs[-1].offset + runs[-1].nbytes
+        return Extent(group, runs)
+
+    def _trained(self, groups: Sequence[SubGroup]) -> Iterator[tuple[SubGroup, list[Part]]]:
+        for group in groups:
+            parts: list[Part] = []
+            for unit in self._layout.units_in(group):
+                for slot in unit.slots:
+                    parts += self._parts(unit, slot, group.begin, group.end)
+            yield group, parts
+
+    def _frozen(self) -> Iterator[tuple[None, list[Part]]]:
+        for unit in self._layout.units:
+            if not unit.trainable:
+                yield None, [part for slot in unit.slots for part in self._parts(unit, slot, unit.begin, unit.end)]
+
+    def _parts(self, unit: Unit, slot: Slot, begin: int, end: int) -> Iterator[Part]:
+        """The boxes of what a slot has in coordinates [begin, end)."""
+        if not self._wanted(slot.index):
+            return
+        lo, hi = unit.within(slot)
+        lo, hi = max(lo, begin), min(hi, end)
+        origin = unit.origin + slot.offset_numel - slot.first_numel  # where the parameter's first element would be
+        if not slot.numel:  # nothing, where the unit begins: some group of the first rank has that
+            lo = hi = origin = unit.begin
+        if lo >= hi and (slot.numel or not begin <= unit.begin < end or unit.first_numel):
+            return
+        name, shape = self._leaves[slot.index].names[0], self._shapes[slot.index]
+        kinds = (
+            [(MODEL + name, torch.float32, MASTER, 0)] if unit.trainable else [(MODEL + name, unit.dtype, WEIGHT, 0)]
+        )
+        if unit.trainable:
+            kinds += [(state_name(name, kind), torch.float32, STATE, at) for at, kind in enumerate(self._states)]
+        for box in short_boxes(shape, lo - origin, hi - origin, PIECE_NUMEL):
+            for tensor, dtype, kind, at in kinds:
+                yield Part(tensor, dtype, box, shape, kind, at, unit, origin + box.begin)
+
+
+def archive(part: Part) -> Container:
+    """What surrounds the part's bytes in the file."""
+    return BARE if part.is_blob else container(part.dtype, part.box.sizes)
+
+
+def block_bounds(begin: int, end: int, limit: int) -> tuple[int, int]:
+    """[begin, end) widened to whole blocks of 4096, but not past `limit`."""
+    return begin // BLOCK_NUMEL * BLOCK_NUMEL, min(-(-end // BLOCK_NUMEL) * BLOCK_NUMEL, limit)
+
+
+class ExtentWriter:
+    """Encodes extents, in any order; everything on the loop of the storage's mover.
+
+    Args:
+        layout: of the planes.
+        storage: which holds them.
+        store: called with (offset in the file, bytes) of each run; they are free when it returns.
+        register: see `Arena`.
+
+    Attributes:
+        checksums: payload's offset in the file -> (bytes, CRC-32C), of what has been encoded.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        storage: Storage,
+        store: Callable[[int, torch.Tensor], Awaitable[None]],
+        register: Callable[[torch.Tensor], Callable[[], None]] | None = None,
+    ) -> None:
+        self._layout, self._storage, self._store_bytes = layout, storage, store
+        self._arena = Arena(
+            "checkpoint", BLOCKS * RUN_BYTES, "nothing: it is fixed", torch.device("cpu"), register=register
+        )
+        self._encoders = Worker("zero-checkpoint-encoder", ENCODERS)
+        self.checksums: dict[int, tuple[int, int]] = {}
+        self.stopped = False
+        """`write_all` begins no further extent."""
+
+    async def write_all(self, extents: Iterable[Extent]) -> None:
+        """Write extents as the planes are now. Raises StorageError."""
+        waiting = iter(extents)
+
+        async def take_turns() -> None:
+            for extent in waiting:
+                if self.stopped:
+                    return
+                await self.write(extent)
+
+        await settle_all([asyncio.ensure_future(take_turns()) for _ in range(EXTENTS_AT_ONCE)])
+
+    async def write(self, extent: Extent) -> None:
+        """Write one extent as the planes are now. Raises StorageError."""
+        await settle_all(await self.encode(extent))
+
+    async def encode(self, extent: Extent) -> list[asyncio.Task[None]]:
+        """Take one extent as the planes are now, which may change once this returns.
+
+        Returns:
+            What stores it, under way; each may raise StorageError.
+
+        Raises:
+            StorageError: a read failed.
+        """
+        if extent.group is None:
+            return await self._encode_runs(extent, None)
+        staged = await stage_group(self._storage, self._layout, extent.group)
+        try:
+            return await self._encode_runs(extent, staged)
+        finally:
+            staged.release()
+
+    def close(self) -> None:
+        """Give memory and threads back."""
+        self._encoders.close()
+        self._arena.close()
+
+    async def _encode_runs(self, extent: Extent, staged: StagedGroup | None) -> list[asyncio.Task[None]]:
+        stores: list[asyncio.Task[None]] = []
+        try:
+            for run in extent.runs:
+                block = await self._lease(run.nbytes)
+                try:
+                    await self._make(run, block.data, staged)
+                except BaseException:
+                    block.release()
+                    raise
+                stores.append(asyncio.create_task(self._store(run, block)))
+                await asyncio.sleep(0)  # it starts now, while the next run is made
+        except BaseException:
+            await asyncio.gather(*stores, return_exceptions=True)
+            raise
+        return stores
+
+    async def _lease(self, nbytes: int) -> Block:
+        if nbytes <= RUN_BYTES:
+            return await self._arena.lease_when_free(nbytes, "checkpoint")
+        # One box, of a user's state say, that is larger than all others may be.
+        return Arena("checkpoint", nbytes, "nothing: it is as large as the state", torch.device("cpu")).lease(
+            nbytes, ""
+        )
+
+    async def _make(self, run: Run[Part], memory: torch.Tensor, staged: StagedGroup | None) -> None:
+        """Put a run into `memory`; what only computes is done on a thread of its own."""
+        fillings = [await self._filling(place.item, place.payload_in(memory), staged) for place in run.places]
+
+        def encode() -> None:
+            for place, fill in zip(run.places, fillings, strict=True):
+                fill()
+                payload = memory[place.payload : place.payload + place.nbytes]
+                self.checksums[run.offset + place.payload] = (place.nbytes, kernels.crc32c(payload))
+            run.clear_gaps(memory)
+
+        if self._storage.streams.shared:
+            await self._encoders.run(encode)
+        else:  # a device's work is ordered by the stream that this thread has
+            encode()
+
+    async def _store(self, run: Run[Part], block: Block) -> None:
+        try:
+            await self._store_bytes(run.offset, block.data)
+        finally:
+            block.release()
+
+    async def _filling(self, part: Part, target: torch.Tensor, staged: StagedGroup | None) -> Callable[[], None]:
+        """What puts the values of one box into `target` (uint8, of the host); they are in memory when this returns."""
+        lo, hi = part.coordinate, part.coordinate + part.box.numel
+        if lo == hi:
+            return lambda: None
+        if isinstance(part.values, torch.Tensor):
+            return partial(copy_alone, target, part.values[lo:hi].view(torch.uint8))
+        if part.unit is None:
+            raise StateError(f"{part.name}: nobody knows where its values are")
+        if staged is None:
+            plane = part.values or self._storage.weights[self._layout.space_of(part.unit)]
+            return partial(copy_alone, target, await self._stored(plane, part.unit, lo, hi))
+        begin, values = staged.group.begin, target.view(part.dtype)
+        if part.kind == STATE:
+            return partial(_fill_state, staged.record(), part.state, lo - begin, hi - begin, values)
+        weight = staged.weights[part.unit.index]
+        stored = weight.bytes.view(part.unit.dtype)[lo - weight.begin : hi - weight.begin]
+        return partial(_fill_master, stored, staged.record().remainder, lo - begin, values)
+
+    async def _stored(self, plane: Plane, unit: Unit, lo: int, hi: int) -> torch.Tensor:
+        """What a plane holds, as it is."""
+        memory = plane.memory(lo, hi)
+        if memory is not None:
+            return memory
+        begin, end = block_bounds(lo, hi, unit.end)
+        whole = torch.empty(plane.nbytes(begin, end), dtype=torch.uint8, device="cpu")
+        await read_plane(plane, begin, end, whole, self._storage.arena)
+        return whole[plane.nbytes(begin, lo) : plane.nbytes(begin, hi)]
+
+
+def _fill_master(weight: torch.Tensor, remainder: torch.Tensor | None, first: int, target: torch.Tensor) -> None:
+    """The fp32 values of which `weight` and the remainder from element `first` on are the parts."""
+    part = None if remainder is None else remainder[first : first + weight.numel()]
+    if part is None or part.dtype == torch.float32:
+        copy_alone(target, weight if part is None else part)
+        return
+    joined = target if weight.device.type == "cpu" else torch.empty_like(target, device=weight.device)
+    masters.whole(joined, weight, part)
+    if joined is not target:
+        target.copy_(joined)
+
+
+def _fill_state(record: Record, which: int, begin: int, end: int, target: torch.Tensor) -> None:
+    """Elements [begin, end) of one of the record's state planes, in fp32."""
+    planes = record.states.planes
+    if planes:
+        copy_alone(target, planes[which][begin:end])
+    else:
+        target.copy_(record.states.load(begin, end)[which])
+
+
+def data_file(rank: int) -> str:
+    """Its name, as torch.distributed.checkpoint has it."""
+    return f"__{rank}_0.distcp"
+
+
+def list_file(rank: int) -> str:
+    """What tells the first rank what is in a rank's file; gone once the checkpoint is whole."""
+    return f".written-{rank}.json"
+
+
+def failure_file(rank: int) -> str:
+    """What tells the first rank that a rank's part will not come."""
+    return f".failed-{rank}"
+
+
+def plan_extents(
+    parts: Assembly, placement: Placement, wanted: Callable[[int], bool], optimizer: ZeroOptimizer | None
+) -> Extents:
+    """What this rank writes of the model: its part of the planes, and of the first rank buffers and step counts.
+
+    Args:
+        parts: of the engine.
+        placement: of this rank.
+        wanted: which parameters, by their index.
+        optimizer: has the numbers that belong to states; None: all are 0.
+    """
+    extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted, parts.plan.states)
+    if placement.rank == 0:
+        for name, buffer in persistent_buffers(parts.model).items():
+            extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
+        trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
+        for leaf in parts.leaves:
+            if leaf.index in trained and wanted(leaf.index):
+                numbers = {STEP: Scalar(0)} if optimizer is None else optimizer.saved_numbers(id(leaf.parameter))
+                for what, number in numbers.items():
+                    extents.add(state_name(leaf.names[0], what), number.tensor())
+    return extents
+
+
+class RankPart:
+    """One rank's data file on its way to the disk.
+
+    Args:
+        parts: of the engine.
+        extents: what is written; ended.
+        folder: of the checkpoint in the making.
+        rank: of the caller.
+        files: the disk.
+
+    Raises:
+        StorageError: the disk has no room; nothing is left.
+    """
+
+    def __init__(self, parts: Assembly, extents: Extents, folder: Path, rank: int, files: Files) -> None:
+        self.extents, self._folder, self._rank, self._files = extents.extents, folder, rank, files
+        self._mover = parts.storage.mover
+        self._writing: Transfer[None] | None = None
+        with ExitStack() as undo:
+            self.file: DurableFile = files.create(folder / data_file(rank), extents.nbytes)
+            undo.callback(self.file.close)
+            self._aio: Aio = open_aio(AioOptions())
+            undo.callback(self._aio.close)
+            self.writer = ExtentWriter(parts.layout, parts.storage, self._store, self._aio.register_memory)
+            undo.pop_all()
+
+    async def _store(self, offset: int, data: torch.Tensor) -> None:
+        await self._aio.write(self.file.fd, offset, data, str(self.file.path), "checkpoint")
+        self._files.written(self.file, offset, data)
+
+    def write(self) -> None:
+        """Write everything, to last. Raises StorageError."""
+        self._writing = self._mover.post("writing a checkpoint", self.writer.write_all(self.extents))
+        self._writing.result()
+        self.finish()
+
+    def finish(self) -> None:
+        """Everything is written: make it last, and say what it is. Blocks; any thread. Raises StorageError."""
+        self.file.sync()
+        boxes = list(written_boxes(self.extents, self.writer.checksums))
+        self._files.write_bytes(self._folder / list_file(self._rank), json.dumps([self.file.nbytes, boxes]))
+
+    def close(self) -> None:
+        """Give back the file and the memory. If an interrupt has ended `write`, what is under way ends first."""
+        self.writer.stopped = True
+        if self._writing is not None:
+            self._writing.settle()
+
+        async def end() -> None:
+            self.close_on_loop()
+
+        self._mover.run("closing a checkpoint", end())
+
+    def close_on_loop(self) -> None:
+        """`close`, on the mover's loop. Idempotent."""
+        self._aio.close()
+        self.writer.close()
+        self.file.close()
+
+
+def written_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, int]]) -> list[WrittenBox]:
+    """What is in a data file, in order."""
+    found = []
+    for extent in extents:
+        for run in extent.runs:
+            for place in run.places:
+                part, payload = place.item, run.offset + place.payload
+                dtype = None if part.is_blob else str(part.dtype).removeprefix("torch.")
+                begin, nbytes = run.offset + place.begin, place.end - place.begin
+                where = (part.shape, part.box.offsets, part.box.sizes, begin, nbytes, payload)
+                found.append(WrittenBox(part.name, dtype, *where, place.nbytes, checksums[payload][1]))
+    return found
+
+
+def read_list(files: Files, path: Path) -> tuple[FileEntry, list[WrittenBox]]:
+    """What a rank has said with `RankPart.finish`.
+
+    Raises:
+        ConfigError: it is not there: the folder is not the same one on all nodes.
+    """
+    if not files.exists(path):
+        raise ConfigError(
+            f"{path} is missing, though its rank has written it: save_dir must be on a file system that all nodes share"
+        )
+    nbytes, told = json.loads(files.read_bytes(path))
+    boxes = [_box(*box) for box in told]
+    entry = FileEntry(bytes=nbytes, boxes=tuple((box.payload, box.payload_bytes, box.crc) for box in boxes))
+    return entry, boxes
+
+
+def _box(
+    name: str, dtype: str | None, shape: list[int], offsets: list[int], sizes: list[int], *rest: int
+) -> WrittenBox:
+    return WrittenBox(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), *rest)
