@@ -15,6 +15,7 @@ from torch import Tensor
 from offload.saved.spill_store import Swap
 from zero.checkpoint import load
 from zero.exchange.shared_memory import SharedMemory
+from zero.optim.step import StepState
 from zero.store.adoption import Adoption
 
 if TYPE_CHECKING:
@@ -24,61 +25,66 @@ if TYPE_CHECKING:
 
 
 def layout_of(engine: Any) -> Any:
-    return engine._layout
+    return engine.run.parts.layout
 
 
 def storage_of(engine: Any) -> Any:
-    return engine._storage
+    return engine.run.parts.storage
 
 
 def mover_of(engine: Any) -> Any:
-    return engine._storage.mover
+    return engine.run.parts.storage.mover
 
 
 def timeline_of(engine: Any) -> Any:
-    return engine._storage.timeline
+    return engine.run.parts.storage.timeline
 
 
 def coordinator_of(engine: Any) -> Any:
-    return engine._coordinator
+    return engine.run.parts.coordinator
 
 
 def gradients_of(engine: Any) -> Any:
-    return engine._gradients
+    return engine.run.parts.gradients
 
 
 def keeper_of(engine: Any) -> Any:
-    return engine._keeper
+    return engine.run.parts.keeper
 
 
 def pipeline_of(engine: Any) -> Any:
     """What updates sub-groups."""
-    return engine._stepper.pipeline
+    return engine.run.parts.stepper.pipeline
 
 
 def updates_of(engine: Any) -> Any:
     """The updates that the last step has left to do."""
-    return engine._stepper.updates
+    return engine.run.parts.stepper.updates
 
 
 def updates_ahead_of(engine: Any) -> Any:
     """The updates inside backward; None where they are not configured."""
-    return engine._ahead
+    return engine.run.parts.ahead
 
 
 def spare_of(engine: Any) -> Any:
     """The memory of gradients that results are lent."""
-    return engine._stepper.pipeline.spare
+    return engine.run.parts.stepper.pipeline.spare
+
+
+def put_exchange(engine: Any, exchange: Any) -> None:
+    """The engine's collaborators speak with the other ranks through this one from now on."""
+    engine.run.parts.exchange = exchange
 
 
 def snapshots_of(engine: Any) -> Any:
     """None where they are not configured."""
-    return engine._parts.snapshots
+    return engine.run.parts.snapshots
 
 
 def config_behind(engine: Any) -> Any:
     """The validated configuration."""
-    return engine._config
+    return engine.run.config
 
 
 # ---- the training loop ----------------------------------------------------------------------------------------------
@@ -86,54 +92,59 @@ def config_behind(engine: Any) -> Any:
 
 def step_is_asked(engine: Any) -> bool:
     """A step was asked for and is not fixed yet."""
-    return bool(engine._step_asked)
+    return engine.run.parts.stepper.state != StepState.NONE
+
+
+def move_step(stepper: Any, state: StepState) -> None:
+    """What every change of a step's state goes through."""
+    stepper._move(state)
 
 
 def is_torn(engine: Any) -> bool:
     """A transfer failed inside the last backward."""
-    return bool(engine._watch.torn)
+    return bool(engine.run.parts.watch.torn)
 
 
 def is_waiting(engine: Any) -> bool:
     """The training thread waits for the mover."""
-    return bool(engine._storage.mover.exposed._depth > 0)
+    return bool(engine.run.parts.storage.mover.exposed._depth > 0)
 
 
 def drain_mover(engine: Any) -> None:
     """Return once the mover has nothing to do, read-ahead included."""
-    mover = engine._storage.mover
+    mover = engine.run.parts.storage.mover
     mover.run("settling", mover._drain())
 
 
 def settle_updates_ahead(engine: Any) -> None:
     """Return once every update inside the last backward has ended, well or not."""
-    for attempt in engine._ahead._attempts.values():
+    for attempt in engine.run.parts.ahead._attempts.values():
         attempt.transfer.settle()
 
 
 def read_nothing_ahead(engine: Any) -> None:
     """After a step the engine fetches only what somebody asks for."""
-    engine._coordinator.expect_forward = lambda: None
+    engine.run.parts.coordinator.expect_forward = lambda: None
 
 
 def bound_units(engine: Any) -> list[Any]:
     """Of the units, those whose parameters have their values."""
-    return [bound for bound in engine._bound if bound.bound]
+    return [bound for bound in engine.run.parts.bound if bound.bound]
 
 
 def open_calls(engine: Any) -> list[Any]:
     """Modules that are being called, as the hooks know them."""
-    return list(engine._hooks._calls)
+    return list(engine.run.parts.hooks._calls)
 
 
 def lent_rows_numel(engine: Any) -> int:
     """Numbers of packed experts that were fetched as rows and not given back."""
-    return int(engine._coordinator._lent_numel)
+    return int(engine.run.parts.coordinator._lent_numel)
 
 
 def flat_gradient(engine: Any, unit: Any) -> Tensor:
     """A unit's flat gradient, of an engine that keeps gradients in memory."""
-    state = engine._gradients._units[unit.index]
+    state = engine.run.parts.gradients._units[unit.index]
     memory = state.plane.memory(unit.begin, unit.end)
     assert memory is not None, "the gradient is not in memory"
     return memory.view(state.dtype)
@@ -141,36 +152,36 @@ def flat_gradient(engine: Any, unit: Any) -> Tensor:
 
 def is_lent(engine: Any, unit: Any) -> bool:
     """A result waits in the memory of this unit's gradient."""
-    spare = engine._stepper.pipeline.spare
+    spare = engine.run.parts.stepper.pipeline.spare
     (pool,) = spare._pools.values()
     return bool(pool.ranges.lent(*spare._range(pool, unit, unit.begin, unit.end)))
 
 
 STEP_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     # What a step calls, in this order: owner, method.
-    "check": lambda engine: (engine._stepper, "check"),
-    "store_edits": lambda engine: (engine._keeper, "store_edits"),
-    "release_all": lambda engine: (engine._coordinator, "release_all"),
-    "finish": lambda engine: (engine._stepper, "finish"),
-    "flush_all": lambda engine: (engine._gradients, "flush_all"),
-    "settle": lambda engine: (engine._gradients, "settle"),
-    "square_sum": lambda engine: (engine._gradients, "square_sum"),
+    "check": lambda engine: (engine.run.parts.stepper, "check"),
+    "store_edits": lambda engine: (engine.run.parts.keeper, "store_edits"),
+    "release_all": lambda engine: (engine.run.parts.coordinator, "release_all"),
+    "finish": lambda engine: (engine.run.parts.stepper, "finish"),
+    "flush_all": lambda engine: (engine.run.parts.gradients, "flush_all"),
+    "settle": lambda engine: (engine.run.parts.gradients, "settle"),
+    "square_sum": lambda engine: (engine.run.parts.gradients, "square_sum"),
     "values": lambda engine: (engine.optimizer, "values"),
-    "trained_units": lambda engine: (engine._stepper.pipeline, "trained_units"),
-    "fix": lambda engine: (engine._stepper, "fix"),
-    "at_once": lambda engine: (engine._stepper.pipeline, "at_once"),
-    "update": lambda engine: (engine._stepper, "_finish_groups"),
-    "start": lambda engine: (engine._stepper, "start"),
-    "expect_forward": lambda engine: (engine._coordinator, "expect_forward"),
+    "trained_units": lambda engine: (engine.run.parts.stepper.pipeline, "trained_units"),
+    "fix": lambda engine: (engine.run.parts.stepper, "fix"),
+    "at_once": lambda engine: (engine.run.parts.stepper.pipeline, "at_once"),
+    "update": lambda engine: (engine.run.parts.stepper, "_finish_groups"),
+    "start": lambda engine: (engine.run.parts.stepper, "start"),
+    "expect_forward": lambda engine: (engine.run.parts.coordinator, "expect_forward"),
 }
 CLOSE_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     # What a close calls, in this order: owner, method.
-    "stop": lambda engine: (engine._stepper, "stop"),
-    "hooks": lambda engine: (engine._hooks, "remove"),
-    "clear": lambda engine: (engine._gradients, "clear"),
-    "release_all": lambda engine: (engine._coordinator, "release_all"),
-    "storage": lambda engine: (engine._storage, "close"),
-    "wait": lambda engine: (engine._storage.mover, "block"),
+    "stop": lambda engine: (engine.run.parts.stepper, "stop"),
+    "hooks": lambda engine: (engine.run.parts.hooks, "remove"),
+    "clear": lambda engine: (engine.run.parts.gradients, "clear"),
+    "release_all": lambda engine: (engine.run.parts.coordinator, "release_all"),
+    "storage": lambda engine: (engine.run.parts.storage, "close"),
+    "wait": lambda engine: (engine.run.parts.storage.mover, "block"),
 }
 
 
@@ -179,12 +190,12 @@ CLOSE_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
 
 def used_bytes(engine: Any, pool: str) -> int:
     """What is leased of the pool: `arena`, `unit_pool`, `gradient_pool` or `update_pool`."""
-    return int(getattr(engine._storage, pool).used_bytes)
+    return int(getattr(engine.run.parts.storage, pool).used_bytes)
 
 
 def device_memories(engine: Any) -> list[Tensor]:
     """All that the engine has allocated for its device and has not given back."""
-    storage = engine._storage
+    storage = engine.run.parts.storage
     pools = (storage.unit_pool, storage.gradient_pool, storage.update_pool)
     memories = [region.data for region in storage.regions if region.movable] + [pool._data for pool in pools]
     return [memory for memory in memories if memory is not None and memory.numel()]
@@ -192,7 +203,7 @@ def device_memories(engine: Any) -> list[Tensor]:
 
 def whole_flats(engine: Any) -> dict[int, Tensor]:
     """Weights of whole units by index, of all ranks, where this rank has them in memory of its own."""
-    storage = engine._storage
+    storage = engine.run.parts.storage
     units = storage.layout.units
     return {i: flat for i, flat in storage._flats.items() if storage._shared is None or units[i].persistent}
 
@@ -202,7 +213,7 @@ def exchanged_bytes(engine: Any) -> int:
     exchange = engine.exchange
     if isinstance(exchange, SharedMemory):
         return int(exchange._slices[exchange.placement.rank].data.nbytes) if exchange._slices else 0
-    arriving = engine._storage.whole_gradients._arriving
+    arriving = engine.run.parts.storage.whole_gradients._arriving
     return 0 if arriving is None else int(arriving.nbytes)
 
 
@@ -220,7 +231,7 @@ def put_disk(plane: Any, disk: Any) -> None:
 
 def put_disk_everywhere(engine: Any, disk: Any) -> None:
     """`disk` takes the place of the engine's, for its planes too."""
-    storage = engine._storage
+    storage = engine.run.parts.storage
     for plane in storage._planes:
         plane._disk = disk if plane._disk is storage.disk else plane._disk
     storage.disk = disk
@@ -247,16 +258,16 @@ def is_stranded(plane: Any) -> bool:
 
 def put_snapshot_files(engine: Any, files: Any) -> None:
     """Manifests are written through this `Files` from now on."""
-    engine._parts.snapshots._files._disk = files
+    engine.run.parts.snapshots._files._disk = files
 
 
 def snapshots_were_void(engine: Any) -> bool:
-    return bool(engine._parts.snapshots._wary)
+    return bool(engine.run.parts.snapshots._wary)
 
 
 def error_of_the_save(engine: Any, timeout_seconds: float) -> BaseException | None:
     """How the save beside training has ended, waited for without the engine."""
-    error: BaseException | None = engine._behind._transfer._future.exception(timeout_seconds)
+    error: BaseException | None = engine.checkpoint_state._behind._transfer._future.exception(timeout_seconds)
     return error
 
 
@@ -276,21 +287,21 @@ def boxes_of(source: Any, name: str, begin: int, end: int) -> Any:
 
 def activation_store_of(engine: Any) -> Any:
     """None where no tier is configured."""
-    return engine._storage.activations
+    return engine.run.parts.storage.activations
 
 
 def pieces_in_motion(engine: Any) -> list[Any]:
     """Of the saved activations, those that are being written or read."""
-    return list(engine._storage.activations._pieces._moving)
+    return list(engine.run.parts.storage.activations._pieces._moving)
 
 
 def pieces_kept(engine: Any) -> list[Any]:
     """Of the saved activations, those that somebody may still ask for."""
-    return [piece for live in engine._storage.activations._alive() for piece in live.pieces]
+    return [piece for live in engine.run.parts.storage.activations._alive() for piece in live.pieces]
 
 
 def put_activation_disk(engine: Any, disk: Any) -> None:
-    pieces = engine._storage.activations._pieces
+    pieces = engine.run.parts.storage.activations._pieces
     pieces._swap = Swap(disk, pieces._swap.area)
 
 
@@ -303,18 +314,18 @@ def activation_capacity_bytes(store: Any) -> int:
 
 
 def spans_recorded(engine: Any) -> int:
-    return len(engine._storage.timeline._spans)
+    return len(engine.run.parts.storage.timeline._spans)
 
 
 def keep_spans(engine: Any, spans_max: int) -> None:
     """The timeline holds no more than so many."""
-    engine._storage.timeline._spans = deque(maxlen=spans_max)
+    engine.run.parts.storage.timeline._spans = deque(maxlen=spans_max)
 
 
 def one_forward_of(engine: Any) -> Any:
     """What profiles one forward; None where nothing does."""
-    return engine._one_forward
+    return engine.reports._one_forward
 
 
 def reports_progress(engine: Any) -> bool:
-    return engine._reporter is not None
+    return engine.reports._reporter is not None

@@ -19,7 +19,7 @@ ROUND_STRIPES_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StripePiece:
     """Part of a transfer that lies in one file, contiguous there."""
 
     file: int
@@ -59,21 +59,21 @@ class StripeMap:
             self._local.append(seen[file])
             seen[file] += 1
 
-    def pieces(self, offset: int, nbytes: int) -> Iterator[Piece]:
+    def pieces(self, offset: int, nbytes: int) -> Iterator[StripePiece]:
         """The file ranges behind [offset, offset + nbytes), in order; neighbours in one file merged."""
         if len(self.counts) == 1:
-            yield Piece(0, offset, 0, nbytes)
+            yield StripePiece(0, offset, 0, nbytes)
             return
-        held: Piece | None = None
+        held: StripePiece | None = None
         position, end = offset, offset + nbytes
         while position < end:
             file, file_offset, length = self._at(position, end)
             if held is not None and held.file == file and held.file_offset + held.nbytes == file_offset:
-                held = Piece(file, held.file_offset, held.begin, held.nbytes + length)
+                held = StripePiece(file, held.file_offset, held.begin, held.nbytes + length)
             else:
                 if held is not None:
                     yield held
-                held = Piece(file, file_offset, position - offset, length)
+                held = StripePiece(file, file_offset, position - offset, length)
             position += length
         if held is not None:
             yield held

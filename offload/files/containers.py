@@ -74,7 +74,7 @@ def surroundings(
 
 
 @dataclass(frozen=True, slots=True)
-class Place(Generic[T]):
+class PackedBox(Generic[T]):
     """One box in its run."""
 
     item: T
@@ -103,13 +103,13 @@ class Place(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Run(Generic[T]):
+class PackedRun(Generic[T]):
     """Boxes that are written at once."""
 
     offset: int
     """First byte in the file; page-aligned, like its length."""
     nbytes: int
-    places: tuple[Place[T], ...]
+    places: tuple[PackedBox[T], ...]
 
     def clear_gaps(self, memory: torch.Tensor) -> None:
         """Zero what lies between the boxes, in memory (uint8) that was used for something else before."""
@@ -119,12 +119,12 @@ class Run(Generic[T]):
             position = end
 
 
-def pack(boxes: Iterable[tuple[T, Container, int]], offset: int, nbytes_max: int) -> Iterator[Run[T]]:
+def pack(boxes: Iterable[tuple[T, Container, int]], offset: int, nbytes_max: int) -> Iterator[PackedRun[T]]:
     """Pack (item, container, payload bytes) into runs from byte `offset` of a file on, each of at most `nbytes_max`.
 
     A box that is larger is a run of its own.
     """
-    places: list[Place[T]] = []
+    places: list[PackedBox[T]] = []
     for item, around, nbytes in boxes:
         place = _after(places, item, around, nbytes)
         if places and align_up(place.end, PAGE_BYTES) > nbytes_max:
@@ -137,10 +137,10 @@ def pack(boxes: Iterable[tuple[T, Container, int]], offset: int, nbytes_max: int
         yield _run(offset, places)
 
 
-def _after(places: Sequence[Place[T]], item: T, around: Container, nbytes: int) -> Place[T]:
+def _after(places: Sequence[PackedBox[T]], item: T, around: Container, nbytes: int) -> PackedBox[T]:
     position = places[-1].end if places else 0
-    return Place(item, around, align_up(position + len(around.head), PAGE_BYTES), nbytes)
+    return PackedBox(item, around, align_up(position + len(around.head), PAGE_BYTES), nbytes)
 
 
-def _run(offset: int, places: list[Place[T]]) -> Run[T]:
-    return Run(offset, align_up(places[-1].end, PAGE_BYTES), tuple(places))
+def _run(offset: int, places: list[PackedBox[T]]) -> PackedRun[T]:
+    return PackedRun(offset, align_up(places[-1].end, PAGE_BYTES), tuple(places))

@@ -36,7 +36,7 @@ TFD_NONBLOCK, TFD_CLOEXEC, CLOCK_MONOTONIC = os.O_NONBLOCK, os.O_CLOEXEC, 1
 STRONGLY_ORDERED = ("x86_64", "AMD64", "i686")
 
 
-class Board:
+class NodeBoard:
     """[peers][columns] int64 in shared memory, all 0 at first.
 
     Args:
@@ -71,7 +71,7 @@ class Board:
         return count * _row_bytes(columns)
 
     @classmethod
-    def join(cls, index: int, count: int, columns: int, share: Share, *, seconds: float = SECONDS_MAX) -> Board:
+    def join(cls, index: int, count: int, columns: int, share: Share, *, seconds: float = SECONDS_MAX) -> NodeBoard:
         """Make a board together: every peer calls this, with equal `count` and `columns`. It calls `share` once.
 
         Raises:

@@ -16,7 +16,7 @@ import torch
 
 from offload.errors import PeerError, StateError, WatchdogError
 from offload.memory.shared_region import SharedRegion
-from offload.node.board import Board
+from offload.node.board import NodeBoard
 from offload.system.descriptors import Share
 
 SLOTS = 16
@@ -46,7 +46,7 @@ class SharedExchange:
 
     def __init__(
         self,
-        board: Board,
+        board: NodeBoard,
         regions: Sequence[SharedRegion],
         part: tuple[int, int],
         *,
@@ -82,7 +82,7 @@ class SharedExchange:
         check: Callable[[], None] = lambda: None,
     ) -> SharedExchange:
         """Make an exchange together: a collective call like `Board.join`, with its errors."""
-        board = Board.join(index, count, cls.columns(slots), share)
+        board = NodeBoard.join(index, count, cls.columns(slots), share)
         try:
             return cls(board, regions, part, slots=slots, deadline_seconds=deadline_seconds, check=check)
         except BaseException:

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import StateError, StorageError, tell
 from offload.saved.saved_views import View, bytes_of, bytes_to_keep, storage_key, version_of
-from offload.saved.spill_store import Piece, PieceStore
+from offload.saved.spill_store import PieceStore, SpilledPiece
 from offload.streams import Fence, Streams
 
 KEPT_BYTES_MIN = 4096
@@ -40,7 +40,7 @@ class Kept:
 
     def __init__(self, number: int, begin: int, end: int, watched: torch.Tensor, gone: deque[_Gone]) -> None:
         self.number, self.begin, self.end, self._gone = number, begin, end, gone
-        self.pieces: list[Piece] = []
+        self.pieces: list[SpilledPiece] = []
         self.watched: torch.Tensor | None = watched
         self.key, self.version, self.torn = -1, version_of(watched), False
         self.source: StorageWeakRef | None = None
@@ -77,7 +77,7 @@ class Kept:
 class _Gone:
     number: int
     key: int
-    pieces: list[Piece]
+    pieces: list[SpilledPiece]
     data: torch.Tensor | None
     fence: Fence
 

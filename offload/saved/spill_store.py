@@ -30,7 +30,7 @@ COPIES_IN_FLIGHT = 4
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class SpilledPiece:
     """Bytes [begin, end) of what was put aside."""
 
     begin: int
@@ -87,9 +87,9 @@ class PieceStore:
     ) -> None:
         self.name, self.memory = name, memory
         self._streams, self._near, self._swap, self._mover = streams, near, swap, mover
-        self._moving: list[Piece] = []
+        self._moving: list[SpilledPiece] = []
         """Written, or dropped while something moved."""
-        self._ahead: list[Piece] = []
+        self._ahead: list[SpilledPiece] = []
         """Read, or being read."""
         self._leaving: list[tuple[Block, Fence]] = []
         self._copied: deque[tuple[torch.Tensor, Fence, Callable[[], None]]] = deque()
@@ -105,7 +105,7 @@ class PieceStore:
         """The most of them there were."""
         return self.memory.peak_bytes if self._swap is None else self._swap.area.peak_bytes
 
-    def put(self, source: torch.Tensor, copied: Callable[[], None]) -> list[Piece]:
+    def put(self, source: torch.Tensor, copied: Callable[[], None]) -> list[SpilledPiece]:
         """Put `source` (uint8, on the device) aside.
 
         Args:
@@ -116,10 +116,10 @@ class PieceStore:
             BudgetError: memory or swap space is bounded and used up; names the knob.
             StorageError: the swap space cannot grow.
         """
-        pieces: list[Piece] = []
+        pieces: list[SpilledPiece] = []
         try:
             for begin in range(0, source.numel(), PIECE_BYTES):
-                piece = Piece(begin, min(begin + PIECE_BYTES, source.numel()), None)
+                piece = SpilledPiece(begin, min(begin + PIECE_BYTES, source.numel()), None)
                 pieces.append(piece)
                 piece.block = self._lease(piece)
                 last = piece.end == source.numel()
@@ -132,7 +132,7 @@ class PieceStore:
             raise
         return pieces
 
-    def start(self, pieces: Iterable[Piece]) -> None:
+    def start(self, pieces: Iterable[SpilledPiece]) -> None:
         """Have pieces read that are on the disk, as far as memory is free for it."""
         for piece in pieces:
             if not self._in_reach(piece):
@@ -141,7 +141,9 @@ class PieceStore:
                     return
                 self._start_read(piece, block)
 
-    def get(self, pieces: Sequence[Piece], target: torch.Tensor, next_ones: Sequence[Piece] = ()) -> Fence:
+    def get(
+        self, pieces: Sequence[SpilledPiece], target: torch.Tensor, next_ones: Sequence[SpilledPiece] = ()
+    ) -> Fence:
         """Copy pieces to `target` (uint8, on the device).
 
         Args:
@@ -168,14 +170,14 @@ class PieceStore:
             raise
         return fence
 
-    def at_hand(self, pieces: Iterable[Piece]) -> bool:
+    def at_hand(self, pieces: Iterable[SpilledPiece]) -> bool:
         """True when `get` need not wait for the disk."""
         return all(
             piece.rescued is not None or (piece.block is not None and (piece.read is None or piece.read.settled()))
             for piece in pieces
         )
 
-    def drop(self, pieces: Iterable[Piece]) -> None:
+    def drop(self, pieces: Iterable[SpilledPiece]) -> None:
         """Nobody wants these any more; memory and space are free once nothing moves in them."""
         for piece in pieces:
             piece.dropped = True
@@ -198,7 +200,7 @@ class PieceStore:
 
     # ---- to memory and back -------------------------------------------------------------------
 
-    def _copy_away(self, piece: Piece, block: Block, source: torch.Tensor, copied: Callable[[], None]) -> None:
+    def _copy_away(self, piece: SpilledPiece, block: Block, source: torch.Tensor, copied: Callable[[], None]) -> None:
         into = block.data[: piece.nbytes]
         if self._near:
             self._streams.wait(*block.fences)
@@ -216,7 +218,7 @@ class PieceStore:
             if not self._copied:
                 return
 
-    def _copy_back(self, piece: Piece, target: torch.Tensor, made: Fence) -> Fence:
+    def _copy_back(self, piece: SpilledPiece, target: torch.Tensor, made: Fence) -> Fence:
         source = self._arrived(piece)
         if self._near:
             target.copy_(source)
@@ -228,7 +230,7 @@ class PieceStore:
             self._let_go(block, fence)
         return fence
 
-    def _arrived(self, piece: Piece) -> torch.Tensor:
+    def _arrived(self, piece: SpilledPiece) -> torch.Tensor:
         if piece.rescued is not None:
             return piece.rescued[: piece.nbytes]
         block = piece.block
@@ -243,7 +245,7 @@ class PieceStore:
             piece.fence = None
         return block.data[: piece.nbytes]
 
-    def _lease(self, piece: Piece) -> Block:
+    def _lease(self, piece: SpilledPiece) -> Block:
         nbytes = align_up(piece.nbytes, PAGE_BYTES)
         self.collect()
         while (block := self.memory.lease(nbytes)) is None:
@@ -292,10 +294,10 @@ class PieceStore:
     # ---- to the disk and back -----------------------------------------------------------------
 
     @staticmethod
-    def _in_reach(piece: Piece) -> bool:
+    def _in_reach(piece: SpilledPiece) -> bool:
         return piece.block is not None or piece.rescued is not None
 
-    def _start_write(self, piece: Piece, block: Block, swap: Swap, mover: Mover) -> None:
+    def _start_write(self, piece: SpilledPiece, block: Block, swap: Swap, mover: Mover) -> None:
         offset = swap.area.take(block.data.numel())
         if offset is None:
             raise BudgetError(
@@ -311,7 +313,7 @@ class PieceStore:
         self._moving.append(piece)
         piece.write = mover.post(f"storing {self.name}", write())
 
-    def _start_read(self, piece: Piece, block: Block) -> None:
+    def _start_read(self, piece: SpilledPiece, block: Block) -> None:
         if self._swap is None or self._mover is None:
             raise StateError(f"{self.name}: bytes that were put aside are gone")
         reading = self._swap.disk.read(piece.offset, block.data, self.name)
@@ -319,7 +321,7 @@ class PieceStore:
         piece.block = block  # last: with a block and no read it would pass for one that memory holds
         self._ahead.append(piece)
 
-    def _has_ended(self, piece: Piece) -> bool:
+    def _has_ended(self, piece: SpilledPiece) -> bool:
         if piece.write is not None:
             if not piece.write.settled():
                 return False
@@ -337,7 +339,7 @@ class PieceStore:
             piece.offset = -1
         return True
 
-    def _written(self, piece: Piece, write: Transfer[None]) -> None:
+    def _written(self, piece: SpilledPiece, write: Transfer[None]) -> None:
         error, piece.write = write.settle(), None
         block, piece.block = piece.block, None
         if block is None:

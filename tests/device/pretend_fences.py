@@ -346,7 +346,7 @@ REMOVALS = (
     ),
     Removal(
         "rows of experts are fetched over those in use",
-        "zero/schedule/lending.py",
+        "zero/schedule/coordinator.py",
         "        block.release(self._storage.streams.fence())",
         "        block.release()",
         ("rows_of_experts:cpu-cpu", "rows_of_experts:nvme-nvme"),

@@ -17,7 +17,7 @@ from peers import Parent, all_run, running
 from offload.errors import BudgetError, NativeError, PeerError, StateError, WatchdogError
 from offload.memory.shared_region import SharedRegion, exchange_regions
 from offload.node import board as boards
-from offload.node.board import Board, Naps
+from offload.node.board import Naps, NodeBoard
 from offload.system.descriptors import Share
 
 SECONDS = 30.0
@@ -35,11 +35,11 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def alone(count: int, columns: int) -> list[Board]:
+def alone(count: int, columns: int) -> list[NodeBoard]:
     """What `count` peers would hold, all in this process."""
-    first = SharedRegion(Board.nbytes_for(count, columns), "board")
+    first = SharedRegion(NodeBoard.nbytes_for(count, columns), "board")
     others = [SharedRegion.open(os.dup(first.descriptor), first.nbytes, "board") for _ in range(count - 1)]
-    return [Board(index, count, columns, region) for index, region in enumerate([first, *others])]
+    return [NodeBoard(index, count, columns, region) for index, region in enumerate([first, *others])]
 
 
 @settings(max_examples=30)
@@ -77,7 +77,7 @@ def test_peers_see_what_was_written_before_it_was_published(either_way: None) ->
     rounds, numel = 300, 4096
 
     def job(index: int, share: Share, parent: Parent) -> str:
-        board = Board.join(index, 2, 2, share)
+        board = NodeBoard.join(index, 2, 2, share)
         regions = exchange_regions(index, 2, share, SharedRegion(numel * 4, "numbers"))
         own, other = (regions[peer].data.view(torch.int32) for peer in (index, 1 - index))
 
@@ -157,13 +157,13 @@ def test_a_deadline_names_the_peer_what_was_awaited_and_how_far_it_is() -> None:
 
 def test_a_peer_that_died_is_named_at_once_but_what_it_had_published_counts() -> None:
     def dies(index: int, share: Share, parent: Parent) -> None:
-        board = Board.join(index, 3, 1, share)
+        board = NodeBoard.join(index, 3, 1, share)
         board.publish(0, 2)
         parent.tell("published")
         parent.receive()
 
     def waits(index: int, share: Share, parent: Parent) -> Any:
-        board = Board.join(index, 3, 1, share)
+        board = NodeBoard.join(index, 3, 1, share)
         parent.tell("joined")
         parent.receive()
         asyncio.run(board.reached(1, 0, 2, deadline_seconds=SECONDS))
@@ -191,7 +191,7 @@ def test_without_lifelines_a_dead_peer_costs_the_deadline(monkeypatch: pytest.Mo
         if index == 1:
             monkeypatch.setattr(boards, "_lifeline", list)  # a kernel without pidfds
         files = open_files()
-        board = Board.join(index, 2, 1, share)
+        board = NodeBoard.join(index, 2, 1, share)
         board.publish(0, 1)
         asyncio.run(board.everybody_reached(0, 1, deadline_seconds=SECONDS))
         assert board.dead() == []
@@ -208,7 +208,7 @@ def test_a_board_that_cannot_be_made_is_an_error_on_every_peer(monkeypatch: pyte
             monkeypatch.setattr(boards, "_made", lambda nbytes: BudgetError("board: no memory"))
         files = open_files()
         try:
-            Board.join(index, 3, 4, share)
+            NodeBoard.join(index, 3, 4, share)
         except (BudgetError, PeerError) as error:
             assert open_files() == files
             return type(error).__name__, str(error)
@@ -221,7 +221,7 @@ def test_a_board_that_cannot_be_made_is_an_error_on_every_peer(monkeypatch: pyte
 def test_boards_of_different_sizes_are_refused() -> None:
     def job(index: int, share: Share, parent: Parent) -> str:
         try:
-            Board.join(index, 2, 4 if index == 0 else 900, share).close()
+            NodeBoard.join(index, 2, 4 if index == 0 else 900, share).close()
         except StateError as error:
             return str(error)
         return "fine"
@@ -244,9 +244,9 @@ def test_cells_outside_and_a_closed_board_are_refused(either_way: None) -> None:
 def test_machines_that_reorder_stores_need_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_NATIVE", "0")
     monkeypatch.setattr(boards.platform, "machine", lambda: "aarch64")
-    region = SharedRegion(Board.nbytes_for(1, 1), "board")
+    region = SharedRegion(NodeBoard.nbytes_for(1, 1), "board")
     with pytest.raises(NativeError, match=r"on aarch64 needs the native library: run python -m native.build"):
-        Board(0, 1, 1, region)
+        NodeBoard(0, 1, 1, region)
     region.close()
 
 

@@ -27,7 +27,7 @@ from offload.errors import ConfigError, StateError
 from offload.memory.arena import MemoryRegion
 from offload.memory.pinned import map_host, tensor_over
 from offload.memory.shared_region import SharedRegion, exchange_regions
-from offload.node.board import Board
+from offload.node.board import NodeBoard
 from offload.node.peer_planes import PeerHome, describe, peer_plane
 from offload.planes.planes import Disk, Home, Plane
 from offload.system.descriptors import Share, exchange_descriptors
@@ -82,7 +82,7 @@ class Side:
         swap = SwapSpace(folders(path, 2), 100 * PAGE, [1.0, 2.0])
         self.plane = own_plane(Disk(self.aio, swap), self.region)
         self.swap, other = swap, 1 - index
-        self.board = Board.join(index, 2, 2, share)
+        self.board = NodeBoard.join(index, 2, 2, share)
         self.regions = exchange_regions(index, 2, share, self.region)
         received = exchange_descriptors(index, 2, share, swap.descriptors)
         plain = [asdict(swap.geometry), [asdict(home) for home in describe(self.plane, self.region)]]

@@ -16,7 +16,7 @@ from offload.errors import PeerError, StateError, WatchdogError
 from offload.kernels import kernels
 from offload.memory.arena import Arena
 from offload.memory.shared_region import SharedRegion, exchange_regions
-from offload.node.board import Board
+from offload.node.board import NodeBoard
 from offload.node.shared_exchange import FAILED, SharedExchange
 from offload.system.descriptors import Share
 
@@ -365,8 +365,8 @@ def test_what_cannot_be_offered_is_refused_here_and_known_there(
 
 
 def test_an_exchange_has_a_region_for_each_peer_and_a_slice_that_there_is() -> None:
-    region = SharedRegion(Board.nbytes_for(1, 90), "board")
-    board = Board(0, 1, 90, region)
+    region = SharedRegion(NodeBoard.nbytes_for(1, 90), "board")
+    board = NodeBoard(0, 1, 90, region)
     for regions, part in (([region] * 2, (0, 1)), ([region], (1, 1)), ([region], (-1, 1))):
         with pytest.raises(StateError, match=r"exchange of 1 peers: got \d regions, and slice -?\d of 1"):
             SharedExchange(board, regions, part)

@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from offload.errors import ConfigError
 from zero.config import Config, load_config, tolerating_unknown_keys
-from zero.config.fields import Block, Key, block_of, known_keys, means_auto
+from zero.config.fields import ConfigBlock, Key, block_of, known_keys, means_auto
 from zero.config.numbers import parse_bytes, parse_count, parse_number, parse_whole
 
 KEYS = {key.path: key for key in known_keys(Config)}
-BLOCKS: dict[str, type[Block]] = {"": Config} | {
+BLOCKS: dict[str, type[ConfigBlock]] = {"": Config} | {
     path: block for path, key in KEYS.items() if (block := block_of(key.field)) is not None
 }
 

@@ -17,7 +17,7 @@ from ranks import RankPool
 import zero
 from offload.accelerator import compute_device
 from offload.errors import ConfigError, StateError
-from zero.ranks.environment import Place, find_place, first_host
+from zero.ranks.environment import RankPlace, find_place, first_host
 from zero.ranks.joining import choose_backend
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -29,37 +29,43 @@ OPEN_MPI = {
 }
 NODES = {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_NODELIST": "gpu[01-04]"}
 
-PLACES: dict[str, tuple[dict[str, str], Place]] = {
-    "nothing": ({}, Place("")),
-    "a local rank of 0 and nothing else": ({"LOCAL_RANK": "0"}, Place("")),
-    "torchrun": ({**TORCHRUN, "MASTER_PORT": "1234"}, Place("torchrun", 5, 8, 1, 4, "host", 1234)),
-    "torchrun without a port": (TORCHRUN, Place("torchrun", 5, 8, 1, 4, "host", 29500)),
-    "torchrun, one rank": ({"RANK": "0", "WORLD_SIZE": "1"}, Place("torchrun", 0, 1, None, None, "127.0.0.1", 29500)),
-    "torchrun in a Slurm step": ({**SLURM, **NODES, **TORCHRUN}, Place("torchrun", 5, 8, 1, 4, "host", 29500)),
+PLACES: dict[str, tuple[dict[str, str], RankPlace]] = {
+    "nothing": ({}, RankPlace("")),
+    "a local rank of 0 and nothing else": ({"LOCAL_RANK": "0"}, RankPlace("")),
+    "torchrun": ({**TORCHRUN, "MASTER_PORT": "1234"}, RankPlace("torchrun", 5, 8, 1, 4, "host", 1234)),
+    "torchrun without a port": (TORCHRUN, RankPlace("torchrun", 5, 8, 1, 4, "host", 29500)),
+    "torchrun, one rank": (
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        RankPlace("torchrun", 0, 1, None, None, "127.0.0.1", 29500),
+    ),
+    "torchrun in a Slurm step": ({**SLURM, **NODES, **TORCHRUN}, RankPlace("torchrun", 5, 8, 1, 4, "host", 29500)),
     "no local rank": (
         {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host"},
-        Place("torchrun", 1, 2, None, None, "host", 29500),
+        RankPlace("torchrun", 1, 2, None, None, "host", 29500),
     ),
     "a local rank of -1": (
         {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "LOCAL_RANK": "-1"},
-        Place("torchrun", 1, 2, None, None, "host", 29500),
+        RankPlace("torchrun", 1, 2, None, None, "host", 29500),
     ),
-    "Slurm": ({**SLURM, **NODES}, Place("Slurm", 3, 4, 1, None, "gpu03", 29500)),
+    "Slurm": ({**SLURM, **NODES}, RankPlace("Slurm", 3, 4, 1, None, "gpu03", 29500)),
     "Slurm with an address": (
         {**SLURM, **NODES, "MASTER_ADDR": "other", "MASTER_PORT": "7"},
-        Place("Slurm", 3, 4, 1, None, "other", 7),
+        RankPlace("Slurm", 3, 4, 1, None, "other", 7),
     ),
-    "the batch script of a Slurm job": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", **NODES}, Place("")),
-    "a shell inside an allocation": ({"SLURM_NTASKS": "4", **NODES}, Place("")),
-    "Open MPI on one machine": (OPEN_MPI, Place("Open MPI", 1, 2, 1, 2, "127.0.0.1", 29500)),
+    "the batch script of a Slurm job": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", **NODES}, RankPlace("")),
+    "a shell inside an allocation": ({"SLURM_NTASKS": "4", **NODES}, RankPlace("")),
+    "Open MPI on one machine": (OPEN_MPI, RankPlace("Open MPI", 1, 2, 1, 2, "127.0.0.1", 29500)),
     "Open MPI on several": (
         {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "host"},
-        Place("Open MPI", 1, 4, 1, 2, "host", 29500),
+        RankPlace("Open MPI", 1, 4, 1, 2, "host", 29500),
     ),
-    "MPICH": ({"PMI_RANK": "2", "PMI_SIZE": "3", "MASTER_ADDR": "host"}, Place("MPI", 2, 3, None, None, "host", 29500)),
+    "MPICH": (
+        {"PMI_RANK": "2", "PMI_SIZE": "3", "MASTER_ADDR": "host"},
+        RankPlace("MPI", 2, 3, None, None, "host", 29500),
+    ),
     "MVAPICH": (
         {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "h"},
-        Place("MVAPICH", 0, 2, 0, None, "h", 29500),
+        RankPlace("MVAPICH", 0, 2, 0, None, "h", 29500),
     ),
 }
 
@@ -95,7 +101,7 @@ def test_half_an_environment_is_refused(name: str) -> None:
 
 
 def test_mpi_is_not_looked_for_unless_wanted() -> None:
-    assert find_place(OPEN_MPI, 29500, mpi=False) == Place("")
+    assert find_place(OPEN_MPI, 29500, mpi=False) == RankPlace("")
 
 
 @pytest.mark.parametrize(

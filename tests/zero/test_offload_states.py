@@ -360,11 +360,9 @@ def test_the_optimizer_has_the_same_calls(open_engine: Open) -> None:
     assert engine.optimizer.offloaded_states == set()
 
 
-def test_deepspeeds_names_are_the_same_classes() -> None:
-    from zero.compat import configs
-
-    assert configs.OffloadStateTypeEnum is zero.OffloadStateTypeEnum is OffloadStateTypeEnum
-    assert configs.OffloadDeviceEnum is zero.OffloadDeviceEnum
+def test_the_names_that_users_import_are_deepspeeds_states() -> None:
+    assert zero.OffloadStateTypeEnum is OffloadStateTypeEnum
+    assert zero.OffloadDeviceEnum is OffloadDeviceEnum
     assert [kind.value for kind in KINDS] == [
         *("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
     ]

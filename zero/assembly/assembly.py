@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from offload.errors import StateError
 from offload.kernels.threads import update_threads
 from offload.memory.flat_storage import Poison
 from offload.memory.pinned import keep_freed_memory, return_freed_memory
@@ -22,14 +22,13 @@ from offload.node.run_notes import leave_note
 from offload.sizes import format_bytes
 from zero.assembly.model_plan import lay_out, planner_of
 from zero.assembly.packed_experts import fetch_experts_by_rows
-from zero.assembly.state_kinds import TO_RUN, OffloadStateTypeEnum
 from zero.config import Config
 from zero.exchange.exchange import Exchange
 from zero.exchange.first_rank import CommonBuffers, agree_on_machine, take_first_ranks_values
 from zero.optim.gradients import Gradients
 from zero.optim.loss_scale import LossScaler
 from zero.optim.pending_updates import DueUpdates, UpdatesInBackward
-from zero.optim.pipeline import StepArguments, SubGroupPipeline
+from zero.optim.pipeline import SubGroupPipeline
 from zero.optim.reduce import ReducedGradients
 from zero.optim.rules import Rule
 from zero.optim.step import Stepper
@@ -44,7 +43,8 @@ from zero.plan.machine import read_machine
 from zero.reports.precision_table import dtype_table
 from zero.schedule.backward import BackwardWatch
 from zero.schedule.coordinator import Coordinator
-from zero.schedule.hooks import ModuleHooks
+from zero.schedule.events import Events
+from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.schedule.loader import Loader
 from zero.schedule.rows import RowLender
 from zero.snapshots.commit import open_snapshots
@@ -61,68 +61,28 @@ logger = logging.getLogger("zero")
 class Owner(Protocol):
     """What an assembly needs of its engine."""
 
+    module: nn.Module
+    config: Config
     device: torch.device
     in_place: bool
     """Values in memory that the device can address are used where they live."""
     threads: int
     """Of CPU kernels."""
-    exchange: Exchange
-    """With the other ranks."""
     scaler: LossScaler
     """Of the loss."""
     rule: Rule
     """How parameters are updated."""
-
-    def ready_to_run(self, what: str) -> None:
-        """Raise if the engine is closed; bind what is always bound."""
-
-    def bring_back(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
-        """What is needed of these (None: all) is on the device when this returns."""
-
-    def bring_back_to_train(self) -> None:
-        """What a backward needs is on the device when this returns."""
-
-    @property
-    def offloaded_states(self) -> frozenset[OffloadStateTypeEnum]:
-        """What has been put away from the device."""
-
-    def current(self, what: str, units: Iterable[int] | None = None) -> None:
-        """`ready`, and wait until these units (None: all) are as of the last step."""
-
-    def close(self) -> None:
-        """Close the engine."""
-
-    def check_open(self, what: str) -> None:
-        """Raise if the engine is closed."""
-
-    def changed(self, index: int | None = None) -> None:
-        """A unit (None: all) changes by other means than a step."""
-
-    def wait_for_checkpoint(self) -> None:
-        """Return once no checkpoint is being written."""
-
-    def arguments_now(self) -> StepArguments:
-        """What a step would use now that does not clip."""
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """True when the next step updates the parameters."""
-
-    def parts_of_backward(self, scaled: bool) -> int:
-        """What gradients of a backward that the engine has not started are divided by; raises if it had to start it."""
-
-    def reduces(self) -> bool:
-        """True when gradients of the backward under way are to be reduced as soon as they can be."""
 
 
 class Assembly:
     """The parts of one engine for one state of its model. Until `build` the model is as it was.
 
     Args:
-        owner: the engine.
-        model: the whole tree.
+        owner: for whom it works.
+        events: of the engine.
+        exchange: with the other ranks.
         trainable: id(parameter) of those the optimizer holds.
-        config: validated configuration.
-        previous: the owner's parts until now; they keep their values until `switch`.
+        previous: the owner's parts until now; they keep their values until the model is switched over.
 
     Raises:
         ConfigError: a knob or a parameter that cannot be; names it.
@@ -134,19 +94,20 @@ class Assembly:
     def __init__(
         self,
         owner: Owner,
-        model: nn.Module,
+        events: Events,
+        exchange: Exchange,
         trainable: set[int],
-        config: Config,
         previous: Assembly | None = None,
     ) -> None:
-        self._owner, self.model, self._config = owner, model, config
+        self._owner, self._events, self.exchange = owner, events, exchange
+        self.model, self._config = model, config = owner.module, owner.config
         self.leaves = collect_leaves(model)
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
-        self.buffers: CommonBuffers = CommonBuffers(owner.exchange, model, previous.buffers if previous else None)
-        placement = owner.exchange.placement
+        self.buffers: CommonBuffers = CommonBuffers(exchange, model, previous.buffers if previous else None)
+        placement = exchange.placement
         self._covered, self.layout = lay_out(model, self.leaves, trainable, config, placement)
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
-        machine = agree_on_machine(owner.exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
+        machine = agree_on_machine(exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
         self.plan = planner_of(
             *(model, (self._covered, self.layout), config, machine, owner.device, owner.in_place, placement),
             owner.rule.states,
@@ -157,12 +118,12 @@ class Assembly:
         logger.log(level, "%s", dtypes)
         _warn_of_range(self.leaves, trainable, config)
         leave_note("plan", self.plan.facts(owner.device))
-        self.snapshots = open_snapshots(config, self.layout, self.plan, owner.exchange)
+        self.snapshots = open_snapshots(config, self.layout, self.plan, exchange)
         named = self.snapshots.open_swap if self.snapshots else None
         try:
             coming = room_to_come(leaf.parameter for leaf in self.leaves) if previous is None else {}
             self.storage = Storage(
-                *(self.layout, self.plan, config, owner.device, owner.exchange.memory, named), coming=coming
+                *(self.layout, self.plan, config, owner.device, exchange.memory, named), coming=coming
             )
         except BaseException:
             if self.snapshots is not None:
@@ -174,7 +135,8 @@ class Assembly:
 
     def build(self) -> None:
         """Make what moves; nothing of the model has changed when this returns."""
-        owner, layout, storage, device = self._owner, self.layout, self.storage, self._owner.device
+        owner, events, exchange = self._owner, self._events, self.exchange
+        layout, storage, device = self.layout, self.storage, owner.device
         poison = Poison(max((unit.nbytes for unit in layout.units), default=1), device)
         self.bound = [
             BoundUnit(unit, self._bound_parameters(unit, covered), poison, device)
@@ -182,38 +144,33 @@ class Assembly:
         ]
         self.gradients = (
             Gradients(layout, storage, device, owner.in_place, owner.threads)
-            if owner.exchange.placement.alone
-            else ReducedGradients(layout, storage, device, owner.threads, owner.exchange)
+            if exchange.placement.alone
+            else ReducedGradients(layout, storage, device, owner.threads, exchange)
         )
         pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rule)
         updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, owner.threads))
         self.ahead = None
         if self.plan.two_slots:
-            boundary = owner.is_gradient_accumulation_boundary
-            self.ahead = UpdatesInBackward(storage, pipeline, updates, self.gradients, owner.arguments_now, boundary)
-        owner.exchange.attach(layout, storage, updates)
+            self.ahead = UpdatesInBackward(
+                storage, pipeline, updates, self.gradients, events.arguments_now, events.at_boundary
+            )
+        exchange.attach(layout, storage, updates)
         self.stepper = Stepper(
-            *(layout, storage, self.gradients, pipeline, updates, self.ahead, owner.exchange, owner.scaler)
+            *(storage, self.gradients, pipeline, updates, self.ahead, exchange, owner.scaler),
+            needs_all=not self._config.zero_optimization.ignore_unused_parameters,
         )
-        self.stepper.needs_all = not self._config.zero_optimization.ignore_unused_parameters
         self.gradients.update = self.stepper.apply
-        loader = Loader(layout, self.bound, storage, updates, owner.in_place, owner.changed, owner.exchange)
-        loader.at_begin = partial(owner.bring_back, "a module that is called by itself", TO_RUN)
+        loader = Loader(layout, self.bound, storage, updates, owner.in_place, events, exchange)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
-        self.watch = BackwardWatch(
-            *(self.coordinator, self.gradients, self.ahead, owner.check_open, owner.ready_to_run, owner.reduces),
-            owner.parts_of_backward,
-        )
-        self.watch.at_begin = owner.bring_back_to_train
+        self.watch = BackwardWatch(self.coordinator, self.gradients, self.ahead, events)
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
-        editor = UnitEditor(layout, self.bound, storage, self.coordinator, owner.changed, owner.exchange)
-        editor.before_in_place = owner.wait_for_checkpoint
+        editor = UnitEditor(layout, self.bound, storage, self.coordinator, events, exchange)
+        rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch)
+        self.watch.on_end(rows.end_backward)
         sharded = self._config.zero_optimization.stage == 3
         self.keeper = EngineKeeper(
-            owner, self.bound, self.coordinator, self.hooks, editor, self.parameters(), partitions=sharded
+            *(events, self.bound, self.coordinator, self.hooks, editor, rows, self.parameters()), partitions=sharded
         )
-        self.keeper.rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch)
-        self.watch.at_end = self.keeper.rows.end_backward
         self._tiled = self._tiled_keepers()
         self._built = True
 
@@ -246,11 +203,11 @@ class Assembly:
         began = time.perf_counter()
         from_memory, spilled = (sum(p.numel() * p.element_size() for p in kind) for kind in self._by_source())
         _warn_of_channels_last(self.leaves)
-        take_first_ranks_values(self._owner.exchange, self.parameters())
+        take_first_ranks_values(self.exchange, self.parameters())
         Adoption(self.layout, self.parameters(), self.storage, _read_model, self._take).run()
         if self.storage.disk is not None:
             self.storage.disk.swap.reserve()
-        self._owner.exchange.adopted()
+        self.exchange.adopted()
         return_freed_memory()
         keep_freed_memory()
         logger.info(
@@ -273,7 +230,7 @@ class Assembly:
 
         All ranks come here.
         """
-        exchange = self._owner.exchange
+        exchange = self.exchange
         placement = exchange.placement
         take_first_ranks_values(exchange, [p for p in self.parameters() if not source.holds(p)])
         stored = source if placement.shard_size == 1 else GatheredValues(source, exchange)
@@ -319,6 +276,25 @@ class Assembly:
         self.coordinator.bind_persistent()
         self.watch.install(self.bound)
 
+    def check_between(self, what: str, advice: str = "call it between them") -> None:
+        """Raise StateError inside forward, backward or `GatheredParameters`."""
+        if self.hooks.in_forward or in_backward() or self.keeper.editing:
+            raise StateError(f"{what}: inside forward, backward or GatheredParameters; {advice}")
+
+    def settle(self) -> None:
+        """Nothing of the planes moves or is due when this returns. Raises StorageError."""
+        self.watch.end_stray()
+        self.stepper.finish()
+        self.gradients.flush_all()
+        self.gradients.settle()
+        if self.ahead is not None:
+            self.ahead.void_all()
+
+    @property
+    def accumulating(self) -> bool:
+        """True when gradients have been collected since the last step."""
+        return any(any(state.contributions) or state.arrived for state in self.gradients.states())
+
     def undo(self) -> None:
         """Building has failed: the model gets back what the planes have taken, no hook stays, all is freed.
 
@@ -327,7 +303,7 @@ class Assembly:
         try:
             if self._built:
                 self.hooks.remove()
-                if self._owner.exchange.placement.alone:
+                if self.exchange.placement.alone:
                     self.keeper.return_values()
         finally:
             self.storage.close()

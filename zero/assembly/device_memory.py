@@ -9,6 +9,8 @@ wrong value, wherever it is. What computes on the device needs the region there;
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable
 
 import torch
@@ -16,16 +18,20 @@ import torch
 from offload.accelerator import empty_cache, synchronize
 from offload.errors import BudgetError
 from offload.memory.arena import Arena, MemoryRegion
+from offload.memory.pinned import return_freed_memory
 from offload.sizes import format_bytes
-from zero.assembly.state_kinds import RECORDS, OffloadStateTypeEnum
+from zero.assembly.run import Run
+from zero.assembly.state_kinds import ALL, RECORDS, TO_RUN, OffloadStateTypeEnum
 from zero.optim.gradients import Gradients
 from zero.plan.machine import read_machine
 from zero.store.storage import Storage
 
+logger = logging.getLogger("zero")
+
 WEIGHTS, GRADIENTS = OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads
 BUFFERS, STATES = OffloadStateTypeEnum.contiguous_grad_buffer, OffloadStateTypeEnum.optim_states
 
-Kinds = Iterable[OffloadStateTypeEnum]
+Kinds = frozenset[OffloadStateTypeEnum]
 
 
 class PutAway:
@@ -36,14 +42,14 @@ class PutAway:
     """
 
     def __init__(self, storage: Storage, gradients: Gradients) -> None:
-        self.kinds: frozenset[OffloadStateTypeEnum] = frozenset()
+        self.kinds: Kinds = frozenset()
         self._storage, self._gradients = storage, gradients
         self._waiting: dict[int, torch.Tensor] = {}
         """Unit's index -> its whole gradient on this rank that is not reduced yet, on the host."""
         self._pools: dict[OffloadStateTypeEnum, Arena] = {}
         """That had been allocated."""
 
-    def near_bytes(self, kinds: Kinds) -> int:
+    def near_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:
         """Bytes of these kinds that are on the device and can be put away."""
         whole = self._storage.whole_gradients.allocated_bytes if GRADIENTS in kinds else 0
         pools = sum(arena.allocated_bytes for _, arena in self._arenas(kinds))
@@ -54,7 +60,7 @@ class PutAway:
         found = {memory.device for memory in self._memories(kind) if memory.numel()}
         return found | {self._storage.device for _, arena in self._arenas([kind]) if arena.allocated_bytes}
 
-    def put(self, kinds: Kinds, *, pinned: bool) -> None:
+    def put(self, kinds: Iterable[OffloadStateTypeEnum], *, pinned: bool) -> None:
         """Put these kinds away.
 
         Raises:
@@ -78,7 +84,7 @@ class PutAway:
             storage.relocate(region.put_away(pinned=pinned))
         empty_cache(storage.device)
 
-    def bring(self, kinds: Kinds) -> None:
+    def bring(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
         """Bring these kinds back, as far as they are away.
 
         Raises:
@@ -110,7 +116,7 @@ class PutAway:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _regions(self, kinds: Kinds, *, away: bool) -> list[MemoryRegion]:
+    def _regions(self, kinds: Iterable[OffloadStateTypeEnum], *, away: bool) -> list[MemoryRegion]:
         memories = [memory for kind in kinds for memory in self._memories(kind)]
         regions = [region for region in self._storage.regions if region.movable and region.away == away]
         return [region for region in regions if any(region.holds(memory) for memory in memories)]
@@ -125,7 +131,7 @@ class PutAway:
             planes = list(storage.gradient_planes) if kind == GRADIENTS else []
         return [home.memory for plane in planes for home in plane.homes if home.memory is not None] + more
 
-    def _arenas(self, kinds: Kinds) -> list[tuple[OffloadStateTypeEnum, Arena]]:
+    def _arenas(self, kinds: Iterable[OffloadStateTypeEnum]) -> list[tuple[OffloadStateTypeEnum, Arena]]:
         storage = self._storage
         pools = {WEIGHTS: storage.unit_pool, STATES: storage.update_pool, BUFFERS: storage.gradient_pool}
         return [(kind, pools[kind]) for kind in kinds if kind in pools]
@@ -147,3 +153,62 @@ class PutAway:
         given = streams.fence(), streams.behind_copies_in(), streams.behind_updates()
         self._storage.mover.run("waiting for the device", streams.reached(*given))
         synchronize(self._storage.device)
+
+
+class StatesAway:
+    """What one engine has put away from its device.
+
+    Args:
+        run: what the collaborators share.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._away: PutAway | None = None
+
+    @property
+    def kinds(self) -> Kinds:
+        """What is away."""
+        return self._away.kinds if self._away is not None else frozenset()
+
+    @property
+    def put_away(self) -> PutAway:
+        """Of the parts as they are; nothing is away yet in a new one."""
+        return self._away or PutAway(self._run.parts.storage, self._run.parts.gradients)
+
+    def put(self, away: PutAway, kinds: Kinds, *, pinned: bool) -> None:
+        """Put these kinds away. Raises BudgetError: the host has no room; everything is where it was."""
+        away.put(kinds, pinned=pinned)
+        self._away = away
+        return_freed_memory()
+
+    def bring_back(self, what: str, needs: Kinds | None = None) -> None:
+        """Bring back what is away of these kinds (None: all), because of `what`. Raises BudgetError."""
+        away, needed = self._away, ALL if needs is None else needs
+        if away is None or not away.kinds & needed:
+            return
+        began, kinds, device = time.perf_counter(), away.kinds & needed, self._run.device
+        away.bring(needed)
+        if not away.kinds:
+            self._away = None
+            return_freed_memory()
+        why = f"{what} needs what offload_states has put away" if what else "reload_states"
+        logger.info("%s: %s are back on %s in %.2f s", why, names_of(kinds), device, time.perf_counter() - began)
+
+    def module_called(self) -> None:
+        """A module is called by itself, past the engine: it needs weights."""
+        self.bring_back("a module that is called by itself", TO_RUN)
+
+    def forget_gradients(self) -> None:
+        """The gradients collected so far are none any more, wherever they are."""
+        if self._away is not None:
+            self._away.forget_gradients()
+
+    def forget(self) -> None:
+        """The engine closes: nobody wants anything back."""
+        self._away = None
+
+
+def names_of(kinds: Iterable[OffloadStateTypeEnum]) -> str:
+    """For the log."""
+    return ", ".join(sorted(kind.value for kind in kinds))

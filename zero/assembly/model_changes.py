@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,15 +27,13 @@ from offload.errors import StateError
 from offload.memory.pinned import return_freed_memory
 from offload.sizes import format_bytes
 from zero.assembly.assembly import Assembly
-from zero.assembly.offload_states import OffloadsStates
-from zero.config import Config
-from zero.exchange.exchange import Exchange
+from zero.assembly.run import Run
+from zero.assembly.steps import Steps
 from zero.optim.gradients import GradientCarrier
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.units import Leaf
-from zero.reports.tracing import Tracer
+from zero.schedule.events import Events
 from zero.schedule.hooks import in_backward
-from zero.store.storage import Storage
 from zero.values.gathered_values import agree_on_change
 
 logger = logging.getLogger("zero")
@@ -108,17 +104,19 @@ def _held(optimizer: ZeroOptimizer | None) -> set[int]:
     return set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-class FollowsModel(OffloadsStates):
-    """Mixed into the engine; takes up what has changed in its model."""
+class ModelChanges:
+    """Of one engine.
 
-    module: nn.Module
-    updater: Any
-    _config: Config
-    _parts: Assembly
-    _census: Census
-    _tracer: Tracer
-    _finalizer: weakref.finalize[Any, Any]
-    exchange: Exchange
+    Args:
+        run: what the collaborators share.
+        steps: of the engine.
+        events: handed to all parts.
+    """
+
+    def __init__(self, run: Run, steps: Steps, events: Events) -> None:
+        self._run, self._steps, self._events = run, steps, events
+        self._census = Census(run.module, run.updater)
+        self._census.decline()
 
     def replan(self) -> bool:
         """Take up changes of the model now instead of at the next forward. True if there were any.
@@ -133,37 +131,23 @@ class FollowsModel(OffloadsStates):
             BudgetError: old and new planes do not fit together for the moment of the change; nothing has changed.
             StorageError: a transfer failed; nothing has changed.
         """
-        self.ready("replan")
-        if self._parts.hooks.in_forward or in_backward() or self._parts.keeper.editing:
-            raise StateError(
-                "replan: inside forward, backward or GatheredParameters; call it between them, or leave it to the next "
-                "forward of the engine"
-            )
-        return self._follow()
+        self._steps.ready("replan")
+        self._run.parts.check_between("replan", "call it between them, or leave it to the next forward of the engine")
+        return self.follow()
 
-    def at_rest(self) -> Assembly:
-        """The parts, to rewrite their planes: nothing of them moves, no unit is bound, no graph counts any more."""
-        parts = self._parts
-        self.bring_back("a change of the model or of its values")
-        _rest(parts)
-        if parts.snapshots is not None:
-            parts.snapshots.void()
-        self._persistent_bound = False
-        parts.coordinator.release_all()
-        parts.watch.generation += 1
-        return parts
+    def rest(self) -> Assembly:
+        """As `Steps.at_rest`, of the model as it is now."""
+        self.replan()
+        return self._steps.at_rest()
 
-    def _use(self, parts: Assembly) -> None:
-        raise NotImplementedError
-
-    def _follow(self) -> bool:
-        """Called before a forward."""
-        parts = self._parts
+    def follow(self) -> bool:
+        """Before a forward: take up changes of the model. True if there were any; raises as `replan`."""
+        run, parts = self._run, self._run.parts
         if parts.hooks.in_forward or in_backward() or parts.keeper.editing:
             return False
-        census = Census(self.module, self.updater)
+        census = Census(run.module, run.updater)
         census.inherit(self._census)
-        joining = census.joining() if self.updater is not None else []
+        joining = census.joining() if run.updater is not None else []
         if not joining and census.same_as(self._census):
             return False
         if parts.snapshots is not None:
@@ -171,72 +155,57 @@ class FollowsModel(OffloadsStates):
                 "the model has changed, and snapshots are of the layout that initialize saw; change the model before "
                 "zero.initialize, or remove zero_optimization.offload_optimizer.snapshot"
             )
-        if joining:
-            _join(self.updater, joining, parts.leaves, self.module)
-            census.held = _held(self.updater)
+        if joining and run.updater is not None:
+            _join(run.updater, joining, parts.leaves, run.module)
+            census.held = _held(run.updater)
         self._exchange(parts, census)
-        census.held = _held(self.updater)
+        census.held = _held(run.updater)
         self._census = census
         return True
 
     def _exchange(self, old: Assembly, census: Census) -> None:
         """Make parts for the model as it is, fill them from the old ones, and go on with them."""
-        began = time.perf_counter()
-        accumulating = any(any(state.contributions) or state.arrived for state in old.gradients.states())
-        agree_on_change(self.exchange, self.module, census.held, accumulating=accumulating)
-        self.at_rest()
+        began, run, before = time.perf_counter(), self._run, old.exchange
+        agree_on_change(before, run.module, census.held, accumulating=old.accumulating)
+        self._steps.at_rest()
         present = {id(p) for p in census.parameters()}
-        before, self.exchange = self.exchange, self.exchange.renewed()
+        exchange = before.renewed()
         try:
-            new = Assembly(self, self.module, census.held & present, self._config, old)  # type: ignore[arg-type]
+            new = Assembly(run, self._events, exchange, census.held & present, old)
+            try:
+                _fill(new, old)
+                gone = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]
+                leaving = [(leaf, old.keeper.exact(leaf.names[0])) for leaf in gone]
+            except BaseException:
+                new.storage.close()
+                raise
         except BaseException:
-            self._return_to(before)
-            raise
-        source = old.stored()
-        try:
-            new.build()
-            new.fill(source)
-            if before.placement.alone:
-                carrier = GradientCarrier((old.gradients, old.storage), (new.gradients, new.storage))
-                carrier.run({old.index_of[key]: index for key, index in new.index_of.items() if key in old.index_of})
-            source.close()
-            gone = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]
-            leaving = [(leaf, old.keeper.exact(leaf.names[0])) for leaf in gone]
-        except BaseException:
-            new.storage.close()
-            source.close()
-            self._return_to(before)
+            if exchange is not before:
+                exchange.release()
             raise
         _switch(old, new, leaving)
         _carry_counts(old, new)
-        self._use(new)
-        self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, Storage.abandon, new.storage)
-        self._tracer.move_to(new.storage)
-        if self.updater is not None:
-            _forget(self.updater, present)
+        run.use(new)
+        if run.updater is not None:
+            _forget(run.updater, present)
         _first_gradients(new)
-        self._persistent_bound = True
         old.storage.close()
         before.release()
         return_freed_memory()
         logger.info("%s", _cost(old, new, time.perf_counter() - began))
 
-    def _return_to(self, exchange: Exchange) -> None:
-        """The new parts are none: what the ranks have exchanged before goes on."""
-        renewed, self.exchange = self.exchange, exchange
-        if renewed is not exchange:
-            renewed.release()
 
-
-def _rest(parts: Assembly) -> None:
-    """Nothing of the parts moves when this returns. Raises StorageError."""
-    parts.watch.end_stray()
-    parts.stepper.finish()
-    parts.gradients.flush_all()
-    parts.gradients.settle()
-    if parts.ahead is not None:
-        parts.ahead.void_all()
+def _fill(new: Assembly, old: Assembly) -> None:
+    """Build the new parts and give them the old ones' values, and the gradients collected so far."""
+    source = old.stored()
+    try:
+        new.build()
+        new.fill(source)
+        if old.exchange.placement.alone:
+            carrier = GradientCarrier((old.gradients, old.storage), (new.gradients, new.storage))
+            carrier.run({old.index_of[key]: index for key, index in new.index_of.items() if key in old.index_of})
+    finally:
+        source.close()
 
 
 def _switch(old: Assembly, new: Assembly, leaving: list[tuple[Leaf, torch.Tensor]]) -> None:

@@ -15,10 +15,15 @@ import asyncio
 import logging
 import time
 
-from offload.errors import StorageError
+from typing_extensions import override
+
+from offload.errors import StateError, StorageError
 from offload.mover import Transfer
 from offload.system.worker import Worker
 from zero.assembly.assembly import Assembly
+from zero.assembly.run import Run
+from zero.assembly.steps import StepListener
+from zero.checkpoint.frozen import Sums
 from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.writer import Extent
 from zero.optim.pipeline import StepArguments
@@ -153,10 +158,30 @@ class BackgroundSave:
         await self._worker.run(lambda: self._save.assemble(save_latest=self._save_latest))
 
 
-class SavesBehind:
-    """What an engine does while a save is under way."""
+class CheckpointState(StepListener):
+    """What an engine knows of its checkpoints between calls: the one under way, and what happens to values meanwhile.
 
-    _behind: BackgroundSave | None = None
+    Args:
+        run: what the collaborators share.
+
+    Attributes:
+        half_loaded: the checkpoint of which some values have been loaded and some have not; "" for none.
+        frozen_sums: of the weights that are not trained, until they may have changed.
+        changed: units in memory that changed by other means than a step: between the last two steps, and since.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._behind: BackgroundSave | None = None
+        self.half_loaded = ""
+        self.frozen_sums: Sums | None = None
+        self.changed: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
+
+    # ---- a save beside training -----------------------------------------------------------------
+
+    def go_on_with(self, behind: BackgroundSave) -> None:
+        """Training goes on while this is written."""
+        self._behind = behind
 
     def checkpoint_pending(self) -> bool:
         """True while a checkpoint is being written beside training."""
@@ -169,23 +194,58 @@ class SavesBehind:
             StorageError: it could not be written; what was there before is as it was.
             StateError: another rank's part could not be.
         """
-        error = self.end_checkpoint()
+        error = self.end()
         if error is not None:
             raise error
 
-    def end_checkpoint(self) -> BaseException | None:
+    def end(self) -> BaseException | None:
         """As `wait_for_checkpoint`, with the error returned."""
         behind = self._behind
         error = None if behind is None else behind.end()
         self._behind = None  # an interrupt that ends the wait does not end the save
         return error
 
-    def settle_checkpoint(self) -> None:
-        """Return once no checkpoint is being written; if it failed, the next call of the engine says so."""
-        if self._behind is not None:
-            self._behind.end()
+    # ---- what it hears of -----------------------------------------------------------------------
 
-    def check_checkpoint(self) -> None:
-        """Raise the error of a checkpoint that could not be written, once. Never waits."""
+    @override
+    def check_open(self, what: str) -> None:
+        if self.half_loaded:
+            raise StateError(
+                f"{what}: loading {self.half_loaded} has failed half way, so values of two models are mixed; load a "
+                "checkpoint, or close the engine"
+            )
+
+    @override
+    def called(self) -> None:
         if self._behind is not None and self._behind.settled:
             self.wait_for_checkpoint()
+
+    @override
+    def releasing(self) -> None:
+        bound = (bound for bound in self._run.parts.bound if bound.unit.persistent and bound.bound and bound.differs)
+        self.changed = self.changed[0], self.changed[1] | {each.unit.name for each in bound}
+
+    @override
+    def step_begins(self) -> None:
+        self.releasing()
+        self.changed = self.changed[1], frozenset()
+
+    @override
+    def weights_change(self, index: int) -> None:
+        # The save takes the old ones first. Its error waits for the next call: here it would replace the change.
+        if self._behind is not None:
+            self._behind.end()
+        parts = self._run.parts
+        unit = parts.layout.units[index]
+        if parts.storage.flat(unit) is not None:
+            self.changed = self.changed[0], self.changed[1] | {unit.name}
+        self.frozen_sums = None
+
+    @override
+    def edit_begins(self) -> None:
+        self.wait_for_checkpoint()
+
+    @override
+    def rewrite_begins(self) -> None:
+        self.wait_for_checkpoint()
+        self.frozen_sums = None

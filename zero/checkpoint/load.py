@@ -18,12 +18,15 @@ from torch import nn
 from offload.errors import ConfigError, DamagedError, names_file_limit
 from offload.system.garbage import no_collection
 from zero.assembly.assembly import Assembly
+from zero.assembly.run import Run
+from zero.assembly.steps import Steps
 from zero.checkpoint.accumulated import check_accumulated, load_accumulated
+from zero.checkpoint.background import CheckpointState
 from zero.checkpoint.dcp_format import MODEL, OPTIMIZER, PIECE_NUMEL, STEP, short_boxes, state_name
 from zero.checkpoint.export import rounded
 from zero.checkpoint.folder import folder_named, open_checkpoint
 from zero.checkpoint.frozen import check_reference, frozen_sums
-from zero.checkpoint.saving import SavesCheckpoints
+from zero.checkpoint.saving import SaveCheckpoints
 from zero.checkpoint.source import Opened, Saved, Source
 from zero.exchange.together import Together
 from zero.params.buffers import persistent_buffers
@@ -188,11 +191,18 @@ def _mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return " ".join(said)
 
 
-class LoadsCheckpoints(SavesCheckpoints):
-    """Mixed into the engine."""
+class LoadCheckpoints:
+    """Of one engine.
 
-    half_loaded = ""
-    """The checkpoint of which some values have been loaded and some have not."""
+    Args:
+        run: what the collaborators share.
+        steps: of the engine.
+        saves: brings the engine between two steps, and has the disk.
+        state: what is known of checkpoints between calls.
+    """
+
+    def __init__(self, run: Run, steps: Steps, saves: SaveCheckpoints, state: CheckpointState) -> None:
+        self._run, self._steps, self._saves, self._state = run, steps, saves, state
 
     @names_file_limit("load_checkpoint")
     @no_collection()
@@ -232,20 +242,20 @@ class LoadsCheckpoints(SavesCheckpoints):
         if custom_load_fn is not None:
             raise ConfigError("load_checkpoint: custom_load_fn is not available; read values with zero.load_pretrained")
         folder = folder_named(load_dir, "load_checkpoint: load_dir")
-        failed, self.half_loaded = self.half_loaded, ""
+        failed, self._state.half_loaded = self._state.half_loaded, ""
         try:
-            self._between_steps("load_checkpoint")
-            self.synchronize()
+            self._saves.between_steps("load_checkpoint")
+            self._steps.synchronize()
         finally:
-            self.half_loaded = failed
-        together = Together(self.exchange)
+            self._state.half_loaded = failed
+        together = Together(self._run.exchange)
         states = load_optimizer_states and not load_module_only
         damaged: list[str] = []
         while (opened := self._open(folder, tag, together, damaged)) is not None:
             try:
                 client = self._load(opened, together, load_module_strict, states, load_module_only)
                 if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
-                    self._load_scheduler(client["lr_scheduler"])
+                    _load_scheduler(self._run.lr_scheduler, client["lr_scheduler"])
                 return str(opened.folder), client["client_state"]
             except DamagedError as error:
                 if tag is not None or not opened.tag:
@@ -261,13 +271,13 @@ class LoadsCheckpoints(SavesCheckpoints):
         found: list[Opened] = []
 
         def look() -> None:
-            opened = open_checkpoint(load_dir, tag, self.files, without)
+            opened = open_checkpoint(load_dir, tag, self._saves.files, without)
             found.extend([] if opened is None else [opened])
 
         try:
             together.do("looking for a checkpoint", look)
             name = found[0].folder.name.encode() if found else b""
-            names = {answer.decode() for answer in self.exchange.agree("checkpoint to load", name)}
+            names = {answer.decode() for answer in self._run.exchange.agree("checkpoint to load", name)}
             if len(names) > 1:
                 raise ConfigError(
                     f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
@@ -282,54 +292,56 @@ class LoadsCheckpoints(SavesCheckpoints):
     def _load(
         self, opened: Opened, together: Together, strict: bool, states: bool, only_module: bool
     ) -> dict[str, Any]:
-        states = states and self.updater is not None
-        placement, state, source = self.exchange.placement, opened.state, opened.source
+        run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
+        placement, state, source = parts.exchange.placement, opened.state, opened.source
 
         def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted, Numbers]:
             client, mine = opened.client(), opened.rank_state(placement.rank)
             # Where fewer ranks have saved, the first one's position in the data is the others' too.
             told = mine if mine is not None else opened.rank_state(0)
-            wanted = Wanted(source, self._parts, strict=strict, states=states, known_frozen=not state["has_frozen"])
-            if states:
-                name_of = {id(leaf.parameter): leaf.names[0] for leaf in self._parts.leaves}
-                check_groups(self.updater, state["groups"], name_of)
+            wanted = Wanted(
+                source, parts, strict=strict, states=updater is not None, known_frozen=not state["has_frozen"]
+            )
+            if updater is not None:
+                name_of = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves}
+                check_groups(updater, state["groups"], name_of)
             if state["accumulating"] is not None and not only_module:
-                check_accumulated(self._parts, placement, state["accumulating"], mine and mine["accumulated"])
-                self._check_scale(state.get("loss_scaler"), goes_on=states)
-            return client, mine, told, wanted, wanted.numbers(self.updater.number_names() if states else ())
+                check_accumulated(parts, placement, state["accumulating"], mine and mine["accumulated"])
+                self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)
+            return client, mine, told, wanted, wanted.numbers(updater.number_names() if updater is not None else ())
 
         client, mine, told, wanted, numbers = together.do("checking a checkpoint", check)
         if state["frozen_sums"]:
-            sums = frozen_sums(self._parts, self.exchange)
+            sums = frozen_sums(parts, parts.exchange)
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
-        self.zero_grad()
-        parts = self.at_rest()
+        self._steps.zero_grad()
+        self._steps.at_rest()
 
         def fill() -> None:
             load_values(parts, wanted, source)
             if mine is not None and mine["accumulated"] is not None and not only_module:
                 load_accumulated(parts, placement, mine["accumulated"], source)
 
-        before, self.half_loaded = self.half_loaded, str(opened.folder)
+        before, self._state.half_loaded = self._state.half_loaded, str(opened.folder)
         try:
             together.do("loading a checkpoint", fill)
         finally:
             parts.coordinator.rewritten()
-        self.half_loaded = "" if wanted.is_everything else before
-        if states:
+        self._state.half_loaded = "" if wanted.is_everything else before
+        if updater is not None:
             for key, saved in numbers.items():
-                self.updater.set_numbers(key, saved)
-            restore_groups(self.updater, state["groups"])
-            self.scaler.load_state_dict(state.get("loss_scaler"))
+                updater.set_numbers(key, saved)
+            restore_groups(updater, state["groups"])
+            run.scaler.load_state_dict(state.get("loss_scaler"))
         if not only_module:
-            go_on = partial(self._restore_small, state, told, own=mine is not None)
+            go_on = partial(_restore_small, run, state, told, own=mine is not None)
             together.do("going on from a checkpoint", go_on)
         return client
 
     def _check_scale(self, saved: dict[str, Any] | None, *, goes_on: bool) -> None:
         """Gradients that were collected with one loss scale cannot go on with another. Raises ConfigError."""
         then = 1.0 if saved is None else float(saved["cur_scale"])
-        now = self.scaler.resumed_scale(saved) if goes_on else self.scaler.cur_scale
+        now = self._run.scaler.resumed_scale(saved) if goes_on else self._run.scaler.cur_scale
         if then != now:
             raise ConfigError(
                 f"load_checkpoint: it was saved amid a gradient accumulation with a loss scale of {then:.10g}, "
@@ -337,15 +349,13 @@ class LoadsCheckpoints(SavesCheckpoints):
                 "step()"
             )
 
-    def _restore_small(self, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:
-        restore_counters(self, state)
-        if told is not None:
-            restore_rank(self, told, own=own)
 
-    def _load_scheduler(self, state: Any) -> None:
-        if hasattr(self.lr_scheduler, "load_state_dict"):
-            self.lr_scheduler.load_state_dict(state)
+def _restore_small(run: Run, state: dict[str, Any], told: dict[str, Any] | None, *, own: bool) -> None:
+    restore_counters(run, state)
+    if told is not None:
+        restore_rank(run, told, own=own)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """The engine's."""
-        raise NotImplementedError
+
+def _load_scheduler(scheduler: Any, state: Any) -> None:
+    if hasattr(scheduler, "load_state_dict"):
+        scheduler.load_state_dict(state)

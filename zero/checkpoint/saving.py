@@ -11,20 +11,20 @@ from typing import Any
 import torch
 
 from offload.archives import make_archive
-from offload.errors import ConfigError, StateError, StorageError, names_file_limit
+from offload.errors import ConfigError, StorageError, names_file_limit
 from offload.files.durable import Files
 from offload.sizes import format_bytes
 from offload.system.garbage import no_collection
-from zero.assembly.assembly import Assembly
-from zero.assembly.model_changes import FollowsModel
+from zero.assembly.model_changes import ModelChanges
+from zero.assembly.run import Run
+from zero.assembly.steps import Steps
 from zero.checkpoint.accumulated import add_accumulated, ranks_shape
-from zero.checkpoint.background import BackgroundSave, SavesBehind
+from zero.checkpoint.background import BackgroundSave, CheckpointState
 from zero.checkpoint.folder import check_tag, folder_named
 from zero.checkpoint.frozen import (
     FrozenPart,
     SharedFrozen,
     Stamp,
-    Sums,
     digest_of,
     frozen_extents,
     frozen_indices,
@@ -34,34 +34,33 @@ from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.source import CLIENT, RANK, STATE
 from zero.checkpoint.writer import Extents, plan_extents
 from zero.exchange.together import Together
-from zero.optim.loss_scale import LossScaler
 from zero.params.buffers import persistent_buffers
 from zero.snapshots.small_state import client_part, common_state, rank_state
 
 logger = logging.getLogger("zero")
 
 
-class SavesCheckpoints(SavesBehind, FollowsModel):
-    """Mixed into the engine."""
+class SaveCheckpoints:
+    """Of one engine.
 
-    global_steps: int
-    global_samples: int
-    micro_steps: int
-    skipped_steps: int
-    scaler: LossScaler
-    device: torch.device
-    lr_scheduler: Any
-    training_dataloader: Any
-    _frozen_sums: Sums | None = None
-    _shared_stamp: Stamp = ()
-    """Of the files with them that were verified last, or written."""
-    data_position: Any
-    files = Files()
-    """The disk that checkpoints lie on."""
-    checkpoint_tools: Mapping[str, str] = MappingProxyType({})
-    """Name -> text of scripts that lie beside the checkpoints of a folder, for clients that look for them."""
-    _changed: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
-    """Units in memory that changed by other means than a step: between the last two steps, and since."""
+    Args:
+        run: what the collaborators share.
+        steps: of the engine.
+        changes: of the model.
+        state: what is known of checkpoints between calls.
+
+    Attributes:
+        files: the disk that checkpoints lie on.
+        checkpoint_tools: name -> text of scripts that lie beside the checkpoints of a folder, for clients that look for
+            them.
+    """
+
+    def __init__(self, run: Run, steps: Steps, changes: ModelChanges, state: CheckpointState) -> None:
+        self._run, self._steps, self._changes, self._state = run, steps, changes, state
+        self.files = Files()
+        self.checkpoint_tools: Mapping[str, str] = MappingProxyType({})
+        self._shared_stamp: Stamp = ()
+        """Of the files with frozen weights that were verified last, or written."""
 
     @names_file_limit("save_checkpoint")
     @no_collection()
@@ -95,24 +94,22 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
             StateError: inside forward, backward or `GatheredParameters`; or it failed on another rank.
         """
         folder = folder_named(save_dir, "save_checkpoint: save_dir")
-        self._between_steps("save_checkpoint")
-        name = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else tag)
+        self.between_steps("save_checkpoint")
+        name = self._agree_on_tag(f"global_step{self._run.global_steps}" if tag is None else tag)
         frozen = self._save_frozen(folder, left_out=exclude_frozen_parameters)
+        parts = self._run.parts
         state, extents = self._capture(client_state or {}, frozen)
         behind = self._may_save_behind(state)
         if not behind:
-            self.synchronize()
-        save = CheckpointSave(self._parts, self.exchange, folder, name, self.files)
-        save.beside, save.keep_last, save.tools = (
-            frozen.beside,
-            self._config.checkpoint.keep_last,
-            self.checkpoint_tools,
-        )
+            self._steps.synchronize()
+        save = CheckpointSave(parts, parts.exchange, folder, name, self.files)
+        keep_last = self._run.config.checkpoint.keep_last
+        save.beside, save.keep_last, save.tools = frozen.beside, keep_last, self.checkpoint_tools
         said = f"checkpoint {folder / name}: {format_bytes(extents.nbytes)} of this rank saved"
         try:
             save.begin(extents, state)
             if behind:
-                self._behind = BackgroundSave(save, self._parts, save_latest=save_latest, describe=said)
+                self._state.go_on_with(BackgroundSave(save, parts, save_latest=save_latest, describe=said))
                 return True
             save.write()
             save.commit(save_latest=save_latest)
@@ -125,79 +122,50 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
 
     def _may_save_behind(self, state: Mapping[str, Any]) -> bool:
         """True when training may go on while this is written; else the log says why not."""
-        if not self._config.checkpoint.async_save:
+        if not self._run.config.checkpoint.async_save:
             return False
-        why, changed = "", sorted(frozenset.union(*self._changed))
+        why, changed = "", sorted(frozenset.union(*self._state.changed))
         if state["accumulating"] is not None:
             why = "gradients have been collected since the last step, and they change with the next backward"
-        elif self._parts.plan.two_slots:
+        elif self._run.parts.plan.two_slots:
             why = "states change places inside backward (offload_optimizer.update_in_backward)"
         elif changed:
             # The next forward may do it again, and nobody would hear of it before.
             why = f"weights have been modified where they live ({changed[0]})"
-        told = [answer.decode() for answer in self.exchange.agree("saving beside training", why.encode())]
+        told = [answer.decode() for answer in self._run.exchange.agree("saving beside training", why.encode())]
         why = next(filter(None, told), "")
         if why:
             logger.warning("save_checkpoint: this one is written before the call returns: %s", why)
         return not why
 
-    def _between_steps(self, what: str) -> None:
+    def between_steps(self, what: str) -> None:
         """Nothing of the model is in use, and no other checkpoint is being written."""
-        self.check_open(what)
-        if self._parts.hooks.in_forward or self._parts.keeper.editing:
-            raise StateError(f"{what}: inside forward or GatheredParameters; call it between them")
-        self.wait_for_checkpoint()
-        self.replan()
-        modified = any(bound.bound and bound.differs for bound in self._parts.bound)
-        told = self.exchange.agree("weights modified in place", b"yes" if modified else b"no")
+        self._steps.check_open(what)
+        self._run.parts.check_between(what)
+        self._state.wait_for_checkpoint()
+        self._changes.replan()
+        modified = any(bound.bound and bound.differs for bound in self._run.parts.bound)
+        told = self._run.exchange.agree("weights modified in place", b"yes" if modified else b"no")
         if b"yes" in told:  # one rank's edit in `GatheredParameters` is made in place on that rank only
             # What has been modified in place is stored when its unit is let go; ranks bring it back together.
-            self.note_bound()
-            self._persistent_bound = False
-            self._parts.coordinator.release_all()
-            self.ready(what)
-        self._parts.gradients.settle()
-
-    def note_change(self, index: int) -> None:
-        """A unit has changed by other means than a step."""
-        unit = self._parts.layout.units[index]
-        if self._parts.storage.flat(unit) is not None:
-            self._changed = self._changed[0], self._changed[1] | {unit.name}
-
-    def note_bound(self) -> None:
-        """What is always bound is let go."""
-        bound = (bound for bound in self._parts.bound if bound.unit.persistent and bound.bound and bound.differs)
-        self._changed = self._changed[0], self._changed[1] | {each.unit.name for each in bound}
-
-    def note_step(self) -> None:
-        """A step begins."""
-        self.note_bound()
-        self._changed = self._changed[1], frozenset()
-
-    def at_rest(self) -> Assembly:
-        """See `FollowsModel`; a checkpoint that is being written needs the planes as they are."""
-        self.wait_for_checkpoint()
-        self.forget_frozen()
-        return super().at_rest()
-
-    def forget_frozen(self) -> None:
-        """Weights that are not trained may change: what is known of them is so no longer."""
-        self._frozen_sums = None
+            self._steps.release_bound()
+            self._steps.ready(what)
+        self._run.parts.gradients.settle()
 
     def _save_frozen(self, save_dir: Path, *, left_out: bool) -> FrozenPart:
         """What becomes of the weights that are not trained; writes what checkpoints share of them. All ranks come."""
-        mode, parts = self._config.checkpoint.frozen, self._parts
+        mode, parts = self._run.config.checkpoint.frozen, self._run.parts
         if left_out or mode == "always" or not frozen_indices(parts):
             return FrozenPart(inside=not left_out)
-        if self._frozen_sums is None:
-            self._frozen_sums = frozen_sums(parts, self.exchange)
+        if self._state.frozen_sums is None:
+            self._state.frozen_sums = frozen_sums(parts, parts.exchange)
         if mode == "reference":
-            return FrozenPart(inside=False, sums=self._frozen_sums)
-        digest, shared = digest_of(self._frozen_sums), SharedFrozen(save_dir, self.files)
+            return FrozenPart(inside=False, sums=self._state.frozen_sums)
+        digest, shared = digest_of(self._state.frozen_sums), SharedFrozen(save_dir, self.files)
         if not self._may_share(shared, digest):
-            save = CheckpointSave(parts, self.exchange, shared.folders.save_dir, digest, self.files)
+            save = CheckpointSave(parts, parts.exchange, shared.folders.save_dir, digest, self.files)
             try:
-                save.begin(frozen_extents(parts, self.exchange), {"global_steps": self.global_steps})
+                save.begin(frozen_extents(parts, parts.exchange), {"global_steps": self._run.global_steps})
                 save.write()
                 save.commit(save_latest=False)
             finally:
@@ -207,9 +175,9 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
 
     def _may_share(self, shared: SharedFrozen, digest: str) -> bool:
         """Are they there, undamaged? All ranks come here; what they know of already is not read again."""
-        stamp, placement = shared.stamp(digest), self.exchange.placement
+        stamp, placement = shared.stamp(digest), self._run.exchange.placement
         told = "known" if stamp and stamp == self._shared_stamp else "there" if stamp else "missing"
-        answers = self.exchange.agree("shared weights", told.encode())
+        answers = self._run.exchange.agree("shared weights", told.encode())
         if b"missing" in answers:
             return False
         if b"there" not in answers:
@@ -219,7 +187,7 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
             shared.verify(digest, placement.rank, placement.world_size)
         except (ConfigError, StorageError) as error:
             damage = str(error).encode()
-        found = [answer.decode() for answer in self.exchange.agree("shared weights read", damage) if answer]
+        found = [answer.decode() for answer in self._run.exchange.agree("shared weights read", damage) if answer]
         if found and placement.rank == 0:
             logger.warning(
                 "save_checkpoint: weights that are not trained, which checkpoints share (checkpoint.frozen is "
@@ -230,24 +198,24 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
 
     def _capture(self, client_state: Mapping[str, Any], frozen: FrozenPart) -> tuple[dict[str, Any], Extents]:
         """What all ranks have in common, and all that this rank writes."""
-        parts, placement = self._parts, self.exchange.placement
+        parts, placement = self._run.parts, self._run.exchange.placement
         indices = frozen_indices(parts)
-        extents = plan_extents(parts, placement, lambda index: frozen.inside or index not in indices, self.updater)
+        extents = plan_extents(parts, placement, lambda index: frozen.inside or index not in indices, self._run.updater)
         dtypes = {
             parts.leaves[slot.index].names[0]: str(unit.dtype).removeprefix("torch.")
             for unit in parts.layout.units
             for slot in unit.slots
         }
-        state = common_state(self, self._config, parts.leaves, dtypes)
+        state = common_state(self._run, self._run.config, parts.leaves, dtypes)
         state["frozen"] = [leaf.names[0] for leaf in parts.leaves if leaf.index in indices]
         state["buffers"] = list(persistent_buffers(parts.model))
         state["has_frozen"], state["frozen_sums"] = frozen.inside or bool(frozen.beside[0]), dict(frozen.sums)
         if not state["has_frozen"]:
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
-        together = Together(self.exchange)
+        together = Together(parts.exchange)
         accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts, placement))
-        answers = self.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
+        answers = self._run.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(placement) if any(answers) else None
         blobs = together.do("capturing what is saved", lambda: self._blobs(state, client_state, accumulated))
         for name, archive in blobs.items():
@@ -259,10 +227,10 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
         self, state: dict[str, Any], client_state: Mapping[str, Any], accumulated: dict[str, Any] | None
     ) -> dict[str, torch.Tensor]:
         """What this rank saves besides tensors, as archives. Raises ConfigError if objects of users cannot be saved."""
-        rank = self.exchange.placement.rank
-        values: dict[str, Callable[[], Any]] = {f"{RANK}.{rank}": lambda: rank_state(self, accumulated)}
+        rank = self._run.exchange.placement.rank
+        values: dict[str, Callable[[], Any]] = {f"{RANK}.{rank}": lambda: rank_state(self._run, accumulated)}
         if rank == 0:
-            values = {STATE: lambda: state, CLIENT: lambda: client_part(self, client_state), **values}
+            values = {STATE: lambda: state, CLIENT: lambda: client_part(self._run, client_state), **values}
         blobs = {}
         for name, value in values.items():
             try:
@@ -277,20 +245,12 @@ class SavesCheckpoints(SavesBehind, FollowsModel):
 
     def _agree_on_tag(self, tag: Any) -> str:
         name = check_tag(tag)
-        names = [answer.decode() for answer in self.exchange.agree("checkpoint tag", name.encode())]
+        names = [answer.decode() for answer in self._run.exchange.agree("checkpoint tag", name.encode())]
         if len(set(names)) > 1:
             told = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
             message = f"save_checkpoint: ranks have different tags ({told})"
-            if self._config.checkpoint.tag_validation == "fail":
+            if self._run.config.checkpoint.tag_validation == "fail":
                 raise ConfigError(f"{message}; give all the same one")
-            if self._config.checkpoint.tag_validation == "warn":
+            if self._run.config.checkpoint.tag_validation == "warn":
                 logger.warning("%s; the first rank's is taken", message)
         return names[0]
-
-    def check_open(self, what: str) -> None:
-        """The engine's."""
-        raise NotImplementedError
-
-    def synchronize(self) -> None:
-        """The engine's."""
-        raise NotImplementedError

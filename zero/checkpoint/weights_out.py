@@ -14,21 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import ConfigError, StateError, names_file_limit
+from offload.errors import ConfigError, names_file_limit
 from offload.files.safetensors_writer import Tensor
-from zero.assembly.model_changes import FollowsModel
+from zero.assembly.model_changes import ModelChanges
+from zero.assembly.run import Run
+from zero.assembly.steps import Steps
 from zero.checkpoint.folder import folder_named
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE, checked_name, plan_shards, write_together
 from zero.exchange.together import Relay
 from zero.params.opaque import decoding_names, is_wrapper
-from zero.schedule.hooks import in_backward
 from zero.values.gathered_values import PlaneReader
 
 logger = logging.getLogger("zero")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class NamedTensor:
     """One tensor of a model, under the name that a state dict gives it."""
 
     name: str
@@ -40,14 +41,14 @@ class Entry:
     """Quantised storage, whose dtype is not ours to choose."""
 
 
-def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[Entry]:
+def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[NamedTensor]:
     """What `state_dict` would hold, in its order; tied parameters under each of their names.
 
     Raises:
         ConfigError: a parameter is a tensor subclass that wraps others.
     """
     firsts: dict[int, str] = {}
-    entries: list[Entry] = []
+    entries: list[NamedTensor] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = [(name, p) for name, p in module._parameters.items() if p is not None]
         own = [(name, p) for name, p in own if p.requires_grad or not exclude_frozen]
@@ -60,12 +61,21 @@ def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[Entry]:
                     f"{full}: a {type(tensor).__name__} cannot be written as plain weights; leave it out with "
                     "exclude_frozen_parameters=True, or save the model with the library that has quantised it"
                 )
-            entries.append(Entry(full, tensor, firsts.setdefault(id(tensor), full), name in decoding))
+            entries.append(NamedTensor(full, tensor, firsts.setdefault(id(tensor), full), name in decoding))
     return entries
 
 
-class SavesWeights(FollowsModel):
-    """Mixed into the engine."""
+class ExportWeights:
+    """Of one engine.
+
+    Args:
+        run: what the collaborators share.
+        steps: of the engine.
+        changes: of the model.
+    """
+
+    def __init__(self, run: Run, steps: Steps, changes: ModelChanges) -> None:
+        self._run, self._steps, self._changes = run, steps, changes
 
     def save_16bit_model(
         self,
@@ -94,7 +104,7 @@ class SavesWeights(FollowsModel):
             StateError: inside forward, backward or `GatheredParameters`.
             StorageError: a transfer failed or the disk has no room; the folder has no new model.
         """
-        zero = self._config.zero_optimization
+        zero = self._run.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.info(
                 "nothing saved in %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false", save_dir
@@ -134,9 +144,9 @@ class SavesWeights(FollowsModel):
         exclude_frozen_parameters: bool = False,
     ) -> Any:
         """The model's own state dict: values that are elsewhere are not in it; see `_zero3_consolidated_16bit_...`."""
-        values = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        values = self._run.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            for name, parameter in self._run.module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
                     values.pop(prefix + name, None)
         return values
@@ -153,7 +163,7 @@ class SavesWeights(FollowsModel):
             StorageError: a transfer failed, on any rank.
         """
         entries = self._resting_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
-        relay = Relay(self.exchange)
+        relay = Relay(self._run.exchange)
         found: OrderedDict[str, torch.Tensor] = OrderedDict()  # OrderedDict[...]() would pickle its type arguments
         with self._reader(relay, masters=False) as reader:
             for entry in entries:
@@ -184,7 +194,7 @@ class SavesWeights(FollowsModel):
         for entry in entries:
             if entry.first != entry.name:
                 aliases[entry.first] += (entry.name,)
-        relay = Relay(self.exchange)
+        relay = Relay(self._run.exchange)
         with self._reader(relay, masters=masters) as reader:
             tensors = [
                 Tensor(
@@ -204,20 +214,18 @@ class SavesWeights(FollowsModel):
 
             write_together(relay, folder, filename, shards, values)
 
-    def _resting_entries(self, what: str, *, exclude_frozen: bool) -> list[Entry]:
+    def _resting_entries(self, what: str, *, exclude_frozen: bool) -> list[NamedTensor]:
         """Take up changes of the model, and wait until the planes hold its values."""
-        self.ready(what)
-        if self._parts.hooks.in_forward or in_backward() or self._parts.keeper.editing:
-            raise StateError(f"{what}: inside forward, backward or GatheredParameters; call it between them")
-        self._follow()
-        return entries_of(self.module, exclude_frozen=exclude_frozen)
+        self._steps.ready(what)
+        self._run.parts.check_between(what)
+        self._changes.follow()
+        return entries_of(self._run.module, exclude_frozen=exclude_frozen)
 
     @contextmanager
     def _reader(self, relay: Relay, *, masters: bool) -> Iterator[PlaneReader]:
         """The planes, at rest inside the context. Nothing changes: a graph that was made before still counts."""
-        parts = self._parts
+        parts = self._run.parts
         parts.stepper.finish()
-        self._persistent_bound = False
         parts.coordinator.release_all()  # what forward has modified in place is stored
         streams = parts.storage.streams
         streams.wait(streams.behind_copies_in(), streams.behind_updates())
@@ -226,18 +234,18 @@ class SavesWeights(FollowsModel):
             yield PlaneReader(stored, relay, masters=masters)
         finally:
             stored.close()
-            self.ready("saving weights")
+            self._steps.ready("saving weights")
 
 
-def _dtype_of(entry: Entry, reader: PlaneReader) -> torch.dtype:
+def _dtype_of(entry: NamedTensor, reader: PlaneReader) -> torch.dtype:
     return reader.dtype_of(entry.tensor) if isinstance(entry.tensor, nn.Parameter) else entry.tensor.dtype
 
 
-def _written_as(entry: Entry, dtype: torch.dtype, *, masters: bool) -> torch.dtype:
+def _written_as(entry: NamedTensor, dtype: torch.dtype, *, masters: bool) -> torch.dtype:
     return torch.float32 if masters and dtype.is_floating_point and not entry.opaque else dtype
 
 
-def _values_of(entry: Entry, reader: PlaneReader, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def _values_of(entry: NamedTensor, reader: PlaneReader, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     if isinstance(entry.tensor, nn.Parameter):
         for piece in reader.read(entry.tensor):
             yield piece.to(dtype)

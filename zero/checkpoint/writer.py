@@ -21,7 +21,7 @@ import torch
 
 from offload.disk.aio import Aio, AioOptions, open_aio
 from offload.errors import ConfigError, StateError
-from offload.files.containers import BARE, Container, Run, container, pack
+from offload.files.containers import BARE, Container, PackedRun, container, pack
 from offload.files.durable import DurableFile, Files
 from offload.kernels import kernels, masters
 from offload.memory.arena import Arena, Block
@@ -97,7 +97,7 @@ class Extent:
 
     group: SubGroup | None
     """None: what is looked at box by box."""
-    runs: tuple[Run[Part], ...]
+    runs: tuple[PackedRun[Part], ...]
 
     @property
     def nbytes(self) -> int:
@@ -312,7 +312,7 @@ class ExtentWriter:
             nbytes, ""
         )
 
-    async def _make(self, run: Run[Part], memory: torch.Tensor, staged: StagedGroup | None) -> None:
+    async def _make(self, run: PackedRun[Part], memory: torch.Tensor, staged: StagedGroup | None) -> None:
         """Put a run into `memory`; what only computes is done on a thread of its own."""
         fillings = [await self._filling(place.item, place.payload_in(memory), staged) for place in run.places]
 
@@ -328,7 +328,7 @@ class ExtentWriter:
         else:  # a device's work is ordered by the stream that this thread has
             encode()
 
-    async def _store(self, run: Run[Part], block: Block) -> None:
+    async def _store(self, run: PackedRun[Part], block: Block) -> None:
         try:
             await self._store_bytes(run.offset, block.data)
         finally:

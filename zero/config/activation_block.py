@@ -7,12 +7,12 @@ from typing import Annotated
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import Block, Flag, Inert, Whole, Word, problem, reads
+from zero.config.fields import ConfigBlock, Flag, Inert, Whole, Word, problem, reads
 from zero.config.numbers import parse_bytes
 from zero.config.offload_block import Device, Paths
 
 
-class ActivationCheckpointing(Block):
+class ActivationCheckpointing(ConfigBlock):
     """`activation_checkpointing`: settings of `zero.checkpointing`, and of what the engine's forward saves."""
 
     partition_activations: Annotated[

@@ -14,7 +14,7 @@ from pydantic import create_model, model_validator
 from typing_extensions import Self
 
 from zero.config.fields import (
-    Block,
+    ConfigBlock,
     Flag,
     InertAny,
     InertCount,
@@ -54,7 +54,7 @@ class Unless:
     value: object = None
 
 
-class _Refused(Block):
+class _Refused(ConfigBlock):
     """A block that is refused by what stands in it, and not by a key of its own."""
 
     unless: ClassVar[Unless]
@@ -339,16 +339,16 @@ def _declared(feature: Feature) -> Iterator[tuple[str, Any, Any]]:
             yield word, kind, None
 
 
-_BLOCKS: dict[str, type[Block]] = {}
+_BLOCKS: dict[str, type[ConfigBlock]] = {}
 
 
-def _made(name: str, feature: Feature, why: str = "") -> type[Block]:
+def _made(name: str, feature: Feature, why: str = "") -> type[ConfigBlock]:
     """The block, and the blocks inside it. Each has a name in this module, so that configurations can be pickled."""
     why = feature.why or why
     fields: dict[str, Any] = {key: (kind, default) for key, kind, default in _declared(feature)}
     for key, inner in feature.blocks.items():
         fields[key] = (_made(f"{name}_{key}", inner, why) | None, None)
-    made: Any = create_model(name, __base__=_Refused if feature.unless else Block, __module__=__name__, **fields)
+    made: Any = create_model(name, __base__=_Refused if feature.unless else ConfigBlock, __module__=__name__, **fields)
     made.__doc__, made.why, made.aliases, made.unless = feature.about, why, feature.aliases, feature.unless
     _BLOCKS[name] = made
     return made  # type: ignore[no-any-return]

@@ -38,7 +38,7 @@ from zero.config.numbers import parse_count, parse_number, parse_whole
 Role = Literal["acts", "inert", "refused"]
 
 
-class Block(BaseModel):
+class ConfigBlock(BaseModel):
     """One JSON object of the configuration: frozen, and closed to unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -261,10 +261,10 @@ InertObject = Annotated[dict[Any, Any] | None, INERT, reads(_parse_free)]
 InertAny = Annotated[Any, INERT]
 
 
-def block_of(field: FieldInfo) -> type[Block] | None:
+def block_of(field: FieldInfo) -> type[ConfigBlock] | None:
     """The block a key holds, or None for a key that holds a value."""
     candidates = (field.annotation, *get_args(field.annotation))
-    return next((part for part in candidates if isinstance(part, type) and issubclass(part, Block)), None)
+    return next((part for part in candidates if isinstance(part, type) and issubclass(part, ConfigBlock)), None)
 
 
 def is_of_its_kind(field: FieldInfo, value: object) -> bool:
@@ -301,14 +301,14 @@ def role_of(field: FieldInfo) -> Role:
     return "refused" if any(isinstance(mark, Only) for mark in field.metadata) else "acts"
 
 
-def reason_of(field: FieldInfo, block: type[Block]) -> str:
+def reason_of(field: FieldInfo, block: type[ConfigBlock]) -> str:
     """Why an inert key of a block changes nothing; empty for other keys."""
     marks = [mark.reason for mark in field.metadata if isinstance(mark, Inert)]
     return next((reason for reason in marks if reason), block.why) if marks else ""
 
 
 @functools.cache
-def earlier_defaults(block: type[Block], version: int) -> Mapping[str, object]:
+def earlier_defaults(block: type[ConfigBlock], version: int) -> Mapping[str, object]:
     """Key to default for what an earlier version has otherwise; blocks below that have such keys are `{}`."""
     found: dict[str, object] = {}
     for name, field in block.model_fields.items():
@@ -334,7 +334,7 @@ class Key:
     path: str
     field: FieldInfo
     role: Role
-    block: type[Block]
+    block: type[ConfigBlock]
     """The block it is a key of."""
 
     @property
@@ -344,7 +344,7 @@ class Key:
 
 
 @functools.cache
-def known_keys(model: type[Block], prefix: str = "") -> tuple[Key, ...]:
+def known_keys(model: type[ConfigBlock], prefix: str = "") -> tuple[Key, ...]:
     """Every key of a block and of the blocks inside it, outer ones first, in the order of declaration."""
     fields = model.model_fields.items()
     own = [Key(prefix + name, field, role_of(field), model) for name, field in fields]

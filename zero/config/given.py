@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError
-from zero.config.fields import AUTO, Block, block_of, shown
+from zero.config.fields import AUTO, ConfigBlock, block_of, shown
 from zero.config.schema import Config, plain
 
 HJSON = "hjson"
@@ -164,7 +164,7 @@ def given_config(config: Config) -> dict[str, Any]:
     return given
 
 
-def _filled(raw: dict[str, Any], kind: type[Block], effective: Any) -> dict[str, Any]:
+def _filled(raw: dict[str, Any], kind: type[ConfigBlock], effective: Any) -> dict[str, Any]:
     filled: dict[str, Any] = {}
     for key, value in raw.items():
         name = kind.aliases.get(key, key)
@@ -172,7 +172,7 @@ def _filled(raw: dict[str, Any], kind: type[Block], effective: Any) -> dict[str,
         holds = getattr(effective, name, None) if known is not None else None
         inner = block_of(known) if known is not None else None
         if isinstance(value, str) and value == AUTO and holds is not None:
-            filled[key] = plain(holds.model_dump() if isinstance(holds, Block) else holds)
+            filled[key] = plain(holds.model_dump() if isinstance(holds, ConfigBlock) else holds)
         elif inner is not None and isinstance(value, dict):
             filled[key] = _filled(value, inner, holds)
         else:

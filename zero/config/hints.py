@@ -6,13 +6,15 @@ import difflib
 import functools
 from collections.abc import Collection, Iterable
 
-from zero.config.fields import Block, block_of, known_keys
+from zero.config.fields import ConfigBlock, block_of, known_keys
 
 HOMES_SHOWN = 3
 KEYS_SHOWN = 8
 
 
-def unknown_key(key: str, *, block: type[Block], root: type[Block], also_known: Collection[str] = ()) -> str:
+def unknown_key(
+    key: str, *, block: type[ConfigBlock], root: type[ConfigBlock], also_known: Collection[str] = ()
+) -> str:
     """Explain an unknown key.
 
     Args:
@@ -41,10 +43,10 @@ def unknown_key(key: str, *, block: type[Block], root: type[Block], also_known: 
     return "; ".join(parts)
 
 
-def _known_below(key: str, block: type[Block]) -> list[str]:
+def _known_below(key: str, block: type[ConfigBlock]) -> list[str]:
     """The parts of a dotted key, if they lead to a known one; empty if not."""
     parts = key.split(".")
-    at: type[Block] | None = block
+    at: type[ConfigBlock] | None = block
     for part in parts:
         name = part if at is None else at.aliases.get(part, part)
         if at is None or name not in at.model_fields:
@@ -78,7 +80,7 @@ def _agreement(left: str, right: str) -> int:
 
 
 @functools.cache
-def _homes(root: type[Block]) -> dict[str, tuple[str, ...]]:
+def _homes(root: type[ConfigBlock]) -> dict[str, tuple[str, ...]]:
     homes: dict[str, tuple[str, ...]] = {}
     for known in known_keys(root):
         parent, _, name = known.path.rpartition(".")

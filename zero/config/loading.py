@@ -17,7 +17,7 @@ from offload.errors import ConfigError
 from zero.config.fields import (
     AUTO,
     VERSION_KEY,
-    Block,
+    ConfigBlock,
     Deprecated,
     block_of,
     is_of_its_kind,
@@ -196,7 +196,7 @@ class _Reader:
 
     def read(
         self,
-        block: type[Block],
+        block: type[ConfigBlock],
         raw: Mapping[Any, Any],
         prefix: str = "",
         wrote: str = "",
@@ -230,7 +230,7 @@ class _Reader:
     def _keep(
         self,
         kept: dict[str, Any],
-        block: type[Block],
+        block: type[ConfigBlock],
         paths: tuple[str, str],
         value: Any,
         also_known: Collection[str],
@@ -308,7 +308,7 @@ def _validated(data: dict[str, Any], reader: _Reader, context: Mapping[str, int 
 
 def _is_idle(data: Mapping[str, Any], path: tuple[str, ...]) -> bool:
     """Whether a faulty key may stay so: its block is switched off, and the value has at least the right type."""
-    block: type[Block] = Config
+    block: type[ConfigBlock] = Config
     raw: Any = data
     off = False
     for name in path[:-1]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from zero.config.fields import (
-    Block,
+    ConfigBlock,
     Flag,
     Inert,
     InertFlag,
@@ -20,7 +20,7 @@ from zero.config.fields import (
 from zero.config.numbers import parse_number, parse_whole
 
 
-class TensorBoard(Block):
+class TensorBoard(ConfigBlock):
     """`tensorboard`: event files in `output_path`/`job_name`. Needs the package tensorboard."""
 
     enabled: Flag = False
@@ -28,7 +28,7 @@ class TensorBoard(Block):
     job_name: Text = "DeepSpeedJobName"
 
 
-class CsvMonitor(Block):
+class CsvMonitor(ConfigBlock):
     """`csv_monitor`: a file for each tag in `output_path`/`job_name`."""
 
     enabled: Flag = False
@@ -36,7 +36,7 @@ class CsvMonitor(Block):
     job_name: Text = "DeepSpeedJobName"
 
 
-class Wandb(Block):
+class Wandb(ConfigBlock):
     """`wandb`: needs the package wandb."""
 
     enabled: Flag = False
@@ -45,7 +45,7 @@ class Wandb(Block):
     project: Text = "deepspeed"
 
 
-class Comet(Block):
+class Comet(ConfigBlock):
     """`comet`: needs the package comet_ml. What is left out comes from Comet's own settings."""
 
     enabled: Flag = False
@@ -66,7 +66,7 @@ def _parse_depth(value: object) -> int:
     return parse_whole(value)
 
 
-class FlopsProfiler(Block):
+class FlopsProfiler(ConfigBlock):
     """`flops_profiler`: operations, parameters and time of each module, in one forward of one step."""
 
     enabled: Flag = False
@@ -89,7 +89,7 @@ def _parse_names(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-class CommsLogger(Block):
+class CommsLogger(ConfigBlock):
     """`comms_logger`: what collectives have moved."""
 
     enabled: Flag = False

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from zero.config import features
-from zero.config.fields import AUTO, MEANS_AUTO, Block, Flag, Inert, Only, Whole, Word, reads
+from zero.config.fields import AUTO, MEANS_AUTO, ConfigBlock, Flag, Inert, Only, Whole, Word, reads
 from zero.config.numbers import parse_bytes
 
 PAGE_BYTES = 4096
@@ -21,7 +21,7 @@ def _parse_block_size(value: object) -> int:
     return nbytes // PAGE_BYTES * PAGE_BYTES
 
 
-class AioConfig(Block):
+class AioConfig(ConfigBlock):
     """`aio`: how files are read and written.
 
     The defaults are what measured fastest; DeepSpeed's (1 MiB, depth 8, one thread) leave part of the disk idle.
@@ -47,7 +47,7 @@ class AioConfig(Block):
     ] = False
 
 
-class CheckpointConfig(Block):
+class CheckpointConfig(ConfigBlock):
     """`checkpoint`."""
 
     tag_validation: Word[Literal["ignore", "warn", "fail"]] = "warn"
@@ -81,7 +81,7 @@ def _parse_budget(value: object) -> int | str:
 Budget = Annotated[int | Literal["auto"] | None, reads(_parse_budget), MEANS_AUTO]
 
 
-class MemoryBudget(Block):
+class MemoryBudget(ConfigBlock):
     """`memory_budget`, ours: bytes this rank may use. "auto": what is free; None: the working set, no cache."""
 
     device: Budget = None

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from typing_extensions import Self
 
 from zero.config.fields import (
-    Block,
+    ConfigBlock,
     Count,
     Flag,
     Inert,
@@ -34,7 +34,7 @@ def _parse_paths(value: object) -> tuple[str, ...]:
 Paths = Annotated[tuple[str, ...], reads(_parse_paths)]
 
 
-class _Offload(Block):
+class _Offload(ConfigBlock):
     device: Word[Device] = "none"
     """Tier the bytes live in while they are not used."""
     nvme_path: Paths | None = None
@@ -66,7 +66,7 @@ class OffloadParamConfig(_Offload):
     """[elements] kept in host memory as a cache of the NVMe tier."""
 
 
-class SnapshotConfig(Block):
+class SnapshotConfig(ConfigBlock):
     """`snapshot`: states and weights exist twice on NVMe; a job that was killed goes on from the last commit."""
 
     every: Annotated[Whole, Field(ge=1)] = 1

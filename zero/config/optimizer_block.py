@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from zero.config.fields import (
-    Block,
+    ConfigBlock,
     Flag,
     InertFlag,
     Number,
@@ -83,7 +83,7 @@ _LAMB = Annotated[Any, _other_optimizer("LAMB")]
 _MUON = Annotated[Any, _other_optimizer("Muon")]
 
 
-class OptimizerParams(Block):
+class OptimizerParams(ConfigBlock):
     """`optimizer.params`: what the constructor of the optimizer takes; the defaults here are Adam's, as in DeepSpeed.
 
     A key that is not given is as torch has it for that optimizer.
@@ -170,7 +170,7 @@ def _parse_optimizer_type(value: object) -> str:
     raise problem(ELEMENT_WISE, fix=f"{hint}pass any other element-wise optimizer to zero.initialize as an object")
 
 
-class OptimizerConfig(Block):
+class OptimizerConfig(ConfigBlock):
     """`optimizer`: made by the engine; absent if the caller hands over a torch optimizer."""
 
     why: ClassVar[str] = "it chooses among implementations, and there is one here, bit-equal on every tier"

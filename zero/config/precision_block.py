@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from zero.config.fields import (
-    Block,
+    ConfigBlock,
     Flag,
     Inert,
     Number,
@@ -40,7 +40,7 @@ def parse_dtype(value: object) -> str:
 _Dtype = Annotated[Literal["fp32", "fp16", "bf16"], reads(parse_dtype)] | None
 
 
-class Bf16Config(Block):
+class Bf16Config(ConfigBlock):
     """`bf16`: 16-bit weights with fp32 master; off means fp32 throughout."""
 
     enabled: Flag = False
@@ -56,7 +56,7 @@ class Bf16Config(Block):
     aliases: ClassVar = {"check_overflow": "check_grad_overflow"}
 
 
-class Fp16Config(Block):
+class Fp16Config(ConfigBlock):
     """`fp16`: 16-bit weights with fp32 master, and a loss scale."""
 
     enabled: Flag = False
@@ -97,7 +97,7 @@ def _parse_autocast_dtype(value: object) -> str:
     return parse_dtype(value)
 
 
-class TorchAutocast(Block):
+class TorchAutocast(ConfigBlock):
     """`torch_autocast`: the engine's forward runs under torch.autocast; weights stay what they are."""
 
     enabled: Flag = False
@@ -109,7 +109,7 @@ class TorchAutocast(Block):
     ] = None
 
 
-class DataTypes(Block):
+class DataTypes(ConfigBlock):
     """`data_types`."""
 
     grad_accum_dtype: _Dtype = None

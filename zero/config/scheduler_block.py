@@ -10,7 +10,7 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import Block, Flag, Number, Text, Whole, Word, problem, reads, shown
+from zero.config.fields import ConfigBlock, Flag, Number, Text, Whole, Word, problem, reads, shown
 from zero.config.hints import nearest
 from zero.config.numbers import parse_number
 from zero.lr_schedules import SCHEDULES
@@ -52,7 +52,7 @@ PerGroup = Annotated[float | tuple[float, ...] | None, reads(_parse_per_group)]
 Steps = Annotated[Whole, Field(ge=1)]
 
 
-class SchedulerParams(Block):
+class SchedulerParams(ConfigBlock):
     """`scheduler.params`: what the class takes besides the optimizer. What is left out is the default of the class."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
@@ -92,7 +92,7 @@ class SchedulerParams(Block):
 DECLARED = frozenset(SchedulerParams.model_fields)
 
 
-class SchedulerConfig(Block):
+class SchedulerConfig(ConfigBlock):
     """`scheduler`: made over the engine's optimizer, and stepped by the engine. Without a type it asks for nothing."""
 
     type: Text | None = None

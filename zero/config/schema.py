@@ -17,7 +17,7 @@ from zero.config import logging_block as logs
 from zero.config.activation_block import ActivationCheckpointing
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from zero.config.fields import (
-    Block,
+    ConfigBlock,
     Count,
     Flag,
     Inert,
@@ -107,7 +107,7 @@ def plain(value: object) -> object:
 _CommDtype = Word[Literal["fp32", "fp16", "bf16"]]
 
 
-class Config(Block):
+class Config(ConfigBlock):
     """A checked and resolved configuration. Made by `load_config`; every key below may appear in the JSON."""
 
     aliases: ClassVar[Mapping[str, str]] = {
@@ -321,7 +321,7 @@ class Config(Block):
 
     @classmethod
     def _canonical(cls, path: str) -> str:
-        model: type[Block] | None = cls
+        model: type[ConfigBlock] | None = cls
         names: list[str] = []
         for part in path.split("."):
             name = part if model is None else model.aliases.get(part, part)

@@ -11,7 +11,7 @@ from typing_extensions import Self
 from zero.config import features
 from zero.config.fields import (
     AUTO,
-    Block,
+    ConfigBlock,
     Count,
     Deprecated,
     Flag,
@@ -75,7 +75,7 @@ def _parse_sharing(value: object) -> str | bool:
         raise ValueError('"auto", true or false') from None
 
 
-class LeafModuleConfig(Block):
+class LeafModuleConfig(ConfigBlock):
     """`leaf_module`: modules that are fetched as one, with everything below them."""
 
     classes: Words = ()
@@ -94,7 +94,7 @@ def _quantized() -> Only:
     )
 
 
-class ZeroConfig(Block):
+class ZeroConfig(ConfigBlock):
     """`zero_optimization`. Sizes are in elements, as in DeepSpeed; None means that the engine derives them."""
 
     aliases: ClassVar[Mapping[str, str]] = {
@@ -195,7 +195,7 @@ class ZeroConfig(Block):
     @model_validator(mode="after")
     def _deprecated_offload(self) -> Self:
         pin = {} if self.cpu_offload_use_pin_memory is None else {"pin_memory": self.cpu_offload_use_pin_memory}
-        update: dict[str, Block] = {}
+        update: dict[str, ConfigBlock] = {}
         for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
             block: OffloadParamConfig | OffloadOptimizerConfig = getattr(self, new)
             if not getattr(self, old):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
@@ -75,20 +75,24 @@ def make_loader(
     return ResumableLoader(data, sampler, rank=rank, world_size=world_size, **options)
 
 
-class LoadsData:
-    """Mixed into the engine, which sets `_config` and `device`."""
+class Training(Protocol):
+    """For whom loaders are made."""
 
-    _config: Config
+    config: Config
     device: torch.device
-    collate_fn: Callable[..., Any] | None = None
+    collate_fn: Callable[..., Any] | None
     """For loaders that are given none."""
-    training_dataloader: DataLoader[Any] | None = None
-    """Of the `training_data` that `zero.initialize` was given, or what you set here.
 
-    A checkpoint has its position, if it has `state_dict` and `load_state_dict`; set it before `load_checkpoint`.
+
+class Loaders:
+    """Of one engine.
+
+    Args:
+        run: the engine's.
     """
-    data_position: Any = None
-    """What the `state_dict` of the training loader was in the checkpoint loaded last, for loaders made after it."""
+
+    def __init__(self, run: Training) -> None:
+        self._run = run
 
     def deepspeed_io(
         self,
@@ -118,11 +122,11 @@ class LoadsData:
         """
         return make_loader(
             dataset,
-            self._config,
-            pin=pin_memory and is_accelerator(self.device),
+            self._run.config,
+            pin=pin_memory and is_accelerator(self._run.device),
             route=route,
             batch_size=batch_size,
             sampler=data_sampler,
-            collate_fn=collate_fn if collate_fn is not None else self.collate_fn,
+            collate_fn=collate_fn if collate_fn is not None else self._run.collate_fn,
             num_workers=num_local_io_workers or 0,
         )

@@ -3,65 +3,54 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.errors import StateError, StorageError
-from offload.kernels.threads import kernel_threads
+from offload.errors import StorageError
 from offload.memory.pinned import return_freed_memory
-from offload.stopwatch import Stopwatch
 from offload.system.interrupts import uninterrupted, whole
-from zero.activations.saved_tensors import Activations
+from zero.assembly.accumulation import Accumulation
 from zero.assembly.assembly import Assembly
-from zero.assembly.model_changes import Census
-from zero.assembly.state_kinds import TO_RUN, TO_TRAIN, OffloadStateTypeEnum
-from zero.compat.engine_getters import ConfigGetters
+from zero.assembly.device_memory import StatesAway
+from zero.assembly.loss_scaling import LossScaling
+from zero.assembly.model_changes import ModelChanges
+from zero.assembly.offload_states import OffloadStates
+from zero.assembly.run import Run
+from zero.assembly.state_kinds import TO_TRAIN
+from zero.assembly.steps import Steps
+from zero.checkpoint.background import CheckpointState
+from zero.checkpoint.load import LoadCheckpoints
+from zero.checkpoint.saving import SaveCheckpoints
+from zero.checkpoint.weights_out import ExportWeights
 from zero.config import Config
-from zero.data.loaders import LoadsData
-from zero.engine.accessors import ValueAccessors
-from zero.engine.checkpoints import Checkpoints
-from zero.engine.ending import Ends
-from zero.engine.engine_api import Surface
-from zero.engine.generation import Generates
-from zero.engine.loss_scaling import ScalesLoss
-from zero.engine.micro_steps import Accumulates
+from zero.data.loaders import Loaders
+from zero.engine.client_calls import ClientCalls
+from zero.engine.engine_names import EngineNames
+from zero.engine.generation import Generation
+from zero.engine.reports import Reports
+from zero.engine.snapshots import SnapshotCalls, SnapshotTurns
+from zero.engine.values import Values
 from zero.exchange.exchange import Alone, Exchange
-from zero.optim.loss_scale import LossScaleError
+from zero.optim.loss_scale import make_scaler
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pipeline import StepArguments
 from zero.optim.rules import AdamRule, Trained
 from zero.optim.scheduling import scheduler_for
-from zero.optim.step import UnusedParameters
 from zero.params.layout import Unit
-from zero.plan.machine import aliases
-from zero.reports.reporting import Reports
-from zero.reports.tracing import Traced, Tracer, traced
+from zero.plan.plan import Plan
+from zero.reports.tracing import traced
 from zero.schedule.compiling import apart
-from zero.store.storage import Storage
+from zero.schedule.events import Events
 
 logger = logging.getLogger("zero")
 
 
-class ZeroEngine(
-    ConfigGetters,
-    ValueAccessors,
-    Surface,
-    LoadsData,
-    Accumulates,
-    ScalesLoss,
-    Checkpoints,
-    Reports,
-    Generates,
-    Ends,
-    Traced,
-    nn.Module,
-):
+class ZeroEngine(EngineNames, nn.Module):
     """What `zero.initialize` returns first; a drop-in for DeepSpeed's engine.
 
     Args:
@@ -71,6 +60,7 @@ class ZeroEngine(
         device: where units are computed on.
         exchange: with the other ranks.
         lr_scheduler: stepped after each optimizer step, or what makes one of the optimizer; None: as configured.
+        generates: the whole life of the engine is one `generation()`.
     """
 
     def __init__(
@@ -81,69 +71,91 @@ class ZeroEngine(
         device: torch.device,
         exchange: Exchange | None = None,
         lr_scheduler: Any = None,
+        *,
+        generates: bool = False,
     ) -> None:
         super().__init__()
-        self._closed = False
-        self._config, self.device, self.exchange = config, device, exchange or Alone()
-        self.in_place = aliases()
-        self.threads = kernel_threads(on_cpu=device.type == "cpu")
-        trained = trained or Trained([], AdamRule())
-        self.rule, groups = trained.rule, trained.groups
-        self.updater = ZeroOptimizer(trained, self._optimizer_step, self.zero_grad) if groups else None
-        self._make_scaler()
-        self.lr_scheduler = scheduler_for(lr_scheduler, self.updater, config)
-        self._forward, self._backward, self._step = Stopwatch(), Stopwatch(), Stopwatch()
-        self._start_reports()
-        self.global_steps = self.micro_steps = 0
-        self.activations = Activations(config.activation_checkpointing)
-        self._step_asked = self._step_counted = False
-        self._persistent_bound = True
-        parts = Assembly(self, model, {id(p) for group in groups for p in group["params"]}, config)
-        # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
-        self._finalizer = weakref.finalize(self, Storage.abandon, parts.storage)
+        trained, scaler = trained or Trained([], AdamRule()), make_scaler(config, device)
+        optimizer = ZeroOptimizer(trained, self._optimizer_step, self._clear, scaler) if trained.groups else None
+        run = self.run = Run(model, config, device, trained.rule, optimizer, scaler, generations=int(generates))
+        run.lr_scheduler = scheduler_for(lr_scheduler, optimizer, config)
+        self.accumulation, self.scaling = Accumulation(run), LossScaling(run)
+        self.checkpoint_state, self._turns, self._away = CheckpointState(run), SnapshotTurns(run), StatesAway(run)
+        listeners = [self.checkpoint_state, self._turns]
+        self.steps = Steps(run, self.accumulation, self.scaling, self._away, listeners)
+        self.reports = Reports(run, self.steps)
+        events = self._events()
+        self._build(events, exchange or Alone(), trained)
+        self._add_collaborators(events)
+        self.module = model
+        self.train(model.training)
+
+    def _events(self) -> Events:
+        """What parts may ask of the engine."""
+        steps, accumulation = self.steps, self.accumulation
+        return Events(
+            check_open=steps.check_open,
+            ready_to_run=steps.ready_to_run,
+            module_called=self._away.module_called,
+            backward_begins=steps.ready_to_train,
+            states_are_away=lambda: bool(self._away.kinds),
+            current=steps.current,
+            changed=steps.changed,
+            edit_begins=steps.edit_begins,
+            arguments_now=steps.arguments_now,
+            at_boundary=accumulation.is_gradient_accumulation_boundary,
+            reduces=accumulation.reduces,
+            parts_of_backward=self.scaling.parts_of_backward,
+            values_of=steps.values_of,
+            rest=lambda: self.model_changes.rest(),
+            close=self.close,
+        )
+
+    def _build(self, events: Events, exchange: Exchange, trained: Trained) -> None:
+        """Make the parts, and cut the model in place. If that fails, the model is as it was."""
+        run = self.run
+        held = {id(p) for group in trained.groups for p in group["params"]}
+        parts = Assembly(run, events, exchange, held)
         try:
-            self._tracer = Tracer(parts.storage)
             parts.build()
-            self._use(parts)
+            run.use(parts)
             parts.adopt()
             parts.install()
         except BaseException:
-            self._closed = True
-            self._finalizer.detach()
+            run.closed = True
+            run.let_go()
             parts.undo()
-            self.monitor.close()
+            self.reports.monitor.close()
             raise
-        self.module = model
-        self._show_face()
-        self._census = Census(model, self.updater)
-        self._census.decline()
-        self.train(model.training)
-        self._begin_reports()
 
-    def _use(self, parts: Assembly) -> None:
-        """Run the model with these parts from now on."""
-        self._parts = parts
-        self.plan, self._layout, self._storage, self._bound = parts.plan, parts.layout, parts.storage, parts.bound
-        self._index_of, self._gradients, self._ahead = parts.index_of, parts.gradients, parts.ahead
-        self._stepper, self._coordinator, self._watch = parts.stepper, parts.coordinator, parts.watch
-        self._hooks, self._keeper = parts.hooks, parts.keeper
-        self.activations.use(self._storage.activations, parts.model, self._bound, self._watch.tear)
+    def _add_collaborators(self, events: Events) -> None:
+        """Those that need the parts."""
+        run, steps, state = self.run, self.steps, self.checkpoint_state
+        changes = self.model_changes = ModelChanges(run, steps, events)
+        self.offloading = OffloadStates(run, steps, self._away)
+        self.saves = SaveCheckpoints(run, steps, changes, state)
+        self.loads = LoadCheckpoints(run, steps, self.saves, state)
+        self.weights_out = ExportWeights(run, steps, changes)
+        self.snapshots = SnapshotCalls(run, steps, self.accumulation, self._turns)
+        self.values, self.generations, self.loaders = Values(run, steps), Generation(run, steps), Loaders(run)
+        self.calls = ClientCalls(run, steps, self.offloading)
 
     # ---- the training loop --------------------------------------------------------------------
 
     @traced("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; arguments are passed on untouched, unless `fp16.auto_cast` is set."""
+        run, reports, scaling = self.run, self.reports, self.scaling
         with uninterrupted, apart():
-            self.ready("forward", TO_RUN)
-            self._follow()
-            self._share_buffers()
+            self.steps.ready_to_run("forward")
+            self.model_changes.follow()
+            self.accumulation.share_buffers()
         try:
-            with self._forward.running(), self.activations.forward(), self._precisely(), self._profiled():
-                return self.module(*self._cast_inputs(args), **kwargs)
+            with reports.forward.running(), run.activations.forward(), scaling.precisely(), reports.profiled():
+                return self.module(*scaling.cast_inputs(args), **kwargs)
         except BaseException:
             # torch calls no hooks for an interrupt: uses would stay open for ever.
-            self._hooks.reset()
+            run.parts.hooks.reset()
             raise
 
     @traced("backward")
@@ -158,15 +170,15 @@ class ZeroEngine(
             StorageError: a transfer failed.
         """
         with uninterrupted:
-            self.ready("backward", TO_TRAIN)
-        accumulation = self._config.gradient_accumulation_steps
+            self.steps.ready("backward", TO_TRAIN)
+        parts, accumulation = self.run.parts, self.run.config.gradient_accumulation_steps
         if scale_wrt_gas and accumulation > 1:
-            loss = self._part_of(loss, accumulation)
-        self._note_loss(loss)
-        with self._backward.running():
-            self._coordinator.accumulating = not self.is_gradient_accumulation_boundary()
-            with self._watch.outermost():
-                self._scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            loss = self.scaling.part_of(loss, accumulation)
+        self.reports.note_loss(loss)
+        with self.reports.backward.running():
+            parts.coordinator.accumulating = not self.accumulation.is_gradient_accumulation_boundary()
+            with parts.watch.outermost():
+                self.scaling.scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss
 
     @whole
@@ -185,173 +197,55 @@ class ZeroEngine(
                 `step()` again is such a call, and no second step.
             LossScaleError: the gradients are not finite at the smallest loss scale; nothing has changed.
         """
-        self.check_open("step")
-        self._step_applied = False
-        if not (self._step_asked or self.is_gradient_accumulation_boundary()):
-            self._take_step()  # what an earlier call has left; if it raises, this call has not happened
-            self.micro_steps += 1
-            return
-        if not self._step_asked:
-            self._ask_for_step(lr_kwargs)
-            self.micro_steps += 1
-        self._take_step()
-        self._report_step()
-
-    @whole
-    def synchronize(self) -> None:
-        """Wait until the last step is complete and the gradients since are stored, on every tier, and nothing moves.
-
-        Raises:
-            StorageError: a transfer failed. The next call goes on where this one stopped.
-        """
-        self.ready("synchronize", frozenset())
-        self._stepper.finish()
-        self._gradients.settle()
-        self._coordinator.settle()
-
-    @whole
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated since the last step."""
-        if not self._closed:
-            self._take_step()
-            self.changed()
-            self._gradients.clear()
-            self.forget_gradients_away()
-            self._forget_written()
-            self._watch.torn = False
+        self.steps.step(lr_kwargs)
+        self.reports.report_step()
 
     @whole
     @traced("step")
     def _optimizer_step(self) -> None:
-        """`optimizer.step()`: a step now, whatever the micro-step counter says."""
-        self.check_open("optimizer.step")
-        if not self._step_asked:
-            self._ask_for_step()
-        self._take_step()
-        self._report_step()
+        self.steps.step_now()
+        self.reports.report_step()
 
-    def _ask_for_step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
-        if self.updater is None:
-            raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
-        self._check_snapshot()
-        self.bring_back("step")
-        if self._keeper.editing:
-            raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
-        if self._watch.torn:
-            raise StateError(
-                "step: a transfer failed inside the last backward, so some gradients are missing; call zero_grad() and "
-                "run forward and backward again"
-            )
-        self._watch.end_stray()
-        self._coordinator.check_idle()
-        self.updater.before_step()
-        self._schedule_arguments = dict(lr_kwargs or {})
-        self._take_written()
-        self._stepper.decided = self._step_counted = False
-        self._step_asked = True
+    def _clear(self) -> None:
+        self.steps.zero_grad()
 
-    def _take_step(self) -> None:
-        """Do what an earlier call had to leave undone: edits first, they came before the step."""
-        with self._step.running():
-            self._stepper.check()
-            self.activations.check()
-            self._keeper.store_edits()
-            if self._step_asked and self.updater is not None:
-                try:
-                    self._fix_step(self.updater)
-                except (UnusedParameters, LossScaleError) as error:
-                    self._step_asked = False
-                    self.updater.overflow = isinstance(error, LossScaleError)
-                    raise
-                self._stepper.start()
-                self._step_asked = False
-                self._coordinator.expect_forward()
-                self._after_a_step()
-                if self._stepper.applied:
-                    self.updater.after_step()
+    # ---- looking at it ------------------------------------------------------------------------
 
-    def arguments_now(self) -> StepArguments:
-        """What a step would use now that does not clip, for every parameter."""
-        everything = set(self._index_of.values())
-        values = {} if self.updater is None else self.updater.values(self._index_of, everything)
-        return StepArguments(values, 1.0 / self.scaler.cur_scale, self.global_steps + 1)
-
-    def changed(self, index: int | None = None) -> None:
-        """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
-        if index is not None:
-            self.weights_change(index)
-        if self._ahead is not None:
-            self._ahead.void_all() if index is None else self._ahead.void(index)
-
-    def _fix_step(self, optimizer: ZeroOptimizer) -> None:
-        """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""
-        if self._step_counted:
-            return
-        self._persistent_bound = False
-        self.note_step()
-        self._coordinator.release_all()
-        self._before_a_step()
-        number = self.global_steps + 1
-        self._stepper.loss_is_finite = self._loss_was_finite()
-        self._stepper.fix(number, optimizer, self._index_of, self._config.gradient_clipping)
-        self._coordinator.step_taken()
-        self._step_counted = True
-        self._watch.generation += 1
-        self.global_steps = number
-        self.global_samples += self._config.train_batch_size
-        self._note_applied(self._stepper.applied)
-        optimizer._global_grad_norm = self._stepper.norm
-        self._step_was_fixed()
-
-    def ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
-        """Raise if the engine is closed; take a step that was asked for; bind what is always bound.
-
-        Args:
-            what: is attempted.
-            needs: of these states (None: all) what `offload_states` has put away comes back (BudgetError: no room).
-
-        Raises:
-            StateError: closed.
-            StorageError: an update of the last step failed and nobody was told yet, or it fails again.
-        """
-        self.check_open(what)
-        self.check_checkpoint()
-        self._take_step()
-        self.bring_back(what, needs)
-        if not self._persistent_bound and not self.offloaded_states & TO_RUN:
-            self._stepper.apply_persistent()
-            self._bound_again()
-            self._coordinator.bind_persistent()
-            self._persistent_bound = True
-
-    @whole
-    def current(self, what: str, units: Iterable[int] | None = None) -> None:
-        """`ready`, and these units (None: all) are stored as of the last step. As `ready`, raises."""
-        self.ready(what)
-        self._stepper.finish(units)
-
-    def check_open(self, what: str) -> None:
-        """Raise StateError if the engine is closed; `what` was attempted."""
-        if self._closed:
-            raise StateError(f"{what}: the engine is closed")
-        if self.half_loaded:
-            raise StateError(
-                f"{what}: loading {self.half_loaded} has failed half way, so values of two models are mixed; load a "
-                "checkpoint, or close the engine"
-            )
-
-    # ---- looking at values --------------------------------------------------------------------
+    @property
+    def plan(self) -> Plan:
+        """What lives on which tier, and how much of it."""
+        return self.run.parts.plan
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """The units of the model, in model order."""
-        return self._layout.units
+        return self.run.parts.layout.units
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Record the steps inside the context and write their timeline, as Trace Event JSON.
+
+        Perfetto (ui.perfetto.dev) and chrome://tracing open the file; `zero trace --draw` makes a PNG of it.
+
+        Args:
+            path: overwritten. Written also when the block raises, and when the engine closes inside it; a disk that
+                is full by then is a warning.
+
+        Raises:
+            ConfigError: `path` cannot be written.
+            StateError: a recording is under way.
+        """
+        self.run.tracer.begin(path, self.run.global_steps)
+        try:
+            yield
+        finally:
+            self.run.tracer.finish()
 
     def inject(self, fault: Any) -> None:
         """Inject I/O faults (an `offload.disk.aio.AioFault`, None to stop): for tests of what happens then."""
-        if self._storage.disk is not None:
-            self._storage.disk.aio.inject(fault)
+        disk = self.run.parts.storage.disk
+        if disk is not None:
+            disk.aio.inject(fault)
 
     # ---- end ----------------------------------------------------------------------------------
 
@@ -361,37 +255,52 @@ class ZeroEngine(
         Raises:
             StorageError: a checkpoint that was being written is none. Everything is given back all the same.
         """
-        begun, self._closed, self._away = self._closed, True, None
-        self._hooks.remove()
-        self._watch.remove()
-        if self.updater is not None:
-            self.updater.lose_states()
+        run, parts = self.run, self.run.parts
+        begun, run.closed = run.closed, True
+        self._away.forget()
+        parts.hooks.remove()
+        parts.watch.remove()
+        if run.updater is not None:
+            run.updater.lose_states()
         if begun:  # an interrupt may have stopped the first attempt
-            self._storage.close()
-            self.exchange.close()
+            parts.storage.close()
+            parts.exchange.close()
             return
-        self._finalizer.detach()
+        run.let_go()
         try:
-            unsaved = self.end_checkpoint()
-            self._commit_last()
-            if not self.exchange.placement.alone:  # others may still read this rank's slices
+            unsaved = self.checkpoint_state.end()
+            self._turns.commit_last()
+            if not parts.exchange.placement.alone:  # others may still read this rank's slices
                 with suppress(StorageError):
-                    self._stepper.finish()
-            self._stepper.stop()
-            self.changed()
-            self._gradients.clear()
-            self._hooks.reset()
-            self._coordinator.end_backward()
-            self._coordinator.release_all()
-            self._coordinator.leave_device()
+                    parts.stepper.finish()
+            parts.stepper.stop()
+            self.steps.changed()
+            parts.gradients.clear()
+            parts.hooks.reset()
+            parts.coordinator.end_backward()
+            parts.coordinator.release_all()
+            parts.coordinator.leave_device()
         finally:
             with ExitStack() as ends:  # last first; each runs, whatever another raises
                 ends.callback(return_freed_memory)
-                for part in (self.monitor, self.activations, self.exchange, self._storage):
+                for part in (self.reports.monitor, run.activations, parts.exchange, parts.storage):
                     ends.callback(part.close)
         if unsaved is not None:
             raise unsaved
-        logger.debug("engine closed after %d steps", self.global_steps)
+        logger.debug("engine closed after %d steps", run.global_steps)
+
+    def destroy(self) -> None:
+        """As `close`, but a model that is not cut among the ranks keeps its weights, as with DeepSpeed. Idempotent.
+
+        That is stages 0 to 2, where every rank has all of them: clients free memory so, and prepare the model again.
+        All ranks call it together.
+        """
+        parts = self.run.parts
+        try:
+            if not (self.run.closed or parts.exchange.placement.weights_sharded):
+                parts.keeper.give_back()
+        finally:
+            self.close()
 
     def __enter__(self) -> ZeroEngine:
         """The engine itself."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zero.schedule.coordinator import Coordinator
-from zero.schedule.hooks import ModuleHooks
+from zero.assembly.run import Run
+from zero.assembly.steps import Steps
 
 
-class Generates:
-    """Mixed into the engine, which sets `_coordinator` and `_hooks`."""
+class Generation:
+    """Of one engine.
 
-    _coordinator: Coordinator
-    _hooks: ModuleHooks
-    _generations = 0
+    Args:
+        run: what the collaborators share.
+        steps: of the engine.
+    """
 
-    def ready_to_run(self, what: str) -> None:
-        """Raise if the engine is closed; the engine's."""
-        raise NotImplementedError
+    def __init__(self, run: Run, steps: Steps) -> None:
+        self._run, self._steps = run, steps
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -34,16 +34,17 @@ class Generates:
             StateError: the engine is closed.
             StorageError: the last step could not be completed.
         """
-        self.ready_to_run("generation")
-        if not self._generations:
-            self._coordinator.begin_generation()
-        self._generations += 1
+        run = self._run
+        self._steps.ready_to_run("generation")
+        if not run.generations:
+            run.parts.coordinator.begin_generation()
+        run.generations += 1
         try:
             yield
         except BaseException:
-            self._hooks.reset()  # torch calls no hooks for an interrupt: uses would stay open for ever
+            run.parts.hooks.reset()  # torch calls no hooks for an interrupt: uses would stay open for ever
             raise
         finally:
-            self._generations -= 1
-            if not self._generations:
-                self._coordinator.end_generation()
+            run.generations -= 1
+            if not run.generations:
+                run.parts.coordinator.end_generation()

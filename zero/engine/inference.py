@@ -12,7 +12,6 @@ from torch import nn
 
 from offload.accelerator import compute_device
 from offload.errors import ConfigError, StateError
-from zero.assembly.assembly import Assembly
 from zero.config import Config
 from zero.config.inference_block import read_inference
 from zero.engine.engine import ZeroEngine
@@ -32,13 +31,8 @@ class InferenceEngine(ZeroEngine):
     """
 
     def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
-        super().__init__(model, None, config, device)
+        super().__init__(model, None, config, device, generates=True)
         self.eval()
-
-    def _use(self, parts: Assembly) -> None:
-        super()._use(parts)
-        self._generations += 1
-        parts.coordinator.begin_generation()
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError
 from offload.files.safetensors_file import Entry, SafetensorsFile, open_checkpoint
-from zero.assembly.model_changes import FollowsModel
+from zero.engine.engine import ZeroEngine
 from zero.params.buffers import persistent_buffers
 from zero.params.released import is_kept
 from zero.params.tiles import engine_keeper
@@ -70,7 +70,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
         StateError: inside forward, backward or `GatheredParameters` of the engine.
         StorageError: a transfer failed. An engine may hold some of the new values then; load again.
     """
-    target: nn.Module = model.module if isinstance(model, FollowsModel) else model
+    target: nn.Module = model.module if isinstance(model, ZeroEngine) else model
     files = open_checkpoint(Path(folder))
     leaves = collect_leaves(target)
     buffers = persistent_buffers(target)
@@ -113,11 +113,7 @@ def _load_parameters(leaves: list[Leaf], sources: dict[int, _Source]) -> None:
 
 def _load_engine(keeper: EngineKeeper, sources: dict[int, _Source]) -> None:
     """Rewrite the planes that the keeper's engine has."""
-    engine = keeper.owner
-    if not isinstance(engine, FollowsModel):
-        raise StateError("load_pretrained: the model belongs to something that is no engine")
-    engine.replan()
-    parts = engine.at_rest()
+    parts = keeper.events.rest()
     indices = {parts.index_of[key] for key in sources if key in parts.index_of}
 
     def read(parameter: nn.Parameter, begin: int, end: int, state: bool) -> Iterable[Piece]:

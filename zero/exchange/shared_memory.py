@@ -25,7 +25,7 @@ import torch
 from offload.disk.swapfile import PeerSwap, SwapGeometry
 from offload.errors import PeerError, RankLostError, StateError, ZeroInfinityError
 from offload.memory.shared_region import SharedRegion, exchange_regions
-from offload.node.board import Board
+from offload.node.board import NodeBoard
 from offload.node.peer_planes import PeerHome, PeerSlotPlane, peer_plane
 from offload.node.shared_exchange import SharedExchange
 from offload.planes.planes import Disk, Home, Plane, settle_all
@@ -112,7 +112,7 @@ class SharedMemory(AmongRanks):
         self.scale = 1.0 / placement.world_size if wire.averages else 1.0
         self.overlaps = wire.overlaps
         self.memory = self._regions = Regions(comm)
-        self._board: Board | None = None
+        self._board: NodeBoard | None = None
         self._reducer: SharedExchange | None = None
         self._planes: dict[int, list[Plane]] = {}
         """Rank -> its weight planes, one per space; of ranks whose slices this one reads."""
@@ -133,7 +133,7 @@ class SharedMemory(AmongRanks):
         self._urges = len(layout.units)
         self._left = self._urges + comm.world_size
         self._layout, self._storage, self._updates = layout, storage, updates
-        self._board = Board.join(comm.rank, comm.world_size, self._left + 1, share)
+        self._board = NodeBoard.join(comm.rank, comm.world_size, self._left + 1, share)
         self._reducer = SharedExchange.join(
             comm.rank,
             comm.world_size,
@@ -323,7 +323,7 @@ class SharedMemory(AmongRanks):
     # ---- inside -----------------------------------------------------------------------------------
 
     @property
-    def _there(self) -> Board:
+    def _there(self) -> NodeBoard:
         if self._board is None:
             raise StateError("gather: nothing is shared yet")
         return self._board

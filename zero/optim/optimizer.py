@@ -119,25 +119,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         trained: param groups, which stay the ones that are read, and the rule.
         take_step: called by `step()`; the engine's boundary step.
         clear: called by `zero_grad()`.
+        loss_scaler: the engine's.
 
     Attributes:
         given: the optimizer object that was handed over, if one was.
-        loss_scaler: the engine's; set once it is made.
         overflow: the last step was skipped.
         _global_grad_norm: as `engine.get_global_grad_norm()`, where scripts look for it.
     """
 
     state: Any
-    loss_scaler: LossScaler
     overflow = False
     _global_grad_norm: float | None = None
     _kept: KeptStates | None = None
 
-    def __init__(self, trained: Trained, take_step: Callable[[], None], clear: Callable[[], None]) -> None:
+    def __init__(
+        self, trained: Trained, take_step: Callable[[], None], clear: Callable[[], None], loss_scaler: LossScaler
+    ) -> None:
         super().__init__(trained.groups, dict(trained.rule.defaults))
         self.param_groups = trained.groups
         self.rule, self.given = trained.rule, trained.given
-        self._take_step, self._clear = take_step, clear
+        self._take_step, self._clear, self.loss_scaler = take_step, clear, loss_scaler
         self.offloader: Any = None
         """The engine."""
         self.step_counts: dict[int, int] = {}
@@ -445,3 +446,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def needs_scaler(self) -> bool:
         """True: a loss has to be scaled before its backward."""
         return self.loss_scaler.is_needed
+
+
+def learning_rates(optimizer: ZeroOptimizer | None) -> list[float]:
+    """Of each param group."""
+    return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
+
+
+def momentum_of(optimizer: ZeroOptimizer | None) -> list[Any]:
+    """Of each param group its betas, or its momentum."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    return [group.get("betas", group.get("momentum", 0.0)) for group in groups]

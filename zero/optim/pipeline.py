@@ -31,7 +31,7 @@ from offload.streams import Fence
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
 from zero.optim.lent_gradients import Places, SpareGradients
-from zero.optim.rules import Rule, Run
+from zero.optim.rules import Rule, UpdateRun
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.staging import Staged, StagedGroup
 from zero.store.storage import Storage
@@ -254,7 +254,7 @@ class SubGroupPipeline:
             for slot in unit.slots
             if (segment := _segment(slot, first, weight.end - weight.begin, arguments)) is not None
         ]
-        run = Run(
+        run = UpdateRun(
             weight.bytes.view(work.space.dtype),
             None if state.remainder is None else state.remainder[lo:hi],
             state.states.part(lo, hi),

@@ -94,7 +94,7 @@ class Values(Protocol):
     """What is fixed of one parameter in one step; compared by value."""
 
 
-class Run(NamedTuple):
+class UpdateRun(NamedTuple):
     """A run of elements of one unit, to be updated in place. All tensors are flat and of the same length and device."""
 
     weight: Tensor
@@ -143,7 +143,7 @@ class Rule(Protocol):
     def after(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
         """The parameter's progress once it is updated with `values`, and what changes in its param group."""
 
-    def update(self, run: Run, grad_scale: float, threads: int) -> None:
+    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         """Update the elements in place; depends on nothing but the arguments."""
 
 
@@ -202,7 +202,7 @@ class AdamRule:
         """The number of updates is all there is."""
         return None, {}
 
-    def update(self, run: Run, grad_scale: float, threads: int) -> None:
+    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         """One call of the kernel."""
         if run.states.moments is None:
             raise ConfigError("Adam: its record has no moments")
@@ -315,14 +315,14 @@ class TiledRule:
         self._known.append((values, result))
         return result
 
-    def update(self, run: Run, grad_scale: float, threads: int) -> None:
+    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         """Tile by tile; `threads` has no effect, torch uses one for so few elements."""
         numel = TILE_NUMEL if run.weight.device.type == "cpu" else TILE_NUMEL_GPU
         for begin, end, values in run.segments:
             for lo in range(begin, end, numel):
                 self._update_tile(run, slice(lo, min(lo + numel, end)), values, grad_scale)
 
-    def _update_tile(self, run: Run, at: slice, values: TileValues, grad_scale: float) -> None:
+    def _update_tile(self, run: UpdateRun, at: slice, values: TileValues, grad_scale: float) -> None:
         weight, planes = run.weight[at], {n: p[at] for n, p in zip(self.states, run.states.planes, strict=True)}
         stored = None if run.master is None else run.master[at]
         tile = weight

@@ -18,7 +18,8 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from zero.optim.loss_scale import LossScaleError, LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.pending_updates import DueUpdates, UpdatesInBackward
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
-from zero.params.layout import Layout, Slot, SubGroup, Unit
+from zero.params.layout import Slot, SubGroup, Unit
 from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
@@ -151,18 +152,36 @@ class UnusedParameters(StateError, AssertionError):
     """
 
 
+class StepState(Enum):
+    """How far the engine's step is."""
+
+    NONE = "no step is asked for; what the last one has left to do is done when somebody looks"
+    ASKED = "it will be taken, whatever fails meanwhile"
+    DECIDED = "norm, clipping and hyper-parameters are fixed, or it is skipped; nobody has counted it"
+    COUNTED = "counters, loss scale and schedule have it; its updates are about to begin"
+
+
+STEP_MOVES = {
+    StepState.NONE: {StepState.ASKED},
+    StepState.ASKED: {StepState.DECIDED, StepState.NONE},
+    StepState.DECIDED: {StepState.COUNTED},
+    StepState.COUNTED: {StepState.NONE},
+}
+"""State -> those that may follow. An interrupt or an error leaves a step where it is: the next call goes on there."""
+
+
 class Stepper:
-    """Takes steps, one at a time.
+    """Takes steps, one at a time; the one writer of `state`.
 
     Args:
         ahead: what was updated inside backward, if anything is.
         exchange: with the other ranks.
         scaler: of the loss.
+        needs_all: a step without a gradient for every trained parameter is a mistake.
     """
 
     def __init__(
         self,
-        layout: Layout,
         storage: Storage,
         gradients: Gradients,
         pipeline: SubGroupPipeline,
@@ -170,27 +189,55 @@ class Stepper:
         ahead: UpdatesInBackward | None,
         exchange: Exchange,
         scaler: LossScaler,
+        *,
+        needs_all: bool,
     ) -> None:
-        self._layout, self._storage, self._gradients, self._exchange = layout, storage, gradients, exchange
+        self._layout, self._storage, self._gradients, self._exchange = storage.layout, storage, gradients, exchange
         self.pipeline, self.updates, self._ahead, self._scaler = pipeline, updates, ahead, scaler
-        self._persistent = [unit.index for unit in layout.units if unit.persistent]
+        self._persistent = [unit.index for unit in storage.layout.units if unit.persistent]
         self._arguments = StepArguments({}, 1.0, 0)
-        self.decided = False
-        """`fix` has decided; set to False when the next step is asked for."""
+        self._needs_all = needs_all
+        self.state = StepState.NONE
         self.applied = False
         """The step that was decided last changes weights; False: it is skipped."""
-        self.loss_is_finite = True
-        """Set by who computes the loss, before a step is fixed."""
-        self.needs_all = False
-        """A step without a gradient for every trained parameter is a mistake."""
         self.norm: float | None = None
         """2-norm of the last step's gradients, before clipping."""
         gradients.reclaim = self._reclaim
 
-    def fix(self, number: int, optimizer: ZeroOptimizer, index_of: dict[int, int], norm_max: float) -> None:
-        """Decide everything about a step. No weight has changed yet when this returns or raises.
+    def ask(self) -> None:
+        """A step is legal now, and will be taken."""
+        self._move(StepState.ASKED)
 
-        A step that is decided stays so: a further call does nothing.
+    def count(self) -> None:
+        """The decided step is in all counters."""
+        self._move(StepState.COUNTED)
+
+    def begun(self) -> None:
+        """Its updates have begun, and go on behind it."""
+        self._move(StepState.NONE)
+
+    def _move(self, state: StepState) -> None:
+        if state not in STEP_MOVES[self.state]:
+            raise StateError(f"step: cannot go from {self.state.name} to {state.name}")
+        self.state = state
+
+    def fix(
+        self,
+        number: int,
+        optimizer: ZeroOptimizer,
+        index_of: dict[int, int],
+        norm_max: float,
+        *,
+        loss_is_finite: Callable[[], bool],
+    ) -> None:
+        """Decide everything about the step that was asked for. No weight has changed when this returns or raises.
+
+        Args:
+            number: of the step, from 1.
+            optimizer: whose hyper-parameters count, as they are now.
+            index_of: id(parameter) -> parameter index.
+            norm_max: clip to it; 0: do not.
+            loss_is_finite: asked if a gradient is not.
 
         Raises:
             UnusedParameters: see `needs_all`; the step is none.
@@ -198,8 +245,6 @@ class Stepper:
             StorageError: a gradient could not be stored, or the step before cannot be completed; the next attempt
                 goes on where this one stopped.
         """
-        if self.decided:
-            return
         self.finish()
         self._gradients.complete()
         mine = {
@@ -210,10 +255,10 @@ class Stepper:
             if has
         }
         scaled_norm, contributed = agree_on_step(self._exchange, number, self._gradients.square_sum(), mine)
-        if self.needs_all:
+        if self._needs_all:
             self._refuse_unused(contributed)
         if self._scaler.refuses(scaled_norm):
-            self._skip(number)
+            self._skip(number, loss_is_finite())
             return
         self.norm = scaled_norm / self._scaler.cur_scale
         scale = clip_coefficient(self.norm, norm_max) / self._scaler.cur_scale
@@ -224,18 +269,20 @@ class Stepper:
         optimizer.count_step(index_of, arguments.values)
         self._gradients.seal()
         self.updates.begin_step(arguments, [group for group in due if group not in done])
-        self._arguments, self.decided, self.applied = arguments, True, True
+        self._arguments, self.applied = arguments, True
+        self._move(StepState.DECIDED)
         self._scaler.update(overflow=False)
 
-    def _skip(self, number: int) -> None:
+    def _skip(self, number: int, loss_is_finite: bool) -> None:
         """Decide that the step is none, on all ranks."""
         scaler = self._scaler
-        names, finite = agree_on_nonfinite(self._exchange, self._gradients, loss_is_finite=self.loss_is_finite)
+        names, finite = agree_on_nonfinite(self._exchange, self._gradients, loss_is_finite=loss_is_finite)
         found = f"{'the loss and ' * (not finite)}the gradients of {', '.join(names)} (first in backward)"
         if self._ahead is not None:
             self._ahead.void_all()
         if scaler.at_minimum:
             self._gradients.clear()
+            self._move(StepState.NONE)
             raise LossScaleError(
                 f"step {number}: {found} are inf or NaN with a loss scale of {scaler.cur_scale:.10g}. Current loss "
                 "scale already at minimum - cannot decrease scale anymore (fp16.min_loss_scale). No step is taken: "
@@ -243,7 +290,8 @@ class Stepper:
                 'were trained in bf16 often exceed what fp16 can hold: use "bf16": {"enabled": true} then'
             )
         before = scaler.cur_scale
-        self.decided, self.applied, self.norm = True, False, math.inf
+        self.applied, self.norm = False, math.inf
+        self._move(StepState.DECIDED)
         scaler.update(overflow=True)
         self._gradients.clear()
         if self._exchange.placement.rank == 0:
@@ -253,6 +301,7 @@ class Stepper:
         trained = (slot for unit in self._layout.units if unit.trainable for slot in unit.slots)
         unused = [slot.name for slot in trained if slot.index not in contributed]
         if unused:
+            self._move(StepState.NONE)
             more = f" and {len(unused) - NAMES_SHOWN} more" if len(unused) > NAMES_SHOWN else ""
             raise UnusedParameters(
                 f"step: no gradient for {', '.join(unused[:NAMES_SHOWN])}{more}; use them in every step, call "
@@ -260,10 +309,10 @@ class Stepper:
             )
 
     def start(self) -> None:
-        """Begin with what cannot wait for a fetch: what needs no disk, and units that are always bound.
+        """The step is counted: begin with what cannot wait for a fetch, which needs no disk or is always bound.
 
         Raises:
-            StorageError: as `finish`.
+            StorageError: as `finish`; the next call begins again.
         """
         if not self.applied:
             return

@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """One process among all that train together."""
 
     source: str
@@ -70,7 +70,7 @@ MPI = (
 )
 
 
-def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> Place:
+def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> RankPlace:
     """What the environment says of this process.
 
     Args:
@@ -99,10 +99,10 @@ def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> Pl
             f"LOCAL_RANK={local}, but neither RANK nor WORLD_SIZE is set: start all ranks with torchrun, or set RANK, "
             "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         )
-    return Place("")
+    return RankPlace("")
 
 
-def variables(place: Place) -> dict[str, str]:
+def variables(place: RankPlace) -> dict[str, str]:
     """The environment as torchrun would have made it, for whoever looks there."""
     found: dict[str, object] = {"RANK": place.rank, "WORLD_SIZE": place.world_size}
     if place.local_rank is not None:
@@ -129,7 +129,7 @@ def _node_list(environ: Mapping[str, str]) -> str:
     return next((environ[name] for name in names if environ.get(name)), "")
 
 
-def _read(environ: Mapping[str, str], names: Names) -> Place:
+def _read(environ: Mapping[str, str], names: Names) -> RankPlace:
     problems: list[str] = []
     rank, world_size = (_number(environ, name, problems, required=True) for name in (names.rank, names.world_size))
     local_rank = _number(environ, names.local_rank, problems)
@@ -147,7 +147,7 @@ def _read(environ: Mapping[str, str], names: Names) -> Place:
         problems.append(f"{names.local_world_size}={local_world_size} is more than {names.world_size}={world_size}")
     if problems:
         raise ConfigError(f"environment of {names.launcher}: " + "; ".join(problems))
-    return Place(names.launcher, rank or 0, world_size or 1, local_rank, local_world_size)
+    return RankPlace(names.launcher, rank or 0, world_size or 1, local_rank, local_world_size)
 
 
 def _number(environ: Mapping[str, str], name: str, problems: list[str], *, required: bool = False) -> int | None:
@@ -161,7 +161,7 @@ def _number(environ: Mapping[str, str], name: str, problems: list[str], *, requi
         return None
 
 
-def _with_master(environ: Mapping[str, str], port: int, place: Place, known: str) -> Place:
+def _with_master(environ: Mapping[str, str], port: int, place: RankPlace, known: str) -> RankPlace:
     """With the address of rank 0; MASTER_ADDR and MASTER_PORT come first."""
     address = environ.get("MASTER_ADDR") or known or (LOOPBACK if place.world_size == 1 else "")
     if not address:
@@ -172,7 +172,7 @@ def _with_master(environ: Mapping[str, str], port: int, place: Place, known: str
     text = environ.get("MASTER_PORT") or str(port)
     if not text.isdigit() or not 0 <= int(text) < 1 << 16:
         raise ConfigError(f"MASTER_PORT: expected a port number, got {text!r}")
-    return Place(
+    return RankPlace(
         place.source, place.rank, place.world_size, place.local_rank, place.local_world_size, address, int(text)
     )
 
@@ -194,7 +194,7 @@ def _mpi_master() -> str:
     return str(mpi.COMM_WORLD.bcast(mpi.Get_processor_name(), root=0))
 
 
-def _from_mpi4py() -> Place | None:
+def _from_mpi4py() -> RankPlace | None:
     """Of a program that has imported mpi4py itself and runs as several."""
     if "mpi4py.MPI" not in sys.modules:
         return None
@@ -202,4 +202,4 @@ def _from_mpi4py() -> Place | None:
     if world.Get_size() == 1:
         return None
     mine = world.Split_type(_mpi().COMM_TYPE_SHARED)
-    return Place("mpi4py", world.Get_rank(), world.Get_size(), mine.Get_rank(), mine.Get_size())
+    return RankPlace("mpi4py", world.Get_rank(), world.Get_size(), mine.Get_rank(), mine.Get_size())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from offload.accelerator import KINDS, chosen_kind, device_count, use
 from offload.errors import ConfigError, StateError
-from zero.ranks.environment import LOOPBACK, MPI, Place, find_place, variables
+from zero.ranks.environment import LOOPBACK, MPI, RankPlace, find_place, variables
 
 logger = logging.getLogger("zero")
 
@@ -102,7 +102,7 @@ def join_or_stay_alone(port: int = PORT) -> None:
     """
     join_if_started(port)
     if dist.is_available() and not dist.is_initialized():
-        _join(Place("", 0, 1), choose_backend(None), None, _default_timeout())
+        _join(RankPlace("", 0, 1), choose_backend(None), None, _default_timeout())
 
 
 def choose_backend(wish: str | None) -> str:
@@ -133,7 +133,7 @@ def parts_of(name: str) -> list[str]:
     return [part.rpartition(":")[2] for part in name.split(",")]
 
 
-def _given(place: Place, rank: int, world_size: int, port: int) -> Place:
+def _given(place: RankPlace, rank: int, world_size: int, port: int) -> RankPlace:
     """With what the caller says of rank and world size."""
     if rank < 0 and world_size < 0:
         return place
@@ -143,7 +143,7 @@ def _given(place: Place, rank: int, world_size: int, port: int) -> Place:
         )
     if place.alone:
         address, text = os.environ.get("MASTER_ADDR", LOOPBACK), os.environ.get("MASTER_PORT", str(port))
-        return Place(ARGUMENTS, rank, world_size, master_addr=address, master_port=int(text))
+        return RankPlace(ARGUMENTS, rank, world_size, master_addr=address, master_port=int(text))
     if (rank, world_size) != (place.rank, place.world_size):
         raise ConfigError(
             f"init_distributed: rank={rank} of {world_size} was given, but {place.source} says {place.rank} of "
@@ -152,7 +152,7 @@ def _given(place: Place, rank: int, world_size: int, port: int) -> Place:
     return place
 
 
-def _take_gpu(place: Place, backend: str) -> None:
+def _take_gpu(place: RankPlace, backend: str) -> None:
     """Each rank of a machine has a GPU of its own."""
     kind = chosen_kind()
     if kind is None:
@@ -170,7 +170,7 @@ def _take_gpu(place: Place, backend: str) -> None:
     use(torch.device(kind.name, local_rank % count))  # the only visible one, or one that ranks share through gloo
 
 
-def _join(place: Place, backend: str, init_method: str | None, timeout: timedelta) -> None:
+def _join(place: RankPlace, backend: str, init_method: str | None, timeout: timedelta) -> None:
     if init_method is None and place.world_size == 1:
         dist.init_process_group(
             backend,

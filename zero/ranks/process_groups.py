@@ -11,7 +11,7 @@ import torch
 from offload.system.sockets import Connection, connections, shut
 from zero.ranks import backend
 from zero.ranks.failure import Fate
-from zero.ranks.status import Board
+from zero.ranks.status import StatusBoard
 
 OPENING_SECONDS = 20.0
 """For ranks that are all known to come."""
@@ -27,7 +27,7 @@ class Lines:
         fate: of the engine.
     """
 
-    def __init__(self, device: torch.device, parent: Any, board: Board, fate: Fate) -> None:
+    def __init__(self, device: torch.device, parent: Any, board: StatusBoard, fate: Fate) -> None:
         self._device, self._parent, self._board, self._fate = device, parent, board, fate
         self._handles: list[Any] = []
         self._ends: dict[str, set[Connection]] = {}

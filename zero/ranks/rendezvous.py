@@ -15,7 +15,7 @@ from zero.ranks import backend
 from zero.ranks.failure import Fate
 from zero.ranks.process_groups import Lines
 from zero.ranks.sequence import Log
-from zero.ranks.status import Board, Position, home
+from zero.ranks.status import Position, StatusBoard, home
 from zero.ranks.watch import Watch
 
 PRESENCE = struct.Struct("<q256s")
@@ -44,7 +44,7 @@ def open_lines(
         store = backend.store_of(parent)
         engine = store.add(f"zero/engines/{rank}", 1)  # the same number on all ranks: they make engines in one order
         own = backend.own_connection(backend.keys_of(store, f"zero/{engine}"), CONNECTING_SECONDS)
-        board = Board(own, rank, len(members))
+        board = StatusBoard(own, rank, len(members))
         watch = Watch(board, log, fate, rank, len(members), deadline_seconds)
     except RuntimeError as error:
         raise RankLostError(

@@ -21,7 +21,7 @@ DIGESTS_KEPT = 32
 DIGEST_BYTES = 8
 
 
-class Entry(NamedTuple):
+class SequenceEntry(NamedTuple):
     """One thing that all ranks do together."""
 
     kind: str
@@ -48,7 +48,7 @@ class Ticket:
     """Of everything up to and with it."""
 
     def __str__(self) -> str:
-        return str(Entry(self.kind, self.unit, self.name))
+        return str(SequenceEntry(self.kind, self.unit, self.name))
 
 
 class Log:
@@ -56,7 +56,7 @@ class Log:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: deque[Entry] = deque(maxlen=ENTRIES_KEPT)
+        self._kept: deque[SequenceEntry] = deque(maxlen=ENTRIES_KEPT)
         self._count, self._digest = 0, b"\0" * DIGEST_BYTES
         self._digests: deque[tuple[int, str]] = deque(maxlen=DIGESTS_KEPT)
         self._tickets = 0
@@ -64,12 +64,12 @@ class Log:
     def add(self, kind: str, unit: int, name: str) -> tuple[int, bytes]:
         """Write one down; returns its place and the digest of everything up to and with it."""
         with self._lock:
-            return self._add(Entry(kind, unit, name))
+            return self._add(SequenceEntry(kind, unit, name))
 
     def ticket(self, kind: str, unit: int, name: str) -> Ticket:
         """Write a collective of the mover down."""
         with self._lock:
-            place, digest = self._add(Entry(kind, unit, name))
+            place, digest = self._add(SequenceEntry(kind, unit, name))
             number, self._tickets = self._tickets, self._tickets + 1
             return Ticket(number, kind, unit, name, place, digest)
 
@@ -88,12 +88,12 @@ class Log:
         with self._lock:
             return [*self._digests, (self._count, self._digest.hex())]
 
-    def tail(self) -> tuple[int, list[Entry]]:
+    def tail(self) -> tuple[int, list[SequenceEntry]]:
         """(place of the first one, the last ENTRIES_KEPT of them)."""
         with self._lock:
             return self._count - len(self._kept), list(self._kept)
 
-    def _add(self, entry: Entry) -> tuple[int, bytes]:
+    def _add(self, entry: SequenceEntry) -> tuple[int, bytes]:
         text = f"{entry.kind}\0{entry.unit}\0{entry.name}".encode()
         self._digest = hashlib.blake2b(self._digest + text, digest_size=DIGEST_BYTES).digest()
         self._kept.append(entry)
@@ -111,7 +111,7 @@ def pack_header(place: int, digest: bytes) -> bytes:
     return HEADER.pack(place, digest)
 
 
-def difference(tails: Mapping[int, tuple[int, Sequence[Entry]]]) -> str | None:
+def difference(tails: Mapping[int, tuple[int, Sequence[SequenceEntry]]]) -> str | None:
     """Where the logs of ranks first differ, in words; None while what they share is equal.
 
     Args:
@@ -131,8 +131,8 @@ def difference(tails: Mapping[int, tuple[int, Sequence[Entry]]]) -> str | None:
     return None
 
 
-def _inverted(did: Mapping[int, Entry]) -> dict[Entry, list[int]]:
-    by_entry: dict[Entry, list[int]] = {}
+def _inverted(did: Mapping[int, SequenceEntry]) -> dict[SequenceEntry, list[int]]:
+    by_entry: dict[SequenceEntry, list[int]] = {}
     for rank, entry in sorted(did.items()):
         by_entry.setdefault(entry, []).append(rank)
     return by_entry

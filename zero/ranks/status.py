@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from zero.ranks.sequence import Entry
+from zero.ranks.sequence import SequenceEntry
 
 WORKS, FAILED, GONE = "works", "failed", "gone"
 
@@ -55,7 +55,7 @@ class Position:
         return f"is in no collective; its last was {self.last}"
 
 
-class Board:
+class StatusBoard:
     """One rank's view.
 
     Args:
@@ -88,16 +88,18 @@ class Board:
         """The number of the last call; 0: none yet."""
         return int(self._ask("add", "zero/call", 0))
 
-    def tell_log(self, call: int, first: int, entries: Sequence[Entry]) -> None:
+    def tell_log(self, call: int, first: int, entries: Sequence[SequenceEntry]) -> None:
         """Show the last entries of this rank's log, as it is after that call."""
         text = json.dumps([call, first, entries])
         self._ask("set", f"zero/log/{self._rank}", zlib.compress(text.encode()))
 
-    def logs(self) -> dict[int, tuple[int, int, list[Entry]]]:
+    def logs(self) -> dict[int, tuple[int, int, list[SequenceEntry]]]:
         """(call, place of the first, entries) of the ranks, this one too."""
         told = self._read([f"zero/log/{rank}" for rank in range(self._world_size)])
         logs = {rank: json.loads(zlib.decompress(text)) for rank, text in enumerate(told) if text is not None}
-        return {rank: (call, first, [Entry(*e) for e in entries]) for rank, (call, first, entries) in logs.items()}
+        return {
+            rank: (call, first, [SequenceEntry(*e) for e in entries]) for rank, (call, first, entries) in logs.items()
+        }
 
     def tell_ends(self, name: str, ends: Sequence[tuple[str, str]]) -> None:
         """Show the connections of this rank's group `name`."""

@@ -29,7 +29,7 @@ from offload.errors import RankDivergenceError, RankLostError
 from offload.streams import Fence
 from zero.ranks.failure import Fate
 from zero.ranks.sequence import Log, difference
-from zero.ranks.status import FAILED, GONE, WORKS, Board, Position, has_died, home
+from zero.ranks.status import FAILED, GONE, WORKS, Position, StatusBoard, has_died, home
 
 logger = logging.getLogger("zero")
 
@@ -67,7 +67,9 @@ class Watch:
         deadline_seconds: a wait is warned about after so long; the board is looked at after a tenth of it.
     """
 
-    def __init__(self, board: Board, log: Log, fate: Fate, rank: int, world_size: int, deadline_seconds: float) -> None:
+    def __init__(
+        self, board: StatusBoard, log: Log, fate: Fate, rank: int, world_size: int, deadline_seconds: float
+    ) -> None:
         self._board, self._log, self._fate, self._rank, self._world_size = board, log, fate, rank, world_size
         self._deadline_seconds = deadline_seconds
         self._patience_seconds = min(3.0, deadline_seconds / 10)

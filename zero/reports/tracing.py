@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -37,43 +36,17 @@ def traced(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[C
     def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
         @functools.wraps(method)
         def call(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            tracer: Tracer = engine._tracer
-            tracer.reached(engine.global_steps)
+            run = engine.run
+            tracer: Tracer = run.tracer
+            tracer.reached(run.global_steps)
             with tracer.storage.timeline.span(COMPUTE, what):
                 result = method(engine, *args, **kwargs)
-            tracer.reached(engine.global_steps)
+            tracer.reached(run.global_steps)
             return result
 
         return call
 
     return decorate
-
-
-class Traced:
-    """Mixed into the engine, which sets `_tracer`."""
-
-    _tracer: Tracer
-    global_steps: int
-
-    @contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Record the steps inside the context and write their timeline, as Trace Event JSON.
-
-        Perfetto (ui.perfetto.dev) and chrome://tracing open the file; `zero trace --draw` makes a PNG of it.
-
-        Args:
-            path: overwritten. Written also when the block raises, and when the engine closes inside it; a disk that
-                is full by then is a warning.
-
-        Raises:
-            ConfigError: `path` cannot be written.
-            StateError: a recording is under way.
-        """
-        self._tracer.begin(path, self.global_steps)
-        try:
-            yield
-        finally:
-            self._tracer.finish()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from zero.optim.pending_updates import UpdatesInBackward
 from zero.params.binding import BoundUnit
 from zero.params.layout import Unit
 from zero.schedule.coordinator import Coordinator
+from zero.schedule.events import Events
 
 
 class BackwardWatch:
@@ -24,11 +25,7 @@ class BackwardWatch:
 
     Args:
         ahead: updates units inside backward, or None.
-        check_open: raises if the engine is closed; given what was attempted.
-        parts: called when a backward begins that the engine has not started, with whether its loss came from
-            `engine.scale`: what its gradients are still to be divided by. Raises if the loss should have been scaled.
-        ready: the same, and binds what is always bound; for models that are called past their engine.
-        boundary: will the next step update the parameters?
+        events: of the engine.
 
     Attributes:
         generation: steps taken so far; a graph made before the last one is stale.
@@ -41,23 +38,21 @@ class BackwardWatch:
         coordinator: Coordinator,
         gradients: Gradients,
         ahead: UpdatesInBackward | None,
-        check_open: Callable[[str], None],
-        ready: Callable[[str], None],
-        boundary: Callable[[], bool],
-        parts: Callable[[bool], int],
+        events: Events,
     ) -> None:
-        self._coordinator, self._gradients, self._ahead, self._boundary = coordinator, gradients, ahead, boundary
-        self._check_open, self._ready, self._count_parts = check_open, ready, parts
+        self._coordinator, self._gradients, self._ahead = coordinator, gradients, ahead
+        self._events = events
+        self._at_end: list[Callable[[], None]] = []
         self._running = False
         self._handles: list[RemovableHandle] = []
-        self.at_end: Callable[[], None] | None = None
-        """Called when a backward is over."""
-        self.at_begin: Callable[[], None] = lambda: None
-        """Called when one begins."""
         self.generation = 0
         self.torn = self.scaled = False
         self._parts = 1
-        """Of the backward under way; see `parts`."""
+        """Of the backward under way; see `Events.parts_of_backward`."""
+
+    def on_end(self, hear: Callable[[], None]) -> None:
+        """Call `hear` whenever a backward is over."""
+        self._at_end.append(hear)
 
     def install(self, bound: list[BoundUnit]) -> None:
         """Receive the gradient of every parameter."""
@@ -104,7 +99,7 @@ class BackwardWatch:
         Raises:
             StateError: it is stale, or the engine is closed.
         """
-        self._check_open("backward")
+        self._events.check_open("backward")
         if generation != self.generation:
             raise StateError(
                 "backward: this graph was made before the last step() or change of the model; its weights have changed "
@@ -122,7 +117,7 @@ class BackwardWatch:
     def forward_begins(self) -> None:
         """The root is called outside any backward: none can be running, whatever became of the last one."""
         self.end_stray()
-        self._ready("forward")
+        self._events.ready_to_run("forward")
 
     @whole
     def end_stray(self) -> None:
@@ -135,7 +130,7 @@ class BackwardWatch:
         """A backward that the engine did not start (`loss.backward()`): be told when it ends."""
         if self._running:
             return
-        self._parts = self._count_parts(self.scaled)
+        self._parts = self._events.parts_of_backward(self.scaled)
         self._begin()
 
         @whole
@@ -147,8 +142,8 @@ class BackwardWatch:
 
     def _begin(self) -> None:
         self._running = True
-        self.at_begin()
-        self._gradients.begin_backward(boundary=self._boundary())
+        self._events.backward_begins()
+        self._gradients.begin_backward(boundary=self._events.reduces())
 
     def _end(self) -> None:
         self.scaled, self._parts = False, 1
@@ -156,8 +151,8 @@ class BackwardWatch:
             self._gradients.end_backward()
         finally:
             self._coordinator.end_backward()
-            if self.at_end is not None:
-                self.at_end()
+            for heard in self._at_end:
+                heard()
 
     def _receiver(self, unit: Unit, position: int) -> Callable[[nn.Parameter], None]:
         # Weak: torch keeps these hooks where Python's collector does not look, and they must not keep the engine.

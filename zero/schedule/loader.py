@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from zero.exchange.neighbours import Neighbours
 from zero.optim.pending_updates import DueUpdates
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
+from zero.schedule.events import Events
 from zero.store.storage import Storage
 
 
@@ -96,7 +97,7 @@ class Loader:
 
     Args:
         in_place: values in memory that the device can address are used where they live.
-        changed: told of a unit whose stored weights the model has changed.
+        events: of the engine.
         exchange: with the other ranks.
 
     Attributes:
@@ -110,16 +111,14 @@ class Loader:
         storage: Storage,
         updates: DueUpdates,
         in_place: bool,
-        changed: Callable[[int], None],
+        events: Events,
         exchange: Exchange,
     ) -> None:
         self._layout, self._bound, self._storage, self._updates = layout, bound, storage, updates
-        self._in_place, self._changed, self._exchange = in_place, changed, exchange
+        self._in_place, self._events, self._exchange = in_place, events, exchange
         self._near = Neighbours(layout, storage, exchange)
         self._ways = _Ways(storage, updates, exchange, self._near)
         self.in_step = exchange.placement.in_step
-        self.at_begin: Callable[[], None] = lambda: None
-        """Called before a unit is begun: weights may have been put away."""
         self._draining: list[Draining] = []
         self._persistent_fences: list[Fence] = []
         self._partial = set(storage.plan.whole)
@@ -127,7 +126,7 @@ class Loader:
 
     def begin(self, unit: Unit) -> Arrival | None:
         """Start the unit's way in; None if no block is free."""
-        self.at_begin()
+        self._events.module_called()
         memory = self._storage.flat(unit) if self._in_place else None
         if memory is not None and memory.device == self._bound[unit.index].flat.device:
             return Arrival(exact_alias(memory), None, self._bring(unit, memory))
@@ -236,7 +235,7 @@ class Loader:
             if modified and arrival.block is not None:
                 self._store_modified(unit, arrival.data)
             elif modified:
-                self._changed(unit.index)
+                self._events.changed(unit.index)
         finally:  # an interrupt may have ended the wait: then something still moves
             if arrival.block is not None:
                 self._draining.append(Draining(unit, arrival.block, arrival.transfer, self._storage.streams.fence()))
@@ -286,7 +285,7 @@ class Loader:
 
     def _store_modified(self, unit: Unit, data: torch.Tensor) -> None:
         plane, streams = self._storage.weights[self._layout.space_of(unit)], self._storage.streams
-        self._changed(unit.index)
+        self._events.changed(unit.index)
         modified = streams.fence()
 
         async def store() -> None:

@@ -19,7 +19,7 @@ from zero.snapshots.small_state import rank_state, restore_counters, restore_gro
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class Run(Protocol):
+class Captured(Protocol):
     """What is captured, of an engine."""
 
     module: nn.Module
@@ -35,7 +35,7 @@ class Run(Protocol):
     data_position: Any
 
 
-def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
+def capture(run: Captured, names: dict[int, str], norm: float | None) -> bytes:
     """All of it, as `restore` takes it.
 
     Args:
@@ -66,7 +66,7 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
     return make_archive(state).numpy().tobytes()
 
 
-def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
+def restore(run: Captured, names: dict[int, str], data: bytes) -> float | None:
     """Put back what `capture` has taken; returns the norm of the last step's gradients.
 
     Raises:
@@ -110,7 +110,7 @@ def _unpacked(packed: tuple[Any, ...], scalars: Mapping[str, Scalar]) -> Progres
     return Progress((*known, *((n, Scalar(None)) for n in (rest[0] if rest else []))), tuple(present))
 
 
-def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) -> None:
+def _check_groups(run: Captured, names: dict[int, str], saved: list[dict[str, Any]]) -> None:
     groups = run.updater.param_groups if run.updater is not None else []
     mine = [[names.get(id(p), "") for p in group["params"]] for group in groups]
     theirs = [group["params"] for group in saved]

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 
 from zero.config import features
-from zero.config.fields import Block, Deprecated, Key, Only, block_of, known_keys, shown, words_in
+from zero.config.fields import ConfigBlock, Deprecated, Key, Only, block_of, known_keys, shown, words_in
 from zero.config.schema import plain
 
 HEAD = """# Every key of the configuration
@@ -27,7 +27,7 @@ Written by `zero config keys > docs/config-keys.md` from the models in `zero/con
 """
 
 
-def key_table(config: type[Block]) -> str:
+def key_table(config: type[ConfigBlock]) -> str:
     """Markdown: a section for each block, a row for each key."""
     sections: dict[str, list[Key]] = {}
     for key in known_keys(config):
@@ -41,16 +41,16 @@ def key_table(config: type[Block]) -> str:
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def descriptions(block: type[Block]) -> dict[str, str]:
+def descriptions(block: type[ConfigBlock]) -> dict[str, str]:
     """Key to the docstring below its declaration, as one line."""
     found: dict[str, str] = {}
     for kind in reversed(block.__mro__):
-        if issubclass(kind, Block) and kind.__module__ not in (Block.__module__, features.__name__):
+        if issubclass(kind, ConfigBlock) and kind.__module__ not in (ConfigBlock.__module__, features.__name__):
             found |= dict(_attribute_docstrings(kind))
     return found
 
 
-def _attribute_docstrings(kind: type[Block]) -> Iterator[tuple[str, str]]:
+def _attribute_docstrings(kind: type[ConfigBlock]) -> Iterator[tuple[str, str]]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     body = tree.body if isinstance(tree, ast.ClassDef) else []
     for declared, after in itertools.pairwise(body):
@@ -60,7 +60,7 @@ def _attribute_docstrings(kind: type[Block]) -> Iterator[tuple[str, str]]:
             yield declared.target.id, " ".join(after.value.value.split())
 
 
-def _about(block: type[Block]) -> str:
+def _about(block: type[ConfigBlock]) -> str:
     text = inspect.getdoc(block) or ""
     paragraph = " ".join(text.partition("\n\n")[0].split())
     return paragraph.partition(": ")[2] if paragraph.startswith("`") else paragraph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero.config.fields import AUTO, Block, Only, block_of, kinds_of, means_auto, reason_of, role_of, words_in
+from zero.config.fields import AUTO, ConfigBlock, Only, block_of, kinds_of, means_auto, reason_of, role_of, words_in
 from zero.config.loading import COMMENT_PREFIXES
 from zero.config.schema import plain
 from zero.tools.config_keys import descriptions
@@ -12,7 +12,7 @@ from zero.tools.config_keys import descriptions
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def json_schema(config: type[Block]) -> dict[str, Any]:
+def json_schema(config: type[ConfigBlock]) -> dict[str, Any]:
     """A schema that accepts what the loader reads, as far as a schema can say: keys, types, words and bounds.
 
     What depends on several keys (batch sizes, what a stage needs) only the loader checks.
@@ -20,7 +20,7 @@ def json_schema(config: type[Block]) -> dict[str, Any]:
     return {"$schema": DIALECT, "title": "zero-infinity configuration", **_block(config)}
 
 
-def _block(block: type[Block]) -> dict[str, Any]:
+def _block(block: type[ConfigBlock]) -> dict[str, Any]:
     declared = block.model_json_schema(mode="validation")["properties"]
     told = descriptions(block)
     properties: dict[str, Any] = {}

@@ -29,7 +29,7 @@ class Shape:
             raise ConfigError(f"synthetic model: hidden must be a multiple of {HEAD_WIDTH}, got {self.hidden}")
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm attention and MLP; (batch, time, hidden) to the same."""
 
     def __init__(self, hidden: int) -> None:
@@ -56,7 +56,7 @@ class SyntheticGPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
         self.position = nn.Embedding(shape.sequence, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape.hidden) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(shape.hidden) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 

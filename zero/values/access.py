@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,30 +16,14 @@ from zero.params.layout import Slot, Unit
 from zero.params.released import is_kept, name_of, unmark
 from zero.params.tiles import engine_keeper
 from zero.schedule.coordinator import Coordinator
+from zero.schedule.events import Events
 from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.schedule.rows import RowLender
 from zero.values.editor import Put, UnitEditor
 from zero.values.gathered_values import runs_of
 
 
-class Owner(Protocol):
-    """What the keeper needs of its engine."""
-
-    def ready_to_run(self, what: str) -> None:
-        """Raise if the engine is closed; weights are there when it returns."""
-
-    @property
-    def offloaded_states(self) -> Container[str]:
-        """What the engine has put away from its device; it can be read, and nothing is due."""
-
-    def current(self, what: str, units: Iterable[int] | None = None) -> None:
-        """Raise if the engine is closed; wait until these units (None: all) are as of the last step."""
-
-    def close(self) -> None:
-        """Close it."""
-
-
-class Place(NamedTuple):
+class SlotPlace(NamedTuple):
     """Where a parameter, or a tile of it, is."""
 
     bound: BoundUnit
@@ -50,45 +34,40 @@ class EngineKeeper:
     """Knows every parameter's unit and how to bring its values in.
 
     Attributes:
+        events: of the engine.
+        rows: lends rows of packed experts.
         partitions: weights are sharded: see `Keeper.partitions`.
     """
 
     def __init__(
         self,
-        owner: Owner,
+        events: Events,
         bound: list[BoundUnit],
         coordinator: Coordinator,
         hooks: ModuleHooks,
         editor: UnitEditor,
+        rows: RowLender,
         wholes: list[nn.Parameter],
         *,
         partitions: bool = True,
     ) -> None:
-        self._owner, self._bound, self._coordinator, self._hooks, self._editor = (
-            owner,
-            bound,
-            coordinator,
-            hooks,
-            editor,
-        )
-        self.partitions = partitions
-        self.rows: RowLender | None = None
-        """Lends rows of packed experts; None before there are any to lend."""
+        self.events, self.rows, self.partitions = events, rows, partitions
+        self._bound, self._coordinator, self._hooks, self._editor = bound, coordinator, hooks, editor
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
         self._slot_of = {id(p): s for b in bound for p, s in zip(b.parameters, b.unit.slots, strict=True)}
         self._bound_of = {b.unit.index: b for b in bound}
         self._wholes = wholes
         self._dtype_of = {id(p): p.dtype for p in wholes}
-        self._places: dict[str, list[Place]] = {}
+        self._places: dict[str, list[SlotPlace]] = {}
         for b in bound:
             for slot in b.unit.slots:
                 for name in slot.names:
-                    self._places.setdefault(name, []).append(Place(b, slot))
+                    self._places.setdefault(name, []).append(SlotPlace(b, slot))
 
     @property
-    def owner(self) -> Owner:
-        """The engine."""
-        return self._owner
+    def device(self) -> torch.device:
+        """Where the engine computes."""
+        return self._coordinator.device
 
     def inherit(self, other: EngineKeeper) -> None:
         """Remember in which dtype the model had what `other` kept until now."""
@@ -109,7 +88,7 @@ class EngineKeeper:
             StateError: neither a forward nor a backward is running, or the engine is closed.
         """
         index = self._unit_of[id(parameter)]
-        self._owner.ready_to_run(f"parameter {name_of(parameter)}")
+        self.events.ready_to_run(f"parameter {name_of(parameter)}")
         if in_backward() or self._hooks.in_call:
             self._hooks.begin_look(index)
             return
@@ -135,7 +114,7 @@ class EngineKeeper:
     def open(self, parameters: list[nn.Parameter]) -> None:
         """`GatheredParameters` begins."""
         units = self._units_of(parameters)
-        self._owner.current("GatheredParameters", units)
+        self.events.current("GatheredParameters", units)
         self._editor.open(units)
 
     @whole
@@ -166,9 +145,9 @@ class EngineKeeper:
         Raises:
             StateError: the engine is closed already; the values are gone.
         """
-        if not self._owner.offloaded_states:
-            self._owner.current("taking the model back from the engine that keeps its values")
-        self.return_values(self._owner.close)
+        if not self.events.states_are_away():  # else they can be read where they are, and no update is due
+            self.events.current("taking the model back from the engine that keeps its values")
+        self.return_values(self.events.close)
 
     def return_values(self, close: Callable[[], None] | None = None) -> None:
         """Read back what the planes hold, then call `close`, then make the parameters ordinary ones.
@@ -245,7 +224,7 @@ class EngineKeeper:
     def _whole(self, name: str, part: Callable[[BoundUnit, Slot], torch.Tensor]) -> torch.Tensor:
         return _joined([part(bound, slot) for bound, slot in self._pieces(name)])
 
-    def _pieces(self, name: str) -> list[Place]:
+    def _pieces(self, name: str) -> list[SlotPlace]:
         if name not in self._places:
             raise KeyError(f"no parameter is named {name!r}")
         return self._places[name]

@@ -18,6 +18,7 @@ from zero.params.placement import Placement
 from zero.plan.machine import read_machine
 from zero.plan.record import Record
 from zero.schedule.coordinator import Coordinator
+from zero.schedule.events import Events
 from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 from zero.values.edits import Edit, agree_on_edits
@@ -33,7 +34,7 @@ class UnitEditor:
     """Opens units of one engine for reading and editing, in memory of their own.
 
     Args:
-        changed: told of every unit that was edited.
+        events: of the engine.
         exchange: with the other ranks; all of them open and close the same units.
     """
 
@@ -43,13 +44,11 @@ class UnitEditor:
         bound: list[BoundUnit],
         storage: Storage,
         coordinator: Coordinator,
-        changed: Callable[[int], None],
+        events: Events,
         exchange: Exchange,
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
-        self._changed, self._exchange = changed, exchange
-        self.before_in_place: Callable[[], None] = lambda: None
-        """Called before anybody can edit weights where they live."""
+        self._events, self._exchange = events, exchange
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._unstored: list[Edit] = []
@@ -109,7 +108,7 @@ class UnitEditor:
         if bound.bound:
             # In use by a forward around us, or persistent: edits happen in place.
             bound.show(edited=True)
-            self.before_in_place()
+            self._events.edit_begins()
             self._recapture(bound)
             self._before[index] = bound.flat.detach().clone().view(torch.uint8)
             return
@@ -157,7 +156,7 @@ class UnitEditor:
             changes = []
         self._undo(edits, {change.unit.index for change in changes})
         for change in changes:
-            self._changed(change.unit.index)
+            self._events.changed(change.unit.index)
             bound = self._bound[change.unit.index]
             if bound.bound:
                 bound.flat.detach().view(torch.uint8).copy_(change.after)
@@ -266,9 +265,9 @@ class UnitEditor:
 
     def before_change(self, indices: Iterable[int]) -> None:
         """States or gradients of these units are about to be replaced: nobody may be reading them still."""
-        self.before_in_place()
+        self._events.edit_begins()
         for index in indices:
-            self._changed(index)
+            self._events.changed(index)
 
     def rewrite(self, unit: Unit, begin: int, values: torch.Tensor, put: Put) -> None:
         """Let `put` change the records of elements of the flat unit from `begin` on, all in this rank's slice.

@@ -10,7 +10,6 @@ rank's share of the parameter, and it may be empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -120,25 +119,25 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     _write(param, lambda values: values.set_gradient(value))
 
 
-def _engine_of(param: nn.Parameter) -> Any:
-    """The engine that keeps the parameter, or None."""
+def _keeper_of(param: nn.Parameter) -> EngineKeeper | None:
+    """Of the engine that keeps the parameter, if one does."""
     keeper = engine_keeper(param) if is_kept(param) else None
-    return keeper.owner if isinstance(keeper, EngineKeeper) else None
+    return keeper if isinstance(keeper, EngineKeeper) else None
 
 
 def _own_grad(param: nn.Parameter) -> torch.Tensor | None:
     """`.grad` of a parameter that torch alone takes care of."""
-    return param.grad if _engine_of(param) is None else None
+    return param.grad if _keeper_of(param) is None else None
 
 
 def _read(param: nn.Parameter, read: Callable[[ParameterValues], torch.Tensor | None]) -> torch.Tensor | None:
-    engine = _engine_of(param)
-    values = engine.values_of(param) if engine is not None else None
+    keeper = _keeper_of(param)
+    values = keeper.events.values_of(param) if keeper is not None else None
     found = read(values) if values is not None and values.trained else None
-    return None if found is None else found.to(engine.device)
+    return None if keeper is None or found is None else found.to(keeper.device)
 
 
 def _write(param: nn.Parameter, write: Callable[[ParameterValues], None]) -> None:
-    engine = _engine_of(param)
-    if engine is not None and engine.values_of(param).trained:
-        write(engine.values_of(param, to_change=True))
+    keeper = _keeper_of(param)
+    if keeper is not None and keeper.events.values_of(param).trained:
+        write(keeper.events.values_of(param, to_change=True))

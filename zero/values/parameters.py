@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zero.assembly.assembly import Assembly
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """A part of a parameter that is in this rank's slice of one unit."""
 
     unit: Unit
@@ -107,12 +107,12 @@ class ParameterValues:
             stored.close()
         return torch.cat(parts) if parts else torch.empty(0)
 
-    def _runs(self) -> Iterator[Run]:
+    def _runs(self) -> Iterator[SlotRun]:
         index = self._exchange.placement.shard_index
         for unit, slot in self._places:
             run = runs_of(self._exchange.placement, unit, slot, slot.first_numel, slot.first_numel + slot.numel)[index]
             if run.start < run.stop:
-                yield Run(unit, slot, run.start, run.stop)
+                yield SlotRun(unit, slot, run.start, run.stop)
 
     def whole_of(self, own: torch.Tensor) -> torch.Tensor:
         """The whole value of which each rank has its part. All ranks come here."""
@@ -185,7 +185,7 @@ class ParameterValues:
         for run, part in self._parts_of(value):
             self._parts.keeper.rewrite(run.unit, run.slot.offset_numel + run.begin, part, put)
 
-    def _parts_of(self, value: torch.Tensor) -> list[tuple[Run, torch.Tensor]]:
+    def _parts_of(self, value: torch.Tensor) -> list[tuple[SlotRun, torch.Tensor]]:
         """What `value`, whole or this rank's part, has for each run of this rank."""
         flat, runs = value.detach().cpu().reshape(-1), list(self._runs())
         own_numel = sum(run.end - run.begin for run in runs)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import train, unequal
 from models import build, make_config
-from probe import disk_of, error_of_the_save, load_no_states_of, put_disk, storage_of, updates_of
+from probe import disk_of, error_of_the_save, load_no_states_of, put_disk, put_exchange, storage_of, updates_of
 from recovery import NVME, SLOW, descriptors, interrupted_when, waiting
 from torch import nn
 
@@ -341,7 +341,8 @@ def test_a_client_state_that_cannot_be_pickled_is_an_error_that_all_ranks_hear_o
     open_engine: Open, nvme_path: Path, tmp_path: Path
 ) -> None:
     engine = train(open_engine(build("gpt"), config(CPU, nvme_path)), 0)
-    engine.exchange = others = FailingElsewhere("nothing")
+    others = FailingElsewhere("nothing")
+    put_exchange(engine, others)
     before = descriptors()
     with pytest.raises(ConfigError, match=r"client_state.*not me"):
         engine.save_checkpoint(tmp_path, client_state={"mine": Unwilling()})
@@ -355,16 +356,17 @@ def test_what_a_rank_has_opened_is_given_back_when_another_one_fails(
 ) -> None:
     engine = train(open_engine(build("gpt"), config(CPU, nvme_path)), 0)
     before, alone = descriptors(), engine.exchange
-    engine.exchange = FailingElsewhere(what)
+    put_exchange(engine, FailingElsewhere(what))
     with pytest.raises(StateError, match=r"another rank.*full"):
         engine.save_checkpoint(tmp_path)
     assert descriptors() == before
     assert [name for name in Files().listing(tmp_path) if "partial" in name] == []
-    engine.exchange = alone
+    put_exchange(engine, alone)
     engine.save_checkpoint(tmp_path)
     engine.wait_for_checkpoint()
-    engine.exchange = others = FailingElsewhere("looking for a checkpoint")
+    others = FailingElsewhere("looking for a checkpoint")
+    put_exchange(engine, others)
     with pytest.raises(StateError, match=r"another rank.*full"):
         engine.load_checkpoint(tmp_path)
     assert descriptors() == before and others.asked[-1] == "looking for a checkpoint"
-    engine.exchange = alone
+    put_exchange(engine, alone)

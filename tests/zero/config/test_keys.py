@@ -20,13 +20,13 @@ from pydantic import BaseModel
 
 from offload.errors import ConfigError
 from zero.config import Config, load_config
-from zero.config.fields import Block, Only, block_of, known_keys
+from zero.config.fields import ConfigBlock, Only, block_of, known_keys
 from zero.config.loading import COMMENT_PREFIXES
 from zero.tools import cli
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 KEYS = {key.path: key for key in known_keys(Config)}
-BLOCKS: dict[str, type[Block]] = {"": Config} | {
+BLOCKS: dict[str, type[ConfigBlock]] = {"": Config} | {
     path: block for path, key in KEYS.items() if (block := block_of(key.field)) is not None
 }
 
@@ -63,7 +63,7 @@ def typo(name: str, dice: random.Random) -> str:
     return "".join(letters)
 
 
-def typos_of(block: type[Block], dice: random.Random) -> dict[str, set[str]]:
+def typos_of(block: type[ConfigBlock], dice: random.Random) -> dict[str, set[str]]:
     """Typo to the names it may be of; names themselves, and what is read as a comment, are left out."""
     names = [*block.model_fields, *block.aliases]
     made: dict[str, set[str]] = {}

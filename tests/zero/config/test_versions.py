@@ -11,17 +11,17 @@ import pytest
 
 from offload.errors import ConfigError
 from zero.config import load_config, schema
-from zero.config.fields import Block, Flag, Was, Whole, earlier_defaults
+from zero.config.fields import ConfigBlock, Flag, Was, Whole, earlier_defaults
 
 FROZEN = Path(__file__).resolve().parents[2] / "data" / "configs" / "defaults"
 
 
-class Inner(Block):
+class Inner(ConfigBlock):
     kept: Whole = 7
     changed: Annotated[Whole, Was(1, 10), Was(3, 20)] = 30
 
 
-class Outer(Block):
+class Outer(ConfigBlock):
     inner: Inner = Inner()
     optional: Inner | None = None
     flag: Annotated[Flag, Was(2, False)] = True

@@ -18,11 +18,13 @@ import torch
 
 from offload.accelerator import is_accelerator, module_of
 from offload.sizes import format_bytes
+from offload.stopwatch import Stopwatch
+from zero.assembly.run import Run
+from zero.assembly.steps import Steps
 from zero.config import Config
-from zero.exchange.exchange import Exchange
 from zero.flops_profiler import OneForward
 from zero.forward_profiler import FlopsProfiler
-from zero.params.layout import Layout
+from zero.optim.optimizer import learning_rates, momentum_of
 from zero.ranks import world
 from zero.reports.monitors import Event, Monitors
 from zero.reports.statistics import LoopCounters, Statistics, collect
@@ -37,19 +39,19 @@ class Reporter:
     """Says what was asked for, on the first rank.
 
     Args:
-        engine: whose steps are reported.
+        run: whose steps are reported.
         config: what is asked for.
         monitor: where values go.
     """
 
-    def __init__(self, engine: Any, config: Config, monitor: Monitors) -> None:
+    def __init__(self, run: Run, config: Config, monitor: Monitors) -> None:
         self.config, self.monitor = config, monitor
         self.loss: torch.Tensor | None = None
         self.times = dict.fromkeys(TIMES, 0.0)
         self._seconds = dict.fromkeys(TIMES, 0.0)
         self._printed_at, self._samples_then = time.perf_counter(), 0
         if config.dump_state:
-            dump_state(engine, config)
+            dump_state(run)
 
     @staticmethod
     def wanted(config: Config, monitor: Monitors) -> bool:
@@ -64,62 +66,63 @@ class Reporter:
             part = loss.detach().mean()
             self.loss = part if self.loss is None else self.loss + part
 
-    def step_taken(self, engine: Any) -> None:
+    def step_taken(self, run: Run, reports: Reports) -> None:
         """Say what there is to say of the step just taken."""
-        self._measure(engine)
+        self._measure(reports)
         config, loss, self.loss = self.config, self.loss, None
         if self.monitor.writers:
-            self.monitor.write_events(self._events(engine, loss))
-        if config.steps_per_print is not None and engine.global_steps % config.steps_per_print == 0:
-            logger.info("%s", self._progress(engine))
+            self.monitor.write_events(self._events(run, loss))
+        if config.steps_per_print is not None and run.global_steps % config.steps_per_print == 0:
+            logger.info("%s", self._progress(run))
         if config.wall_clock_breakdown:
             parts = " | ".join(f"{name}: {1e3 * seconds:.2f}" for name, seconds in self.times.items())
-            logger.info("step=%d, time (ms) | %s", engine.global_steps, parts)
+            logger.info("step=%d, time (ms) | %s", run.global_steps, parts)
         if config.memory_breakdown:
-            logger.info("step=%d, memory | %s", engine.global_steps, memory_line(engine))
+            logger.info("step=%d, memory | %s", run.global_steps, memory_line(run, reports))
         if config.comms_logger is not None and config.comms_logger.enabled and config.comms_logger.verbose:
-            engine.log_summary()
+            reports.log_summary()
 
-    def _measure(self, engine: Any) -> None:
+    def _measure(self, reports: Reports) -> None:
         """Times of this step: what the stopwatches have gained since the last."""
-        now = engine.seconds_so_far()
+        now = reports.seconds_so_far()
         self.times = {name: now[name] - self._seconds[name] for name in TIMES}
         self._seconds = now
 
-    def _events(self, engine: Any, loss: torch.Tensor | None) -> list[Event]:
-        samples = engine.global_samples
-        values: dict[str, Any] = {"lr": engine.get_lr()[0]}
+    def _events(self, run: Run, loss: torch.Tensor | None) -> list[Event]:
+        samples = run.global_samples
+        values: dict[str, Any] = {"lr": learning_rates(run.updater)[0]}
         if loss is not None:
             values = {"train_loss": loss.item(), **values}
         if self.config.fp16.enabled:
-            values["loss_scale"] = engine.updater.cur_scale
-        norm = engine.get_global_grad_norm()
+            values["loss_scale"] = run.scaler.cur_scale
+        norm = run.parts.stepper.norm
         if norm is not None:
             values["grad_norm"] = norm
         if self.config.wall_clock_breakdown:
             values |= {f"elapsed_time_ms_{name}": 1e3 * seconds for name, seconds in self.times.items()}
         return [(f"Train/Samples/{tag}", float(value), samples) for tag, value in values.items()]
 
-    def _progress(self, engine: Any) -> str:
-        now, samples = time.perf_counter(), engine.global_samples
+    def _progress(self, run: Run) -> str:
+        now, samples = time.perf_counter(), run.global_samples
         rate = (samples - self._samples_then) / max(now - self._printed_at, 1e-9)
         self._printed_at, self._samples_then = now, samples
         parts = [
-            f"step={engine.global_steps}",
-            f"skipped={engine.skipped_steps}",
-            f"lr={engine.get_lr()}",
-            f"mom={engine.get_mom()}",
+            f"step={run.global_steps}",
+            f"skipped={run.skipped_steps}",
+            f"lr={learning_rates(run.updater)}",
+            f"mom={momentum_of(run.updater)}",
         ]
         if self.config.fp16.enabled:
-            parts.append(f"loss_scale={engine.updater.cur_scale:g}")
+            parts.append(f"loss_scale={run.scaler.cur_scale:g}")
         return ", ".join([*parts, f"samples/s={rate:.4g}"])
 
 
-def dump_state(engine: Any, config: Config) -> None:
+def dump_state(run: Run) -> None:
     """Log every value that holds, with where it comes from."""
+    config = run.config
     lines = [f"{path} = {json.dumps(value)} ({config.origin(path)})" for path, value in _leaves(config.as_dict())]
-    optimizer = "none" if engine.updater is None else f"{len(engine.updater.param_groups)} param groups"
-    lines += [f"optimizer: {optimizer}", f"lr_scheduler: {type(engine.lr_scheduler).__name__}"]
+    optimizer = "none" if run.updater is None else f"{len(run.updater.param_groups)} param groups"
+    lines += [f"optimizer: {optimizer}", f"lr_scheduler: {type(run.lr_scheduler).__name__}"]
     logger.info("configuration in effect:\n  %s", "\n  ".join(lines))
 
 
@@ -133,12 +136,12 @@ def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-def memory_line(engine: Any) -> str:
+def memory_line(run: Run, reports: Reports) -> str:
     """What this rank holds now, and the most it has held."""
-    parts = [f"host arena: {format_bytes(engine.statistics().arena_peak_bytes)} at most"]
-    if is_accelerator(engine.device):
-        module = module_of(engine.device)
-        now, most = module.memory_allocated(engine.device), module.max_memory_allocated(engine.device)
+    parts = [f"host arena: {format_bytes(reports.statistics().arena_peak_bytes)} at most"]
+    if is_accelerator(run.device):
+        module = module_of(run.device)
+        now, most = module.memory_allocated(run.device), module.max_memory_allocated(run.device)
         parts.append(f"device: {format_bytes(now)}, {format_bytes(most)} at most")
     parts.append(f"resident: {format_bytes(psutil.Process().memory_info().rss)}")
     parts.append(f"{format_bytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)} at most")
@@ -146,88 +149,77 @@ def memory_line(engine: Any) -> str:
 
 
 class Reports:
-    """Mixed into the engine."""
+    """Of one engine.
 
-    module: torch.nn.Module
-    monitor: Monitors
-    exchange: Exchange
-    global_steps: int
-    micro_steps: int
-    device: torch.device
-    updater: Any
-    _config: Config
-    _reporter: Reporter | None = None
-    _one_forward: OneForward | None = None
-    _reported_steps = 0
-    _forward: Any
-    _backward: Any
-    _step: Any
-    _storage: Any
-    _coordinator: Any
-    _closed: bool
-    _layout: Layout
-    _ahead: Any
+    Args:
+        run: what the collaborators share.
+        steps: of the engine.
 
-    def _start_reports(self) -> None:
-        """Open what is enabled. Raises ConfigError if it cannot be."""
-        config, first = self._config, world.rank() == 0
+    Attributes:
+        forward: what forwards have taken.
+        backward: what backwards have taken.
+
+    Raises:
+        ConfigError: what is enabled cannot be opened.
+    """
+
+    def __init__(self, run: Run, steps: Steps) -> None:
+        config, first = run.config, world.rank() == 0
+        self._run, self._steps, self.forward, self.backward = run, steps, Stopwatch(), Stopwatch()
         self.monitor = Monitors(config, writes=first)
         profiler = config.flops_profiler
-        if profiler is not None and profiler.enabled and first:
-            self._one_forward = OneForward(profiler)
+        wanted = profiler is not None and profiler.enabled and first
+        self._one_forward = OneForward(profiler) if wanted and profiler is not None else None
+        reports = first and Reporter.wanted(config, self.monitor)
+        self._reporter = Reporter(run, config, self.monitor) if reports else None
+        self._reported_steps = 0
 
-    def _begin_reports(self) -> None:
-        """The engine is there."""
-        if world.rank() == 0 and Reporter.wanted(self._config, self.monitor):
-            self._reporter = Reporter(self, self._config, self.monitor)
-
-    def _profiled(self) -> AbstractContextManager[None]:
+    def profiled(self) -> AbstractContextManager[None]:
         """Around a forward: measured, if it is the one that `flops_profiler` asks for."""
         one = self._one_forward
-        if one is None or not one.due(self.global_steps):
+        if one is None or not one.due(self._run.global_steps):
             return nullcontext()
-        return one.measuring(self.module, self.global_steps)
+        return one.measuring(self._run.module, self._run.global_steps)
 
-    def _note_loss(self, loss: torch.Tensor) -> None:
+    def note_loss(self, loss: torch.Tensor) -> None:
         """A micro-batch's loss, as its gradients are made of it."""
         if self._reporter is not None:
             self._reporter.note_loss(loss)
 
-    def _report_step(self) -> None:
+    def report_step(self) -> None:
         """A step may have been taken."""
-        if self._reporter is not None and self.global_steps != self._reported_steps:
-            self._reported_steps = self.global_steps
-            self._reporter.step_taken(self)
+        if self._reporter is not None and self._run.global_steps != self._reported_steps:
+            self._reported_steps = self._run.global_steps
+            self._reporter.step_taken(self._run, self)
 
     def seconds_so_far(self) -> dict[str, float]:
         """What the loop has spent [s], by `TIMES`."""
-        waited = self._storage.mover.exposed.seconds
-        return dict(
-            zip(TIMES, (self._forward.seconds, self._backward.seconds, self._step.seconds, waited), strict=True)
-        )
+        waited = self._run.parts.storage.mover.exposed.seconds
+        times = self.forward.seconds, self.backward.seconds, self._steps.watch.seconds, waited
+        return dict(zip(TIMES, times, strict=True))
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of the last step, by what they went to; empty without `wall_clock_breakdown`."""
-        if self._reporter is None or not self._config.wall_clock_breakdown:
+        if self._reporter is None or not self._run.config.wall_clock_breakdown:
             return {}
         return {name: 1e3 * seconds for name, seconds in self._reporter.times.items()}
 
     def wall_clock_breakdown(self) -> bool:
         """As configured."""
-        return self._config.wall_clock_breakdown
+        return self._run.config.wall_clock_breakdown
 
     def memory_breakdown(self) -> bool:
         """As configured."""
-        return self._config.memory_breakdown
+        return self._run.config.memory_breakdown
 
     def flops_profiler_enabled(self) -> bool:
         """As configured."""
-        return self._config.flops_profiler is not None and self._config.flops_profiler.enabled
+        return self._run.config.flops_profiler is not None and self._run.config.flops_profiler.enabled
 
     @property
     def flops_profiler(self) -> FlopsProfiler:
         """What `flops_profiler` has measured: its `flops`, `macs` and `params`; 0 before, and on other ranks."""
-        profiler = FlopsProfiler(self.module, self)
+        profiler = FlopsProfiler(self._run.module)
         profiler.profile = None if self._one_forward is None else self._one_forward.profile
         return profiler
 
@@ -236,9 +228,10 @@ class Reports:
 
         With `comms_logger` and its `prof_all` false, only `prof_ops`.
         """
-        if not self._closed:
-            self._coordinator.settle()  # what is on its way is counted on one rank, and on another not yet
-        block, moved = self._config.comms_logger, self.exchange.payload()
+        run, exchange = self._run, self._run.exchange
+        if not run.closed:
+            run.parts.coordinator.settle()  # what is on its way is counted on one rank, and on another not yet
+        block, moved = run.config.comms_logger, exchange.payload()
         names = sorted(moved) if block is None or block.prof_all else [n for n in block.prof_ops if n in moved]
         summary = {
             name: {"calls": moved[name].calls, "numel": moved[name].numel, "bytes": moved[name].nbytes}
@@ -249,24 +242,22 @@ class Reports:
             f"{format_bytes(each['bytes'] // max(each['calls'], 1))} each"
             for name, each in summary.items()
         ]
-        shared = not moved and not self.exchange.placement.alone
+        shared = not moved and not exchange.placement.alone
         none = "none: the ranks are on one node, and read each other's memory" if shared else "none"
-        logger.info("collectives after %d steps:\n  %s", self.global_steps, "\n  ".join(lines or [none]))
+        logger.info("collectives after %d steps:\n  %s", run.global_steps, "\n  ".join(lines or [none]))
         return summary
 
     def statistics(self) -> Statistics:
         """What was done so far."""
+        run, parts = self._run, self._run.parts
         return collect(
-            self._coordinator.counters,
-            self._storage,
-            [unit.name for unit in self._layout.units],
+            parts.coordinator.counters,
+            parts.storage,
+            [unit.name for unit in parts.layout.units],
             LoopCounters(
-                self.global_steps,
-                self.micro_steps,
-                self._forward.seconds,
-                self._backward.seconds,
-                self._step.seconds,
-                self._ahead.committed_numel if self._ahead is not None else 0,
-                {kind: counter.numel for kind, counter in self.exchange.payload().items()},
+                *(run.global_steps, run.micro_steps),
+                *(self.forward.seconds, self.backward.seconds, self._steps.watch.seconds),
+                parts.ahead.committed_numel if parts.ahead is not None else 0,
+                {kind: counter.numel for kind, counter in run.exchange.payload().items()},
             ),
         )

@@ -1,0 +1,65 @@
+"""Micro-batches: which backward is the last one before a step, and whether gradients are reduced meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zero.assembly.run import Run
+
+
+class Accumulation:
+    """Of one engine.
+
+    Args:
+        run: what the collaborators share.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._boundary: bool | None = None
+        self._local_only = False
+        self._buffers_differ = False
+        """Between ranks, since the last forward that trained."""
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True when the next `step()` updates the parameters."""
+        config = self._run.config
+        if self._boundary is not None:
+            return self._boundary
+        if not config.managed_gradient_accumulation:
+            return True
+        return (self._run.micro_steps + 1) % config.gradient_accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say so from outside; from then on the micro-step counter decides nothing."""
+        self._boundary = is_boundary
+
+    def reduces(self) -> bool:
+        """True when gradients of the backward under way are to be reduced as soon as they can be."""
+        return self.is_gradient_accumulation_boundary() and not self._local_only
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside need not reduce gradients: stages 0 and 1 add them up on each rank until later.
+
+        Stages 2 and 3 have no room for whole gradients: they go on reducing, and the numbers are the same.
+        """
+        before, self._local_only = self._local_only, True
+        try:
+            yield
+        finally:
+            self._local_only = before
+
+    def share_buffers(self) -> None:
+        """Before a forward: running statistics are the first rank's, as with DistributedDataParallel."""
+        if self._run.module.training and torch.is_grad_enabled():
+            if self._buffers_differ:
+                self._run.parts.buffers.share()
+            self._buffers_differ = not self._local_only
+
+    def buffers_differ(self) -> None:
+        """Each rank has been given buffers of its own."""
+        self._buffers_differ = True

@@ -1,0 +1,108 @@
+"""What the collaborators of one engine share: for whom and with what they work, and how far the training is."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from offload.kernels.threads import kernel_threads
+from zero.activations.saved_tensors import Activations
+from zero.assembly.assembly import Assembly
+from zero.config import Config
+from zero.config.batch import MICRO, STEPS, TRAIN
+from zero.exchange.exchange import Exchange
+from zero.optim.loss_scale import LossScaler
+from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.rules import Rule
+from zero.plan.machine import aliases
+from zero.reports.tracing import Tracer
+from zero.store.storage import Storage
+
+
+class Run:
+    """One engine's model, configuration, optimizer, counters and parts.
+
+    Args:
+        model: the whole tree.
+        config: validated configuration.
+        device: where units are computed on.
+        rule: how parameters are updated.
+        updater: the optimizer that users hold; None trains nothing.
+        scaler: of the loss; its scale is 1 where nothing is fp16.
+
+    Attributes:
+        parts: of the engine for the model as it is.
+        in_place: values in memory that the device can address are used where they live.
+        threads: of CPU kernels.
+        global_steps: steps taken, skipped ones too.
+        global_samples: samples that steps have used, over all ranks.
+        micro_steps: calls of `step()`.
+        skipped_steps: steps that changed no weight because a gradient was inf or NaN.
+        lr_scheduler: stepped after each step that changes weights, or None.
+        collate_fn: for loaders that are given none.
+        training_dataloader: its position is in checkpoints, if it has `state_dict` and `load_state_dict`.
+        data_position: what the `state_dict` of that loader was in the checkpoint loaded last.
+        generations: contexts of `engine.generation()` that are open.
+        closed: nothing runs any more.
+    """
+
+    parts: Assembly
+    tracer: Tracer
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        device: torch.device,
+        rule: Rule,
+        updater: ZeroOptimizer | None,
+        scaler: LossScaler,
+        *,
+        generations: int,
+    ) -> None:
+        self.module, self.config, self.device, self.rule, self.updater = model, config, device, rule, updater
+        self.in_place, self.threads = aliases(), kernel_threads(on_cpu=device.type == "cpu")
+        self.scaler = scaler
+        self.activations = Activations(config.activation_checkpointing)
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.lr_scheduler: Any = None
+        self.collate_fn: Callable[..., Any] | None = None
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.data_position: Any = None
+        self.generations = generations
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self.closed = False
+
+    @property
+    def exchange(self) -> Exchange:
+        """With the other ranks."""
+        return self.parts.exchange
+
+    def use(self, parts: Assembly) -> None:
+        """Run the model with these parts from now on."""
+        first = self._finalizer is None
+        self.let_go()
+        # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.
+        self._finalizer = weakref.finalize(self, Storage.abandon, parts.storage)
+        self.parts = parts
+        if first:
+            self.tracer = Tracer(parts.storage)
+        else:
+            self.tracer.move_to(parts.storage)
+        self.activations.use(parts.storage.activations, parts.model, parts.bound, parts.watch.tear)
+        if self.generations:
+            parts.coordinator.begin_generation()
+
+    def let_go(self) -> None:
+        """Whoever calls closes the parts' storage."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+
+    def set_batch(self, train: int, micro: int, steps: int) -> None:
+        """Other batch sizes from now on: samples per step, samples per forward of a rank, micro-batches per step."""
+        self.config = self.config.with_batch({TRAIN: train, MICRO: micro, STEPS: steps})

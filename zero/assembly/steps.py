@@ -1,0 +1,359 @@
+"""The engine's steps: asked for, decided, counted, and begun; and what every other call owes to the last one.
+
+[Note: behind the step] `step()` returns once the step is decided and counted; updates go on behind it. So each call of
+the engine begins with `ready` or `current`: they take a step that an error has left half taken, and wait for what the
+call is going to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import StateError
+from offload.stopwatch import Stopwatch
+from offload.system.interrupts import whole
+from zero.assembly.accumulation import Accumulation
+from zero.assembly.assembly import Assembly
+from zero.assembly.device_memory import StatesAway
+from zero.assembly.loss_scaling import LossScaling
+from zero.assembly.run import Run
+from zero.assembly.state_kinds import TO_RUN, TO_TRAIN, OffloadStateTypeEnum
+from zero.optim.loss_scale import LossScaleError
+from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.pipeline import StepArguments
+from zero.optim.scheduling import step_scheduler
+from zero.optim.step import StepState, UnusedParameters
+from zero.params.released import name_of
+from zero.values.parameters import ParameterValues
+
+
+class StepListener:
+    """Hears of steps, and of what changes weights besides. Each does nothing unless told otherwise."""
+
+    def check_open(self, what: str) -> None:
+        """`what` is attempted: raise if it must not be."""
+
+    def called(self) -> None:
+        """The engine is called: raise an error that nobody has seen yet."""
+
+    def step_asked(self) -> None:
+        """Raise if no step must be taken now."""
+
+    def releasing(self) -> None:
+        """What is always bound is about to be let go."""
+
+    def step_begins(self) -> None:
+        """A step is about to be decided, and what is always bound is about to be let go."""
+
+    def released(self) -> None:
+        """Nothing is bound, and the step is not decided yet."""
+
+    def step_counted(self) -> None:
+        """Nobody has seen its weights yet."""
+
+    def step_begun(self) -> None:
+        """What cannot wait is updated."""
+
+    def updated_bound(self) -> None:
+        """What is always on the device is as of the last step, and nobody has touched it."""
+
+    def weights_change(self, index: int) -> None:
+        """A unit's weights are about to change by other means than a step."""
+
+    def edit_begins(self) -> None:
+        """Planes are about to be moved, or edited where they live."""
+
+    def rewrite_begins(self) -> None:
+        """All planes are about to be rewritten, or replaced."""
+
+
+class Steps:
+    """Of one engine.
+
+    Args:
+        run: what the collaborators share.
+        accumulation: of micro-batches.
+        scaling: of the loss.
+        away: what `offload_states` has put away.
+        listeners: told of each step, in this order.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        accumulation: Accumulation,
+        scaling: LossScaling,
+        away: StatesAway,
+        listeners: Sequence[StepListener],
+    ) -> None:
+        self._run, self._accumulation, self._scaling, self._away = run, accumulation, scaling, away
+        self._listeners = listeners
+        self._schedule_arguments: Mapping[str, Any] = {}
+        """For the scheduler, with the step that was asked for last."""
+        self._applied = False
+        self.watch = Stopwatch()
+        """What steps have taken."""
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """As `engine.step`."""
+        run = self._run
+        self.check_open("step")
+        self._applied = False
+        if run.parts.stepper.state == StepState.NONE:
+            if not self._accumulation.is_gradient_accumulation_boundary():
+                self._take()  # what an earlier call has left; if it raises, this call has not happened
+                run.micro_steps += 1
+                return
+            self._ask(lr_kwargs)
+            run.micro_steps += 1
+        self._take()
+
+    def step_now(self) -> None:
+        """`optimizer.step()`: a step now, whatever the micro-step counter says."""
+        self.check_open("optimizer.step")
+        if self._run.parts.stepper.state == StepState.NONE:
+            self._ask()
+        self._take()
+
+    def was_step_applied(self) -> bool:
+        """Did the last `step()` change weights? Not between accumulation boundaries, nor where it was skipped."""
+        return self._applied
+
+    @whole
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients accumulated since the last step."""
+        run = self._run
+        if not run.closed:
+            self._take()
+            self.changed()
+            run.parts.gradients.clear()
+            self._away.forget_gradients()
+            for parameter in self._written():
+                parameter.grad = None
+            run.parts.watch.torn = False
+
+    def _ask(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Take note of a step that is legal now. From here on it will be taken, whatever fails meanwhile."""
+        run, parts = self._run, self._run.parts
+        if run.updater is None:
+            raise StateError("step: the engine was made without an optimizer; add one to the config or pass one")
+        for listener in self._listeners:
+            listener.step_asked()
+        self._away.bring_back("step")
+        if parts.keeper.editing:
+            raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
+        if parts.watch.torn:
+            raise StateError(
+                "step: a transfer failed inside the last backward, so some gradients are missing; call zero_grad() and "
+                "run forward and backward again"
+            )
+        parts.watch.end_stray()
+        parts.coordinator.check_idle()
+        run.updater.before_step()
+        self._schedule_arguments = dict(lr_kwargs or {})
+        self._take_written()
+        parts.stepper.ask()
+
+    def _take(self) -> None:
+        """Do what an earlier call had to leave undone: edits first, they came before the step."""
+        run, parts = self._run, self._run.parts
+        with self.watch.running():
+            parts.stepper.check()
+            run.activations.check()
+            parts.keeper.store_edits()
+            if parts.stepper.state == StepState.NONE or run.updater is None:
+                return
+            self._fix(run.updater)
+            parts.stepper.start()
+            parts.stepper.begun()
+            parts.coordinator.expect_forward()
+            for listener in self._listeners:
+                listener.step_begun()
+            if parts.stepper.applied:
+                run.updater.after_step()
+
+    def _fix(self, optimizer: ZeroOptimizer) -> None:
+        """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""
+        run, stepper = self._run, self._run.parts.stepper
+        number = run.global_steps + 1
+        if stepper.state == StepState.ASKED:
+            for listener in self._listeners:
+                listener.step_begins()
+            run.parts.coordinator.release_all()
+            for listener in self._listeners:
+                listener.released()
+            try:
+                stepper.fix(
+                    *(number, optimizer, run.parts.index_of, run.config.gradient_clipping),
+                    loss_is_finite=self._scaling.losses_were_finite,
+                )
+            except (UnusedParameters, LossScaleError) as error:
+                optimizer.overflow = isinstance(error, LossScaleError)
+                self._scaling.step_counted()
+                raise
+        if stepper.state == StepState.DECIDED:
+            self._count(optimizer, number)
+
+    def _count(self, optimizer: ZeroOptimizer, number: int) -> None:
+        """The schedule follows the steps that change weights."""
+        run, parts, applied = self._run, self._run.parts, self._run.parts.stepper.applied
+        parts.coordinator.step_taken()
+        parts.stepper.count()
+        parts.watch.generation += 1
+        run.global_steps = number
+        run.global_samples += run.config.train_batch_size
+        run.skipped_steps += not applied
+        self._applied, optimizer.overflow = applied, not applied
+        self._scaling.step_counted()
+        if applied:
+            optimizer.mark_stepped()
+            if run.lr_scheduler is not None:
+                step_scheduler(run.lr_scheduler, self._schedule_arguments, run.config.train_batch_size)
+        optimizer._global_grad_norm = parts.stepper.norm
+        for listener in self._listeners:
+            listener.step_counted()
+
+    def arguments_now(self) -> StepArguments:
+        """What a step would use now that does not clip, for every parameter."""
+        run, index_of = self._run, self._run.parts.index_of
+        values = {} if run.updater is None else run.updater.values(index_of, set(index_of.values()))
+        return StepArguments(values, 1.0 / run.scaler.cur_scale, run.global_steps + 1)
+
+    # ---- gradients that users have put into `.grad` ---------------------------------------------
+
+    def _take_written(self) -> None:
+        """A gradient that somebody has put into `parameter.grad` replaces what was collected, as with torch.
+
+        Of several ranks each has put the same there: this rank's slice is taken from its own.
+        """
+        for parameter in self._written():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                whole_gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                self.values_of(parameter, to_change=True).set_gradient(whole_gradient)
+
+    def _written(self) -> list[nn.Parameter]:
+        """Backward leaves none: gradients are collected as they come."""
+        run = self._run
+        groups = run.updater.param_groups if run.updater is not None else []
+        with torch._C.DisableTorchFunctionSubclass():
+            held = (p for group in groups for p in group["params"] if p.grad is not None)
+            return [p for p in held if id(p) in run.parts.index_of]
+
+    # ---- what other calls owe to the last step --------------------------------------------------
+
+    def check_open(self, what: str) -> None:
+        """Raise StateError if the engine is closed; `what` was attempted."""
+        if self._run.closed:
+            raise StateError(f"{what}: the engine is closed")
+        for listener in self._listeners:
+            listener.check_open(what)
+
+    def ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
+        """Raise if the engine is closed; take a step that was asked for; bind what is always bound.
+
+        Args:
+            what: is attempted.
+            needs: of these states (None: all) what `offload_states` has put away comes back (BudgetError: no room).
+
+        Raises:
+            StateError: closed.
+            StorageError: an update of the last step failed and nobody was told yet, or it fails again.
+        """
+        self.check_open(what)
+        for listener in self._listeners:
+            listener.called()
+        self._take()
+        self._away.bring_back(what, needs)
+        parts = self._run.parts
+        if not parts.coordinator.persistent_bound and not self._away.kinds & TO_RUN:
+            parts.stepper.apply_persistent()
+            for listener in self._listeners:
+                listener.updated_bound()
+            parts.coordinator.bind_persistent()
+
+    def ready_to_run(self, what: str) -> None:
+        """`ready`, for who needs weights and nothing else."""
+        self.ready(what, TO_RUN)
+
+    def ready_to_train(self) -> None:
+        """A backward begins: what it needs comes back."""
+        if self._away.kinds & TO_TRAIN:
+            self.ready("backward", TO_TRAIN)
+
+    @whole
+    def current(self, what: str, units: Iterable[int] | None = None) -> None:
+        """`ready`, and these units (None: all) are stored as of the last step. As `ready`, raises."""
+        self.ready(what)
+        self._run.parts.stepper.finish(units)
+
+    @whole
+    def synchronize(self) -> None:
+        """Wait until the last step is complete and the gradients since are stored, on every tier, and nothing moves.
+
+        Raises:
+            StorageError: a transfer failed. The next call goes on where this one stopped.
+        """
+        self.ready("synchronize", frozenset())
+        parts = self._run.parts
+        parts.stepper.finish()
+        parts.gradients.settle()
+        parts.coordinator.settle()
+
+    # ---- what changes values besides steps ------------------------------------------------------
+
+    def changed(self, index: int | None = None) -> None:
+        """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
+        if index is not None:
+            for listener in self._listeners:
+                listener.weights_change(index)
+        ahead = self._run.parts.ahead
+        if ahead is not None:
+            ahead.void_all() if index is None else ahead.void(index)
+
+    def edit_begins(self) -> None:
+        """Planes are about to be moved, or edited where they live."""
+        for listener in self._listeners:
+            listener.edit_begins()
+
+    def at_rest(self) -> Assembly:
+        """The parts, to rewrite their planes: nothing of them moves, no unit is bound, no graph counts any more."""
+        parts = self._run.parts
+        self._away.bring_back("a change of the model or of its values")
+        parts.settle()
+        for listener in self._listeners:
+            listener.rewrite_begins()
+        parts.coordinator.release_all()
+        parts.watch.generation += 1
+        return parts
+
+    def release_bound(self) -> None:
+        """Let every unit go, what is always bound too; `ready` binds that again."""
+        for listener in self._listeners:
+            listener.releasing()
+        self._run.parts.coordinator.release_all()
+
+    def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
+        """A parameter's exact values, states and gradient as of the last step, for `zero.utils.safe_get_full_grad` etc.
+
+        Args:
+            parameter: of the model.
+            to_change: they are going to be replaced: what was done ahead with them is void.
+
+        Raises:
+            StateError: the engine is closed, or a forward or backward runs.
+            StorageError: the last step could not be completed.
+        """
+        parts = self._run.parts
+        name = name_of(parameter)
+        units = parts.keeper.units_named(name)
+        self.current(f"values of {name}", units)
+        if to_change:
+            parts.keeper.before_change(units)
+        return ParameterValues(parts, parts.exchange, parameter)

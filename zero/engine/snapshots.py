@@ -1,0 +1,161 @@
+"""The engine's snapshots: when they are begun and committed, and how to go on from one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+from typing_extensions import override
+
+from offload.errors import StateError, ZeroInfinityError
+from zero.assembly.accumulation import Accumulation
+from zero.assembly.run import Run
+from zero.assembly.steps import StepListener, Steps
+from zero.snapshots.commit import Snapshots
+from zero.snapshots.snapshot_state import capture, restore
+
+logger = logging.getLogger("zero")
+
+
+class SnapshotTurns(StepListener):
+    """Begins a snapshot when a step is due for one, and commits it before the next step.
+
+    Args:
+        run: what the collaborators share.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def names(self) -> dict[int, Any]:
+        """id(parameter) -> its first name."""
+        return {id(leaf.parameter): leaf.names[0] for leaf in self._run.parts.leaves}
+
+    def begin(self, snapshots: Snapshots) -> None:
+        """One of the step that was taken last."""
+        run = self._run
+        snapshots.begin(run.global_steps, capture(run, self.names(), run.parts.stepper.norm))
+
+    def commit_last(self) -> None:
+        """The engine closes. If that is because of an error, other ranks may be anywhere."""
+        snapshots = self._run.parts.snapshots
+        if snapshots is None or snapshots.pending is None or sys.exc_info()[0] is not None:
+            return
+        try:
+            self.released()
+        except ZeroInfinityError as error:
+            logger.warning("the snapshot of step %d could not be committed: %s", snapshots.pending.step, error)
+
+    @override
+    def step_asked(self) -> None:
+        if self._run.parts.snapshots is not None:
+            self._run.parts.snapshots.check_loaded()
+
+    @override
+    def released(self) -> None:
+        snapshots = self._run.parts.snapshots
+        if snapshots is not None and snapshots.pending is not None:
+            self._run.parts.stepper.finish()
+            snapshots.commit()
+
+    @override
+    def step_counted(self) -> None:
+        snapshots = self._run.parts.snapshots
+        if snapshots is not None and snapshots.due(self._run.global_steps):
+            began = time.perf_counter()
+            self.begin(snapshots)
+            snapshots.seconds += time.perf_counter() - began
+
+    @override
+    def step_begun(self) -> None:
+        if self._run.parts.snapshots is not None and self._run.parts.snapshots.at_once:
+            self.released()
+
+    @override
+    def updated_bound(self) -> None:
+        if self._run.parts.snapshots is not None:
+            self._run.parts.snapshots.write_bound()
+
+    @override
+    def weights_change(self, index: int) -> None:
+        self.rewrite_begins()
+
+    @override
+    def rewrite_begins(self) -> None:
+        if self._run.parts.snapshots is not None:
+            self._run.parts.snapshots.void()
+
+
+class SnapshotCalls:
+    """`engine.save_snapshot` and `engine.load_snapshot`.
+
+    Args:
+        run: what the collaborators share.
+        steps: of the engine.
+        accumulation: of micro-batches.
+        turns: of the snapshots.
+    """
+
+    def __init__(self, run: Run, steps: Steps, accumulation: Accumulation, turns: SnapshotTurns) -> None:
+        self._run, self._steps, self._accumulation, self._turns = run, steps, accumulation, turns
+
+    def save_snapshot(self) -> int:
+        """Commit a snapshot now, whatever `every` says; returns the step that it is of. All ranks come here.
+
+        Raises:
+            StateError: there is no snapshot block, or gradients have been collected since the last step.
+            StorageError: it could not be written; the one before still counts.
+        """
+        snapshots, parts = self._ready("save_snapshot"), self._run.parts
+        if parts.accumulating:
+            raise StateError("save_snapshot: gradients have been collected since the last step; call it after step()")
+        snapshots.check_loaded()
+        parts.stepper.finish()
+        self._turns.begin(snapshots)
+        snapshots.commit()
+        if snapshots.committed_step != self._run.global_steps:
+            raise StateError("save_snapshot: another rank has changed weights meanwhile; call it again")
+        return self._run.global_steps
+
+    def load_snapshot(self) -> int | None:
+        """Go on from the last snapshot that was committed; all ranks come here.
+
+        Everything is as it was after that step: weights, states, counters, hyper-parameters, the scheduler, random
+        numbers, buffers. Gradients that have been collected since are forgotten. Everything is read and compared with
+        its checksums; nothing is copied but what lives in memory.
+
+        Returns:
+            The step it is of; None: there is none yet, and nothing has changed.
+
+        Raises:
+            StateError: there is no snapshot block, or it is called inside forward, backward or `GatheredParameters`.
+            StorageError: something of it cannot be read, or is damaged; the engine holds nothing of use.
+            ConfigError: so it is on another rank.
+        """
+        snapshots, run = self._ready("load_snapshot"), self._run
+        if snapshots.committed_step is None:
+            return None
+        parts = self._steps.at_rest()
+        parts.gradients.clear()
+        parts.watch.torn = False
+        state = snapshots.load()
+        if state is None:
+            return None
+        parts.stepper.norm = restore(run, self._turns.names(), state)
+        parts.coordinator.rewritten()
+        self._accumulation.buffers_differ()
+        logger.info("going on from the snapshot of step %d", run.global_steps)
+        return run.global_steps
+
+    def _ready(self, what: str) -> Snapshots:
+        self._steps.ready(what)
+        snapshots = self._run.parts.snapshots
+        if snapshots is None:
+            raise StateError(
+                f"{what}: there are no snapshots; set zero_optimization.offload_optimizer.snapshot, to "
+                '{"every": 100} say'
+            )
+        self._run.parts.check_between(what, "call it between steps")
+        return snapshots

@@ -1,0 +1,56 @@
+"""What the engine answers about the values it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zero.assembly.run import Run
+from zero.assembly.steps import Steps
+from zero.values.access import EngineKeeper
+
+
+class Values:
+    """Of one engine.
+
+    Args:
+        run: what the collaborators share.
+        steps: of the engine.
+    """
+
+    def __init__(self, run: Run, steps: Steps) -> None:
+        self._run, self._steps = run, steps
+
+    def full_parameter(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's weights, in compute dtype, on the host."""
+        return self._current(name).weights(name)
+
+    def full_master(self, name: str) -> torch.Tensor:
+        """A copy of one parameter's fp32 master, on the host."""
+        return self._current(name).master(name)
+
+    def full_state(self, name: str) -> dict[str, Any]:
+        """Copies of one parameter's states (Adam: `exp_avg`, `exp_avg_sq`; fp32, host), and its `step` count.
+
+        An optimizer that keeps further numbers of a parameter has them here too, under their names.
+        """
+        keeper, updater = self._current(name), self._run.updater
+        states: dict[str, Any] = dict(keeper.moments(name))
+        if updater is None:
+            return {**states, "step": 0}
+        key = id(keeper.parameter(name))
+        numbers = {what: scalar.value for what, scalar in updater.numbers(key).items()}
+        return {**updater.made(key, states), **numbers, "step": updater.step_counts.get(key, 0)}
+
+    def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, copy of the weights) of every parameter; tied ones under each of their names."""
+        self._steps.current("reading parameters")
+        return self._run.parts.keeper.named_weights()
+
+    def _current(self, name: str) -> EngineKeeper:
+        """The keeper, once the parameter is as of the last step. Raises KeyError: there is none of this name."""
+        keeper = self._run.parts.keeper
+        self._steps.current(f"reading {name}", keeper.units_named(name))
+        return keeper

@@ -1,0 +1,117 @@
+"""Where each unit is: one object a unit, one enum, and a table of the moves that are legal.
+
+The coordinator is the only writer. Order matters: units are listed in the order in which they came, so that ranks which
+choose among them choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+from offload.errors import StateError
+from zero.params.layout import Unit
+from zero.schedule.loader import Arrival
+
+
+class UnitState(Enum):
+    """Of a unit's values on the device."""
+
+    AWAY = "where its planes keep them"
+    COMING = "on their way, or waiting in a block"
+    LIVE = "in a block, and its parameters see them"
+    EDITED = "in memory of an editor, and its parameters see them"
+    HOME = "always there; its parameters look away while a step changes it"
+
+
+MOVES = {
+    UnitState.AWAY: {UnitState.COMING, UnitState.EDITED},
+    UnitState.COMING: {UnitState.LIVE, UnitState.AWAY},
+    UnitState.LIVE: {UnitState.AWAY},
+    UnitState.EDITED: {UnitState.AWAY},
+    UnitState.HOME: set[UnitState](),
+}
+"""State -> those that may follow."""
+
+
+class UnitOnDevice:
+    """One unit: where it is, and who uses it.
+
+    Attributes:
+        arrival: its values, while it is coming or live.
+        forward_uses: open calls of a forward.
+        backward_uses: calls that gradients have reached and not passed.
+        recomputing: open calls of a recomputation.
+        recomputed: a backward has brought it in: it stays until a backward use of it ends, or the backward.
+        seen: somebody has looked at it with gradients outside any call: it stays until a backward has passed.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.state = UnitState.HOME if unit.persistent else UnitState.AWAY
+        self.arrival: Arrival | None = None
+        self.forward_uses = self.backward_uses = self.recomputing = 0
+        self.recomputed = self.seen = False
+
+    @property
+    def index(self) -> int:
+        """Of the unit, in model order."""
+        return self.unit.index
+
+    @property
+    def used(self) -> bool:
+        """A call uses it, or a backward waits for it."""
+        return bool(self.forward_uses or self.backward_uses or self.recomputed)
+
+    @property
+    def waits(self) -> bool:
+        """It was recomputed, and no open call uses it: gradients will bring it back."""
+        return self.recomputed and not (self.forward_uses or self.backward_uses or self.recomputing)
+
+
+class Residency:
+    """All units of one engine.
+
+    Args:
+        units: in model order.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = [UnitOnDevice(unit) for unit in units]
+        self._listed: dict[UnitState, dict[int, UnitOnDevice]] = {state: {} for state in UnitState}
+        for one in self._units:
+            self._listed[one.state][one.index] = one
+
+    def __getitem__(self, index: int) -> UnitOnDevice:
+        return self._units[index]
+
+    def __iter__(self) -> Iterator[UnitOnDevice]:
+        return iter(self._units)
+
+    def move(self, one: UnitOnDevice, state: UnitState, arrival: Arrival | None = None) -> None:
+        """The unit is there from now on; with `arrival`, if it comes or is live.
+
+        Raises:
+            StateError: the table has no such move.
+        """
+        if state not in MOVES[one.state]:
+            raise StateError(f"unit {one.unit.name}: cannot go from {one.state.name} to {state.name}")
+        del self._listed[one.state][one.index]
+        self._listed[state][one.index] = one
+        one.state, one.arrival = state, arrival
+
+    def at(self, state: UnitState) -> list[UnitOnDevice]:
+        """Units in this state, in the order in which they came to it."""
+        return list(self._listed[state].values())
+
+    def resident(self) -> list[int]:
+        """What takes memory of the pool: units that are live, then those that are coming."""
+        return [*self._listed[UnitState.LIVE], *self._listed[UnitState.COMING]]
+
+    def in_use(self) -> set[int]:
+        """Live units that cannot go."""
+        return {one.index for one in self._listed[UnitState.LIVE].values() if one.used or one.seen}
+
+    def waiting(self) -> set[int]:
+        """See `UnitOnDevice.waits`."""
+        return {one.index for one in self._units if one.waits}
