@@ -13,10 +13,13 @@ import tempfile
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pretend  # before torch
+import torch
 from models import build
 from pretend_scenarios import opened, step
 
@@ -42,7 +45,7 @@ def product_frames() -> list[str]:
     return [f"{Path(f.filename).relative_to(ROOT)}:{f.lineno} {f.name}" for f in reversed(frames)][:FRAMES]
 
 
-def waits_of(engine: Any, micro_steps: int) -> list[str]:
+def waits_of(work: Callable[[], Any]) -> list[str]:
     """Where a thread of the user's waits for the device; threads that the product has for waiting do not count."""
     waits = []
 
@@ -51,9 +54,14 @@ def waits_of(engine: Any, micro_steps: int) -> list[str]:
             waits.append(f"{reason}: {' < '.join(product_frames())}")
 
     with pretend.on_wait(note):
-        for index in range(micro_steps):
-            step(engine, index)
+        work()
     return waits
+
+
+def steps(engine: Any, micro_steps: int) -> None:
+    """Trains."""
+    for index in range(micro_steps):
+        step(engine, index)
 
 
 def measured(label: str, folder: Path) -> dict[str, Any]:
@@ -67,9 +75,14 @@ def measured(label: str, folder: Path) -> dict[str, Any]:
     accumulation = config.get("accumulation", 1)
     model: Any = build("gpt")
     engine = opened(model, (param, states), folder, **config)
-    for index in range(WARM_UP * accumulation):
-        step(engine, index)
-    found: dict[str, Any] = {"engine": label, "steps": STEPS, "waits": waits_of(engine, STEPS * accumulation)}
+    steps(engine, WARM_UP * accumulation)
+    value = torch.ones(1, device="cuda")
+    found: dict[str, Any] = {
+        "engine": label,
+        "waits": waits_of(partial(steps, engine, STEPS * accumulation)),
+        "waits_of_a_read": waits_of(value.item),
+    }
+    del value
     pretend.settle()
     found["held_bytes"] = pretend.statistics().requested_bytes - before.requested_bytes
     found["planned_bytes"] = engine.plan.tier_bytes("device")
