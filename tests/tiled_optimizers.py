@@ -114,7 +114,7 @@ def held_by(engine: Any, model: nn.Module) -> dict[str, Any]:
 
     But for Adagrad, which makes its states when it is constructed.
     """
-    adagrad = engine.plan.states == ("sum",)
+    adagrad = engine.plan.states == (("sum",),)
     found: dict[str, Any] = {}
     for name, _ in model.named_parameters():
         found[f"{name}/weight"], found[f"{name}/master"] = engine.full_parameter(name), engine.full_master(name)

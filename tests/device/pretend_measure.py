@@ -23,16 +23,19 @@ import torch
 from models import build
 from pretend_scenarios import opened, step
 
+from zero.plan.plane_sizes import IN_AN_UPDATE
+
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "clipped": {"clipping": 1.0},
     "fp16": {"bf16": False, "fp16": {"enabled": True, "initial_scale_power": 8}},
     "accumulated": {"accumulation": 2},
+    "muon": {"optimizer": {"type": "Muon"}, "clipping": 1.0},
 }
 ENGINES = (
     *("none-none bf16", "none-none accumulated", "cpu-cpu fp16", "nvme-nvme bf16", "nvme-nvme accumulated"),
-    "none-nvme clipped",
+    *("none-nvme clipped", "cpu-nvme muon"),
 )
 WARM_UP, STEPS = 2, 2
 FRAMES = 6
@@ -83,9 +86,11 @@ def measured(label: str, folder: Path) -> dict[str, Any]:
         "waits_of_a_read": waits_of(value.item),
     }
     del value
+    engine.synchronize()
     pretend.settle()
     found["held_bytes"] = pretend.statistics().requested_bytes - before.requested_bytes
-    found["planned_bytes"] = engine.plan.tier_bytes("device")
+    passing = sum(row.nbytes for row in engine.plan.rows if row.plane == IN_AN_UPDATE)
+    found["planned_bytes"] = engine.plan.tier_bytes("device") - passing
     engine.close()
     del engine
     for moment in ("closed", "gone"):

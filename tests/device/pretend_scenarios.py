@@ -92,6 +92,7 @@ def training(model: str = "gpt", **config: Any) -> Scenario:
     return run
 
 
+MUON = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3}}
 FP16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
 STATES = "offload_optimizer"
 SCENARIOS |= {
@@ -99,6 +100,8 @@ SCENARIOS |= {
     "clipped": training(clipping=0.1),
     "clipped_and_accumulated": training(clipping=0.1, accumulation=2),
     "fp32": training(bf16=False),
+    "muon": training(optimizer=MUON, clipping=0.1, zero={"sub_group_size": 4096}),
+    "muon_accumulated": training(optimizer=MUON, accumulation=2, zero={"stage3_param_persistence_threshold": 1000}),
     "fp16": training(bf16=False, fp16=FP16),
     "accumulated": training(accumulation=2),
     "lora": training("lora"),

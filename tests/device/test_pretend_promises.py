@@ -10,7 +10,7 @@ from pretend_process import HERE, SHOWN_CHARACTERS, finished, needed
 
 ENGINES = (
     *("none-none bf16", "none-none accumulated", "cpu-cpu fp16", "nvme-nvme bf16", "nvme-nvme accumulated"),
-    "none-nvme clipped",
+    *("none-nvme clipped", "cpu-nvme muon"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that users hand over: whatever is element-wise runs over tiles; what is not is refused by name."""
+"""Optimizers that users hand over run over tiles, or over whole parameters; what cannot is refused by name."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def opened(
 
 
 @pytest.mark.parametrize("pair", [("none", "none"), NVME])
-@pytest.mark.parametrize("kind", [Drifting, Slower, Ahead])
+@pytest.mark.parametrize("kind", [Drifting, Slower, Ahead, Lamb])
 def test_a_class_of_the_users_gives_the_bits_that_it_gives_alone(
     open_engine: Open, nvme_path: Path, kind: Any, pair: tuple[str, str]
 ) -> None:
@@ -157,12 +157,13 @@ def test_what_is_not_made_yet_when_a_checkpoint_is_saved_is_made_after_it_is_loa
         (torch.optim.Adafactor, "row_var is of shape"),
         (torch.optim.LBFGS, "closure"),
         (torch.optim.SparseAdam, "dense gradients"),
-        (Lamb, "not element-wise"),
         (Global, "steps for all parameters together"),
         (Handing, "changes nothing of the parameter"),
     ],
 )
-def test_what_is_not_element_wise_is_refused_by_name(open_engine: Open, nvme_path: Path, kind: Any, why: str) -> None:
+def test_what_cannot_run_parameter_by_parameter_is_refused_by_name(
+    open_engine: Open, nvme_path: Path, kind: Any, why: str
+) -> None:
     def make(groups: list[Group]) -> Any:
         return kind([p for group in groups for p in group["params"]])
 
@@ -199,10 +200,19 @@ def test_a_learning_rate_of_0_at_the_beginning_is_no_reason_to_refuse(open_engin
     assert differences({n: after[n] for n in weights}, {n: before[n] for n in weights}) != []
 
 
-def test_muon_is_refused_by_name(open_engine: Open, nvme_path: Path) -> None:
-    model = torch.nn.Linear(8, 8, bias=False)
-    with pytest.raises(ConfigError, match=r"Muon is not available: .*flat pieces"):
-        open_engine(model, make_config(CPU, nvme_path, optimizer={}), optimizer=torch.optim.Muon(model.parameters()))
+def test_muon_as_an_object_trains_the_matrices_that_it_was_given(open_engine: Open, nvme_path: Path) -> None:
+    def matrices(groups: list[Group]) -> Any:
+        return torch.optim.Muon([p for group in groups for p in group["params"] if p.dim() == 2], lr=0.02)
+
+    engine, model = opened(open_engine, nvme_path, matrices, NVME, bf16=False)
+    plain = Plain(matrices, {}, bf16=False, clipping=0.0)
+    train(engine, 0, 6, bf16=False)
+    train(plain, 0, 6, bf16=False)
+    wanted = plain.held()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(engine.full_parameter(name), wanted[f"{name}/weight"])
+        if parameter.dim() == 2 and f"{name}/momentum_buffer" in wanted:
+            assert torch.equal(engine.full_state(name)["momentum_buffer"], wanted[f"{name}/momentum_buffer"])
 
 
 @pytest.mark.parametrize(
@@ -254,9 +264,9 @@ def test_a_name_is_known_in_any_spelling(word: str, kind: str) -> None:
     ("block", "told"),
     [
         ({"type": "OneBitAdam"}, "1-bit optimizers are not available; use AdamW"),
-        ({"type": "Lamb"}, "norms of whole parameters; use AdamW"),
-        ({"type": "Muon"}, "whole matrices; use AdamW"),
-        ({"type": "Muon", "params": {"momentum": 0.9}}, r"1 problem\n.*whole matrices"),  # its keys are no problem
+        ({"type": "Adafactor"}, "is no matrix; use AdamW"),
+        ({"type": "MuAdam", "params": {"momentum": 0.9}}, r"1 problem\n.*muP"),  # its keys are no problem
+        ({"type": "Muon", "params": {"per_head_muon": True}}, "matrices are orthogonalized whole"),
         ({"type": "RMSpropp"}, "the nearest is RMSprop"),
         ({"type": "SGD", "params": {"momentun": 0.9}}, "optimizer.params.momentun.*'momentum'"),
         ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas.*it is of Adam, AdamW"),

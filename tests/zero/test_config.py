@@ -136,7 +136,7 @@ def test_all_problems_come_at_once_with_path_expectation_and_value() -> None:
             "gradient_clipping": -1,
             "fp16": {"fp16_master_weights_and_grads": True},
             "aio": 3,
-            "optimizer": {"type": "Lamb", "params": {"lr": True, "betas": [0.9]}},
+            "optimizer": {"type": "OneBitLamb", "params": {"lr": True, "betas": [0.9]}},
             "zero_optimization": {
                 "stage": 4,
                 "sub_group_size": "1GB",
@@ -456,7 +456,7 @@ REFUSED = {
     "fp16.fp16_master_weights_and_grads": (True, "set it to false"),
     "amp.enabled": (True, "bf16"),
     "optimizer.type": ("OneBitAdam", "AdamW"),
-    "optimizer.params.momentum": (0.9, "it is of SGD, RMSprop"),
+    "optimizer.params.momentum": (0.9, "it is of Muon, SGD, RMSprop"),
     "optimizer.params.lambd": (1e-4, "it is of ASGD"),
     "optimizer.params.freeze_step": (100, "remove it"),
     "optimizer.params.max_grad_norm": (1.0, "gradient_clipping"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from models import build, make_config
 from probe import layout_of
 
+from offload.sizes import align_up
 from zero.params.layout import Layout, UnitContent, build_layout
 from zero.params.placement import Placement
 
@@ -129,6 +130,38 @@ def test_sub_groups_tile_every_trained_space_for_any_size(drawn: Any, world: int
         for group in mine:
             assert group.begin % BLOCK == 0
             assert 0 < group.end - group.begin <= max(numel_max, BLOCK)
+
+
+@given(contents_strategy, worlds, st.integers(0, 100_000))
+def test_what_is_looked_at_whole_lies_in_one_slice_and_one_sub_group(drawn: Any, world: int, numel_max: int) -> None:
+    contents = [replace(content, whole=True, trainable=True) for content in contents_of(drawn)]
+    cuts = []
+    for rank in range(world):
+        layout = build_layout(contents, replace(among(world), rank=rank))
+        groups = layout.sub_groups(numel_max)
+        cuts.append([(group.space, group.begin, group.end) for group in groups])
+        for unit, content in zip(layout.units, contents, strict=True):
+            assert sorted(slot.index for slot in unit.slots) == [index for index, _, _ in content.parameters]
+            for before, after in pairwise(unit.slots):
+                assert before.end_numel <= after.offset_numel
+            mine = [slot for slot in unit.slots if slot.numel and unit.within(slot)[0] < unit.within(slot)[1]]
+            for slot in mine:
+                begin, end = unit.within(slot)
+                assert end - begin == slot.numel and begin % BLOCK == 0
+                assert sum(g.begin <= begin and end <= g.end for g in layout_groups(layout, unit, groups)) == 1
+            sizes = [align_up(slot.numel, BLOCK) for slot in unit.slots]
+            assert unit.shard_numel <= max(BLOCK, max(sizes) + sum(sizes) // world), "the fullest slice is not fuller"
+        for index in range(len(layout.spaces)):
+            mine = [group for group in groups if group.space == index]
+            assert mine[0].begin == 0 and mine[-1].end == layout.spaces[index].numel
+            assert all(before.end == after.begin for before, after in pairwise(mine))
+            assert max(g.end - g.begin for g in mine) <= layout.longest(index, max(numel_max // BLOCK, 1) * BLOCK)
+    assert all(each == cuts[0] for each in cuts), "ranks have the same sub-groups"
+
+
+def layout_groups(layout: Layout, unit: Any, groups: Any) -> list[Any]:
+    """Those of the unit's space."""
+    return [group for group in groups if group.space == layout.space_of(unit)]
 
 
 @given(contents_strategy)

@@ -18,6 +18,7 @@ from probe import layout_of
 from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patchy, train
 
 from offload.errors import ConfigError, StateError
+from zero.ops.lamb import Lamb
 from zero.ops.lion import Lion
 from zero.values.fragments import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 
@@ -40,6 +41,7 @@ NAMED: dict[str, tuple[Group, Group]] = {
         {"weight_decay": 0.0},
     ),
     "Lion": ({"lr": 0.002, "betas": [0.9, 0.98], "weight_decay": 0.1}, {"betas": [0.8, 0.9], "weight_decay": 0.0}),
+    "Lamb": ({"lr": 0.02, "weight_decay": 0.1, "max_coeff": 0.5}, {"bias_correction": False, "min_coeff": 0.1}),
     "RMSprop": ({"lr": 0.003, "alpha": 0.9, "momentum": 0.8, "centered": True, "weight_decay": 0.01}, {"lr": 0.01}),
     "Adamax": ({"lr": 0.003, "weight_decay": 0.01}, {"lr": 0.01}),
     "NAdam": ({"lr": 0.003, "weight_decay": 0.01, "decoupled_weight_decay": True}, {"betas": [0.7, 0.9]}),
@@ -51,16 +53,17 @@ NAMED: dict[str, tuple[Group, Group]] = {
     "AdamW": ({"lr": 0.003, "amsgrad": True, "maximize": True, "weight_decay": 0.01}, {"weight_decay": 0.0}),
 }
 """Name -> (options, options of the second group)."""
+OURS = {"Lion": Lion, "Lamb": Lamb}
 
 
 def kind_of(name: str) -> Any:
     word = name.split(",")[0].split(" ")[0]
-    return Lion if word == "Lion" else getattr(torch.optim, word)
+    return OURS.get(word) or getattr(torch.optim, word)
 
 
 def counterpart(name: str) -> Callable[[list[Group]], torch.optim.Optimizer]:
     options = {key: value for key, value in NAMED[name][0].items() if key != "adam_w_mode"}
-    return lambda groups: kind_of(name)(groups, **options, **({} if name == "Lion" else {"foreach": False}))
+    return lambda groups: kind_of(name)(groups, **options, **({} if name in OURS else {"foreach": False}))
 
 
 def opened(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -30,7 +30,7 @@ from zero.optim.loss_scale import LossScaler
 from zero.optim.pending_updates import DueUpdates, UpdatesInBackward
 from zero.optim.pipeline import SubGroupPipeline
 from zero.optim.reduce import ReducedGradients
-from zero.optim.rules import Rule
+from zero.optim.rules import Rules
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
@@ -70,7 +70,7 @@ class Owner(Protocol):
     """Of CPU kernels."""
     scaler: LossScaler
     """Of the loss."""
-    rule: Rule
+    rules: Rules
     """How parameters are updated."""
 
 
@@ -81,7 +81,7 @@ class Assembly:
         owner: for whom it works.
         events: of the engine.
         exchange: with the other ranks.
-        trainable: id(parameter) of those the optimizer holds.
+        trainable: id(parameter) of those the optimizer holds -> number of the rule that updates it.
         previous: the owner's parts until now; they keep their values until the model is switched over.
 
     Raises:
@@ -96,7 +96,7 @@ class Assembly:
         owner: Owner,
         events: Events,
         exchange: Exchange,
-        trainable: set[int],
+        trainable: Mapping[int, int],
         previous: Assembly | None = None,
     ) -> None:
         self._owner, self._events, self.exchange = owner, events, exchange
@@ -105,12 +105,12 @@ class Assembly:
         self.index_of = {id(leaf.parameter): leaf.index for leaf in self.leaves}
         self.buffers: CommonBuffers = CommonBuffers(exchange, model, previous.buffers if previous else None)
         placement = exchange.placement
-        self._covered, self.layout = lay_out(model, self.leaves, trainable, config, placement)
+        self._covered, self.layout = lay_out(*(model, self.leaves, trainable, config, placement), owner.rules.whole)
         take_back((leaf.parameter for leaf in self.leaves), previous.keeper if previous else None)
         machine = agree_on_machine(exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
         self.plan = planner_of(
             *(model, (self._covered, self.layout), config, machine, owner.device, owner.in_place, placement),
-            owner.rule.states,
+            owner.rules.states,
         ).make()
         level = logging.INFO if previous is None else logging.DEBUG
         logger.log(level, "%s", self.plan.table())
@@ -147,7 +147,7 @@ class Assembly:
             if exchange.placement.alone
             else ReducedGradients(layout, storage, device, owner.threads, exchange)
         )
-        pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rule)
+        pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rules)
         updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, owner.threads))
         self.ahead = None
         if self.plan.two_slots:
@@ -309,7 +309,7 @@ class Assembly:
             self.storage.close()
 
 
-def _warn_of_range(leaves: Iterable[Leaf], trainable: set[int], config: Config) -> None:
+def _warn_of_range(leaves: Iterable[Leaf], trainable: Container[int], config: Config) -> None:
     """Weights that were made for bf16 often exceed what fp16 can hold."""
     if config.compute_dtype != torch.float16:
         return

@@ -171,7 +171,9 @@ class ModelChanges:
         present = {id(p) for p in census.parameters()}
         exchange = before.renewed()
         try:
-            new = Assembly(run, self._events, exchange, census.held & present, old)
+            numbers = {} if run.updater is None else run.rules.numbers(run.updater.param_groups)
+            held = {key: number for key, number in numbers.items() if key in present}
+            new = Assembly(run, self._events, exchange, held, old)
             try:
                 _fill(new, old)
                 gone = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]
@@ -222,13 +224,19 @@ def _switch(old: Assembly, new: Assembly, leaving: list[tuple[Leaf, torch.Tensor
 
 
 def _join(optimizer: ZeroOptimizer, joining: list[nn.Parameter], leaves: list[Leaf], model: nn.Module) -> None:
-    """Put parameters into param groups: where the one was whose name they have now, else into the first."""
+    """Put parameters into param groups: where the one was whose name they have now, else into the first.
+
+    Where there are several update rules: into the first of the rule that such a parameter has by default.
+    """
     number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    number_by_name = {name: number_of.get(id(leaf.parameter), 0) for leaf in leaves for name in leaf.names}
+    names = ((name, number_of.get(id(leaf.parameter))) for leaf in leaves for name in leaf.names)
+    number_by_name = {name: number for name, number in names if number is not None}
     name_of = {id(p): name for name, p in model.named_parameters()}
     for parameter in joining:
-        number = number_by_name.get(name_of[id(parameter)], 0)
-        optimizer.param_groups[number]["params"].append(parameter)
+        name = name_of[id(parameter)]
+        number = number_by_name.get(name)
+        group = optimizer.default_group(name, parameter) if number is None else optimizer.param_groups[number]
+        group["params"].append(parameter)
 
 
 def _forget(optimizer: ZeroOptimizer, present: set[int]) -> None:

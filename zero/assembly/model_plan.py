@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from zero.config import Config
-from zero.optim.make_rule import rule_of_config
+from zero.optim.make_rule import trained_from
+from zero.optim.rules import AdamRule, Rules, Trained
 from zero.params.layout import Layout, build_layout
 from zero.params.placement import Placement, place
 from zero.params.units import CoveredUnit, Leaf, collect_leaves, uses_of
@@ -16,25 +18,30 @@ from zero.plan.covering import cover_model
 from zero.plan.machine import Machine
 from zero.plan.plan import Plan
 from zero.plan.planner import Planner
-from zero.plan.record import ADAM_STATES
 
 
 def lay_out(
-    model: nn.Module, leaves: list[Leaf], trainable: set[int], config: Config, placement: Placement
+    model: nn.Module,
+    leaves: list[Leaf],
+    trainable: Mapping[int, int],
+    config: Config,
+    placement: Placement,
+    whole_rules: frozenset[int] = frozenset(),
 ) -> tuple[list[CoveredUnit], Layout]:
     """The units of a model, and where each parameter lies in the flat space.
 
     Args:
         model: the whole tree.
         leaves: from `collect_leaves(model)`.
-        trainable: id(parameter) of those the optimizer holds.
+        trainable: id(parameter) of those the optimizer holds -> number of the rule that updates it.
         config: validated configuration.
         placement: who shares each unit.
+        whole_rules: numbers of the rules that look at whole parameters.
 
     Raises:
         ConfigError: a parameter's dtype cannot be trained; names it.
     """
-    covered = cover_model(model, leaves, trainable, config)
+    covered = cover_model(model, leaves, trainable, config, whole_rules)
     for unit in covered:
         if not placement.weights_sharded:
             unit.content = replace(unit.content, persistent=True)
@@ -51,7 +58,7 @@ def planner_of(
     device: torch.device,
     in_place: bool,
     placement: Placement,
-    states: tuple[str, ...],
+    states: tuple[tuple[str, ...], ...],
 ) -> Planner:
     """Who makes one rank's plan for a layout.
 
@@ -63,7 +70,7 @@ def planner_of(
         device: where units are computed on.
         in_place: units whose home memory the device can address are used there without a copy.
         placement: who shares each unit.
-        states: names of the optimizer's state planes.
+        states: names of the state planes of each update rule.
     """
     covered, layout = laid_out
     uses = uses_of(model, covered, layout)
@@ -93,10 +100,11 @@ def plan_model(
         ConfigError: a knob or a parameter that cannot be; names it.
         BudgetError: it does not fit; names the knob to turn.
     """
-    trainable = {id(p) for p in model.parameters() if p.requires_grad} if config.optimizer is not None else set()
     placement = place(config, 0, world_size)
-    rule = rule_of_config(config)
-    covered, layout = lay_out(model, collect_leaves(model), trainable, config, placement)
-    states = ADAM_STATES if rule is None else rule.states
-    planner = planner_of(model, (covered, layout), config, machine, device, True, placement, states)
+    trained = trained_from(None, None, model, config) or Trained([], Rules((AdamRule(),)))
+    rules = trained.rules
+    covered, layout = lay_out(
+        *(model, collect_leaves(model), rules.numbers(trained.groups), config, placement), rules.whole
+    )
+    planner = planner_of(model, (covered, layout), config, machine, device, True, placement, rules.states)
     return layout, planner.make_least() if least else planner.make()

@@ -18,7 +18,7 @@ from zero.config.batch import MICRO, STEPS, TRAIN
 from zero.exchange.exchange import Exchange
 from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.rules import Rule
+from zero.optim.rules import Rules
 from zero.plan.machine import aliases
 from zero.reports.tracing import Tracer
 from zero.store.storage import Storage
@@ -31,7 +31,7 @@ class Run:
         model: the whole tree.
         config: validated configuration.
         device: where units are computed on.
-        rule: how parameters are updated.
+        rules: how parameters are updated.
         updater: the optimizer that users hold; None trains nothing.
         scaler: of the loss; its scale is 1 where nothing is fp16.
 
@@ -59,13 +59,13 @@ class Run:
         model: nn.Module,
         config: Config,
         device: torch.device,
-        rule: Rule,
+        rules: Rules,
         updater: ZeroOptimizer | None,
         scaler: LossScaler,
         *,
         generations: int,
     ) -> None:
-        self.module, self.config, self.device, self.rule, self.updater = model, config, device, rule, updater
+        self.module, self.config, self.device, self.rules, self.updater = model, config, device, rules, updater
         self.in_place, self.threads = aliases(), kernel_threads(on_cpu=device.type == "cpu")
         self.scaler = scaler
         self.activations = Activations(config.activation_checkpointing)

@@ -82,9 +82,10 @@ class Wanted:
             raise ConfigError(_mismatch(missing, unexpected))
         self.stateful: set[int] = set()
         """Indices of parameters whose states are in the source."""
-        self._kinds = parts.plan.states
+        self._kinds = {s.index: parts.plan.states_of(u) for u in parts.layout.units if u.trainable for s in u.slots}
+        """Index of a trained parameter -> names of its state planes."""
         if states:
-            self.stateful = {i for i, name in self.names.items() if i in trained and self._has_states(name)}
+            self.stateful = {i for i, name in self.names.items() if i in trained and self._has_states(i, name)}
             self._check_optimizer()
         self.is_everything = len(self.names) == len(parts.leaves) and self.stateful >= trained
         self.missing, self.unexpected = missing, unexpected
@@ -99,7 +100,7 @@ class Wanted:
             if index in self._in_bf16 and weight.dtype == torch.float32:  # a master, of a weight not trained here
                 weight = rounded(weight)
             if state and index in self.stateful:
-                states = tuple(self._source.read(state_name(name, kind), lo, hi) for kind in self._kinds)
+                states = tuple(self._source.read(state_name(name, kind), lo, hi) for kind in self._kinds[index])
             yield Piece(lo, weight, states=states)
 
     def in_order(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
@@ -110,7 +111,7 @@ class Wanted:
             name = self.names[slot.index]
             kinds = [MODEL + name]
             if unit.trainable and slot.index in self.stateful:
-                kinds += [state_name(name, kind) for kind in self._kinds]
+                kinds += [state_name(name, kind) for kind in self._kinds[slot.index]]
             for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
                 yield from ((kind, lo, hi) for kind in kinds)
 
@@ -134,18 +135,19 @@ class Wanted:
             found.setdefault(id(self._parts.leaves[index].parameter), {})[kind] = number
         return found
 
-    def _has_states(self, name: str) -> bool:
+    def _has_states(self, index: int, name: str) -> bool:
         # A rule without planes has nothing but the count.
-        return all(state_name(name, kind) in self._source.tensors for kind in self._kinds or (STEP,))
+        return all(state_name(name, kind) in self._source.tensors for kind in self._kinds[index] or (STEP,))
 
     def _check_optimizer(self) -> None:
         """Raise ConfigError if the source has states, and all of them are another optimizer's."""
         if self.stateful:
             return
         theirs = {name.rpartition(".")[2] for name in self._source.tensors if name.startswith(OPTIMIZER)} - {STEP}
+        ours = sorted({kind for kinds in self._kinds.values() for kind in kinds})
         if theirs and self.names:
             raise ConfigError(
-                f"load_checkpoint: the optimizer keeps {', '.join(self._kinds) or 'no state'} of each parameter, and "
+                f"load_checkpoint: the optimizer keeps {', '.join(ours) or 'no state'} of each parameter, and "
                 f"the checkpoint has {', '.join(sorted(theirs))}: it is another optimizer's; train with that one, or "
                 "pass load_optimizer_states=False"
             )

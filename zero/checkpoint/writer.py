@@ -114,7 +114,7 @@ class Extents:
         leaves: the model's parameters, by their index in the layout.
         placement: of this rank.
         wanted: called with a parameter's index: False leaves it out.
-        states: names of the optimizer's planes.
+        states: names of the state planes that a trained unit's parameters have.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Extents:
         leaves: Sequence[Leaf],
         placement: Placement,
         wanted: Callable[[int], bool] = lambda index: True,
-        states: Sequence[str] = (),
+        states: Callable[[Unit], Sequence[str]] = lambda unit: (),
     ) -> None:
         self._layout, self._leaves, self._wanted, self._states = layout, leaves, wanted, states
         with torch._C.DisableTorchFunctionSubclass():
@@ -204,7 +204,7 @@ class Extents:
             [(MODEL + name, torch.float32, MASTER, 0)] if unit.trainable else [(MODEL + name, unit.dtype, WEIGHT, 0)]
         )
         if unit.trainable:
-            kinds += [(state_name(name, kind), torch.float32, STATE, at) for at, kind in enumerate(self._states)]
+            kinds += [(state_name(name, kind), torch.float32, STATE, at) for at, kind in enumerate(self._states(unit))]
         for box in short_boxes(shape, lo - origin, hi - origin, PIECE_NUMEL):
             for tensor, dtype, kind, at in kinds:
                 yield Part(tensor, dtype, box, shape, kind, at, unit, origin + box.begin)
@@ -411,7 +411,7 @@ def plan_extents(
         wanted: which parameters, by their index.
         optimizer: has the numbers that belong to states; None: all are 0.
     """
-    extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted, parts.plan.states)
+    extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted, parts.plan.states_of)
     if placement.rank == 0:
         for name, buffer in persistent_buffers(parts.model).items():
             extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))

@@ -12,7 +12,7 @@ from zero.compat.monitoring import BLOCKS, DeepSpeedMonitorConfig
 from zero.config import load_config, reading_as_deepspeed
 from zero.config.precision_block import Bf16Config, Fp16Config
 
-DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lion"]
+DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lamb", "lion", "muon"]
 """Of those that DeepSpeed lists, what `optimizer.type` can be here; any class of torch.optim can be too."""
 BLOCKS_BY_NAME = {
     "activation_checkpointing_config": "activation_checkpointing",

@@ -33,7 +33,6 @@ WRITERS = "DeepSpeed's checkpoint writers are not part of it; engine.save_checkp
 CONFIG = "DeepSpeedConfig(...) has the whole configuration, its blocks as attributes"
 STAGES = "DeepSpeed's own machinery of sharding is not part of it; the engine has its own, behind the same calls"
 LAUNCHER = "`zero run` starts the ranks, on one node or several; `zero run --help` tells how"
-NO_LAMB = "LAMB is not implemented; use AdamW"
 NO_PLD = "progressive layer drop is not implemented; leave layers out in the model's own forward"
 
 INSTEAD: dict[str, str] = {
@@ -69,7 +68,6 @@ INSTEAD: dict[str, str] = {
     "ops": KERNELS,
     "ops.aio": ASYNC_IO,
     "ops.gds": ASYNC_IO,
-    "ops.lamb": NO_LAMB,
     "ops.op_builder": "the engine loads its own libraries; `zero doctor` shows them",
     "ops.random_ltd": "random layer drop is not implemented",
     "ops.sparse_attention": "sparse attention is not implemented; use torch.nn.attention.flex_attention",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -12,8 +12,10 @@ from zero.config.fields import (
     ConfigBlock,
     Flag,
     InertFlag,
+    InertText,
     Number,
     Only,
+    Whole,
     problem,
     reads,
 )
@@ -23,18 +25,19 @@ from zero.config.numbers import parse_number
 OPTIMIZER_TYPES = {
     **{name: "Adam" for name in ("adam", "deepspeedcpuadam", "cpuadam", "fusedadam", "cpu_adam", "fused_adam")},
     **{name: "Adagrad" for name in ("adagrad", "deepspeedcpuadagrad", "cpuadagrad")},
+    **{name: "Lamb" for name in ("lamb", "fusedlamb")},
     **{name: "Lion" for name in ("lion", "deepspeedcpulion", "cpulion", "fusedlion")},
     **{
         name.lower(): name
-        for name in ("AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD")
+        for name in ("Muon", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD")
     },
 }
 """Names in lower case; those of torch.optim mean its classes."""
-ELEMENT_WISE = "AdamW, Adam, Lion, Adagrad, SGD, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop or ASGD"
+KNOWN = "AdamW, Adam, Muon, Lamb, Lion, Adagrad, SGD, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop or ASGD"
 REFUSED_TYPES = {
     **{name: "1-bit optimizers are not available" for name in ("onebitadam", "zerooneadam", "onebitlamb")},
-    **{name: "it scales steps by norms of whole parameters" for name in ("lamb", "fusedlamb")},
-    **{name: "it works on whole matrices" for name in ("muon", "adafactor", "shampoo", "soap")},
+    "adafactor": "what it keeps of a matrix is no matrix",
+    **{name: "torch has no such class; an object of one that keeps matrices works" for name in ("shampoo", "soap")},
     "lbfgs": "it runs the model inside its step",
     "sparseadam": "gradients are dense here",
     **{name: "widths of muP are not read here; scale lr per param group" for name in ("muadam", "muadamw", "musgd")},
@@ -45,7 +48,12 @@ TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Adam": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
     "AdamW": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
     "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"),
+    "Lamb": ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_coeff", "min_coeff"),
     "Lion": ("lr", "betas", "weight_decay"),
+    "Muon": (
+        *("lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay"),
+        *("nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn"),
+    ),
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
     "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
     "Adamax": ("lr", "betas", "eps", "weight_decay", "maximize"),
@@ -74,13 +82,18 @@ def _parse_pair(value: object) -> tuple[float, float]:
     return parse_number(value[0]), parse_number(value[1])
 
 
+def _parse_three(value: object) -> tuple[float, float, float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        raise ValueError("three numbers")
+    a, b, c = map(parse_number, value)
+    return a, b, c
+
+
 def _other_optimizer(owner: str) -> Only:
     return Only((), f"it belongs to {owner}, not available here; remove it")
 
 
 _ONE_BIT = Annotated[Any, _other_optimizer("the 1-bit and 0/1 optimizers")]
-_LAMB = Annotated[Any, _other_optimizer("LAMB")]
-_MUON = Annotated[Any, _other_optimizer("Muon")]
 
 
 class OptimizerParams(ConfigBlock):
@@ -100,17 +113,17 @@ class OptimizerParams(ConfigBlock):
     adam_w_mode: Flag = True
     """Decay the weights, not the gradients; "AdamW" does so whatever this says."""
     bias_correction: Flag = True
-    """Adam, AdamW: False leaves the moments as they are."""
+    """Adam, AdamW, Lamb: False leaves the moments as they are."""
     amsgrad: Flag = False
     """Adam, AdamW: divide by the largest average so far."""
     maximize: Flag = False
     """All but Lion: go up the gradient."""
     momentum: Annotated[Number, Field(ge=0)] | None = None
-    """SGD, RMSprop: of the moving average of steps."""
+    """SGD, RMSprop, Muon: of the moving average of steps, or of gradients."""
     dampening: Number | None = None
     """SGD: of a gradient's part in the moving average."""
     nesterov: Flag | None = None
-    """SGD: look ahead along the moving average."""
+    """SGD, Muon: look ahead along the moving average."""
     lr_decay: Annotated[Number, Field(ge=0)] | None = None
     """Adagrad: how fast the rate falls."""
     initial_accumulator_value: Annotated[Number, Field(ge=0)] | None = None
@@ -131,6 +144,16 @@ class OptimizerParams(ConfigBlock):
     """Rprop: the least and the largest."""
     lambd: Annotated[Number, Field(ge=0)] | None = None
     """ASGD: how fast weights and rate decay."""
+    muon_lr: Annotated[Number, Field(ge=0)] | None = None
+    """Muon: of the hidden matrices, if it is not `lr`."""
+    adam_lr: Annotated[Number, Field(ge=0)] | None = None
+    """Muon: of what AdamW updates, if it is not `lr`."""
+    ns_steps: Annotated[Whole, Field(ge=1, lt=100)] | None = None
+    """Muon: Newton-Schulz iterations."""
+    ns_coefficients: Annotated[tuple[float, float, float], reads(_parse_three)] | None = None
+    """Muon: of the polynomial that is iterated."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    """Muon: how the rate follows a matrix's shape; with "match_rms_adamw" rates of AdamW may be kept."""
     t0: Annotated[Number, Field(ge=0)] | None = None
     """ASGD: the step at which averaging begins."""
     fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are fp32; set it to true")] = True
@@ -152,22 +175,23 @@ class OptimizerParams(ConfigBlock):
     factor_max: _ONE_BIT = None
     factor_min: _ONE_BIT = None
     factor_threshold: _ONE_BIT = None
-    max_coeff: _LAMB = None
-    min_coeff: _LAMB = None
-    muon_lr: _MUON = None
-    adam_lr: _MUON = None
-    ns_method: _MUON = None
+    max_coeff: Annotated[Number, Field(ge=0)] | None = None
+    """Lamb: the most that a parameter's norm over its step's counts as."""
+    min_coeff: Annotated[Number, Field(ge=0)] | None = None
+    """Lamb: the least."""
+    ns_method: InertText = None
+    per_head_muon: Annotated[Flag, Only((False,), "matrices are orthogonalized whole; remove it")] = False
 
 
 def _parse_optimizer_type(value: object) -> str:
     word = value.lower().removeprefix("torch.optim.") if isinstance(value, str) else ""
     if word in REFUSED_TYPES:
-        raise problem("an element-wise optimizer", fix=f"{REFUSED_TYPES[word]}; use {ELEMENT_WISE}")
+        raise problem("an optimizer that is here", fix=f"{REFUSED_TYPES[word]}; use {KNOWN}")
     if word in OPTIMIZER_TYPES:
         return OPTIMIZER_TYPES[word]
     near = nearest(word, OPTIMIZER_TYPES)
     hint = f"the nearest is {OPTIMIZER_TYPES[near[0]]}; " if near else ""
-    raise problem(ELEMENT_WISE, fix=f"{hint}pass any other element-wise optimizer to zero.initialize as an object")
+    raise problem(KNOWN, fix=f"{hint}pass any other optimizer to zero.initialize as an object")
 
 
 class OptimizerConfig(ConfigBlock):
@@ -207,7 +231,7 @@ class OptimizerConfig(ConfigBlock):
 
     def options(self) -> dict[str, Any]:
         """What a torch optimizer of this type is made with."""
-        keys = self.given - {"adam_w_mode", "bias_correction"}
+        keys = self.given - ({"adam_w_mode", "bias_correction"} if self.is_adam else set())
         options = {key: getattr(self.params, key) for key in keys}
         return {"lr": self.params.lr, "weight_decay": self.params.weight_decay, **options} if self.is_adam else options
 

@@ -39,7 +39,7 @@ from zero.engine.values import Values
 from zero.exchange.exchange import Alone, Exchange
 from zero.optim.loss_scale import make_scaler
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.rules import AdamRule, Trained
+from zero.optim.rules import AdamRule, Rules, Trained
 from zero.optim.scheduling import scheduler_for
 from zero.params.layout import Unit
 from zero.plan.plan import Plan
@@ -75,9 +75,9 @@ class ZeroEngine(EngineNames, nn.Module):
         generates: bool = False,
     ) -> None:
         super().__init__()
-        trained, scaler = trained or Trained([], AdamRule()), make_scaler(config, device)
+        trained, scaler = trained or Trained([], Rules((AdamRule(),))), make_scaler(config, device)
         optimizer = ZeroOptimizer(trained, self._optimizer_step, self._clear, scaler) if trained.groups else None
-        run = self.run = Run(model, config, device, trained.rule, optimizer, scaler, generations=int(generates))
+        run = self.run = Run(model, config, device, trained.rules, optimizer, scaler, generations=int(generates))
         run.lr_scheduler = scheduler_for(lr_scheduler, optimizer, config)
         self.accumulation, self.scaling = Accumulation(run), LossScaling(run)
         self.checkpoint_state, self._turns, self._away = CheckpointState(run), SnapshotTurns(run), StatesAway(run)
@@ -114,8 +114,7 @@ class ZeroEngine(EngineNames, nn.Module):
     def _build(self, events: Events, exchange: Exchange, trained: Trained) -> None:
         """Make the parts, and cut the model in place. If that fails, the model is as it was."""
         run = self.run
-        held = {id(p) for group in trained.groups for p in group["params"]}
-        parts = Assembly(run, events, exchange, held)
+        parts = Assembly(run, events, exchange, trained.rules.numbers(trained.groups))
         try:
             parts.build()
             run.use(parts)

@@ -55,7 +55,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         args: `args.zero_config` or `args.deepspeed_config` names the config file when `config` is None; see
             `zero.add_config_arguments`.
         model: the module to train, built anywhere: under `zero.Init` or in memory.
-        optimizer: a fresh one of torch.optim, or any that is element-wise; None takes `optimizer` from the config.
+        optimizer: a fresh one, of any class that updates parameters one by one; None takes `optimizer` from the config.
         model_parameters: parameters or param groups to train; None: all that require gradients.
         training_data: a dataset; a loader of this rank's micro-batches is made from it.
         lr_scheduler: an object with `step()`, or a callable that gets the optimizer and returns one; goes before the

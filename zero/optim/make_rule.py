@@ -3,7 +3,8 @@
 [Note: what is tried] What an optimizer keeps of a parameter, and whether it is element-wise, is found on a few
 elements. A matrix of 8 x 16 is trained by the class itself; its two halves, flat and apart, by the tiled rule as the
 engine would. Weights and states have to be the same, bit for bit, and the numbers of both halves too. Who looks at a
-norm, a mean, a shape or another element gives itself away.
+norm, a mean, a shape or another element gives itself away. Such a class gets whole parameters, and is tried once more:
+on a whole one of each number of dimensions that its parameters have, bound as the engine would.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from offload.errors import ConfigError
 from zero.config import Config
 from zero.config.optimizer_block import OptimizerConfig
 from zero.ops.adam import KernelAdam
+from zero.ops.lamb import Lamb
 from zero.ops.lion import Lion
-from zero.optim.rules import NOT_OF_THE_CLASS, AdamRule, Initial, Rule, Scalar, TiledRule, TileValues, Trained
+from zero.optim.muon import muon_from
+from zero.optim.rules import NOT_OF_THE_CLASS, AdamRule, Initial, Rule, Rules, Scalar, TiledRule, TileValues, Trained
 
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 """Options of torch's Adam with which it is what our kernel computes."""
@@ -29,10 +32,13 @@ SHAPE, HALF, STEPS = (8, 16), 64, 12
 """Steps: enough for what begins later, such as RAdam's adaptive rate, or slow weights every sixth step."""
 TRIAL_LR = 1e-2
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
+OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {"Lion": Lion, "Lamb": Lamb}
 ALTERNATIVE = (
-    'set optimizer.type in the config to an element-wise one ("AdamW", "Lion", "Adagrad", "SGD", or one of torch.optim '
-    "such as RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD), or pass such an optimizer"
+    'set optimizer.type in the config ("AdamW", "Lion", "Muon", "Lamb", "Adagrad", "SGD", or one of torch.optim such '
+    "as RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD), or pass such an optimizer"
 )
+TRIAL_SHAPES = {0: (), 1: (128,), 2: SHAPE, 3: (4, 4, 8), 4: (4, 4, 2, 4)}
+"""Of whole parameters, by their number of dimensions."""
 
 
 def trained_from(
@@ -55,7 +61,7 @@ def trained_from(
                 "or leave it out and set optimizer.type in the config"
             )
         groups = _owned(optimizer.param_groups, model)
-        return Trained(groups, _checked(_rule_of(optimizer), config), optimizer)
+        return Trained(groups, Rules((_checked(_rule_of(optimizer), config),)), optimizer)
     if config.optimizer is None:
         return None
     given: list[Any] = (
@@ -64,17 +70,14 @@ def trained_from(
     if any(isinstance(entry, tuple) for entry in given):
         raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
     as_groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    return _named(config, _owned([{**g, "params": _trainable(g["params"])} for g in as_groups], model))
+    groups = _owned([{**g, "params": _trainable(g["params"])} for g in as_groups], model)
+    return _named(config, config.optimizer, groups, model)
 
 
-def rule_of_config(config: Config) -> Rule | None:
-    """The rule that `zero.initialize` would take with this configuration; None if it has no optimizer."""
-    return None if config.optimizer is None else _named(config, [{"params": []}]).rule
-
-
-def _named(config: Config, groups: list[dict[str, Any]]) -> Trained:
+def _named(config: Config, block: OptimizerConfig, groups: list[dict[str, Any]], model: nn.Module) -> Trained:
     """What the config's optimizer block asks for."""
-    block = config.optimizer or OptimizerConfig()
+    if block.type == "Muon":
+        return muon_from(block, groups, model)
     if block.is_plain_adam and not any(group.get("amsgrad") or group.get("maximize") for group in groups):
         params = block.params
         common = {
@@ -87,19 +90,19 @@ def _named(config: Config, groups: list[dict[str, Any]]) -> Trained:
         if not params.bias_correction:
             common["bias_correction"] = False
         rule = AdamRule(decoupled=block.decoupled_weight_decay, defaults=common)
-        return Trained([{**common, **group} for group in groups], rule)
+        return Trained([{**common, **group} for group in groups], Rules((rule,)))
     kind = _class_of(block)
     try:
         made = kind([nn.Parameter(torch.zeros(1, device="cpu"))], **block.options())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params: {error}") from error
     merged = [{**made.defaults, **group} for group in groups]
-    return Trained(merged, _checked(rule_for(made, merged), config))
+    return Trained(merged, Rules((_checked(rule_for(made, merged), config),)))
 
 
 def _class_of(block: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
-    if block.type == "Lion":
-        return Lion
+    if block.type in OURS:
+        return OURS[block.type]
     name = ("AdamW" if block.decoupled_weight_decay else "Adam") if block.type in ("Adam", "AdamW") else block.type
     kind: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, name)
     return kind
@@ -165,33 +168,51 @@ class _Found:
 
 
 def rule_for(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> TiledRule:
-    """The rule of an element-wise optimizer.
+    """The rule of an optimizer's class: over tiles if it is element-wise, else over whole parameters.
 
     Args:
         optimizer: an instance; it is left as it is.
         groups: its param groups, whose options decide what it keeps.
 
     Raises:
-        ConfigError: it is not element-wise, or keeps what cannot be kept; names it and what to use instead.
+        ConfigError: it keeps what cannot be kept; names it and what to use instead.
     """
     initial = _initial(optimizer)
     bare = TiledRule(optimizer, initial)
     found = _Found()
     seen: list[dict[str, Any]] = []
+    groups = list(groups)
     for group in groups:
         options = bare.options_of(group)
         if options not in seen:
             seen.append(options)
             _check_trains(bare, options)
             _look(bare, options, found)
-    rule = TiledRule(optimizer, initial, tuple(found.planes), found.planes, found.scalars)
-    for options in seen:
-        _try(rule, options)
+    kept = (optimizer, initial, tuple(found.planes), found.planes, found.scalars)
+    rule = TiledRule(*kept)
+    try:
+        for options in seen:
+            _try(rule, options)
+    except ConfigError:
+        rule = TiledRule(*kept, whole=True)
+        for dimensions in sorted({p.dim() for group in groups for p in group["params"]} or {len(SHAPE)}):
+            _try_whole(rule, seen, TRIAL_SHAPES.get(dimensions, SHAPE), found)
     return rule
 
 
+def _try_whole(rule: TiledRule, seen: list[dict[str, Any]], shape: tuple[int, ...], found: _Found) -> None:
+    """Train whole parameters of a shape. Raises ConfigError if that fails, or other states come of it."""
+    here = _Found()
+    for options in seen:
+        _look(rule, options, here, shape)
+        _try(rule, options, shape)
+    if here.planes.keys() != found.planes.keys() or here.scalars.keys() != found.scalars.keys():
+        kept = ", ".join(here.planes | here.scalars)
+        raise refusal(rule.name, f"of a parameter of {len(shape)} dimensions it keeps other states ({kept})")
+
+
 def refusal(name: str, why: str) -> ConfigError:
-    """Of an optimizer that cannot run over tiles."""
+    """Of an optimizer that cannot be run parameter by parameter."""
     return ConfigError(
         f"optimizer: {name} is not available: {why}, and states are updated in pieces, wherever they are kept; "
         f"{ALTERNATIVE}"
@@ -226,19 +247,19 @@ def _not_fresh() -> ConfigError:
     return ConfigError("optimizer: has state already; pass a fresh one, its states are kept by the engine")
 
 
-def _samples(count: int) -> list[Tensor]:
+def _samples(count: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
     generator = torch.Generator(device="cpu").manual_seed(0)
-    return [torch.randn(SHAPE, generator=generator, device="cpu") for _ in range(count)]
+    return [torch.randn(shape, generator=generator, device="cpu") for _ in range(count)]
 
 
-def _look(rule: TiledRule, options: Mapping[str, Any], found: _Found) -> None:
+def _look(rule: TiledRule, options: Mapping[str, Any], found: _Found, shape: tuple[int, ...] = SHAPE) -> None:
     """Train the matrix, and note what is kept of it."""
-    start, *gradients = _samples(STEPS + 1)
+    start, *gradients = _samples(STEPS + 1, shape)
     for state in _train_whole(rule, options, start, gradients)[1]:
         for name, value in state.items():
             if value is None:
                 continue
-            if isinstance(value, Tensor) and value.shape == SHAPE:
+            if isinstance(value, Tensor) and value.shape == shape and shape:
                 if value.dtype not in EXACT_IN_FP32:
                     raise refusal(rule.name, f"its state {name} is {value.dtype}")
                 found.planes.setdefault(name, value.dtype)
@@ -293,17 +314,18 @@ def _train_whole(
     return weights, states, left
 
 
-def _try(rule: TiledRule, options: Mapping[str, Any]) -> None:
-    """Train the matrix whole and in halves. Raises ConfigError if that is not the same."""
-    start, *gradients = _samples(STEPS + 1)
+def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = SHAPE) -> None:
+    """Train the matrix by the class, and in pieces by the rule, halves or one. Raises ConfigError if they differ."""
+    start, *gradients = _samples(STEPS + 1, shape)
     weights, states, left = _train_whole(rule, options, start, gradients)
-    halves = list(start.reshape(-1, HALF).clone().unbind())
-    planes = [{name: torch.zeros(HALF, device="cpu") for name in rule.states} for _ in halves]
+    cut = (1, *shape) if rule.whole else (-1, HALF)
+    halves = list(start.reshape(cut).clone().unbind())
+    planes = [{name: torch.zeros_like(half) for name in rule.states} for half in halves]
     values = TileValues(dict(options), None)
     for step, gradient in enumerate(gradients):
-        pieces = [*zip(halves, gradient.reshape(-1, HALF).unbind(), planes, strict=True)]
-        # A third piece of one element, without a gradient, tells what the numbers become; see `TiledRule.after`.
-        pieces.append((torch.zeros(1, device="cpu"), *_nothing(rule)))
+        pieces = [*zip(halves, gradient.reshape(cut).unbind(), planes, strict=True)]
+        # One more piece of one element, without a gradient, tells what the numbers become; see `TiledRule.after`.
+        pieces.append((torch.zeros(rule.probe_shape, device="cpu"), *_nothing(rule)))
         results = []
         for half, part, held in pieces:
             try:
@@ -314,19 +336,24 @@ def _try(rule: TiledRule, options: Mapping[str, Any]) -> None:
         same = all(found == numbers[0] for found in numbers) and all(said == left[step] for _, said in results)
         if not same or dict(numbers[0].scalars) != _numbers_of(states[step]):
             raise refusal(rule.name, "the numbers that it keeps depend on the gradient")
-        if not torch.equal(torch.cat(halves), weights[step].reshape(-1)):
+        if not torch.equal(_joined(halves), weights[step].reshape(-1)):
             raise refusal(rule.name, "it is not element-wise: two halves of a parameter are not trained as the whole")
         values = TileValues(results[0][1], numbers[0])
     for name in rule.states:
         whole = states[-1].get(name)
-        joined = torch.cat([held[name] for held in planes])
+        joined = _joined(held[name] for held in planes)
         if whole is not None and not torch.equal(joined, whole.reshape(-1).to(torch.float32)):
             raise refusal(rule.name, f"its state {name} is not element-wise")
 
 
 def _nothing(rule: TiledRule) -> tuple[Tensor, dict[str, Tensor]]:
     """Gradient and planes of one element."""
-    return torch.zeros(1, device="cpu"), {name: torch.zeros(1, device="cpu") for name in rule.states}
+    nothing = torch.zeros(rule.probe_shape, device="cpu")
+    return nothing, {name: torch.zeros_like(nothing) for name in rule.states}
+
+
+def _joined(pieces: Iterable[Tensor]) -> Tensor:
+    return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
 def _numbers_of(state: Mapping[str, Any]) -> dict[str, Scalar]:

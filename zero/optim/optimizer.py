@@ -22,7 +22,7 @@ from torch.optim import optimizer as torchs
 
 from offload.errors import ConfigError, StateError
 from zero.optim.loss_scale import LossScaler
-from zero.optim.rules import AdamRule, Progress, Scalar, Trained
+from zero.optim.rules import AdamRule, Progress, Rule, Scalar, Trained
 
 ABSENT, MISSING, NOTHING = "no_", 1, 2
 """Before the name of a state: a number in checkpoints that says that the parameter has not got it yet. Its state has no
@@ -135,9 +135,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self, trained: Trained, take_step: Callable[[], None], clear: Callable[[], None], loss_scaler: LossScaler
     ) -> None:
-        super().__init__(trained.groups, dict(trained.rule.defaults))
+        super().__init__(trained.groups, dict(trained.rules.each[-1].defaults))
         self.param_groups = trained.groups
-        self.rule, self.given = trained.rule, trained.given
+        self.rules, self.given = trained.rules, trained.given
         self._take_step, self._clear, self.loss_scaler = take_step, clear, loss_scaler
         self.offloader: Any = None
         """The engine."""
@@ -145,6 +145,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """id(parameter) -> updates so far; torch counts per parameter too."""
         self.progress: dict[int, Progress] = {}
         """id(parameter) -> what else its state has besides planes, of rules that keep more."""
+        self._numbers: dict[int, int] = {}
+        """id(parameter) -> number of its rule; made again when one is missing."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take the step that `engine.step()` takes on an accumulation boundary.
@@ -179,27 +181,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: param groups ask for what the rule cannot do.
         """
-        self.rule.begin()
+        for rule in self.rules.each:
+            rule.begin()
         values: dict[int, Any] = {}
         for group in self.param_groups:
+            rule = self.rules.of(group)
             for parameter in group["params"]:
                 key = id(parameter)
                 index = index_of.get(key)
                 if index is not None and index in contributed:
                     count = self.step_counts.get(key, 0) + 1
-                    values[index] = self.rule.values(group, count, self.progress.get(key))
+                    values[index] = rule.values(group, count, self.progress.get(key))
         return values
 
     def count_step(self, index_of: dict[int, int], values: Mapping[int, Any]) -> None:
         """A step is taken with these values: every parameter that has some counts it, as torch does."""
         for group in self.param_groups:
             changed: Mapping[str, Any] = {}
+            rule = self.rules.of(group)
             for parameter in group["params"]:
                 key = id(parameter)
                 index = index_of.get(key, -1)
                 if index in values:
                     self.step_counts[key] = self.step_counts.get(key, 0) + 1
-                    progress, changed = self.rule.after(values[index])
+                    progress, changed = rule.after(values[index])
                     if progress is not None:
                         self.progress[key] = progress
             group.update(changed)
@@ -244,17 +249,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if progress is None:
             return found
         named = {name for name, _ in progress.scalars}
-        for name in self._state_names():
+        for name in self._state_names(self._rule(key)):
             if name not in progress.present and name not in found:
                 found[ABSENT + name] = Scalar(NOTHING if name in named else MISSING)
         return found
 
     def number_names(self) -> list[str]:
         """All names that `saved_numbers` may have, besides `step`."""
-        return [*self.rule.scalars, *(ABSENT + name for name in self._state_names())]
+        every = (name for rule in self.rules.each for name in self._state_names(rule))
+        numbers = (name for rule in self.rules.each for name in rule.scalars)
+        return list(dict.fromkeys([*numbers, *(ABSENT + name for name in every)]))
 
-    def _state_names(self) -> list[str]:
-        return [*self.rule.states, *self.rule.scalars]
+    def _state_names(self, rule: Rule) -> list[str]:
+        return [*rule.states, *rule.scalars]
+
+    def _rule(self, key: int) -> Rule:
+        """What updates a parameter."""
+        if len(self.rules.each) == 1:
+            return self.rules.each[0]
+        if key not in self._numbers:
+            self._numbers = self.rules.numbers(self.param_groups)
+        return self.rules.each[self._numbers.get(key, 0)]
+
+    def default_group(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        """The first param group whose rule such a parameter has if nobody says another."""
+        flag = self.rules.default(name, parameter)
+        alike = (group for group in self.param_groups if bool(group.get(self.rules.flag)) == flag)
+        return next(alike, self.param_groups[0])
 
     def made(self, key: int, planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of a parameter's planes those that torch's optimizer would have; before the first update, as it makes them.
@@ -263,7 +284,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             key: id(parameter).
             planes: by name, as they are stored.
         """
-        progress, fills = self.progress.get(key), self.rule.fills
+        progress, fills = self.progress.get(key), self._rule(key).fills
         if progress is not None:
             return {name: planes[name] for name in planes if name in progress.present}
         if self.step_counts.get(key, 0):
@@ -279,12 +300,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self.step_counts[key] = count = int(saved["step"].item()) if "step" in saved else 0
         self.progress.pop(key, None)
-        absent = {name: int(saved[ABSENT + name].item()) for name in self._state_names() if ABSENT + name in saved}
-        wanted = {name: like for name, like in self.rule.scalars.items() if name not in absent}
+        rule = self._rule(key)
+        absent = {name: int(saved[ABSENT + name].item()) for name in self._state_names(rule) if ABSENT + name in saved}
+        wanted = {name: like for name, like in rule.scalars.items() if name not in absent}
         if count and wanted.keys() <= saved.keys():
             scalars = [(name, like.like(saved[name])) for name, like in wanted.items()]
             scalars += [(name, Scalar(None)) for name, why in absent.items() if why == NOTHING]
-            present = tuple(name for name in self.rule.states if name not in absent)
+            present = tuple(name for name in rule.states if name not in absent)
             self.progress[key] = Progress(tuple(scalars), present)
 
     def forget(self, key: int) -> None:
@@ -313,8 +335,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             BudgetError: the host has no room for that much; `engine.save_checkpoint` needs none.
         """
         if self._kept is not None:
-            numel = sum(p.numel() for p in self.state)
-            self._kept.check_room(STATE_BYTES * len(self.rule.states) * numel)
+            elements = sum(p.numel() * len(self._rule(id(p)).states) for p in self.state)
+            self._kept.check_room(STATE_BYTES * elements)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -342,12 +364,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Replace the states of one parameter; empty: it has none, as before its first step."""
         self.forget(id(parameter))
         if states and self._kept is not None:
-            planes = {name: states[name] for name in self.rule.states if states.get(name) is not None}
-            self.set_numbers(id(parameter), self._numbers_in(states, planes))
+            rule = self._rule(id(parameter))
+            planes = {name: states[name] for name in rule.states if states.get(name) is not None}
+            self.set_numbers(id(parameter), self._numbers_in(rule, states, planes))
             for name, value in planes.items():
                 self._kept.write(parameter, name, value)
 
-    def _numbers_in(self, states: Mapping[str, Any], planes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _numbers_in(
+        self, rule: Rule, states: Mapping[str, Any], planes: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """What `set_numbers` takes, of a parameter's states in a `state_dict`."""
         numbers = {
             name: Scalar.of(value).tensor()
@@ -357,20 +382,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
         if planes:  # a class that does not count its steps has made some
             numbers.setdefault("step", torch.tensor(1, device="cpu"))
-        for name in self.rule.states:
+        for name in rule.states:
             if name not in planes:
                 numbers[ABSENT + name] = torch.tensor(NOTHING if name in states else MISSING, device="cpu")
         return numbers
 
     def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Raise ConfigError if they, one for each parameter, are those of another optimizer."""
-        known = {*self.rule.states, *self.rule.scalars}
+        known = {name for rule in self.rules.each for name in self._state_names(rule)}
         for state in states:
             shaped = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
-            needed = set(self.rule.states if isinstance(self.rule, AdamRule) else self.rule.scalars)
-            if shaped and not (shaped & known and needed <= state.keys()):
+            fits = (
+                shaped & {*self._state_names(rule)}
+                and set(rule.states if isinstance(rule, AdamRule) else rule.scalars) <= state.keys()
+                for rule in self.rules.each
+            )
+            if shaped and not any(fits):
                 raise ConfigError(
-                    f"optimizer.load_state_dict: {self.rule.name} keeps {', '.join(sorted(known)) or 'nothing'} of "
+                    f"optimizer.load_state_dict: {self.rules.names} keeps {', '.join(sorted(known)) or 'nothing'} of "
                     f"each parameter, got {', '.join(sorted(state))}; load it into the optimizer that was saved"
                 )
 

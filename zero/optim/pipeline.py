@@ -31,7 +31,7 @@ from offload.streams import Fence
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
 from zero.optim.lent_gradients import Places, SpareGradients
-from zero.optim.rules import Rule, UpdateRun
+from zero.optim.rules import Rules, UpdateRun
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.staging import Staged, StagedGroup
 from zero.store.storage import Storage
@@ -77,8 +77,8 @@ class Told:
 class SubGroupPipeline:
     """Updates sub-groups, one call each."""
 
-    def __init__(self, layout: Layout, storage: Storage, gradients: Gradients, rule: Rule) -> None:
-        self._layout, self._storage, self._gradients, self._rule = layout, storage, gradients, rule
+    def __init__(self, layout: Layout, storage: Storage, gradients: Gradients, rules: Rules) -> None:
+        self._layout, self._storage, self._gradients, self._rules = layout, storage, gradients, rules
         self.spare = SpareGradients(layout, storage)
         self.places = Places(storage.plan.records_in_flight, self.spare)
         self.before: Callable[[SubGroup, StepArguments], Awaitable[None]] | None = None
@@ -249,19 +249,16 @@ class SubGroupPipeline:
         state = work.record(arguments.number)
         lo, hi = weight.begin - work.group.begin, weight.end - work.group.begin
         first = weight.begin - unit.origin
-        segments = [
-            segment
-            for slot in unit.slots
-            if (segment := _segment(slot, first, weight.end - weight.begin, arguments)) is not None
-        ]
+        found = [(slot, _segment(slot, first, weight.end - weight.begin, arguments)) for slot in unit.slots]
         run = UpdateRun(
             weight.bytes.view(work.space.dtype),
             None if state.remainder is None else state.remainder[lo:hi],
             state.states.part(lo, hi),
             gradient.bytes.view(self._gradients.taken(unit.index).dtype),
-            segments,
+            [segment for _, segment in found if segment is not None],
+            [tuple(slot.shape) for slot, segment in found if segment is not None],
         )
-        self._rule.update(run, arguments.grad_scale, threads)
+        self._rules.each[unit.rule].update(run, arguments.grad_scale, threads)
 
 
 def _part(unit: Unit, flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:

@@ -4,8 +4,9 @@
 plan, checkpoint and `safe_get_*` go by the names alone. What a parameter has besides planes, counts above all, is fixed
 by `step()` for every parameter; the update of a sub-group is a function of that and of the elements it has.
 
-Adam is our kernel's. Any other element-wise torch optimizer is a rule too: its own `step` runs over tiles, with its
-states bound to our planes.
+Adam is our kernel's. Any other torch optimizer is a rule too: its own `step` runs over tiles, with its states bound to
+our planes. A tile of an element-wise one is some elements, of any other a whole parameter. An optimizer may have two
+rules (Muon and Adam): each of its param groups is updated by one, and parameters of different rules share no unit.
 
 [Note: tiles] An optimizer of the user's class is a shallow copy of the user's, with one param group that holds one
 parameter: a flat fp32 tile. Its state is what the class has made of that parameter so far, planes cut to the tile,
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -106,6 +107,8 @@ class UpdateRun(NamedTuple):
     """As it was collected."""
     segments: Sequence[tuple[int, int, Any]]
     """(begin, end, values) of each parameter in it that is updated."""
+    shapes: Sequence[tuple[int, ...]] = ()
+    """Of each segment its parameter's; rules that look at whole parameters read it."""
 
 
 class Rule(Protocol):
@@ -117,9 +120,11 @@ class Rule(Protocol):
         defaults: of what param groups say.
         scalars: what parameters have besides planes and the number of updates, by name; the values are examples.
         fills: what planes are full of before the first update, where it is not 0.
+        whole: it looks at whole parameters: a segment is never a part of one.
     """
 
     name: str
+    whole: bool
     states: tuple[str, ...]
     defaults: Mapping[str, Any]
     scalars: Mapping[str, Scalar]
@@ -167,7 +172,7 @@ class AdamRule:
         defaults: of param groups that are added later, where they are not Adam's.
     """
 
-    name = "Adam"
+    name, whole = "Adam", False
     states: tuple[str, ...] = ADAM_STATES
     scalars: Mapping[str, Scalar] = {}
     fills: Mapping[str, float] = {}
@@ -218,12 +223,50 @@ class AdamRule:
 
 
 @dataclass(frozen=True, slots=True)
+class Rules:
+    """Of one optimizer: each of its param groups is updated by one of them."""
+
+    each: tuple[Rule, ...]
+    flag: str = ""
+    """Of several: the key of a param group that is true where the first one updates, and false where the second."""
+    default: Callable[[str, Tensor], bool] = lambda name, parameter: True
+    """(name, parameter) -> the flag of a parameter of which nobody has said it."""
+
+    def number(self, group: Mapping[str, Any]) -> int:
+        """Of the rule that updates a param group."""
+        return int(len(self.each) > 1 and not group.get(self.flag))
+
+    def of(self, group: Mapping[str, Any]) -> Rule:
+        """The rule that updates a param group."""
+        return self.each[self.number(group)]
+
+    def numbers(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+        """id(parameter) -> number of its rule."""
+        return {id(p): number for group in groups for number in [self.number(group)] for p in group["params"]}
+
+    @property
+    def names(self) -> str:
+        """For users."""
+        return " and ".join(rule.name for rule in self.each)
+
+    @property
+    def states(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the planes of each."""
+        return tuple(rule.states for rule in self.each)
+
+    @property
+    def whole(self) -> frozenset[int]:
+        """Numbers of those that look at whole parameters."""
+        return frozenset(number for number, rule in enumerate(self.each) if rule.whole)
+
+
+@dataclass(frozen=True, slots=True)
 class Trained:
     """What is trained, and how."""
 
     groups: list[dict[str, Any]]
     """Param groups, as torch's; live."""
-    rule: Rule
+    rules: Rules
     given: torch.optim.Optimizer | None = None
     """What they were taken from, if it was an object."""
 
@@ -255,6 +298,7 @@ class TiledRule:
         states: names of the planes.
         dtypes: of planes that the class keeps in another dtype than fp32.
         scalars: what else a parameter's state has; the values are examples.
+        whole: a tile is a whole parameter, of its shape.
     """
 
     def __init__(
@@ -264,8 +308,11 @@ class TiledRule:
         states: tuple[str, ...] = (),
         dtypes: Mapping[str, torch.dtype] | None = None,
         scalars: Mapping[str, Scalar] | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
-        self.name = type(optimizer).__name__
+        self.name, self.whole = type(optimizer).__name__, whole
+        self.probe_shape = (1, 1) if whole else (1,)
         self.kind = type(optimizer)
         self.states: tuple[str, ...] = states
         self.scalars: Mapping[str, Scalar] = dict(scalars or {})
@@ -307,7 +354,7 @@ class TiledRule:
         for known, result in self._known:
             if known.options is values.options and known.progress == values.progress:
                 return result
-        tile = torch.zeros(1, dtype=torch.float32, device="cpu")
+        tile = torch.zeros(self.probe_shape, dtype=torch.float32, device="cpu")
         planes = {name: torch.zeros_like(tile) for name in self.states}
         state, options = self.step(tile, torch.zeros_like(tile), planes, values)
         changed = {key: value for key, value in options.items() if values.options.get(key) != value}
@@ -316,14 +363,27 @@ class TiledRule:
         return result
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
-        """Tile by tile; `threads` has no effect, torch uses one for so few elements."""
+        """Tile by tile; `threads` has no effect, torch uses one for so few elements, and its own for whole matrices."""
+        if self.whole:
+            for (begin, end, values), shape in zip(run.segments, run.shapes, strict=True):
+                shape = self.tile_shape(shape)
+                for lo in range(begin, end, math.prod(shape)):
+                    self._update_tile(run, slice(lo, lo + math.prod(shape)), values, grad_scale, shape)
+            return
         numel = TILE_NUMEL if run.weight.device.type == "cpu" else TILE_NUMEL_GPU
         for begin, end, values in run.segments:
             for lo in range(begin, end, numel):
-                self._update_tile(run, slice(lo, min(lo + numel, end)), values, grad_scale)
+                self._update_tile(run, slice(lo, min(lo + numel, end)), values, grad_scale, (-1,))
 
-    def _update_tile(self, run: UpdateRun, at: slice, values: TileValues, grad_scale: float) -> None:
-        weight, planes = run.weight[at], {n: p[at] for n, p in zip(self.states, run.states.planes, strict=True)}
+    def tile_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of what is updated at once of a whole parameter; a parameter is one or more such, end to end."""
+        return shape
+
+    def _update_tile(
+        self, run: UpdateRun, at: slice, values: TileValues, grad_scale: float, shape: tuple[int, ...]
+    ) -> None:
+        named = zip(self.states, run.states.planes, strict=True)
+        weight, planes = run.weight[at], {name: plane[at].view(shape) for name, plane in named}
         stored = None if run.master is None else run.master[at]
         tile = weight
         if stored is not None:
@@ -333,14 +393,14 @@ class TiledRule:
         gradient = run.gradient[at].to(torch.float32, copy=True)
         if grad_scale != 1.0:
             gradient.mul_(grad_scale)
-        self.step(tile, gradient, planes, values)
+        self.step(tile.view(shape), gradient.view(shape), planes, values)
         if stored is not None:
             masters.part(weight, stored, tile)
 
     def step(
         self, tile: Tensor, gradient: Tensor, planes: Mapping[str, Tensor], values: TileValues
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run the class over one tile, in place: tile (N,) fp32, and its planes (N,) fp32.
+        """Run the class over one tile, in place: tile (N,) fp32, and its planes (N,) fp32; or all of a whole shape.
 
         Returns:
             The state it leaves, and the options of its param group.
@@ -354,7 +414,7 @@ class TiledRule:
         for name, plane in planes.items():
             made = left.get(name)
             if made is not None and made is not plane:
-                plane.copy_(made.detach().view(-1))
+                plane.copy_(made.detach().view(plane.shape))
         if not parameter.detach().is_set_to(tile):
             tile.copy_(parameter.detach())
         return left, {key: value for key, value in twin.param_groups[0].items() if key != "params"}

@@ -2,10 +2,15 @@
 
 [Note: spaces and coordinates] A *unit* is one contiguous buffer of parameters that are fetched and
 released together, padded so that every rank's slice is a multiple of 4096 elements. The slices of
-all units of one dtype and one trainability, end to end, form a *space* with coordinates [0, numel).
-Every plane (weight, state record, gradient) is an array over a space, so "where is this value" has
+all units of one dtype, one trainability and one update rule, end to end, form a *space* with coordinates
+[0, numel). Every plane (weight, state record, gradient) is an array over a space, so "where is this value" has
 one answer on every tier. The layout depends on the model, the world size and explicit layout keys
 only, never on a tier, a budget or the machine: that is what makes tiers bit-equal.
+
+[Note: whole matrices] A rule that looks at whole parameters (Muon) never sees a part of one: in its units every
+parameter begins on a block of its own and lies in one rank's slice, and sub-groups are cut between parameters. With
+several ranks parameters go round by size, so slices end with padding; a sub-group is then one unit's slice, of one
+length on all ranks.
 """
 
 from __future__ import annotations
@@ -70,6 +75,15 @@ class Unit:
     """Experts along the first dimension of every slot, whose rows may be fetched alone; 0 for other units."""
     first_numel: int = 0
     """First element of the flat unit that is in this rank's slice."""
+    rule: int = 0
+    """Number of the rule that updates it."""
+    whole: bool = False
+    """That rule looks at whole parameters."""
+
+    @property
+    def kind(self) -> tuple[torch.dtype, bool, int]:
+        """What the units of a space have in common."""
+        return self.dtype, self.trainable, self.rule
 
     @property
     def end(self) -> int:
@@ -104,11 +118,23 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All units of one dtype and one trainability, end to end."""
+    """All units of one dtype, one trainability and one update rule, end to end."""
 
     dtype: torch.dtype
     trainable: bool
     units: tuple[Unit, ...]
+    rule: int = 0
+    """Number of the rule that updates them."""
+
+    @property
+    def kind(self) -> tuple[torch.dtype, bool, int]:
+        """What its units have in common."""
+        return self.dtype, self.trainable, self.rule
+
+    @property
+    def whole(self) -> bool:
+        """Its rule looks at whole parameters."""
+        return any(unit.whole for unit in self.units[:1])
 
     @property
     def numel(self) -> int:
@@ -160,7 +186,7 @@ class Layout:
 
     def space_of(self, unit: Unit) -> int:
         """Index of the unit's space."""
-        return next(i for i, s in enumerate(self.spaces) if s.dtype == unit.dtype and s.trainable == unit.trainable)
+        return next(i for i, space in enumerate(self.spaces) if space.kind == unit.kind)
 
     def units_in(self, group: SubGroup) -> Iterator[Unit]:
         """Units that have coordinates in a sub-group, in order."""
@@ -170,7 +196,8 @@ class Layout:
         """Every trainable space cut into runs of at most `numel_max` (rounded to 4096) elements.
 
         A unit that is fetched shares no sub-group: whoever fetches it needs its sub-groups and no other. Persistent
-        neighbours, which are small and never fetched, share one, so that records stay long.
+        neighbours, which are small and never fetched, share one, so that records stay long. Where a rule looks at
+        whole parameters a run is longer if one parameter is.
         """
         return tuple(
             SubGroup(space, begin, min(begin + numel, end))
@@ -182,9 +209,34 @@ class Layout:
         """As `sub_groups`, run by run: (space, begin, end, elements of each sub-group of the run but the last)."""
         step = max(numel_max // BLOCK_NUMEL, 1) * BLOCK_NUMEL
         for index, space in enumerate(self.spaces):
-            for begin, end in _runs(space.units) if space.trainable else ():
+            if not space.trainable:
+                continue
+            if space.whole:
+                yield from ((index, begin, end, end - begin) for begin, end in _whole_runs(space.units, step))
+                continue
+            for begin, end in _runs(space.units):
                 count = -(-(end - begin) // step)
                 yield index, begin, end, align_up(-(-(end - begin) // count), BLOCK_NUMEL)  # nearly equal lengths
+
+    def longest(self, space: int, numel_max: int) -> int:
+        """Elements of the longest sub-group of a trainable space, or `numel_max` where that is more."""
+        if not self.spaces[space].whole:
+            return numel_max
+        return max([numel_max, *(end - begin for begin, end in _whole_runs(self.spaces[space].units, numel_max))])
+
+
+def _whole_runs(units: Iterable[Unit], numel_max: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) of runs of whole parameters, each of at most `numel_max` elements or of one piece."""
+    for unit in units:
+        # A slice is one piece: other ranks have other parameters in theirs, and the same sub-groups.
+        starts = [slot.offset_numel for slot in unit.slots if slot.numel] if unit.shard_numel == unit.numel else []
+        begin = end = unit.begin
+        for stop in [*(unit.begin + start for start in starts[1:]), unit.end]:
+            if begin < end and stop - begin > numel_max:
+                yield begin, end
+                begin = end
+            end = stop
+        yield begin, end
 
 
 def _runs(units: Iterable[Unit]) -> Iterator[tuple[int, int]]:
@@ -217,6 +269,15 @@ class UnitContent:
     """Experts along the first dimension of every parameter; 0 for other units."""
     first_numel: int = 0
     """Of a tile: its first element in the parameter, the only one of the unit."""
+    rule: int = 0
+    """Number of the rule that updates it."""
+    whole: bool = False
+    """That rule looks at whole parameters."""
+
+    @property
+    def kind(self) -> tuple[torch.dtype, bool, int]:
+        """What the units of a space have in common."""
+        return self.dtype, self.trainable, self.rule
 
 
 def build_layout(contents: Sequence[UnitContent], placement: Placement) -> Layout:
@@ -227,25 +288,23 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement) -> Layou
         placement: who shares each unit. A unit can be cut into as many slices as there are ranks, each a multiple of
             4096 elements.
     """
-    ends: dict[tuple[torch.dtype, bool], int] = {}
+    ends: dict[tuple[torch.dtype, bool, int], int] = {}
     units: list[Unit] = []
     for index, content in enumerate(contents):
-        align_numel = ALIGN_BYTES // content.dtype.itemsize
-        slots, end = [], 0
-        for position, (parameter, names, shape) in enumerate(content.parameters):
-            begin = align_up(end, align_numel)
-            end = begin + shape.numel()
-            slots.append(Slot(names, shape, shape.numel(), begin, parameter, content.first_numel, position))
-        numel = align_up(max(end, 1), BLOCK_NUMEL * placement.world_size)
-        key = (content.dtype, content.trainable)
-        begin = ends.get(key, 0)
+        offsets, numel = _whole_offsets(content, placement) if content.whole else _offsets(content, placement)
+        placed = sorted(zip(offsets, content.parameters, strict=True), key=lambda pair: pair[0])
+        slots = tuple(
+            Slot(names, shape, shape.numel(), offset, parameter, content.first_numel, position)
+            for position, (offset, (parameter, names, shape)) in enumerate(placed)
+        )
+        begin = ends.get(content.kind, 0)
         shard_numel = numel // placement.shard_size
-        ends[key] = begin + shard_numel
+        ends[content.kind] = begin + shard_numel
         units.append(
             Unit(
                 index,
                 content.name,
-                tuple(slots),
+                slots,
                 numel,
                 shard_numel,
                 content.dtype,
@@ -255,13 +314,36 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement) -> Layou
                 content.siblings,
                 content.expert_rows,
                 placement.shard_index * shard_numel,
+                content.rule,
+                content.whole,
             )
         )
-    spaces = tuple(
-        Space(dtype, trainable, tuple(u for u in units if (u.dtype, u.trainable) == (dtype, trainable)))
-        for dtype, trainable in ends
-    )
-    return Layout(spaces, tuple(units))
+    spaces = (Space(*kind[:2], tuple(u for u in units if u.kind == kind), kind[2]) for kind in ends)
+    return Layout(tuple(spaces), tuple(units))
+
+
+def _offsets(content: UnitContent, placement: Placement) -> tuple[list[int], int]:
+    """Where each parameter begins, one behind the other, and the length of the unit."""
+    align_numel = ALIGN_BYTES // content.dtype.itemsize
+    offsets, end = [], 0
+    for _, _, shape in content.parameters:
+        offsets.append(align_up(end, align_numel))
+        end = offsets[-1] + shape.numel()
+    return offsets, align_up(max(end, 1), BLOCK_NUMEL * placement.world_size)
+
+
+def _whole_offsets(content: UnitContent, placement: Placement) -> tuple[list[int], int]:
+    """As `_offsets`, each parameter in one slice: the largest first, each into the slice that has least so far."""
+    sizes = [align_up(shape.numel(), BLOCK_NUMEL) for _, _, shape in content.parameters]
+    order = range(len(sizes)) if placement.shard_size == 1 else sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    filled = [0] * placement.shard_size
+    found: dict[int, tuple[int, int]] = {}
+    for i in order:
+        shard = filled.index(min(filled))
+        found[i] = shard, filled[shard]
+        filled[shard] += sizes[i]
+    shard_numel = align_up(max(*filled, 1), BLOCK_NUMEL * (placement.world_size // placement.shard_size))
+    return [found[i][0] * shard_numel + found[i][1] for i in range(len(sizes))], shard_numel * len(filled)
 
 
 def siblings(units: Iterable[Unit]) -> dict[int, int]:

@@ -11,7 +11,7 @@ device are no part of that: those of the whole model are packed into a few units
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -24,6 +24,8 @@ from zero.params.leaf_modules import z3_leaf_module
 from zero.params.opaque import decoding_names, inner_tensors
 from zero.params.tiles import Tile, can_tile, row_ranges
 
+Kind = tuple[torch.dtype, bool, int]
+"""Of a unit: what its parameters are kept in, are they trained, and by which rule."""
 PERSISTENT_NUMEL_MAX = 1 << 20
 """Elements of a unit of parameters that never leave the device: edited, reduced and updated as one."""
 
@@ -68,6 +70,10 @@ class CoverRules:
     """Floating parameters are kept in this dtype; None, and quantised storage: as they are."""
     live_numel_max: int | None = None
     """Explicit `stage3_max_live_parameters`: what is larger is cut into tiles of at most `numel_max`. None: nothing."""
+    rule_of: Mapping[int, int] = field(default_factory=dict)
+    """id(parameter) -> number of the rule that updates it; 0 for others."""
+    whole_rules: frozenset[int] = frozenset()
+    """Numbers of those that look at whole parameters."""
 
     def dtype_of(self, leaf: Leaf, trainable: bool) -> torch.dtype:
         """What a parameter is kept in."""
@@ -75,6 +81,15 @@ class CoverRules:
         if self.compute_dtype is None or not p.is_floating_point() or (leaf.opaque and not trainable):
             return p.dtype
         return self.compute_dtype
+
+    def kind_of(self, leaf: Leaf, trainable: Container[int]) -> Kind:
+        """Parameters of one kind may share a unit."""
+        trained = id(leaf.parameter) in trainable
+        return self.dtype_of(leaf, trained), trained, self.rule_of.get(id(leaf.parameter), 0) if trained else 0
+
+    def looks_at_whole(self, kind: Kind) -> bool:
+        """True when the rule of such parameters never sees a part of one."""
+        return kind[1] and kind[2] in self.whole_rules
 
 
 def collect_leaves(model: nn.Module) -> list[Leaf]:
@@ -123,7 +138,7 @@ def derived_numel_max(model: nn.Module) -> int:
     return max([total // 8, *blocks])
 
 
-def cover(model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: CoverRules) -> list[CoveredUnit]:
+def cover(model: nn.Module, leaves: list[Leaf], trainable: Container[int], rules: CoverRules) -> list[CoveredUnit]:
     """Cut the model into units.
 
     Args:
@@ -146,9 +161,9 @@ def cover(model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: Cove
                 taken.add(id(tensor))
                 stays = 0 < rules.persistence_numel >= tensor.numel()
                 (persistent if stays else group).append(by_id[id(tensor)])
-        for leaf in [] if z3_leaf_module(found.root) else _too_large(group, rules):
+        for leaf in [] if z3_leaf_module(found.root) else _too_large(group, trainable, rules):
             group.remove(leaf)
-            units.extend(_tile_units(found, leaf, id(leaf.parameter) in trainable, rules))
+            units.extend(_tile_units(found, leaf, rules.kind_of(leaf, trainable), rules))
         units.extend(_uniform_units(found, group, trainable, rules))
     return [*_persistent_units(model, persistent, trainable, rules), *units]
 
@@ -216,28 +231,30 @@ def _subtree_numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _uniform_units(found: _Group, group: list[Leaf], trainable: set[int], rules: CoverRules) -> Iterator[CoveredUnit]:
-    """Split a group so that a unit holds one dtype and one trainability."""
+def _uniform_units(
+    found: _Group, group: list[Leaf], trainable: Container[int], rules: CoverRules
+) -> Iterator[CoveredUnit]:
+    """Split a group so that a unit holds one dtype, one trainability and one rule."""
     kinds = _by_kind(group, trainable, rules)
-    for (dtype, is_trainable), members in kinds.items():
-        suffix = "" if len(kinds) == 1 else f"[{_kind_words(dtype, is_trainable)}]"
+    for kind, members in kinds.items():
         content = UnitContent(
-            found.name + suffix,
+            found.name + ("" if len(kinds) == 1 else f"[{_kind_words(kind)}]"),
             _entries(members),
-            dtype,
-            is_trainable,
+            *kind[:2],
             persistent=False,
             siblings=found.siblings,
             expert_rows=found.expert_rows,
+            rule=kind[2],
+            whole=rules.looks_at_whole(kind),
         )
         yield CoveredUnit(content, _scopes(found.root, members), found.root)
 
 
 def _persistent_units(
-    model: nn.Module, leaves: list[Leaf], trainable: set[int], rules: CoverRules
+    model: nn.Module, leaves: list[Leaf], trainable: Container[int], rules: CoverRules
 ) -> Iterator[CoveredUnit]:
     """What never leaves the device, packed: one for each module would be mostly padding."""
-    for (dtype, is_trainable), members in _by_kind(leaves, trainable, rules).items():
+    for kind, members in _by_kind(leaves, trainable, rules).items():
         runs: list[list[Leaf]] = [[]]
         numel = 0
         for leaf in members:
@@ -247,17 +264,16 @@ def _persistent_units(
                 numel = leaf.parameter.numel()
             runs[-1].append(leaf)
         for number, run in enumerate(runs):
-            name = f"persistent {number}[{_kind_words(dtype, is_trainable)}]"
-            content = UnitContent(name, _entries(run), dtype, is_trainable, persistent=True)
+            name = f"persistent {number}[{_kind_words(kind)}]"
+            whole = rules.looks_at_whole(kind)
+            content = UnitContent(name, _entries(run), *kind[:2], persistent=True, rule=kind[2], whole=whole)
             yield CoveredUnit(content, _scopes(model, run), model)
 
 
-def _by_kind(leaves: list[Leaf], trainable: set[int], rules: CoverRules) -> dict[tuple[torch.dtype, bool], list[Leaf]]:
-    """(dtype, is it trained) -> its parameters."""
-    kinds: dict[tuple[torch.dtype, bool], list[Leaf]] = {}
+def _by_kind(leaves: list[Leaf], trainable: Container[int], rules: CoverRules) -> dict[Kind, list[Leaf]]:
+    kinds: dict[Kind, list[Leaf]] = {}
     for leaf in leaves:
-        is_trainable = id(leaf.parameter) in trainable
-        kinds.setdefault((rules.dtype_of(leaf, is_trainable), is_trainable), []).append(leaf)
+        kinds.setdefault(rules.kind_of(leaf, trainable), []).append(leaf)
     return kinds
 
 
@@ -265,8 +281,11 @@ def _entries(leaves: list[Leaf]) -> tuple[tuple[int, tuple[str, ...], torch.Size
     return tuple((leaf.index, tuple(leaf.names), leaf.parameter.shape) for leaf in leaves)
 
 
-def _too_large(group: list[Leaf], rules: CoverRules) -> list[Leaf]:
-    """Parameters that have to be tiled, the largest first, so that the rest of the group can be live at once."""
+def _too_large(group: list[Leaf], trainable: Container[int], rules: CoverRules) -> list[Leaf]:
+    """Parameters that have to be tiled, the largest first, so that the rest of the group can be live at once.
+
+    What a rule looks at whole cannot be.
+    """
     if rules.live_numel_max is None or rules.live_numel_max < BLOCK_NUMEL:  # no unit is that small
         return []
     numel = sum(leaf.parameter.numel() for leaf in group)
@@ -274,30 +293,33 @@ def _too_large(group: list[Leaf], rules: CoverRules) -> list[Leaf]:
     for leaf in sorted(group, key=lambda leaf: -leaf.parameter.numel()):
         if align_up(numel, BLOCK_NUMEL) <= rules.live_numel_max:
             break
-        if not leaf.opaque and can_tile(leaf.parameter, leaf.owners):
+        whole = leaf.opaque or rules.looks_at_whole(rules.kind_of(leaf, trainable))
+        if not whole and can_tile(leaf.parameter, leaf.owners):
             large.append(leaf)
             numel -= leaf.parameter.numel()
     return large
 
 
-def _tile_units(found: _Group, leaf: Leaf, trainable: bool, rules: CoverRules) -> Iterator[CoveredUnit]:
+def _tile_units(found: _Group, leaf: Leaf, kind: Kind, rules: CoverRules) -> Iterator[CoveredUnit]:
     rows, width = leaf.parameter.shape
     for begin, end in row_ranges(rows, width, rules.numel_max or rows * width):
         tile = Tile(leaf.parameter, begin, end)
         content = UnitContent(
             f"{leaf.names[0]}[{begin}:{end}]",
             ((leaf.index, tuple(leaf.names), tile.weight.shape),),
-            rules.dtype_of(leaf, trainable),
-            trainable,
+            *kind[:2],
             persistent=False,
             siblings=found.siblings,
             first_numel=begin * width,
+            rule=kind[2],
         )
         yield CoveredUnit(content, [tile], found.root, tile)
 
 
-def _kind_words(dtype: torch.dtype, trainable: bool) -> str:
-    return f"{str(dtype).removeprefix('torch.')}+{'trained' if trainable else 'frozen'}"
+def _kind_words(kind: Kind) -> str:
+    dtype, trained, rule = kind
+    words = f"{str(dtype).removeprefix('torch.')}+{'trained' if trained else 'frozen'}"
+    return f"{words}+rule {rule}" if rule else words
 
 
 def _scopes(root: nn.Module, members: list[Leaf]) -> list[nn.Module]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -15,14 +17,21 @@ LIVE_UNITS = 4
 """An explicit live limit is cut into this many units at least."""
 
 
-def cover_model(model: nn.Module, leaves: list[Leaf], trainable: set[int], config: Config) -> list[CoveredUnit]:
+def cover_model(
+    model: nn.Module,
+    leaves: list[Leaf],
+    trainable: Mapping[int, int],
+    config: Config,
+    whole_rules: frozenset[int] = frozenset(),
+) -> list[CoveredUnit]:
     """The units of a model, in model order.
 
     Args:
         model: the whole tree.
         leaves: its parameters.
-        trainable: id(parameter) of those the optimizer holds.
+        trainable: id(parameter) of those the optimizer holds -> number of the rule that updates it.
         config: validated configuration.
+        whole_rules: numbers of the rules that look at whole parameters.
 
     Raises:
         ConfigError: a parameter's dtype cannot be trained, or a leaf module is not there; names it.
@@ -37,6 +46,8 @@ def cover_model(model: nn.Module, leaves: list[Leaf], trainable: set[int], confi
         persistence_numel=zero.stage3_param_persistence_threshold,
         compute_dtype=config.compute_dtype,
         live_numel_max=explicit,
+        rule_of=trainable,
+        whole_rules=whole_rules,
     )
     for name, parameter in model.named_parameters():
         if id(parameter) in trainable and is_wrapper(parameter):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.sizes import format_bytes
-from zero.params.layout import Layout, Space, SubGroup
+from zero.params.layout import Layout, Space, SubGroup, Unit
 from zero.plan.limits import Limits
 from zero.plan.record import ADAM_STATES, RecordFormat
 
@@ -94,8 +94,8 @@ class Plan:
     """Weights and records have two places on NVMe each, whatever their tier, so that a snapshot is never written."""
     state_dtype: torch.dtype = torch.float32
     """Of the optimizer's states; uint8 for 8-bit codes with scales."""
-    states: tuple[str, ...] = ADAM_STATES
-    """Names of the optimizer's state planes."""
+    states: tuple[tuple[str, ...], ...] = (ADAM_STATES,)
+    """Names of the state planes of each update rule."""
     records_in_flight: int = 4
     arena_bytes: int = 0
     """Host arena: records in flight and staging chunks."""
@@ -125,7 +125,11 @@ class Plan:
 
     def record_format(self, space: Space) -> RecordFormat:
         """How the state records of a space are laid out."""
-        return RecordFormat(space.remainder, self.state_dtype, self.states)
+        return RecordFormat(space.remainder, self.state_dtype, self.states_of(space))
+
+    def states_of(self, where: Space | Unit) -> tuple[str, ...]:
+        """Names of the state planes that trained parameters have there."""
+        return self.states[where.rule]
 
     def in_swap(self, layout: Layout) -> list[SubGroup]:
         """Sub-groups whose record and weights are on NVMe."""

@@ -11,6 +11,9 @@ from zero.plan.plan import DEVICE, HOST, NVME, Plan, PlanRow
 from zero.plan.pools import PoolSizes
 from zero.plan.record import RecordFormat
 
+IN_AN_UPDATE = "whole parameter in an update"
+"""A row of memory that is allocated for as long as the update takes."""
+
 
 class PlaneSizes:
     """Sizes for one model.
@@ -18,11 +21,13 @@ class PlaneSizes:
     Args:
         layout: units and spaces.
         state_dtype: of the states.
-        states: names of the optimizer's state planes.
+        states: names of the state planes of each update rule.
         wide: gradients are accumulated in fp32 from the start.
     """
 
-    def __init__(self, layout: Layout, state_dtype: torch.dtype, states: tuple[str, ...], *, wide: bool) -> None:
+    def __init__(
+        self, layout: Layout, state_dtype: torch.dtype, states: tuple[tuple[str, ...], ...], *, wide: bool
+    ) -> None:
         self.layout, self._state_dtype, self._states, self._wide = layout, state_dtype, states, wide
 
     def weight_bytes(self, unit: Unit) -> int:
@@ -39,7 +44,7 @@ class PlaneSizes:
 
     def format(self, space: Space) -> RecordFormat:
         """How the state records of a space are laid out."""
-        return RecordFormat(space.remainder, self._state_dtype, self._states)
+        return RecordFormat(space.remainder, self._state_dtype, self._states[space.rule])
 
     def records_bytes(self, numel: int) -> int:
         """Of all records, when sub-groups have `numel` elements."""
@@ -67,6 +72,7 @@ def rows_of(plan: Plan, sizes: PlaneSizes, pools: PoolSizes) -> Iterable[PlanRow
     yield PlanRow(DEVICE, "slices in flight between ranks", plan.exchange_bytes)
     yield PlanRow(DEVICE, "gradients of this rank, not reduced yet", plan.deferred_bytes)
     yield PlanRow(DEVICE, "updates in flight", plan.update_pool_bytes)
+    yield PlanRow(DEVICE if pools.on_gpu else HOST, IN_AN_UPDATE, pools.whole_parameters())
     yield PlanRow(DEVICE, "stand-in for what is away", pools.stand_in())
     yield PlanRow(HOST, "block sums of gradients", pools.sums())
     yield PlanRow(NVME, "second slots", plan.second_slot_bytes)

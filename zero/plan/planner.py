@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.sizes import BLOCK_NUMEL, align_up, format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config
-from zero.params.layout import Layout, Unit
+from zero.params.layout import Layout, SubGroup, Unit
 from zero.params.placement import ONE_RANK, Placement
 from zero.params.units import Uses
 from zero.plan.activation_room import plan_activations
@@ -69,7 +69,7 @@ class Planner:
         in_place: units whose home memory the device can address are used there without a copy.
         uses: what of the layout's units is in use together.
         placement: who shares each unit.
-        states: names of the optimizer's state planes.
+        states: names of the state planes of each update rule.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Planner:
         in_place: bool,
         uses: Uses,
         placement: Placement = ONE_RANK,
-        states: tuple[str, ...] = ADAM_STATES,
+        states: tuple[tuple[str, ...], ...] = (ADAM_STATES,),
     ) -> None:
         zero = config.zero_optimization
         self.layout, self.config, self.machine, self.device, self.in_place = layout, config, machine, device, in_place
@@ -147,10 +147,7 @@ class Planner:
         plan.whole = frozenset(unit.index for unit in self.layout.units if self._lies_whole(unit, plan))
         self._size_pools(plan, depth)
         self._cache_records(plan, rest, self._states_on_device(plan))
-        groups = [group for group, tier in zip(plan.sub_groups, plan.record_tiers, strict=True) if tier == DEVICE]
-        plan.update_pool_bytes = self.pools.updates(
-            groups, self._staged_on_device(plan.host_bounded), plan.records_in_flight
-        )
+        plan.update_pool_bytes = self._update_pool_bytes(plan.sub_groups, plan.record_tiers, plan)
         plan.swap_bytes = sum(
             self.sizes.weight_bytes(unit) for unit in self.layout.units if plan.weight_tiers[unit.index] == NVME
         )
@@ -183,7 +180,9 @@ class Planner:
             is_told and not wish
             for is_told, wish in zip(told, (offload.pipeline_read, offload.pipeline_write), strict=True)
         )
-        return (RECORDS_IN_FLIGHT, 2, 1)[refused]
+        spaces = range(len(self.layout.spaces))
+        large = any(self.layout.longest(index, 1) > SUB_GROUP_NUMEL_MAX for index in spaces)  # whole parameters
+        return 1 if refused == 2 else 2 if refused or large else RECORDS_IN_FLIGHT
 
     def _wants_two_slots(self) -> bool:
         offload = self.config.zero_optimization.offload_optimizer
@@ -328,10 +327,23 @@ class Planner:
     def _passing_bytes(self) -> int:
         """The most that takes part of the device budget and holds no state for long; and weights for neighbours."""
         on_device = self.state_tier == DEVICE or self._device_share() > 0 or self.device_budget is not None
-        groups = self.layout.sub_groups(self._full_sub_group_numel()) if on_device else ()
+        groups = self.layout.sub_groups(self._full_sub_group_numel())
         near_bytes = sum(self.pools.near_parts(self.movable).values())
-        updates_bytes = self.pools.updates(groups, self._staged_on_device(bounded=True), RECORDS_IN_FLIGHT)
-        return near_bytes + self.pools.stand_in() + updates_bytes
+        tiers = [DEVICE if on_device else self.state_tier] * len(groups)
+        work_bytes = 0 if self.on_cpu else self.pools.whole_parameters()
+        return near_bytes + work_bytes + self.pools.stand_in() + self._update_pool_bytes(groups, tiers)
+
+    def _update_pool_bytes(
+        self, groups: Sequence[SubGroup], record_tiers: Sequence[str], plan: Plan | None = None
+    ) -> int:
+        """Of what updates on a GPU work on and does not live there; without a plan the most that one may take."""
+        staged = self._staged_on_device(plan is None or plan.host_bounded)
+        in_flight = RECORDS_IN_FLIGHT if plan is None else plan.records_in_flight
+        placed = list(zip(groups, record_tiers, strict=True))
+        here = self.pools.updates((group for group, tier in placed if tier == DEVICE), staged, in_flight)
+        # What looks at whole parameters is computed on the device wherever its record lives.
+        whole = (g for g, tier in placed if self.layout.spaces[g.space].whole and (plan is None or tier != DEVICE))
+        return max(here, self.pools.updates(whole, staged, in_flight, self.sizes.record_bytes))
 
     def _deferred_bytes(self) -> int:
         """Of whole gradients that are added up before they are reduced."""
@@ -375,6 +387,7 @@ class Planner:
         plan.gradient_tiers = {unit.index: gradient_home for unit in self.trained}
         can_spill = gradient_home == HOST and self._uses_disk()
         fixed = self.pools.sums() + plan.activations.host_bytes
+        fixed += self.pools.whole_parameters() if self.on_cpu else 0
         if self.param_tier == HOST:
             fixed += sum(self.sizes.weight_bytes(unit) for unit in self.movable)
         gradients = sum(self.sizes.gradient_bytes(unit) for unit in self.trained) if gradient_home == HOST else 0
@@ -470,12 +483,13 @@ class Planner:
     def _staged_bytes(self, numel: int, spill: bool, bounded: bool) -> int:
         """Arena bytes of a sub-group of `numel` elements in flight: whatever of it may not be in memory."""
         needs = [0]
-        for space in self.layout.spaces:
+        for index, space in enumerate(self.layout.spaces):
             if space.trainable:
-                nbytes = self.sizes.format(space).nbytes(numel) if self.state_tier == NVME else 0
-                nbytes += numel * space.dtype.itemsize if self._weights_staged() else 0
+                longest = self.layout.longest(index, numel)
+                nbytes = self.sizes.format(space).nbytes(longest) if self.state_tier == NVME else 0
+                nbytes += longest * space.dtype.itemsize if self._weights_staged() else 0
                 # An unannounced second backward widens a gradient, on disk when memory is budgeted.
-                nbytes += 4 * numel if spill or (bounded and self._uses_disk()) else 0
+                nbytes += 4 * longest if spill or (bounded and self._uses_disk()) else 0
                 needs.append(nbytes)
         return max(needs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -15,6 +15,8 @@ from zero.plan.depth import Depth
 
 WIDE_CHUNK_NUMEL, WIDE_CHUNKS = 1 << 20, 3
 """Elements of a gradient that are widened at once on a GPU, and how many such chunks are on their way."""
+WHOLE_BYTES_PER_ELEMENT = 20
+"""Of a square matrix of Muon's: fp32 master, gradient and direction; what is multiplied in bf16, twice each."""
 
 
 def gradient_sums_bytes(unit: Unit) -> int:
@@ -35,7 +37,7 @@ class PoolSizes:
     def __init__(
         self, layout: Layout, device: torch.device, *, on_gpu: bool, wide: bool, placement: Placement = ONE_RANK
     ) -> None:
-        self._layout, self._device, self._on_gpu = layout, device, on_gpu
+        self._layout, self._device, self.on_gpu = layout, device, on_gpu
         self._wide, self._placement = wide, placement
         self._trained = [unit for unit in layout.units if unit.trainable]
 
@@ -46,6 +48,11 @@ class PoolSizes:
     def sums(self) -> int:
         """Bytes of the host for all block sums; pinned with a GPU, which can write to no other memory there."""
         return sum(map(gradient_sums_bytes, self._trained))
+
+    def whole_parameters(self) -> int:
+        """Most that the update of one whole parameter takes besides planes, where there are such."""
+        numels = (slot.numel for unit in self._trained if unit.whole for slot in unit.slots)
+        return WHOLE_BYTES_PER_ELEMENT * max(numels, default=0)
 
     def units(self, movable: Sequence[Unit], in_place: Collection[int], depth: Depth) -> int:
         """Room for units that are gathered, and for rows of experts.
@@ -60,7 +67,7 @@ class PoolSizes:
         width = max((unit.dtype.itemsize for unit in pooled), default=0)
         # Rows are gathered also where whole units are used in place: two layers' at most, as when one is recomputed.
         rows = 2 * max((unit.nbytes for unit in movable if unit.expert_rows and unit.index in in_place), default=0)
-        return numel * width + rows
+        return align_up(numel * width, PAGE_BYTES) + rows
 
     def gradients(self, count: int) -> int:
         """Room for `count` flat gradients of the largest unit and for those of what is always there.
@@ -73,7 +80,7 @@ class PoolSizes:
         if not self._placement.alone:
             count += 1  # one is always zero: what a rank gives that has none
         flat = count * largest + small
-        if not self._on_gpu or not flat:
+        if not self.on_gpu or not flat:
             return flat
         sums = max(align_up(gradient_sums_bytes(unit), PAGE_BYTES) for unit in self._trained)
         return flat + (count + 2) * sums + (WIDE_CHUNKS * WIDE_CHUNK_NUMEL * 4 if self._wide else 0)
@@ -99,20 +106,30 @@ class PoolSizes:
         width = max((unit.dtype.itemsize for unit in self._trained), default=0)
         return (width if weights else 0) + ((4 if widened else width) if gradients else 0)
 
-    def updates(self, groups: Sequence[SubGroup], staged_bytes_per_element: int, in_flight: int) -> int:
+    def updates(
+        self,
+        groups: Iterable[SubGroup],
+        staged_bytes_per_element: int,
+        in_flight: int,
+        record_bytes: Callable[[SubGroup], int] = lambda group: 0,
+    ) -> int:
         """Room for what updates on a GPU work on and does not live there.
 
         Args:
             groups: sub-groups updated on the GPU.
-            staged_bytes_per_element: widths of the planes that pass through, added up.
+            staged_bytes_per_element: widths of the planes of weights and gradients that pass through, added up.
             in_flight: sub-groups at a time.
+            record_bytes: of a sub-group's state record, where that passes through too.
         """
-        if not self._on_gpu or not staged_bytes_per_element or not groups:
+        if not self.on_gpu:
             return 0
-        # Each unit's part of a plane begins on a page of its own.
-        units = max(len(list(self._layout.units_in(g))) for g in groups)
-        numel = max(group.end - group.begin for group in groups)
-        return in_flight * (numel * staged_bytes_per_element + 2 * (units + 1) * PAGE_BYTES)
+        most = 0
+        for group in groups:
+            passing = (group.end - group.begin) * staged_bytes_per_element + align_up(record_bytes(group), PAGE_BYTES)
+            # Each unit's part of a plane begins on a page of its own.
+            pages = 2 * (len(list(self._layout.units_in(group))) + 1)
+            most = max(most, passing and passing + pages * PAGE_BYTES)
+        return in_flight * most
 
 
 def prefix_that_fits(sizes: Iterable[int], limit: int) -> tuple[int, int]:

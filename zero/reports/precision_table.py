@@ -10,6 +10,7 @@ from zero.optim.loss_scale import LossScaler, autocast_dtype
 from zero.params.layout import Layout, Space
 from zero.params.placement import Placement
 from zero.plan.plan import Plan
+from zero.plan.record import ADAM_STATES
 
 COLUMNS = ("", "elements", "weights", "master", "gradients", "added up in", "between ranks", "states")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "8-bit blocks"}
@@ -41,7 +42,7 @@ def dtype_table(
     if scaler.is_needed:
         notes.append(f"loss scale: {'dynamic, from' if scaler.dynamic else 'static,'} {scaler.cur_scale:.10g}")
     notes.append(f"steps whose gradients are inf or NaN: {'skipped' if scaler.skips else 'taken'}")
-    if plan.states:
+    if any(space.trainable for space in layout.spaces):
         most = config.gradient_clipping
         notes.append(f"gradients are clipped to a norm of {most:.10g}" if most else "gradients are not clipped")
     return "\n".join(["what is kept in which dtype", *map(str.rstrip, lines), *(f"  {note}" for note in notes)])
@@ -57,7 +58,8 @@ def _row(space: Space, plan: Plan, config: Config, placement: Placement) -> tupl
     kept = torch.float32 if plan.gradient_wide else space.dtype
     added = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else space.dtype
     travel = NOTHING if placement.alone else _between(kept if plan.deferred_bytes else space.dtype, config)
-    states = _name(plan.state_dtype) if plan.states else NOTHING
+    narrow = plan.states_of(space) == ADAM_STATES
+    states = _name(plan.state_dtype if narrow else torch.float32) if plan.states_of(space) else NOTHING
     return ("trained", numel, weights, master, _name(kept), _name(added), travel, states)
 
 

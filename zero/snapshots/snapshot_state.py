@@ -13,7 +13,7 @@ from offload.errors import StateError
 from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.rules import Progress, Scalar
+from zero.optim.rules import Progress, Rules, Scalar
 from zero.snapshots.small_state import rank_state, restore_counters, restore_groups, restore_rank
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -23,6 +23,7 @@ class Captured(Protocol):
     """What is captured, of an engine."""
 
     module: nn.Module
+    rules: Rules
     updater: ZeroOptimizer | None
     lr_scheduler: Any
     training_dataloader: Any
@@ -82,7 +83,7 @@ def restore(run: Captured, names: dict[int, str], data: bytes) -> float | None:
         run.updater.step_counts.clear()
         run.updater.step_counts.update({keys[name]: count for name, count in state["step_counts"].items()})
         run.updater.progress.clear()
-        scalars = run.updater.rule.scalars
+        scalars = {name: like for rule in run.rules.each for name, like in rule.scalars.items()}
         run.updater.progress.update({keys[n]: _unpacked(p, scalars) for n, p in state["progress"].items()})
     if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
         # Classes are trusted: a snapshot is of this very job, and its checksum was right.

@@ -177,8 +177,13 @@ class Storage:
         return rows_in(self._sums.take(nbytes))
 
     def compute(self, group: SubGroup) -> torch.device:
-        """Where the sub-group is updated: on the device when its states live there, else on the CPU."""
-        return self.device if group in self._on_device and not self.records_away else torch.device("cpu")
+        """Where the sub-group is updated: on the device when its states live there, else on the CPU.
+
+        What looks at whole parameters multiplies matrices: that is done on the device wherever the states live.
+        """
+        lives = group in self._on_device
+        here = lives or self.layout.spaces[group.space].whole
+        return self.device if here and not (lives and self.records_away) else torch.device("cpu")
 
     @property
     def regions(self) -> tuple[MemoryRegion, ...]:
@@ -353,7 +358,7 @@ class Storage:
         return self._plane(
             *(f"optimizer states ({space.dtype})", self.plan.record_format(space).nbytes, runs),
             pieces=runs,
-            travels=False,  # what the host keeps of them it updates too
+            travels=space.whole,  # what else the host keeps of them it updates too
         )
 
     def _gradient_plane(self, space: Space) -> Plane:

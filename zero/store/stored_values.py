@@ -29,10 +29,9 @@ class StoredValues:
         self._layout, self._storage, self._places = layout, storage, places
         self._staged: StagedGroup | None = None
 
-    @property
-    def states_count(self) -> int:
-        """Number of the optimizer's state planes."""
-        return len(self._storage.plan.states)
+    def states_count(self, unit: Unit) -> int:
+        """Number of the state planes that the unit's parameters have."""
+        return len(self._storage.plan.states_of(unit))
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """True when the planes have the parameter's values."""

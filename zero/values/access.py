@@ -205,7 +205,8 @@ class EngineKeeper:
         if not pieces[0].bound.unit.trainable:
             raise StateError(f"parameter {name} is not trained by this engine: it has no states")
         records = [(self._editor.read_records(bound.unit), slot) for bound, slot in pieces]
-        return {key: _joined([self._cut(record[key], slot) for record, slot in records]) for key in self._editor.states}
+        names = self._editor.states_of(pieces[0].bound.unit)
+        return {key: _joined([self._cut(record[key], slot) for record, slot in records]) for key in names}
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, copy of the weights), one unit or tiled parameter in memory at a time; tied ones under each name."""

@@ -53,10 +53,9 @@ class UnitEditor:
         self._before: dict[int, torch.Tensor] = {}
         self._unstored: list[Edit] = []
 
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Names of the optimizer's state planes."""
-        return self._storage.plan.states
+    def states_of(self, unit: Unit) -> tuple[str, ...]:
+        """Names of the state planes that the unit's parameters have."""
+        return self._storage.plan.states_of(unit)
 
     @property
     def placement(self) -> Placement:
@@ -216,7 +215,7 @@ class UnitEditor:
         parts: dict[str, list[torch.Tensor]] = {}
 
         async def visit(record: Record, lo: int, hi: int) -> bool:
-            named = dict(zip(self._storage.plan.states, record.states.load(lo, hi), strict=True))
+            named = dict(zip(self._storage.plan.states_of(unit), record.states.load(lo, hi), strict=True))
             if record.remainder is not None:
                 named["remainder"] = record.remainder[lo:hi].clone()
             for name, values in named.items():

@@ -48,7 +48,7 @@ class GatheredValues:
         dtypes = [unit.dtype]
         if state:
             remainder = remainder_dtype(unit.dtype)
-            dtypes += ([] if remainder is None else [remainder]) + [torch.float32] * self._own.states_count
+            dtypes += ([] if remainder is None else [remainder]) + [torch.float32] * self._own.states_count(unit)
         values = [torch.empty(end - begin, dtype=dtype) for dtype in dtypes]
         placement = self._exchange.placement
         runs = runs_of(placement, unit, slot, begin, end)

@@ -84,7 +84,7 @@ class ParameterValues:
         return self._own(1 + self._number(key))
 
     def _number(self, key: str) -> int:
-        names = self._parts.plan.states
+        names = self._parts.plan.states_of(self._places[0][0])
         if key not in names:
             raise StateError(f"parameter {self._name}: no optimizer state {key!r}; there are {', '.join(names)}")
         return names.index(key)

@@ -216,7 +216,6 @@ REFUSED = {
     "compression.compress.init_compression(None, {})": "quantise",
     "inference.config.DeepSpeedInferenceConfig()": "init_inference",
     "runtime.fp16.onebit.adam.OnebitAdam([])": "1-bit",
-    "ops.lamb.FusedLamb([])": "AdamW",
     "ops.op_builder.CPUAdamBuilder().load()": "zero doctor",
     "elasticity.compute_elastic_config({}, '0')": "elastic",
     "checkpoint.ds_to_universal.main()": "any stage",

@@ -160,7 +160,6 @@ REFUSED = {
     "accelerator.set_accelerator(None)": "ZERO_DEVICE",
     "comm.log_summary()": "statistics",
     "comm.TorchBackend(None, None, None)": "torch.distributed",
-    "ops.lamb.FusedLamb([])": "AdamW",
     "moe.mappings.gather_tokens(None)": "experts",
     "runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator()": "machinery",
 }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import make_config
+from muon_plain import BLOCK, MuonAndAdam
 from pairwise import in_pairs
 from ranks import RankPool
 from ranks_runs import quiet
@@ -25,6 +26,7 @@ NAMED: dict[str, tuple[Any, Group, Group]] = {
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.02, "initial_accumulator_value": 0.3}, {"lr": 0.01}),
     "Lion": (Lion, {"lr": 0.002, "weight_decay": 0.1}, {"lr": 0.001}),
     "NAdam": (torch.optim.NAdam, {"lr": 0.003, "weight_decay": 0.01}, {"lr": 0.01}),
+    "Muon": (lambda groups, **options: MuonAndAdam(groups), BLOCK["params"], {}),  # type: ignore[dict-item]
 }
 PLACES = (
     (0, "none", "none"), (1, "none", "cpu"), (1, "none", "nvme"), (2, "none", "cpu"), (3, "none", "none"),
@@ -85,4 +87,4 @@ def refused(nvme_path: str) -> str:
 
 def test_what_is_refused_is_refused_on_every_rank(rank_pool: Pool, nvme_path: Path) -> None:
     told = rank_pool(2).run(refused, str(nvme_path))
-    assert all("optimizer.type" in each and "whole matrices" in each for each in told)
+    assert all("optimizer.type" in each and "is no matrix" in each for each in told)

@@ -98,6 +98,7 @@ OURS: dict[str, dict[str, str]] = {
     "ops.adam.cpu_adam": {"zero.ops.adam": "DeepSpeedCPUAdam"},
     "ops.adam.fused_adam": {"zero.ops.adam": "FusedAdam"},
     "ops.aio": {"zero.compat.operators": "AsyncIOBuilder"},
+    "ops.lamb.fused_lamb": {"zero.ops.lamb": "FusedLamb"},
     "ops.lion.cpu_lion": {"zero.ops.lion": "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {"zero.ops.lion": "FusedLion"},
     "profiling.flops_profiler.profiler": {

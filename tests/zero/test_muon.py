@@ -1,0 +1,158 @@
+"""Muon for hidden matrices, AdamW for the rest: the bits of torch's class on whole ones, wherever states are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+from models import LIVE_NUMEL, build, make_config, trainability
+from muon_plain import BLOCK, MuonAndAdam
+from pairwise import in_pairs
+from probe import layout_of
+from reference import differences as reference_differences
+from tiled_optimizers import Plain, differences, held_by, patchy, train
+
+from offload.errors import ConfigError
+
+STEPS = 8
+TIERS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"))
+Open = Callable[..., Any]
+
+
+def opened(open_engine: Open, folder: Path, pair: tuple[str, str], **more: Any) -> tuple[Any, torch.nn.Module]:
+    model = patchy()
+    zero = {"sub_group_size": 8192, **more.pop("zero", {})}
+    return open_engine(model, make_config(pair, folder, optimizer=BLOCK, zero=zero, **more)), model
+
+
+@in_pairs(pair=TIERS, bf16=(False, True), clipping=(0.0, 0.05), threshold=(0, 1000, 100_000), sub_group=(4096, 1 << 30))
+def test_it_equals_torchs_muon_and_adam_bit_for_bit(
+    open_engine: Open,
+    nvme_path: Path,
+    pair: tuple[str, str],
+    bf16: bool,
+    clipping: float,
+    threshold: int,
+    sub_group: int,
+) -> None:
+    zero = {"sub_group_size": sub_group, "stage3_param_persistence_threshold": threshold}
+    engine, model = opened(open_engine, nvme_path, pair, bf16=bf16, clipping=clipping, zero=zero)
+    plain = Plain(MuonAndAdam, {}, bf16=bf16, clipping=clipping)
+    train(engine, 0, STEPS, bf16=bf16)
+    train(plain, 0, STEPS, bf16=bf16)
+    assert differences(held_by(engine, model), plain.held()) == []
+
+
+def muon_config(folder: Path, pair: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return make_config(pair, folder, optimizer=BLOCK, clipping=0.3, **more)
+
+
+def test_which_is_which_follows_names_and_shapes_and_what_is_said(open_engine: Open, nvme_path: Path) -> None:
+    model = build("gpt")
+    model.blocks[0].up.weight.use_muon = False
+    model.embedding.weight.use_muon = True
+    engine = open_engine(model, muon_config(nvme_path, ("cpu", "cpu")))
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    muon, adam = ({name_of[id(p)] for p in group["params"]} for group in engine.optimizer.param_groups)
+    assert [group["use_muon"] for group in engine.optimizer.param_groups] == [True, False]
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.02, 3e-3]
+    two = {name for name, p in model.named_parameters() if p.dim() > 1}
+    assert muon == two - {"blocks.0.up.weight"} and adam == set(name_of.values()) - muon
+    assert {name for name in two if "embed" in name} == {"embedding.weight"}, "which would be none by its name"
+
+
+def test_a_group_that_says_so_is_not_asked_for_shapes(open_engine: Open, nvme_path: Path) -> None:
+    model = build("gpt")
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    groups = [{"params": matrices[:2], "use_muon": False, "lr": 0.5}, {"params": matrices[2:], "use_muon": True}]
+    engine = open_engine(model, muon_config(nvme_path, ("cpu", "cpu")), model_parameters=groups)
+    told = [(group["use_muon"], group["lr"], len(group["params"])) for group in engine.optimizer.param_groups]
+    assert told == [(False, 0.5, 2), (True, 0.02, len(matrices) - 2)]
+
+
+def test_a_vector_that_is_said_to_be_muons_is_refused_by_name(open_engine: Open, nvme_path: Path) -> None:
+    model = build("gpt")
+    model.norm.weight.use_muon = True
+    with pytest.raises(ConfigError, match=r"Muon updates matrices, and norm\.weight is of shape \(32,\).*use_muon"):
+        open_engine(model, muon_config(nvme_path, ("cpu", "cpu")))
+
+
+def test_records_of_matrices_have_one_state(open_engine: Open, nvme_path: Path) -> None:
+    """bf16 weights: the remainder and a momentum, 6 bytes beside the weight's 2; AdamW keeps 10 beside them."""
+    sizes = {}
+    for kind, block in (("muon", BLOCK), ("adam", {"type": "AdamW"})):
+        zero = {"stage3_param_persistence_threshold": 0}
+        engine = open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path, optimizer=block, zero=zero))
+        sizes[kind] = next(
+            row.nbytes for row in engine.plan.rows if (row.tier, row.plane) == ("nvme", "optimizer states")
+        )
+        if kind == "muon":
+            layout = layout_of(engine)
+            matrices = sum(space.numel for space in layout.spaces if space.units[0].whole)
+            others = sum(space.numel for space in layout.spaces if not space.units[0].whole)
+            pages = 4096 * len(engine.plan.sub_groups)
+            assert 0 <= sizes[kind] - (6 * matrices + 10 * others) < pages
+    assert sizes["muon"] < sizes["adam"]
+
+
+def everything(engine: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By "name/plane"."""
+    held = {}
+    for name, trained in trainability(model):
+        held[f"{name}/weight"] = engine.full_parameter(name)
+        if trained:
+            held[f"{name}/master"] = engine.full_master(name)
+            states = {kind: value for kind, value in engine.full_state(name).items() if kind != "step"}
+            held.update({f"{name}/{kind}": value for kind, value in states.items()})
+    return held
+
+
+@pytest.mark.parametrize("kind", ["gpt", "tied", "lora", "mixed", "reused"])
+def test_every_place_and_budget_gives_the_same_bits(open_engine: Open, nvme_path: Path, kind: str) -> None:
+    def trained(pair: tuple[str, str], zero: dict[str, Any], **more: Any) -> dict[str, Any]:
+        model = build(kind)
+        engine = open_engine(model, muon_config(nvme_path, pair, accumulation=2, zero=zero, **more))
+        harness.train(engine, *range(6))
+        assert engine.global_steps == 3
+        return everything(engine, model)
+
+    first = trained(("none", "none"), {})
+    small = {"stage3_max_live_parameters": LIVE_NUMEL, "sub_group_size": 4096, "stage3_param_persistence_threshold": 0}
+    assert reference_differences(trained(("nvme", "nvme"), small), first) == []
+    assert reference_differences(trained(("cpu", "nvme"), {"sub_group_size": 20_000}), first) == []
+
+
+def test_a_checkpoint_goes_on_elsewhere_and_torchs_form_of_the_states_too(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine, model = opened(open_engine, nvme_path, ("nvme", "nvme"))
+    train(engine, 0, 5, bf16=True)
+    engine.save_checkpoint(tmp_path)
+    states = engine.optimizer.state_dict()
+    train(engine, 5, 9, bf16=True)
+    resumed, other = opened(open_engine, nvme_path, ("cpu", "cpu"), zero={"stage3_param_persistence_threshold": 0})
+    resumed.load_checkpoint(tmp_path)
+    train(resumed, 5, 9, bf16=True)
+    assert differences(held_by(resumed, other), held_by(engine, model)) == []
+    again, third = opened(open_engine, nvme_path, ("none", "none"))
+    again.load_checkpoint(tmp_path, load_optimizer_states=False)
+    again.optimizer.load_state_dict(states)
+    train(again, 5, 9, bf16=True)
+    assert differences(held_by(again, third), held_by(engine, model)) == []
+
+
+def test_what_joins_the_model_later_joins_the_group_of_its_kind(open_engine: Open, nvme_path: Path) -> None:
+    model = build("gpt")
+    engine = open_engine(model, muon_config(nvme_path, ("cpu", "nvme")))
+    harness.train(engine, 0)
+    model.blocks[0].up = torch.nn.Sequential(model.blocks[0].up, torch.nn.Linear(128, 128))
+    harness.train(engine, 1, 2)
+    (muon, adam) = engine.optimizer.param_groups
+    joined = model.blocks[0].up[1]
+    assert any(p is joined.weight for p in muon["params"]) and any(p is joined.bias for p in adam["params"])
+    assert set(engine.full_state("blocks.0.up.1.weight")) == {"step", "momentum_buffer"}
+    assert set(engine.full_state("blocks.0.up.1.bias")) == {"step", "exp_avg", "exp_avg_sq"}

@@ -1,0 +1,88 @@
+"""LAMB (arXiv:1904.00962), also under DeepSpeed's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from offload.kernels import kernels
+from offload.kernels.square_sums import SquareSum
+from zero.ops.stepping import PlainOptimizer, refuse
+
+
+class Lamb(PlainOptimizer):
+    """Adam's steps, each parameter's as long as its norm says; states `exp_avg` and `exp_avg_sq`.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate.
+        bias_correction: divide the moments by what they lack at the beginning.
+        betas: of the moments.
+        eps: added to the denominator.
+        weight_decay: of the weights, a part of the step whose length is set.
+        max_coeff: a parameter's norm over its step's counts as this at most.
+        min_coeff: and as this at least.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        options = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        super().__init__(
+            params, {**options, "weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff}
+        )
+
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """As Algorithm 2 of the paper, with the ratio of norms kept between two bounds."""
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        mean, square = self.plane(state, "exp_avg", weight), self.plane(state, "exp_avg_sq", weight)
+        mean.mul_(beta1).add_(grad, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        corrected = group["bias_correction"]
+        bias1, bias2 = ((1 - beta ** state["step"]) if corrected else 1.0 for beta in (beta1, beta2))
+        change = mean.div(bias1).div_(square.div(bias2).sqrt_().add_(group["eps"]))
+        change.add_(weight, alpha=float(group["weight_decay"]))
+        of_weight, of_change = _norm(weight), _norm(change)
+        ratio = 1.0
+        if of_weight and of_change:
+            ratio = min(max(of_weight / of_change, group["min_coeff"]), group["max_coeff"])
+        weight.add_(change, alpha=-float(group["lr"]) * ratio)
+
+
+def _norm(values: Tensor) -> float:
+    """The same bits on every device and number of threads, where torch's sums follow both."""
+    return SquareSum.of(kernels.block_sumsq(values.reshape(-1))).norm()
+
+
+class FusedLamb(Lamb):
+    """DeepSpeed's LAMB; the same numbers on every device.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate.
+        eps_inside_sqrt, amsgrad: not available: must be False.
+        max_grad_norm: not available: must be 0; `gradient_clipping` of the configuration does it.
+        options: as `Lamb` takes them.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        eps_inside_sqrt: bool = False,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        refuse("FusedLamb", eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
+        super().__init__(params, lr, **options)

@@ -1,0 +1,101 @@
+"""Muon for hidden matrices and AdamW for the rest, as one optimizer: `optimizer.type: "Muon"`.
+
+The matrices are updated by `torch.optim.Muon` itself, whole; the rest by our kernel. Which is which is DeepSpeed's
+choice: parameters of two dimensions or more are Muon's unless their name has "embed" or "lm_head" in it. An attribute
+`use_muon` of a parameter, or the key of a param group, says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import ConfigError
+from zero.config.optimizer_block import OptimizerConfig, OptimizerParams
+from zero.optim.rules import AdamRule, Rules, TiledRule, Trained
+
+FLAG = "use_muon"
+NOT_HIDDEN = ("embed", "lm_head")
+"""Parts of the names of matrices that are none of Muon's."""
+MOMENTUM = "momentum_buffer"
+
+
+def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    """True for what Muon updates if nobody says otherwise."""
+    said = getattr(parameter, FLAG, None)
+    return bool(said) if said is not None else parameter.dim() >= 2 and not any(w in name.lower() for w in NOT_HIDDEN)
+
+
+def muon_from(block: OptimizerConfig, groups: Iterable[Mapping[str, Any]], model: nn.Module) -> Trained:
+    """Param groups of each rule, and the rules, from a config's block.
+
+    Args:
+        block: of type "Muon".
+        groups: what is trained; each is split in two.
+        model: which has the parameters' names.
+
+    Raises:
+        ConfigError: a parameter that is not a matrix is to be updated by Muon.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    of_muon, of_adam = _options(block.params)
+    rules = Rules((MuonRule(of_muon), AdamRule(defaults=of_adam)), FLAG, is_hidden_matrix)
+    split = []
+    for group in groups:
+        for flag, options in ((True, rules.each[0].defaults), (False, of_adam)):
+            chosen = [p for p in group["params"] if _flag_of(group, names[id(p)], p) == flag]
+            if chosen:
+                given = {key: value for key, value in group.items() if key != "params"}
+                split.append({**options, **given, FLAG: flag, "params": chosen})
+    for group in split:
+        _check_matrices(group, names)
+    return Trained(split, rules)
+
+
+class MuonRule(TiledRule):
+    """`torch.optim.Muon`, matrix by matrix: packed experts are as many matrices, and a convolution's filters are rows.
+
+    Args:
+        options: of the class.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        muon = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1, device="cpu"))], **options)
+        super().__init__(muon, states=(MOMENTUM,), whole=True)
+
+    def tile_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The last two dimensions, or the first and all others."""
+        return shape[-2:] if len(shape) < 4 else (shape[0], math.prod(shape[1:]))
+
+
+def _flag_of(group: Mapping[str, Any], name: str, parameter: Tensor) -> bool:
+    return bool(group[FLAG]) if FLAG in group else is_hidden_matrix(name, parameter)
+
+
+def _check_matrices(group: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    for parameter in group["params"] if group[FLAG] else ():
+        if parameter.dim() < 2:
+            name, shape = names[id(parameter)], tuple(parameter.shape)
+            raise ConfigError(
+                f"optimizer: Muon updates matrices, and {name} is of shape {shape}: expected {FLAG} False of its param "
+                "group, or of the parameter as an attribute, so that AdamW updates it"
+            )
+
+
+def _options(params: OptimizerParams) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What groups of Muon and of AdamW begin with; DeepSpeed's defaults."""
+    given = {key: getattr(params, key) for key in params.model_fields_set}
+    lr = {"lr": given["lr"]} if "lr" in given else {}
+    decay = {"weight_decay": params.weight_decay}
+    keys = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+    muon = {"lr": 0.02, **lr, "momentum": 0.95, **decay, **{key: given[key] for key in keys if key in given}}
+    adam = {"lr": 3e-4, **lr, "betas": (0.9, 0.95), "eps": 1e-10, **decay}
+    adam.update({key: given[key] for key in ("betas", "eps") if key in given})
+    for options, key in ((muon, "muon_lr"), (adam, "adam_lr")):
+        if given.get(key) is not None:
+            options["lr"] = given[key]
+    return muon, {**adam, "decoupled": True}
