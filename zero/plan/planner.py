@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from offload.errors import BudgetError, ConfigError
-from offload.sizes import BLOCK_NUMEL, align_up, format_bytes
+from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up, format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config
 from zero.params.layout import Layout, SubGroup, Unit
@@ -282,7 +282,8 @@ class Planner:
             modest = [depth for depth in found[1:-1] if passing[depth] <= int(free * PASSING_SHARE)]
             found = [*(found[:1] if spare >= 0 else []), *modest, found[-1]]
         if spare > 0 and explicit is None and (budget is not None or not self.on_cpu):
-            found[0] = found[0].deeper(spare // max((unit.dtype.itemsize for unit in self.movable), default=2))
+            width = max((unit.dtype.itemsize for unit in self.movable), default=2)
+            found[0] = found[0].deeper(spare // PAGE_BYTES * PAGE_BYTES // width)  # pools are whole pages
         return found
 
     def _soft_live_numel(self) -> int | None:
