@@ -27,8 +27,7 @@ Kind = Literal["read", "write", "mixed"]
 
 FILE_BYTES_MAX = 1_000_000_000
 QUICK_FILE_BYTES_MAX = 512 << 20
-LANES = 4
-"""Records in flight, as in an optimizer step."""
+LANES = 4  # Records in flight, as in an optimizer step.
 RECORD_BYTES_MAX = 16 << 20
 RECORD_BYTES_MIN = 1 << 20
 BURST_SECONDS = 0.15
@@ -198,9 +197,7 @@ def alone(file: ProbeFile, setting: Setting, kind: Kind, rounds: int) -> float:
 def mixed_speed(folder: Path) -> float:
     """Bytes per second of the optimizer's mix, in one or two seconds; for sharing stripes between drives.
 
-    Raises:
-        ConfigError: no room.
-        StorageError: the disk failed.
+    Raises ConfigError: no room; StorageError: the disk failed.
     """
     begin = time.perf_counter()
     file = ProbeFile(folder, fill_seconds=0.4, file_bytes_max=QUICK_FILE_BYTES_MAX)

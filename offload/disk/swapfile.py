@@ -25,8 +25,7 @@ from offload.errors import ConfigError, StateError, StorageError
 from offload.sizes import PAGE_BYTES, align_up
 
 RUN_FOLDER_PREFIX = "zero-infinity-"
-STARTING_SECONDS = 60.0
-"""A run folder that is younger may belong to a job between creating and unlinking its file."""
+STARTING_SECONDS = 60.0  # A run folder that is younger may belong to a job between creating and unlinking its file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class Span:
     fd: int
     path: str
     file_offset: int
-    begin: int
-    """First byte of the transfer's buffer that this span covers."""
+    begin: int  # First byte of the transfer's buffer that this span covers.
     nbytes: int
 
 
@@ -45,14 +43,11 @@ class Span:
 class SwapGeometry:
     """Where each byte of a swap space lies in its files: numbers and strings, to be told to another process."""
 
-    counts: tuple[int, ...]
-    """Stripes of each round that go to each file."""
+    counts: tuple[int, ...]  # Stripes of each round that go to each file.
     stripe_bytes: int
     capacity_bytes: int
-    paths: tuple[str, ...]
-    """The folders, for errors; the files have no names."""
-    direct: bool
-    """The files are open past the page cache."""
+    paths: tuple[str, ...]  # The folders, for errors; the files have no names.
+    direct: bool  # The files are open past the page cache.
 
 
 @dataclass(slots=True)
@@ -60,8 +55,7 @@ class SwapFile:
     """One open file of a swap space."""
 
     fd: int
-    path: str
-    """Its folder, for errors; of one that has a name, the file."""
+    path: str  # Its folder, for errors; of one that has a name, the file.
 
 
 def free_bytes(path: Path | str) -> int:
@@ -123,7 +117,6 @@ class SwapSpace:
 
     @property
     def capacity_bytes(self) -> int:
-        """Reserved bytes."""
         return self._capacity_bytes
 
     @property
@@ -134,8 +127,7 @@ class SwapSpace:
     def extend(self, nbytes: int) -> int:
         """Reserve `nbytes` more; returns the offset of the new range.
 
-        Raises:
-            StorageError: the file system has no room; nothing was written.
+        Raises StorageError: the file system has no room; nothing was written.
         """
         self._check_open()
         begin = self._capacity_bytes
@@ -247,11 +239,7 @@ class PeerSwap(SwapSpace):
             self._files.append(SwapFile(_reopened(descriptor, flags), path))
 
     def extend(self, nbytes: int) -> int:
-        """Refused.
-
-        Raises:
-            StateError: always; the space is another process's.
-        """
+        """Refused. Raises StateError: always; the space is another process's."""
         raise StateError(
             f"reserving {nbytes:,} bytes: this swap space belongs to another process, and is only read here"
         )
@@ -268,11 +256,7 @@ def _reopened(descriptor: int, flags: int) -> int:
 
 
 def check_folder(path: Path | str) -> Path:
-    """The folder as a Path.
-
-    Raises:
-        ConfigError: it does not exist, is not a folder, or is not writable.
-    """
+    """The folder as a Path. Raises ConfigError: it does not exist, is not a folder, or is not writable."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"nvme_path: {folder} is not an existing folder; create it on the NVMe file system")
@@ -285,8 +269,6 @@ def check_room(folders: Sequence[Path], needs: Sequence[int], coming: Mapping[in
     """Refuse a swap space that the file systems cannot hold, before a byte is written.
 
     Args:
-        folders: where its files will be.
-        needs: bytes in each.
         coming: device number -> bytes that will be free there in time.
 
     Raises:
@@ -317,7 +299,6 @@ def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> l
     """Each folder's share of its device's speed; devices of unknown speed are measured for a second or two each.
 
     Args:
-        folders: existing ones.
         speeds: bytes per second of each folder's device, if they are known.
     """
     devices = [folder.stat().st_dev for folder in folders]

@@ -33,8 +33,7 @@ class Container:
     tail: bytes
 
 
-BARE = Container(b"", b"")
-"""The payload is an archive already."""
+BARE = Container(b"", b"")  # The payload is an archive already.
 
 
 @lru_cache(maxsize=4096)
@@ -79,10 +78,8 @@ class PackedBox(Generic[T]):
 
     item: T
     container: Container
-    payload: int
-    """First byte of the payload, counted from the begin of the run; page-aligned."""
-    nbytes: int
-    """Of the payload."""
+    payload: int  # First byte of the payload, counted from the begin of the run; page-aligned.
+    nbytes: int  # Of the payload.
 
     @property
     def begin(self) -> int:
@@ -106,8 +103,7 @@ class PackedBox(Generic[T]):
 class PackedRun(Generic[T]):
     """Boxes that are written at once."""
 
-    offset: int
-    """First byte in the file; page-aligned, like its length."""
+    offset: int  # First byte in the file; page-aligned, like its length.
     nbytes: int
     places: tuple[PackedBox[T], ...]
 

@@ -27,15 +27,13 @@ Operation = Literal[
 T = TypeVar("T")
 NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-STAGED = ".partial-"
-"""Between a file's name and a process id, while its new contents are written beside it."""
+STAGED = ".partial-"  # Between a file's name and a process id, while its new contents are written beside it.
 
 
 class DurableFile:
     """An open file, for transfers through its descriptor.
 
     Attributes:
-        path: what it was opened as.
         fd: its descriptor; closed by `close`.
         direct: no page cache lies between: offsets, sizes and addresses are multiples of 4096.
     """
@@ -46,18 +44,15 @@ class DurableFile:
     def sync(self) -> None:
         """What was written so far lasts; its name does when the folder was synced too.
 
-        Raises:
-            StorageError: it may not last; do not try again, the kernel may have forgotten the pages.
+        Raises StorageError: it may not last; do not try again, the kernel may have forgotten the pages.
         """
         self._files.perform("sync", self.path, lambda: os.fsync(self.fd))
 
     def truncate(self, nbytes: int) -> None:
-        """Cut it to `nbytes`."""
         self._files.perform("truncate", self.path, lambda: os.ftruncate(self.fd, nbytes))
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
@@ -99,9 +94,6 @@ class Files:
         """Every change of the disk, one system call each.
 
         Args:
-            operation: what it does.
-            path: to what.
-            action: does it.
             new: the new path of a rename.
         """
         return _telling(operation if new is None else f"{operation} to {new.name}", path, action)
@@ -169,7 +161,6 @@ class Files:
         """Remove a file or a folder with all that is in it; nothing if it is not there.
 
         Args:
-            path: of the file or folder.
             first: names in the folder that are gone before anything else is: without them it is known to be half gone.
         """
         if not os.path.lexists(path):
@@ -201,7 +192,6 @@ class Files:
         return DurableFile(self, path, *_telling("open", path, lambda: _open_direct(path, os.O_RDONLY | os.O_CLOEXEC)))
 
     def read_bytes(self, path: Path) -> bytes:
-        """All of a small file."""
         return _telling("read", path, path.read_bytes)
 
     def listing(self, path: Path) -> list[str]:
@@ -214,7 +204,6 @@ class Files:
             raise _storage_error("list", path, error) from error
 
     def exists(self, path: Path) -> bool:
-        """True if there is a file or a folder."""
         return os.path.lexists(path)
 
     def file_bytes(self, path: Path) -> int | None:

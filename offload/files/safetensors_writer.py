@@ -30,10 +30,8 @@ from offload.sizes import PAGE_BYTES, align_up
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = {"format": "pt"}
 SUFFIX = ".safetensors"
-PICKLED = (".bin", ".pt", ".pth")
-"""Suffixes of torch.save archives."""
-DRAFT = ".partial"
-"""At the end of a file's name while it is written; it has a dot before."""
+PICKLED = (".bin", ".pt", ".pth")  # Suffixes of torch.save archives.
+DRAFT = ".partial"  # At the end of a file's name while it is written; it has a dot before.
 WAIT_SECONDS = 3600.0
 """How long a writer waits for one of another process in its folder: every rank may convert the same checkpoint."""
 
@@ -50,7 +48,6 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Of its values."""
         return self.shape.numel() * self.dtype.itemsize
 
 
@@ -62,8 +59,7 @@ def in_file_order(tensors: Sequence[Tensor]) -> list[Tensor]:
 def header_of(tensors: Sequence[Tensor]) -> bytes:
     """Length and header of a file; the values begin on a page.
 
-    Raises:
-        ConfigError: a dtype that such files cannot hold.
+    Raises ConfigError: a dtype that such files cannot hold.
     """
     header: dict[str, Any] = {"__metadata__": METADATA}
     end = 0
@@ -87,8 +83,7 @@ def header_of(tensors: Sequence[Tensor]) -> bytes:
 def around(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
     """What a file has before the values of each tensor, and behind those of the last.
 
-    Raises:
-        ConfigError: a dtype that such files cannot hold.
+    Raises ConfigError: a dtype that such files cannot hold.
     """
     if suffix not in PICKLED:
         return [header_of(tensors), *[b""] * len(tensors)]
@@ -101,8 +96,6 @@ class WeightsWriter:
     """One file in the making: safetensors, or an archive of torch.save where its suffix is one of `PICKLED`.
 
     Args:
-        files: the disk.
-        path: its final name.
         tensors: in the order in which their values will come; see `in_file_order`.
 
     Attributes:
@@ -133,9 +126,7 @@ class WeightsWriter:
     def append(self, values: torch.Tensor) -> None:
         """The next values of the tensor whose turn it is, of its dtype, on the host; any shape.
 
-        Raises:
-            StateError: another dtype, or more than are missing.
-            StorageError: this write, or one before, has failed.
+        Raises StateError: another dtype, or more than are missing; StorageError: this write, or one before, has failed.
         """
         if not values.numel():
             return
@@ -151,9 +142,7 @@ class WeightsWriter:
     def finish(self) -> None:
         """Everything has come: write the rest, and wait until the disk has all of it.
 
-        Raises:
-            StateError: values are missing.
-            StorageError: a write has failed.
+        Raises StateError: values are missing; StorageError: a write has failed.
         """
         if self._current is not None:
             raise StateError(f"{self.path}: {self._missing_numel:,} elements of {self._current.name} are missing")
@@ -204,7 +193,6 @@ class WeightsDraft:
         stem: what their names begin with: STEM.safetensors, or STEM-00001-of-00003.safetensors and
             STEM.safetensors.index.json. Such files of an earlier model are replaced.
         expected_bytes: of all files together.
-        files: the disk.
         suffix: instead of .safetensors.
 
     The folder is locked until `abandon`: processes that write into one do so one after the other.
@@ -249,10 +237,8 @@ class WeightsDraft:
         """All files are finished: they and the index get their names, and what an earlier model left is removed.
 
         At any moment there is one model, the earlier or the new one; or, where both have shards of the same names,
-        shards without an index, which are no model.
-
-        Raises:
-            StorageError: the folder has the earlier model, the new one or none.
+        shards without an index, which are no model. Raises StorageError: the folder has the earlier model, the new one
+        or none.
         """
         names = {file.path.name for file in self._drafts}
         if index is not None and names & set(self._files.listing(self._folder)):

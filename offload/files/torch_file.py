@@ -54,7 +54,6 @@ class Stranger:
     """In place of an object of a class that is not loaded: what it was made of. Nothing of that class runs.
 
     Attributes:
-        name: of the class, with its module.
         args: what it was called with.
         state: what it was then given; None if nothing.
     """
@@ -85,7 +84,6 @@ class Region:
 
     Attributes:
         offset_bytes: of its first element.
-        numel: of the array.
         layout: (shape, strides) where its elements do not lie in order.
     """
 
@@ -98,10 +96,8 @@ class Region:
     def read(self, begin: int, out: torch.Tensor) -> None:
         """Elements from `begin` on into all of `out`, which is 1-D and of the same dtype.
 
-        Elements that do not lie in order are read with all that lies between the first and the last.
-
-        Raises:
-            StorageError: the file cannot be read, or is shorter than it was.
+        Elements that do not lie in order are read with all that lies between the first and the last. Raises
+        StorageError: the file cannot be read, or is shorter than it was.
         """
         if self.layout is None:
             read_range(self.path, self.offset_bytes + begin * self.dtype.itemsize, out)
@@ -131,12 +127,10 @@ class TorchFile:
     """A file that torch.save wrote.
 
     Attributes:
-        path: the file.
         contents: what was saved. Its tensors are mapped: use `region` for the large ones and copy the small ones, then
             drop it.
 
     Args:
-        path: the file.
         wanted: what it should be, for errors.
 
     Raises:

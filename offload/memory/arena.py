@@ -32,8 +32,6 @@ class MemoryRegion:
     from memory shrinks while its planes grow, so that both together take hardly more than one of them.
 
     Args:
-        nbytes: how large.
-        device: where.
         pinned: page-lock host memory for copies to a GPU.
         region: shared memory to take the first `nbytes` of instead; it stays its owner's.
         of_device: it belongs to the budget of the device that computes, wherever `device` is.
@@ -59,11 +57,7 @@ class MemoryRegion:
         self._unpin = pin(self._data) if pinned and device.type == "cpu" else None
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """The next `nbytes` as a uint8 tensor with a storage of its own.
-
-        Raises:
-            BudgetError: the region is used up.
-        """
+        """The next `nbytes` as a uint8 tensor with a storage of its own. Raises BudgetError: the region is used up."""
         if self._data is None or self._taken_bytes + nbytes > self.nbytes:
             raise BudgetError(
                 f"region of {self.nbytes:,} bytes: {nbytes:,} more do not fit after {self._taken_bytes:,}"
@@ -168,8 +162,7 @@ class Block:
     def extent(self) -> tuple[int, int]:
         """(first byte in the arena, bytes): what another process that maps the arena's region need know.
 
-        Raises:
-            StateError: the block was returned.
+        Raises StateError: the block was returned.
         """
         if self._offset < 0 and self.data.numel() > 0:
             raise StateError(f"a block of {self.data.numel():,} bytes was returned; it has no place any more")
@@ -223,12 +216,10 @@ class Arena:
 
     @property
     def capacity_bytes(self) -> int:
-        """Size of the allocation."""
         return self._extents.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes leased now."""
         return self._extents.used_bytes
 
     @property
@@ -255,8 +246,7 @@ class Arena:
     def lease(self, nbytes: int, what: str) -> Block:
         """As `try_lease`, but raises.
 
-        Raises:
-            BudgetError: it does not fit; the message says what is free, and the knob.
+        Raises BudgetError: it does not fit; the message says what is free, and the knob.
         """
         block = self.try_lease(nbytes)
         if block is None:
@@ -270,11 +260,8 @@ class Arena:
     async def lease_when_free(self, nbytes: int, what: str) -> Block:
         """A block as soon as others have given back enough. For coroutines of one event loop.
 
-        Lease everything a job needs at once: a job that holds one block and waits for another can
-        wait for itself.
-
-        Raises:
-            BudgetError: nothing is leased and it still does not fit.
+        Lease everything a job needs at once: a job that holds one block and waits for another can wait for itself.
+        Raises BudgetError: nothing is leased and it still does not fit.
         """
         while (block := self.try_lease(nbytes)) is None:
             if self.used_bytes == 0:
@@ -292,8 +279,7 @@ class Arena:
     def give_up(self) -> None:
         """Let go of the allocation until `make`, or the next lease. The device must be done with it.
 
-        Raises:
-            StateError: something is leased.
+        Raises StateError: something is leased.
         """
         if self.used_bytes:
             raise StateError(f"the {self.name} arena cannot be given up: {self.used_bytes:,} bytes are leased")
@@ -324,7 +310,6 @@ class Arena:
         return tuple(fence for first, last, fence in self._left if first < end and begin < last)
 
     def take_back(self, offset: int, nbytes: int, fences: tuple[Fence, ...]) -> None:
-        """Called by `Block.release`."""
         self._left += [(offset, offset + nbytes, fence) for fence in fences if fence is not None]
         self._extents.free(offset)
         waiters, self._waiters = self._waiters, []

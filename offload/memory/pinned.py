@@ -22,10 +22,8 @@ from offload.accelerator import compute_device, is_accelerator, load_native
 from offload.errors import BudgetError, NativeError
 from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, align_up
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt (malloc.h)."""
-MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES = 32 << 20, (1 << 31) - 1
-"""The largest values they take."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Parameters of glibc's mallopt (malloc.h).
+MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES = 32 << 20, (1 << 31) - 1  # The largest values they take.
 MADV_WIPEONFORK = 18
 
 
@@ -85,8 +83,7 @@ def map_shared(descriptor: int, nbytes: int, *, touched: bool) -> memoryview:
 def touch(data: torch.Tensor) -> None:
     """Fault in the pages of `data` (uint8, host, starting on a page); its bytes stay.
 
-    Raises:
-        OSError: the kernel has no memory for them.
+    Raises OSError: the kernel has no memory for them.
     """
     if data.numel() == 0:
         return

@@ -12,8 +12,7 @@ import native
 from offload.accelerator import kind_of, load_native, module_of, seen_kind, synchronize
 from offload.sizes import align_up
 
-GRANULE_BYTES = 2 << 20
-"""Of a GPU that is not here to be asked."""
+GRANULE_BYTES = 2 << 20  # Of a GPU that is not here to be asked.
 
 
 class DeviceArray:
@@ -21,7 +20,6 @@ class DeviceArray:
 
     Args:
         address: of the first byte.
-        nbytes: how many.
         owner: kept as long as somebody looks.
     """
 

@@ -17,8 +17,7 @@ from offload.sizes import PAGE_BYTES, align_up
 from offload.system.descriptors import SECONDS_MAX, Share, close_received, exchange_descriptors
 from offload.system.linux import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, memory_file
 
-SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
-"""Its length is final: nobody can make somebody else's mapping fault."""
+SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL  # Its length is final: nobody can make somebody else's mapping fault.
 
 
 class SharedRegion:
@@ -34,10 +33,6 @@ class SharedRegion:
 
     Raises:
         BudgetError: the kernel refused.
-
-    Attributes:
-        nbytes: as given.
-        what: as given.
     """
 
     _descriptor: int
@@ -59,7 +54,6 @@ class SharedRegion:
         """Map what another process made. The descriptor is the region's from now on, also when this fails.
 
         Args:
-            descriptor: as received.
             nbytes: what the other process asked for; None takes the whole file, which fills its last page.
             what: the bytes are for; appears in errors.
             touched: fault all pages in now; they stay whose they are.
@@ -106,8 +100,7 @@ class SharedRegion:
     def offset_of(self, tensor: torch.Tensor) -> int:
         """How many bytes of the region lie before `tensor`: with its length all that another process need know.
 
-        Raises:
-            StateError: the tensor is not contiguous, or does not lie in the region.
+        Raises StateError: the tensor is not contiguous, or does not lie in the region.
         """
         offset = tensor.data_ptr() - self.data.data_ptr() if tensor.device.type == "cpu" else -1
         if not (tensor.is_contiguous() and offset >= 0 and offset + tensor.nbytes <= self.nbytes):
@@ -119,8 +112,7 @@ class SharedRegion:
     def touch(self, begin: int = 0, end: int | None = None) -> None:
         """Fault in the pages of bytes [begin, end), and let them belong to this process if nobody had them; bytes stay.
 
-        Raises:
-            BudgetError: the kernel has no memory for them.
+        Raises BudgetError: the kernel has no memory for them.
         """
         first = begin // PAGE_BYTES * PAGE_BYTES
         try:

@@ -40,17 +40,10 @@ class NodeBoard:
     """[peers][columns] int64 in shared memory, all 0 at first.
 
     Args:
-        index: number of this peer.
-        count: number of peers.
         columns: cells per peer.
         region: of `nbytes_for(count, columns)`; the board's from now on.
         lifelines: pidfds of the peers in their order, the board's from now on; without them a peer that died is
             noticed when a deadline passes.
-
-    Attributes:
-        index: as given.
-        count: as given.
-        columns: as given.
     """
 
     def __init__(
@@ -137,9 +130,6 @@ class NodeBoard:
         """Wait until `peer` has published at least `value`. Other tasks of the loop go on.
 
         Args:
-            peer: whose cell.
-            column: which.
-            value: that is waited for.
             what: it means; appears in errors.
             poll: seconds between looks at first and at most.
             deadline_seconds: after which it is an error.

@@ -21,13 +21,10 @@ from offload.memory.shared_region import SharedRegion
 from offload.sizes import PAGE_BYTES
 from offload.system.descriptors import Share, exchange_descriptors
 
-ROWS_MAX = 1 << 22
-"""Tensors that the ledger can list; pages of rows that nobody has touched take no memory."""
+ROWS_MAX = 1 << 22  # Tensors that the ledger can list; pages of rows that nobody has touched take no memory.
 WORKS, ENDED = 0, 1
-LOOK_SECONDS = (0.0005, 0.05)
-"""Between looks at the ledger: at first, and at most."""
-PATIENCE_SECONDS = 300.0
-"""So long the first peer may store nothing while another waits for it."""
+LOOK_SECONDS = (0.0005, 0.05)  # Between looks at the ledger: at first, and at most.
+PATIENCE_SECONDS = 300.0  # So long the first peer may store nothing while another waits for it.
 
 
 class Ledger:
@@ -35,7 +32,6 @@ class Ledger:
 
     Args:
         region: zero at first, `nbytes` of them; it is closed.
-        count: number of peers.
     """
 
     def __init__(self, region: SharedRegion, count: int) -> None:
@@ -44,14 +40,10 @@ class Ledger:
         sizes = (PAGE_BYTES, 8 * ROWS_MAX, 4 * ROWS_MAX, count * ROWS_MAX)
         begins = [sum(sizes[:index]) for index in range(len(sizes))]
         state, kinds, versions, done = (table[begin : begin + size] for begin, size in zip(begins, sizes, strict=True))
-        self.state = state.view("int64")
-        """[0]: WORKS or ENDED, of the first peer; [1]: how much it has stored."""
-        self.kinds = kinds.view("int64")
-        """What is stored, see `_kind_of`; 0: nothing yet. Set after the values."""
-        self.versions = versions.view("int32")
-        """How often a tensor has been stored anew."""
-        self.done = done.reshape(count, ROWS_MAX)
-        """[peer, row]: 1 once that peer will not read it again."""
+        self.state = state.view("int64")  # [0]: WORKS or ENDED, of the first peer; [1]: how much it has stored.
+        self.kinds = kinds.view("int64")  # What is stored, see `_kind_of`; 0: nothing yet. Set after the values.
+        self.versions = versions.view("int32")  # How often a tensor has been stored anew.
+        self.done = done.reshape(count, ROWS_MAX)  # [peer, row]: 1 once that peer will not read it again.
 
     @staticmethod
     def nbytes(count: int) -> int:
@@ -65,7 +57,6 @@ class CommonFile:
     Args:
         file: the first peer's, open here.
         ledger: over the first peer's region.
-        index: of this peer.
         share: how the peers reach each other.
         patience_seconds: how long the first one may store nothing.
     """
@@ -75,11 +66,9 @@ class CommonFile:
     ) -> None:
         self._file, self._ledger, self._index, self._share = file, ledger, index, share
         self._patience_seconds = patience_seconds
-        self._offsets: list[int] = []
-        """Of each row; a row is the place of a tensor in this list."""
+        self._offsets: list[int] = []  # Of each row; a row is the place of a tensor in this list.
         self._kinds: list[int] = []
-        self._versions: list[int] = []
-        """As this peer has edited them."""
+        self._versions: list[int] = []  # As this peer has edited them.
         self._seen: dict[int, bytes] | None = {}
         """Row -> digest of the values that were read of it, to tell an edit from a look; None once settled."""
 
@@ -115,9 +104,7 @@ class CommonFile:
     def append(self, values: torch.Tensor) -> int:
         """A tensor's values are in the file once the first peer has come here; returns where.
 
-        Raises:
-            StorageError: the file system has no room.
-            StateError: there are too many tensors.
+        Raises StorageError: the file system has no room; StateError: there are too many tensors.
         """
         row, kind = len(self._offsets), _kind_of(values)
         if row == ROWS_MAX:
@@ -144,9 +131,8 @@ class CommonFile:
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` at `offset`, as the first peer has them after this peer's last edit or later.
 
-        Raises:
-            StorageError: the transfer failed.
-            StateError: the first peer has built something else, has ended, or stores nothing any more.
+        Raises StorageError: the transfer failed; StateError: the first peer has built something else, has ended, or
+        stores nothing any more.
         """
         row = self._row_of(offset)
         if not self.writes:

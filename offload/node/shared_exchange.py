@@ -19,8 +19,7 @@ from offload.memory.shared_region import SharedRegion
 from offload.node.board import NodeBoard
 from offload.system.descriptors import Share
 
-SLOTS = 16
-"""Collectives in flight at most, unless said otherwise."""
+SLOTS = 16  # Collectives in flight at most, unless said otherwise.
 SECONDS_MAX = 300.0
 
 LATEST, FAILED, COMMON_COLUMNS = 0, 1, 2
@@ -60,10 +59,8 @@ class SharedExchange:
             )
         self._board, self._regions, self._part = board, tuple(regions), part
         self._slots, self._deadline_seconds, self._check = slots, deadline_seconds, check
-        self._taken: set[int] = set()
-        """Numbers that have been entered, of those that are not over in every slot."""
-        self._next = [number or slots for number in range(slots)]
-        """Per slot the number whose turn it is."""
+        self._taken: set[int] = set()  # Numbers that have been entered, of those that are not over in every slot.
+        self._next = [number or slots for number in range(slots)]  # Per slot the number whose turn it is.
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._failure: BaseException | None = None
         self._closed = False

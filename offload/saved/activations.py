@@ -25,8 +25,7 @@ from offload.saved.saved_views import View, bytes_of, bytes_to_keep, storage_key
 from offload.saved.spill_store import PieceStore, SpilledPiece
 from offload.streams import Fence, Streams
 
-KEPT_BYTES_MIN = 4096
-"""Smaller tensors stay where they are: they would fill a page each."""
+KEPT_BYTES_MIN = 4096  # Smaller tensors stay where they are: they would fill a page each.
 
 
 class Kept:
@@ -50,7 +49,6 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
         return self.end - self.begin
 
     def check_whole(self) -> None:
@@ -91,7 +89,6 @@ class Handle:
     view: View
 
     def restore(self) -> torch.Tensor:
-        """The tensor; see `ActivationStore.restore`."""
         return self.store.restore(self)
 
 
@@ -101,8 +98,7 @@ class ActivationCounters:
 
     stored_bytes: int = 0
     restored_bytes: int = 0
-    shared: int = 0
-    """Tensors that were there already, with another view of the same storage."""
+    shared: int = 0  # Tensors that were there already, with another view of the same storage.
 
 
 class ActivationStore:
@@ -110,8 +106,6 @@ class ActivationStore:
 
     Args:
         pieces: where the bytes go.
-        device: whose tensors.
-        streams: of the device.
     """
 
     def __init__(self, pieces: PieceStore, device: torch.device, streams: Streams) -> None:
@@ -159,9 +153,7 @@ class ActivationStore:
     def restore(self, handle: Handle) -> torch.Tensor:
         """The tensor, on the device, detached. What follows on the calling thread's stream finds its values.
 
-        Raises:
-            StorageError: it could not be read.
-            StateError: the store is closed.
+        Raises StorageError: it could not be read; StateError: the store is closed.
         """
         with self._lock, torch.no_grad():
             self._check("restoring an activation")
@@ -179,11 +171,7 @@ class ActivationStore:
             return tensor
 
     def check(self) -> None:
-        """Raise, once, if something could not be stored; its bytes are in memory.
-
-        Raises:
-            StorageError: so.
-        """
+        """Raise, once, if something could not be stored; its bytes are in memory. Raises StorageError."""
         with self._lock:
             if not self._closed:
                 self._collect()

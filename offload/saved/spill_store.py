@@ -23,8 +23,7 @@ from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Streams
 
 PIECE_BYTES = 8 << 20
-PIECES_IN_FLIGHT = 8
-"""Of the memory that pieces pass through on their way to the disk and back."""
+PIECES_IN_FLIGHT = 8  # Of the memory that pieces pass through on their way to the disk and back.
 COPIES_IN_FLIGHT = 4
 """So many pieces of a device's memory are held for copies that lag behind; then its stream waits for the oldest."""
 
@@ -35,21 +34,16 @@ class SpilledPiece:
 
     begin: int
     end: int
-    block: Block | None
-    """Memory that holds them, or that they are read into."""
-    fence: Fence = None
-    """Behind the last copy from or to the block."""
-    offset: int = -1
-    """In the swap space."""
+    block: Block | None  # Memory that holds them, or that they are read into.
+    fence: Fence = None  # Behind the last copy from or to the block.
+    offset: int = -1  # In the swap space.
     write: Transfer[None] | None = None
     read: Transfer[None] | None = None
-    rescued: torch.Tensor | None = None
-    """The bytes, of the host, when they could not be written."""
+    rescued: torch.Tensor | None = None  # The bytes, of the host, when they could not be written.
     dropped: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
         return self.end - self.begin
 
 
@@ -87,10 +81,8 @@ class PieceStore:
     ) -> None:
         self.name, self.memory = name, memory
         self._streams, self._near, self._swap, self._mover = streams, near, swap, mover
-        self._moving: list[SpilledPiece] = []
-        """Written, or dropped while something moved."""
-        self._ahead: list[SpilledPiece] = []
-        """Read, or being read."""
+        self._moving: list[SpilledPiece] = []  # Written, or dropped while something moved.
+        self._ahead: list[SpilledPiece] = []  # Read, or being read.
         self._leaving: list[tuple[Block, Fence]] = []
         self._copied: deque[tuple[torch.Tensor, Fence, Callable[[], None]]] = deque()
         self.failure: StorageError | None = None

@@ -20,18 +20,14 @@ Share = Callable[[bytes], list[bytes]]
 """Gives this process's bytes to all, and returns everybody's in peer order. All call it, the same number of times."""
 SECONDS_MAX = 30.0
 SAME_NODE_SECONDS_MAX = 10.0
-DESCRIPTORS_PER_MESSAGE = 64
-"""The kernel takes 253; few at a time keep what is under way below RLIMIT_NOFILE."""
+DESCRIPTORS_PER_MESSAGE = 64  # The kernel takes 253; few at a time keep what is under way below RLIMIT_NOFILE.
 TOKEN_BYTES = 16
-HELLO = struct.Struct(f"=i{TOKEN_BYTES}s")
-"""Who connects says: its number, and the secret that only peers know."""
-CREDENTIALS = struct.Struct("=iII")
-"""struct ucred: pid, uid, gid."""
+HELLO = struct.Struct(f"=i{TOKEN_BYTES}s")  # Who connects says: its number, and the secret that only peers know.
+CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid.
 NAMESPACES = ("net", "user", "pid", "ipc")
 
 
-LOOK_SECONDS = 0.2
-"""Between looks whether those that are waited for still run."""
+LOOK_SECONDS = 0.2  # Between looks whether those that are waited for still run.
 
 
 def exchange_descriptors(
@@ -45,7 +41,6 @@ def exchange_descriptors(
 
     Args:
         index: number of this peer, 0 <= index < count.
-        count: number of peers.
         share: how they reach each other without files.
         descriptors: open ones, which stay the caller's.
         seconds: how long to wait for the others, once all of them have called.
@@ -147,8 +142,7 @@ class _Meeting:
         self._met: set[int] = {index}
         self._deadline = 0.0
         self._strangers = 0
-        self._seen: set[int] = set()
-        """Whose process could be seen running."""
+        self._seen: set[int] = set()  # Whose process could be seen running.
         self.received: list[list[int]] = [list(descriptors) if peer == index else [] for peer in range(count)]
 
     def introduce(self, share: Share) -> None:

@@ -64,14 +64,10 @@ class Owner(Protocol):
     module: nn.Module
     config: Config
     device: torch.device
-    in_place: bool
-    """Values in memory that the device can address are used where they live."""
-    threads: int
-    """Of CPU kernels."""
-    scaler: LossScaler
-    """Of the loss."""
-    rule: Rule
-    """How parameters are updated."""
+    in_place: bool  # Values in memory that the device can address are used where they live.
+    threads: int  # Of CPU kernels.
+    scaler: LossScaler  # Of the loss.
+    rule: Rule  # How parameters are updated.
 
 
 class Assembly:
@@ -79,8 +75,6 @@ class Assembly:
 
     Args:
         owner: for whom it works.
-        events: of the engine.
-        exchange: with the other ranks.
         trainable: id(parameter) of those the optimizer holds.
         previous: the owner's parts until now; they keep their values until the model is switched over.
 

@@ -46,8 +46,7 @@ class PutAway:
         self._storage, self._gradients = storage, gradients
         self._waiting: dict[int, torch.Tensor] = {}
         """Unit's index -> its whole gradient on this rank that is not reduced yet, on the host."""
-        self._pools: dict[OffloadStateTypeEnum, Arena] = {}
-        """That had been allocated."""
+        self._pools: dict[OffloadStateTypeEnum, Arena] = {}  # That had been allocated.
 
     def near_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:
         """Bytes of these kinds that are on the device and can be put away."""
@@ -61,11 +60,7 @@ class PutAway:
         return found | {self._storage.device for _, arena in self._arenas([kind]) if arena.allocated_bytes}
 
     def put(self, kinds: Iterable[OffloadStateTypeEnum], *, pinned: bool) -> None:
-        """Put these kinds away.
-
-        Raises:
-            BudgetError: the host has no room for them; nothing has changed.
-        """
+        """Put these kinds away. Raises BudgetError: the host has no room for them; nothing has changed."""
         storage, kinds = self._storage, frozenset(kinds)
         regions = self._regions(kinds, away=False)
         self._check_room(regions)
@@ -87,8 +82,7 @@ class PutAway:
     def bring(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
         """Bring these kinds back, as far as they are away.
 
-        Raises:
-            BudgetError: the device has no room; what is not back is still on the host, and nothing is lost.
+        Raises BudgetError: the device has no room; what is not back is still on the host, and nothing is lost.
         """
         storage, kinds = self._storage, self.kinds.intersection(kinds)
         try:
@@ -113,8 +107,6 @@ class PutAway:
     def forget_gradients(self) -> None:
         """Nobody wants them any more."""
         self._waiting.clear()
-
-    # ---- inside -------------------------------------------------------------------------------
 
     def _regions(self, kinds: Iterable[OffloadStateTypeEnum], *, away: bool) -> list[MemoryRegion]:
         memories = [memory for kind in kinds for memory in self._memories(kind)]
@@ -156,11 +148,7 @@ class PutAway:
 
 
 class StatesAway:
-    """What one engine has put away from its device.
-
-    Args:
-        run: what the collaborators share.
-    """
+    """What one engine has put away from its device."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

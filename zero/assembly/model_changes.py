@@ -108,8 +108,6 @@ class ModelChanges:
     """Of one engine.
 
     Args:
-        run: what the collaborators share.
-        steps: of the engine.
         events: handed to all parts.
     """
 

@@ -25,10 +25,8 @@ def lay_out(
     """The units of a model, and where each parameter lies in the flat space.
 
     Args:
-        model: the whole tree.
         leaves: from `collect_leaves(model)`.
         trainable: id(parameter) of those the optimizer holds.
-        config: validated configuration.
         placement: who shares each unit.
 
     Raises:
@@ -56,11 +54,8 @@ def planner_of(
     """Who makes one rank's plan for a layout.
 
     Args:
-        model: the whole tree.
         laid_out: from `lay_out`.
-        config: validated configuration.
         machine: what can be had.
-        device: where units are computed on.
         in_place: units whose home memory the device can address are used there without a copy.
         placement: who shares each unit.
         states: names of the optimizer's state planes.
@@ -83,9 +78,7 @@ def plan_model(
 
     Args:
         model: on any device; nothing of it is read but shapes and dtypes.
-        config: validated configuration.
         machine: what one rank can have.
-        device: where units are computed on.
         world_size: number of ranks; the plan is that of the first.
         least: what the model takes at least, whether or not the machine has it.
 

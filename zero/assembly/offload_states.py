@@ -22,8 +22,6 @@ class OffloadStates:
     """`engine.offload_states`, and back.
 
     Args:
-        run: what the collaborators share.
-        steps: of the engine.
         away: what has been put away.
     """
 

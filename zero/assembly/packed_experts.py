@@ -21,8 +21,7 @@ from zero.params.units import packed_experts
 from zero.schedule.rows import RowLender
 from zero.values.access import EngineKeeper
 
-PREFIX = "zero:"
-"""Our implementations are called "zero:eager", "zero:grouped_mm" and so on: what follows computes."""
+PREFIX = "zero:"  # Our implementations are called "zero:eager", "zero:grouped_mm" and so on: what follows computes.
 
 
 class RoutedExperts:

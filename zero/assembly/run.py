@@ -28,17 +28,12 @@ class Run:
     """One engine's model, configuration, optimizer, counters and parts.
 
     Args:
-        model: the whole tree.
-        config: validated configuration.
-        device: where units are computed on.
-        rule: how parameters are updated.
         updater: the optimizer that users hold; None trains nothing.
         scaler: of the loss; its scale is 1 where nothing is fp16.
 
     Attributes:
         parts: of the engine for the model as it is.
         in_place: values in memory that the device can address are used where they live.
-        threads: of CPU kernels.
         global_steps: steps taken, skipped ones too.
         global_samples: samples that steps have used, over all ranks.
         micro_steps: calls of `step()`.
@@ -80,7 +75,6 @@ class Run:
 
     @property
     def exchange(self) -> Exchange:
-        """With the other ranks."""
         return self.parts.exchange
 
     def use(self, parts: Assembly) -> None:

@@ -75,9 +75,7 @@ class Steps:
     """Of one engine.
 
     Args:
-        run: what the collaborators share.
         accumulation: of micro-batches.
-        scaling: of the loss.
         away: what `offload_states` has put away.
         listeners: told of each step, in this order.
     """
@@ -92,16 +90,13 @@ class Steps:
     ) -> None:
         self._run, self._accumulation, self._scaling, self._away = run, accumulation, scaling, away
         self._listeners = listeners
-        self._schedule_arguments: Mapping[str, Any] = {}
-        """For the scheduler, with the step that was asked for last."""
+        self._schedule_arguments: Mapping[str, Any] = {}  # For the scheduler, with the step that was asked for last.
         self._applied = False
-        self.watch = Stopwatch()
-        """What steps have taken."""
+        self.watch = Stopwatch()  # What steps have taken.
 
     # ---- steps ----------------------------------------------------------------------------------
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """As `engine.step`."""
         run = self._run
         self.check_open("step")
         self._applied = False
@@ -259,7 +254,6 @@ class Steps:
         """Raise if the engine is closed; take a step that was asked for; bind what is always bound.
 
         Args:
-            what: is attempted.
             needs: of these states (None: all) what `offload_states` has put away comes back (BudgetError: no room).
 
         Raises:
@@ -297,8 +291,7 @@ class Steps:
     def synchronize(self) -> None:
         """Wait until the last step is complete and the gradients since are stored, on every tier, and nothing moves.
 
-        Raises:
-            StorageError: a transfer failed. The next call goes on where this one stopped.
+        Raises StorageError: a transfer failed. The next call goes on where this one stopped.
         """
         self.ready("synchronize", frozenset())
         parts = self._run.parts
@@ -343,7 +336,6 @@ class Steps:
         """A parameter's exact values, states and gradient as of the last step, for `zero.utils.safe_get_full_grad` etc.
 
         Args:
-            parameter: of the model.
             to_change: they are going to be replaced: what was done ahead with them is void.
 
         Raises:

@@ -49,8 +49,6 @@ def check_accumulated(parts: Assembly, placement: Placement, saved: list[int], t
     """Raise ConfigError if these gradients cannot go on here.
 
     Args:
-        parts: of the engine.
-        placement: of this rank.
         saved: `ranks_shape` when they were saved.
         told: by `add_accumulated` of the same rank then.
     """

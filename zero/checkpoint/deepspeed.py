@@ -30,8 +30,7 @@ from zero.checkpoint.deepspeed_files import (
 )
 from zero.checkpoint.source import Opened, Saved
 
-EXTRA = "_extra_state"
-"""How modules call what they add to a state dict and what is no parameter."""
+EXTRA = "_extra_state"  # How modules call what they add to a state dict and what is no parameter.
 Shapes = Mapping[str, torch.Size]
 OWN_KEYS = frozenset(
     [
@@ -139,8 +138,7 @@ class SpreadSource:
         """Nothing is open between two reads."""
 
 
-Found = dict[str, tuple[torch.Size, Values]]
-"""Name of our logical form -> shape and values."""
+Found = dict[str, tuple[torch.Size, Values]]  # Name of our logical form -> shape and values.
 
 
 def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Contents) -> Found:
@@ -282,10 +280,8 @@ def open_deepspeed_folder(path: Path | str) -> Opened:
 
     Its `source` has the names of our own checkpoints, its `state` the keys, and besides `loss_scaler` (a dict, or None)
     and `deepspeed` (the version that wrote it). There are no collected gradients, no sums of what it leaves out, and
-    nothing of one rank's own. `client` raises ConfigError if there is an object of a class that is not loaded.
-
-    Raises:
-        ConfigError: a file is missing or damaged, ranks do not agree, or it is a kind of checkpoint that is not read.
+    nothing of one rank's own. `client` raises ConfigError if there is an object of a class that is not loaded. Raises
+    ConfigError: a file is missing or damaged, ranks do not agree, or it is a kind of checkpoint that is not read.
     """
     folder = Path(path)
     if not folder.is_dir():

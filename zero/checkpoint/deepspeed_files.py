@@ -33,7 +33,6 @@ class Part:
     """What one rank holds of one flat group.
 
     Attributes:
-        master: the weights.
         padding: elements that were cut off behind it.
         moments: kind -> region; empty before the first step.
         step: None if it is not said here.
@@ -55,8 +54,7 @@ class RankFile:
     stage: int
     ranks: int
     parts: Sequence[Part]
-    groups: Sequence[Contents]
-    """The optimizer's param_groups; empty if they were not saved."""
+    groups: Sequence[Contents]  # The optimizer's param_groups; empty if they were not saved.
     alignment: Sequence[Sequence[int]] | None
     """By flat group, elements of padding behind each parameter; None if there are none."""
     loss_scaler: Any

@@ -34,14 +34,10 @@ logger = logging.getLogger("zero")
 
 LATEST, LOCK = "latest", ".lock"
 PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
-OWNER = "lock"
-"""In a partial folder: locked by the job that writes there."""
-LOCK_SECONDS = 60.0
-"""Names change within milliseconds, but an old checkpoint may be removed meanwhile."""
-NEXT_SECONDS = 1e-3
-"""A checkpoint is later than those that are there, by this at least, whatever the clock says."""
-TAG_BYTES_MAX = 200
-"""File systems end at 255, and we write around it."""
+OWNER = "lock"  # In a partial folder: locked by the job that writes there.
+LOCK_SECONDS = 60.0  # Names change within milliseconds, but an old checkpoint may be removed meanwhile.
+NEXT_SECONDS = 1e-3  # A checkpoint is later than those that are there, by this at least, whatever the clock says.
+TAG_BYTES_MAX = 200  # File systems end at 255, and we write around it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +56,8 @@ class Partial:
     """A checkpoint that is being written: end it with `Checkpoints.commit` or `Checkpoints.abandon`."""
 
     tag: str
-    folder: Path
-    """Where to write; `manifest.json` last."""
-    time: float
-    """For the manifest."""
+    folder: Path  # Where to write; `manifest.json` last.
+    time: float  # For the manifest.
     lock: Lock
 
 
@@ -71,7 +65,6 @@ def folder_named(value: str | os.PathLike[str], what: str) -> Path:
     """The folder that an argument names.
 
     Args:
-        value: what was given.
         what: the call and its argument, for the error.
 
     Raises:
@@ -83,11 +76,7 @@ def folder_named(value: str | os.PathLike[str], what: str) -> Path:
 
 
 def check_tag(tag: object) -> str:
-    """A tag that can be the name of a folder, as a string.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """A tag that can be the name of a folder, as a string. Raises ConfigError: it cannot."""
     name = str(tag)
     wrong = ""
     if not name:
@@ -114,7 +103,6 @@ class Checkpoints:
 
     Args:
         save_dir: need not exist.
-        files: the disk.
     """
 
     def __init__(self, save_dir: Path | str, files: Files | None = None) -> None:
@@ -279,7 +267,6 @@ class Checkpoints:
 
         Args:
             partial: from `begin`; its lock is free afterwards, also when this fails.
-            save_latest: name it in `latest`.
 
         Raises:
             ConfigError: files are not as the manifest says.
@@ -420,7 +407,6 @@ def open_checkpoint(
     Args:
         load_dir: folder of checkpoints.
         tag: which; None: the one that `latest` names, or the newest that is whole.
-        files: the disk.
         without: tags that are known to be damaged.
 
     Raises:

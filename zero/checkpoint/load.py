@@ -37,8 +37,7 @@ from zero.store.adoption import Adoption, Piece
 logger = logging.getLogger("zero")
 
 NAMES_SHOWN = 4
-Numbers = dict[int, dict[str, torch.Tensor]]
-"""id(parameter) -> the numbers that belong to its states, by name."""
+Numbers = dict[int, dict[str, torch.Tensor]]  # id(parameter) -> the numbers that belong to its states, by name.
 
 
 class Wanted:
@@ -46,7 +45,6 @@ class Wanted:
 
     Args:
         source: has the values.
-        parts: of the engine.
         strict: every parameter and buffer must have a value, and every value a place.
         states: the optimizer's are wanted too, and step counts.
         known_frozen: the source leaves out what is not trained.
@@ -60,8 +58,7 @@ class Wanted:
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
         frozen = [unit for unit in parts.layout.units if not unit.trainable and unit.dtype == torch.bfloat16]
         self._in_bf16 = {slot.index for unit in frozen for slot in unit.slots}
-        self.names: dict[int, str] = {}
-        """Parameter's index -> the name that the source has for it."""
+        self.names: dict[int, str] = {}  # Parameter's index -> the name that the source has for it.
         missing: list[str] = []
         for leaf in parts.leaves:
             name = next((name for name in leaf.names if MODEL + name in source.tensors), None)
@@ -80,8 +77,7 @@ class Wanted:
         unexpected = [n for n in _models_names(source) if n not in known]
         if strict and (missing or unexpected):
             raise ConfigError(_mismatch(missing, unexpected))
-        self.stateful: set[int] = set()
-        """Indices of parameters whose states are in the source."""
+        self.stateful: set[int] = set()  # Indices of parameters whose states are in the source.
         self._kinds = parts.plan.states
         if states:
             self.stateful = {i for i, name in self.names.items() if i in trained and self._has_states(name)}
@@ -195,8 +191,6 @@ class LoadCheckpoints:
     """Of one engine.
 
     Args:
-        run: what the collaborators share.
-        steps: of the engine.
         saves: brings the engine between two steps, and has the disk.
         state: what is known of checkpoints between calls.
     """

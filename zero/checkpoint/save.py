@@ -40,19 +40,14 @@ class CheckpointSave:
     """One save of one engine, on one rank.
 
     Args:
-        parts: of the engine, at rest.
-        exchange: with the other ranks.
         save_dir: the folder of all checkpoints.
         tag: checked, the same on all ranks.
-        files: the disk.
     """
 
     def __init__(self, parts: Assembly, exchange: Exchange, save_dir: Path, tag: str, files: Files) -> None:
         self._parts, self.placement, self.tag = parts, exchange.placement, tag
-        self.keep_last: int | None = None
-        """How many checkpoints stay; None: all."""
-        self.tools: Mapping[str, str] = {}
-        """Name -> text of scripts to lie beside `latest`."""
+        self.keep_last: int | None = None  # How many checkpoints stay; None: all.
+        self.tools: Mapping[str, str] = {}  # Name -> text of scripts to lie beside `latest`.
         self._files, self._together = files, Together(exchange)
         self._folders = Checkpoints(save_dir, files)
         self._aliases: dict[str, str] = {}
@@ -98,7 +93,6 @@ class CheckpointSave:
 
     @property
     def part(self) -> RankPart:
-        """This rank's, once begun."""
         if self._part is None:
             raise StateError("checkpoint: nothing was begun")
         return self._part
@@ -110,11 +104,7 @@ class CheckpointSave:
             self._files.write_bytes(path, f"{type(error).__name__}: {error}")
 
     def missing_parts(self) -> list[int]:
-        """The first rank's: which parts are not written yet.
-
-        Raises:
-            StateError: one will not come.
-        """
+        """The first rank's: which parts are not written yet. Raises StateError: one will not come."""
         names, ranks = (
             set(self._files.listing(self._folders.partial_folder(self.tag))),
             range(self.placement.world_size),

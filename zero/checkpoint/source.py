@@ -33,8 +33,6 @@ STATE, CLIENT, RANK = "state", "client", "rank"
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One tensor of a source."""
-
     shape: torch.Size
     dtype: torch.dtype
 
@@ -52,11 +50,7 @@ class Source(Protocol):
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the flattened tensor, 1-D, on the host, in the saved dtype.
 
-        Good until the third read after it.
-
-        Raises:
-            StorageError: a read failed.
-            ConfigError: what was read is damaged.
+        Good until the third read after it. Raises StorageError: a read failed; ConfigError: what was read is damaged.
         """
 
     def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
@@ -72,14 +66,11 @@ class Opened:
 
     folder: Path
     source: Source
-    state: dict[str, Any]
-    """What all ranks had in common."""
+    state: dict[str, Any]  # What all ranks had in common.
     client: Callable[[], dict[str, Any]]
     """`client_state` and `lr_scheduler`; makes objects of any class where the checkpoint is ours."""
-    rank_state: Callable[[int], dict[str, Any] | None]
-    """What a rank had of its own; None if there was no such rank."""
-    tag: str = ""
-    """Of one of ours."""
+    rank_state: Callable[[int], dict[str, Any] | None]  # What a rank had of its own; None if there was no such rank.
+    tag: str = ""  # Of one of ours.
 
     def close(self) -> None:
         """Give back what is open. Idempotent."""
@@ -94,8 +85,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    begin: int
-    """Of its elements in the flattened tensor."""
+    begin: int  # Of its elements in the flattened tensor.
     end: int
     stored: StoredBox
 
@@ -104,9 +94,7 @@ class FolderSource:
     """A `Source` over one checkpoint folder. Every box that is read is held against its checksum.
 
     Args:
-        folder: of the checkpoint.
         manifest: of the folder, checked.
-        files: the disk.
 
     Raises:
         ConfigError: the metadata is damaged, or does not fit the manifest; names the file and the tensor.
@@ -139,11 +127,9 @@ class FolderSource:
 
     @property
     def blobs(self) -> frozenset[str]:
-        """Names of what is no tensor."""
         return frozenset(self._blobs)
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """See `Source`."""
         boxes, dtype = list(self._overlapping(name, begin, end)), self.tensors[name].dtype
         bounds = [(max(begin, box.begin) - box.begin, min(end, box.end) - box.begin) for box in boxes]
         if len(boxes) == 1:
@@ -154,7 +140,6 @@ class FolderSource:
         return self._reader.get_parts(parts).view(dtype)
 
     def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
-        """See `Source`."""
         boxes = (box.stored for name, begin, end in wanted for box in self._overlapping(name, begin, end))
         self._reader.expect(boxes)
 
@@ -174,7 +159,6 @@ class FolderSource:
         return read_archive(data, f"{name} in {self.folder}", trusted=trusted)
 
     def close(self) -> None:
-        """See `Source`."""
         self._reader.close()
 
     def _overlapping(self, name: str, begin: int, end: int) -> Iterator[_Box]:

@@ -22,8 +22,7 @@ from zero.config.numbers import parse_bytes
 from zero.exchange.together import Relay
 
 MAX_SHARD_SIZE = "5GB"
-SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"
-"""What transformers calls the file of a model, or its index."""
+SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"  # What transformers calls the file of a model, or its index.
 
 logger = logging.getLogger("zero")
 
@@ -33,15 +32,11 @@ Values = Callable[[Tensor], Iterator[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file."""
-
     filename: str
-    tensors: tuple[Tensor, ...]
-    """In the order of the file."""
+    tensors: tuple[Tensor, ...]  # In the order of the file.
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
         parts = around(PurePath(self.filename).suffix, self.tensors)
         return sum(map(len, parts)) + sum(tensor.nbytes for tensor in self.tensors)
 
@@ -109,8 +104,7 @@ def bytes_of(max_shard_size: int | str | None) -> int:
 def checked_name(filename: str) -> str:
     """The name that somebody wants a file of weights to have, with .safetensors if it says no other form.
 
-    Raises:
-        ConfigError: it is no plain name.
+    Raises ConfigError: it is no plain name.
     """
     path = PurePath(filename)
     if not path.name or path.name != filename:

@@ -33,12 +33,9 @@ class NamedTensor:
     """One tensor of a model, under the name that a state dict gives it."""
 
     name: str
-    tensor: torch.Tensor
-    """A parameter, whose values may be elsewhere, or a buffer."""
-    first: str
-    """The name under which the same tensor came first; its own for most."""
-    opaque: bool
-    """Quantised storage, whose dtype is not ours to choose."""
+    tensor: torch.Tensor  # A parameter, whose values may be elsewhere, or a buffer.
+    first: str  # The name under which the same tensor came first; its own for most.
+    opaque: bool  # Quantised storage, whose dtype is not ours to choose.
 
 
 def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[NamedTensor]:
@@ -66,14 +63,6 @@ def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[NamedTensor]:
 
 
 class ExportWeights:
-    """Of one engine.
-
-    Args:
-        run: what the collaborators share.
-        steps: of the engine.
-        changes: of the model.
-    """
-
     def __init__(self, run: Run, steps: Steps, changes: ModelChanges) -> None:
         self._run, self._steps, self._changes = run, steps, changes
 

@@ -53,12 +53,9 @@ from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 from zero.store.stored_values import stage_group
 
-BLOCKS = 8
-"""Runs in memory at once."""
-EXTENTS_AT_ONCE = 4
-"""While some are written the next are read and encoded: fewer leave the disk without work."""
-ENCODERS = 2
-"""Threads. One encodes 5 GB/s; a disk that takes as much would wait for it."""
+BLOCKS = 8  # Runs in memory at once.
+EXTENTS_AT_ONCE = 4  # While some are written the next are read and encoded: fewer leave the disk without work.
+ENCODERS = 2  # Threads. One encodes 5 GB/s; a disk that takes as much would wait for it.
 
 MASTER, WEIGHT, STATE, OTHER = "master", "weight", "state", "other"
 
@@ -67,27 +64,20 @@ MASTER, WEIGHT, STATE, OTHER = "master", "weight", "state", "other"
 class Part:
     """One box of one tensor, and where its values are."""
 
-    name: str
-    """Of the tensor in the checkpoint."""
+    name: str  # Of the tensor in the checkpoint.
     dtype: torch.dtype
     box: Box
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    kind: str
-    """`MASTER`, `WEIGHT` (as it is stored), `STATE`, or `OTHER`: of `values`."""
-    state: int = 0
-    """Of a `STATE`: which of the optimizer's planes."""
+    shape: tuple[int, ...]  # Of the whole tensor.
+    kind: str  # `MASTER`, `WEIGHT` (as it is stored), `STATE`, or `OTHER`: of `values`.
+    state: int = 0  # Of a `STATE`: which of the optimizer's planes.
     unit: Unit | None = None
-    coordinate: int = 0
-    """Of the box's first element."""
+    coordinate: int = 0  # Of the box's first element.
     values: Plane | torch.Tensor | None = None
     """Where an `OTHER` part is: a plane over coordinates, or the whole tensor, flat."""
-    is_blob: bool = False
-    """The bytes are an archive already."""
+    is_blob: bool = False  # The bytes are an archive already.
 
     @property
     def nbytes(self) -> int:
-        """Of the box."""
         return self.box.numel * self.dtype.itemsize
 
 
@@ -95,13 +85,11 @@ class Part:
 class Extent:
     """What follows one another in the file, and is made of one look at the planes."""
 
-    group: SubGroup | None
-    """None: what is looked at box by box."""
+    group: SubGroup | None  # None: what is looked at box by box.
     runs: tuple[PackedRun[Part], ...]
 
     @property
     def nbytes(self) -> int:
-        """Of all runs."""
         return sum(run.nbytes for run in self.runs)
 
 
@@ -109,10 +97,8 @@ class Extents:
     """All that this rank writes of the planes.
 
     Args:
-        layout: of the planes.
         groups: the plan's sub-groups.
         leaves: the model's parameters, by their index in the layout.
-        placement: of this rank.
         wanted: called with a parameter's index: False leaves it out.
         states: names of the optimizer's planes.
     """
@@ -224,7 +210,6 @@ class ExtentWriter:
     """Encodes extents, in any order; everything on the loop of the storage's mover.
 
     Args:
-        layout: of the planes.
         storage: which holds them.
         store: called with (offset in the file, bytes) of each run; they are free when it returns.
         register: see `Arena`.
@@ -246,8 +231,7 @@ class ExtentWriter:
         )
         self._encoders = Worker("zero-checkpoint-encoder", ENCODERS)
         self.checksums: dict[int, tuple[int, int]] = {}
-        self.stopped = False
-        """`write_all` begins no further extent."""
+        self.stopped = False  # `write_all` begins no further extent.
 
     async def write_all(self, extents: Iterable[Extent]) -> None:
         """Write extents as the planes are now. Raises StorageError."""
@@ -283,7 +267,6 @@ class ExtentWriter:
             staged.release()
 
     def close(self) -> None:
-        """Give memory and threads back."""
         self._encoders.close()
         self._arena.close()
 
@@ -406,9 +389,6 @@ def plan_extents(
     """What this rank writes of the model: its part of the planes, and of the first rank buffers and step counts.
 
     Args:
-        parts: of the engine.
-        placement: of this rank.
-        wanted: which parameters, by their index.
         optimizer: has the numbers that belong to states; None: all are 0.
     """
     extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted, parts.plan.states)
@@ -428,11 +408,8 @@ class RankPart:
     """One rank's data file on its way to the disk.
 
     Args:
-        parts: of the engine.
         extents: what is written; ended.
         folder: of the checkpoint in the making.
-        rank: of the caller.
-        files: the disk.
 
     Raises:
         StorageError: the disk has no room; nothing is left.
@@ -501,8 +478,7 @@ def written_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, 
 def read_list(files: Files, path: Path) -> tuple[FileEntry, list[WrittenBox]]:
     """What a rank has said with `RankPart.finish`.
 
-    Raises:
-        ConfigError: it is not there: the folder is not the same one on all nodes.
+    Raises ConfigError: it is not there: the folder is not the same one on all nodes.
     """
     if not files.exists(path):
         raise ConfigError(

@@ -33,8 +33,6 @@ BLOCKS_BY_NAME = {
 
 
 class ZeroStageEnum(int, enum.Enum):
-    """What is sharded."""
-
     disabled = 0
     optimizer_states = 1
     gradients = 2
@@ -43,12 +41,10 @@ class ZeroStageEnum(int, enum.Enum):
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Config:
-    """The block `bf16`, or `bfloat16`, of a whole configuration."""
     return Bf16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> Fp16Config:
-    """The block `fp16` of a whole configuration."""
     return Fp16Config(**(param_dict.get("fp16") or {}))
 
 
@@ -57,8 +53,6 @@ class DeepSpeedConfig:
 
     Args:
         config: path or dict.
-        mpu: must be None.
-        mesh_device: must be None.
 
     Raises:
         ConfigError: every problem at once.

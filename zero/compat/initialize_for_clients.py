@@ -82,7 +82,6 @@ class EpochTimer:
         self.epoch_count = 0
 
     def update_epoch_count(self) -> None:
-        """One more."""
         self.epoch_count += 1
 
     def start(self) -> None:
@@ -96,7 +95,6 @@ def lend_names(engine: Any, client_optimizer: Any = None) -> None:
     """Give an engine those names.
 
     Args:
-        engine: a new one.
         client_optimizer: what `initialize` was given as `optimizer`.
     """
 

@@ -43,7 +43,6 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
 
 
 def parse_hostfile_lines(hostfile_lines: Sequence[str]) -> dict[str, int]:
-    """As `fetch_hostfile`, of lines."""
     return parse_hostfile("\n".join(line.rstrip("\n") for line in hostfile_lines), "hostfile")
 
 

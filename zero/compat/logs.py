@@ -54,7 +54,6 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Print on the ranks named."""
     if _speaks(ranks):
         print(f"[Rank {_rank()}] {message}")
 
@@ -73,7 +72,6 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def get_current_level() -> int:
-    """Of the logger."""
     return logger.getEffectiveLevel()
 
 

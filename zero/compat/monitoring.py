@@ -36,12 +36,10 @@ class DeepSpeedMonitorConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether one is."""
         return any(getattr(self, name).enabled for name in BLOCKS)
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """The blocks of a whole configuration."""
     return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in BLOCKS if name in param_dict})
 
 
@@ -64,7 +62,6 @@ class MonitorMaster:
         )
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write (tag, value, step) everywhere."""
         self._monitors.write_events(event_list)
 
 

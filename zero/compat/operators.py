@@ -30,11 +30,7 @@ CLASS_NAMES = """
 
 
 class OpBuilder:
-    """One of DeepSpeed's native parts.
-
-    Args:
-        name: accepted.
-    """
+    """One of DeepSpeed's native parts."""
 
     NAME: ClassVar[str] = ""
 
@@ -43,11 +39,9 @@ class OpBuilder:
         self.error_log: str | None = None
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """True when the engine has a counterpart."""
         return self.NAME in THERE
 
     def absolute_name(self) -> str:
-        """DeepSpeed's name of the extension."""
         return f"deepspeed.ops.{self.NAME}_op"
 
     def load(self, verbose: bool = True) -> Any:
@@ -55,7 +49,6 @@ class OpBuilder:
         raise refused(f"ops.op_builder: {self.NAME}", "the engine loads its own libraries; `zero doctor` shows them")
 
     def builder(self) -> Any:
-        """As `load`."""
         return self.load()
 
 

@@ -64,7 +64,6 @@ def _override(schedule: str) -> Callable[[Any, dict[str, Any]], None]:
     names = [name for name in inspect.signature(SCHEDULES[schedule]).parameters if name in ARGUMENTS]
 
     def override(args: Any, params: dict[str, Any]) -> None:
-        """From parsed arguments into the params of a `scheduler` block."""
         params.update({name: getattr(args, name) for name in names if getattr(args, name, None) is not None})
 
     return override

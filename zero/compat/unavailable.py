@@ -163,8 +163,6 @@ def missing_class(name: str, instead: str, base: type = object) -> Any:
     One that derives from an exception is an exception like others: nobody raises it here, and `except` may name it.
 
     Args:
-        name: as `refused`.
-        instead: as `refused`.
         base: what it derives from, where clients count on it.
     """
 

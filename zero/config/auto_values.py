@@ -32,14 +32,10 @@ SCHEDULER = "scheduler.params."
 class Facts:
     """What the choices follow from; None: not known."""
 
-    hidden_numel: int | None = None
-    """The hidden size of a transformers config."""
-    dtype: torch.dtype | None = None
-    """Of most elements that are trained."""
-    learning_rate: float | None = None
-    """Of an optimizer that was handed over."""
-    samples: int | None = None
-    """In one pass over the training data."""
+    hidden_numel: int | None = None  # The hidden size of a transformers config.
+    dtype: torch.dtype | None = None  # Of most elements that are trained.
+    learning_rate: float | None = None  # Of an optimizer that was handed over.
+    samples: int | None = None  # In one pass over the training data.
 
 
 def facts_of(model: nn.Module, optimizer: object = None, training_data: object = None) -> Facts:
@@ -85,8 +81,7 @@ def _length_of(training_data: object) -> int | None:
 def resolve_auto(config: Config, facts: Facts) -> Config:
     """The configuration with a value wherever it says "auto" and the facts say something.
 
-    Raises:
-        ConfigError: a value that follows does not go with a key that the user gave.
+    Raises ConfigError: a value that follows does not go with a key that the user gave.
     """
     chosen: dict[str, Choice] = {}
     still_open = {key.path for key in _autos(config)} - set(config.chosen)

@@ -49,8 +49,7 @@ class Unless:
 
     expected: str
     fix: str
-    key: str | None = None
-    """The key that can say so; None: none can."""
+    key: str | None = None  # The key that can say so; None: none can.
     value: object = None
 
 
@@ -69,15 +68,10 @@ class _Refused(ConfigBlock):
 
 @dataclass(frozen=True)
 class Feature:
-    """One block."""
-
-    keys: str
-    """Keys without effect: a kind with a colon, then the names of that kind."""
+    keys: str  # Keys without effect: a kind with a colon, then the names of that kind.
     about: str = ""
-    why: str = ""
-    """Why they have none; empty: as the block around this one says."""
-    enabled: Only | None = None
-    """Refuses `enabled`; None: that key is one of `keys`, or there is none."""
+    why: str = ""  # Why they have none; empty: as the block around this one says.
+    enabled: Only | None = None  # Refuses `enabled`; None: that key is one of `keys`, or there is none.
     unless: Unless | None = None
     sizes: Mapping[str, float] = field(default_factory=dict)
     """Keys that ask for tensor parallelism above 1, and their defaults."""

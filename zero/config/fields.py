@@ -130,11 +130,7 @@ class Only:
     fix: str
 
     def check(self, value: object) -> object:
-        """Return the value if it is allowed.
-
-        Raises:
-            PydanticCustomError: it is not.
-        """
+        """Return the value if it is allowed. Raises PydanticCustomError: it is not."""
         if value in self.allowed:
             return value
         values = " or ".join(map(shown, self.allowed))

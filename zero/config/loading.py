@@ -38,10 +38,8 @@ FETCHING_KEYS = (
     "zero_optimization.stage3_max_reuse_distance",
 )
 """Without effect below stage 3, where weights never leave the device."""
-STATE_DTYPE = "zero_optimization.offload_optimizer.state_dtype"
-"""Acts wherever states live, on the device too."""
-BUFFERS = "data_types.buffer_dtype"
-"""Without effect where neither bf16 nor fp16 is enabled, as in DeepSpeed."""
+STATE_DTYPE = "zero_optimization.offload_optimizer.state_dtype"  # Acts wherever states live, on the device too.
+BUFFERS = "data_types.buffer_dtype"  # Without effect where neither bf16 nor fp16 is enabled, as in DeepSpeed.
 COMMENT_PREFIXES = ("_comment", "comment", "//")
 ORIGINS_KEY = "_comment_origins"
 """A comment that `zero config show` writes: where each value came from. A default that is unchanged stays one."""
@@ -132,7 +130,6 @@ def with_choices(config: Config, chosen: Mapping[str, Choice]) -> Config:
     """The same configuration with values for keys that were "auto".
 
     Args:
-        config: as it was loaded.
         chosen: canonical path of a key that is "auto" in the source, to its value.
 
     Raises:
@@ -151,20 +148,17 @@ def _read_again(config: Config, world_size: int, ranks_per_node: int | None, cho
 class _Reader:
     """Sorts the user's keys: known, absent, commented, unknown; and notes where each value came from."""
 
-    tolerant: bool = False
-    """Unknown keys at the top level are ignored, and listed."""
+    tolerant: bool = False  # Unknown keys at the top level are ignored, and listed.
     absent: Mapping[str, Any] = field(default_factory=dict)
     """Values of top-level keys that are not given, instead of their defaults."""
-    chosen: Mapping[str, Choice] = field(default_factory=dict)
-    """Values for keys that are "auto"."""
+    chosen: Mapping[str, Choice] = field(default_factory=dict)  # Values for keys that are "auto".
     problems: list[str] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
     inactive: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     deprecated: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
-    written: dict[str, str] = field(default_factory=dict)
-    """Canonical path to the path the user wrote."""
+    written: dict[str, str] = field(default_factory=dict)  # Canonical path to the path the user wrote.
     defaults: frozenset[str] = frozenset()
     """Paths that the source says it holds with their defaults, as a configuration that was shown does."""
 
@@ -206,7 +200,6 @@ class _Reader:
 
         Args:
             block: what the keys should be.
-            raw: the user's object.
             prefix: canonical path of the block, ending in a dot; empty at the top level.
             wrote: the same as the user spelt it.
             also_known: keys besides those that the block declares; they are kept as they are.

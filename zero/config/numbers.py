@@ -14,8 +14,7 @@ import re
 from decimal import ROUND_HALF_EVEN, Decimal, localcontext
 from numbers import Integral, Real
 
-LARGEST = 2**63 - 1
-"""Every count ends up in an int64_t."""
+LARGEST = 2**63 - 1  # Every count ends up in an int64_t.
 
 UNITS: dict[str, int] = {
     "": 1,
@@ -79,8 +78,7 @@ def parse_bytes(value: object) -> int:
 def parse_number(value: object) -> float:
     """Read a finite real number; a string such as "2e-5" counts, a bool does not.
 
-    Raises:
-        ValueError: the text says what was expected.
+    Raises ValueError: the text says what was expected.
     """
     expected = "a finite number such as 1e-3"
     if isinstance(value, bool) or not isinstance(value, (Real, str)):

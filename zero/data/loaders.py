@@ -14,8 +14,7 @@ from zero.config import Config
 from zero.data.resumable import EpochSampler, ResumableLoader
 from zero.ranks import world
 
-ROUTES = ("train", "eval", "predict")
-"""What a loader is for, in DeepSpeed's words; only training is in random order."""
+ROUTES = ("train", "eval", "predict")  # What a loader is for, in DeepSpeed's words; only training is in random order.
 
 
 def make_loader(
@@ -38,7 +37,6 @@ def make_loader(
 
     Args:
         data: with `__getitem__` and `__len__`; with one rank an IterableDataset too.
-        config: validated.
         pin: batches are put into pinned memory.
         route: one of `ROUTES`.
         batch_size: samples; None: train_micro_batch_size_per_gpu.
@@ -76,21 +74,12 @@ def make_loader(
 
 
 class Training(Protocol):
-    """For whom loaders are made."""
-
     config: Config
     device: torch.device
-    collate_fn: Callable[..., Any] | None
-    """For loaders that are given none."""
+    collate_fn: Callable[..., Any] | None  # For loaders that are given none.
 
 
 class Loaders:
-    """Of one engine.
-
-    Args:
-        run: the engine's.
-    """
-
     def __init__(self, run: Training) -> None:
         self._run = run
 

@@ -22,8 +22,7 @@ from offload.errors import ConfigError
 
 logger = logging.getLogger("zero")
 
-COUNTS = ("epoch", "batches", "samples", "world_size", "batch_size", "dataset_samples")
-"""Whole numbers of a state."""
+COUNTS = ("epoch", "batches", "samples", "world_size", "batch_size", "dataset_samples")  # Whole numbers of a state.
 
 
 class EpochSampler(DistributedSampler[Any]):
@@ -57,8 +56,7 @@ class _Skipping(Sampler[Any]):
         """(samples drawn, the sampler's state then), of the last batches."""
         self.has_states = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         """It knows itself where it is."""
-        self.generator: torch.Generator | None = None
-        """What decides its order, if not its epoch or its state."""
+        self.generator: torch.Generator | None = None  # What decides its order, if not its epoch or its state.
         if not self.has_states and not isinstance(sampler, (DistributedSampler, SequentialSampler)):
             own = getattr(sampler, "generator", None)
             self.generator = own if isinstance(own, torch.Generator) else torch.default_generator
@@ -135,16 +133,11 @@ class _Progress:
     """How far one walk through the data has come."""
 
     epoch: int
-    first: int = 0
-    """Samples of this rank's part of the epoch that were had before it."""
-    batches: int = 0
-    """Of this epoch, whoever had them."""
-    had: int = 0
-    """Batches of this walk."""
-    random: torch.Tensor | None = field(default=None, repr=False)
-    """The generator's state when the epoch began."""
-    is_placed: bool = False
-    """The sampler itself is after `first`."""
+    first: int = 0  # Samples of this rank's part of the epoch that were had before it.
+    batches: int = 0  # Of this epoch, whoever had them.
+    had: int = 0  # Batches of this walk.
+    random: torch.Tensor | None = field(default=None, repr=False)  # The generator's state when the epoch began.
+    is_placed: bool = False  # The sampler itself is after `first`.
     ended: bool = False
 
 
@@ -276,7 +269,6 @@ class ResumableLoader(DataLoader[Any]):
         self.loads += 1
 
     def _begin(self) -> tuple[Iterator[Any], _Progress]:
-        """For `_Walk`."""
         loaded, self._loaded = self._loaded, None
         epoch, skipping = self._next_epoch, self._skipping
         if loaded is not None and loaded.epoch == epoch:
@@ -347,7 +339,6 @@ class RepeatingLoader:
         self._loads = 0
 
     def __iter__(self) -> Iterator[Any]:
-        """Itself."""
         return self
 
     def __next__(self) -> Any:

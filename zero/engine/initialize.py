@@ -29,8 +29,7 @@ from zero.ranks.joining import join_or_stay_alone
 
 logger = logging.getLogger("zero")
 
-PIPELINE_MARKS = ("forward_funcs", "_layer_specs", "_topo")
-"""Attributes of DeepSpeed's PipelineModule."""
+PIPELINE_MARKS = ("forward_funcs", "_layer_specs", "_topo")  # Attributes of DeepSpeed's PipelineModule.
 
 
 @names_file_limit("initialize")

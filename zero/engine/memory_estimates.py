@@ -27,8 +27,7 @@ from zero.plan.planner import Planner
 
 TIERS = ("nvme", "cpu", "none")
 FP32_BYTES = 4
-LAYERS = 8
-"""Of a model of which only the size is known: the cover cuts no unit smaller than an eighth without need."""
+LAYERS = 8  # Of a model of which only the size is known: the cover cuts no unit smaller than an eighth without need.
 ENDLESS = Machine(
     available_bytes=1 << 62, available_source="no limit", memlock_bytes=None, device_bytes=None, rss_bytes=0
 )
@@ -36,23 +35,16 @@ ENDLESS = Machine(
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One line of the table."""
-
     offload_param: str
     offload_optimizer: str
     zero_init: bool
-    host_bytes: int
-    """Of a node."""
-    device_bytes: int
-    """Of a rank."""
-    nvme_bytes: int
-    """Of a rank."""
+    host_bytes: int  # Of a node.
+    device_bytes: int  # Of a rank.
+    nvme_bytes: int  # Of a rank.
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The hardware."""
-
     num_gpus_per_node: int = 1
     num_nodes: int = 1
     additional_buffer_factor: float = 1.0
@@ -63,7 +55,6 @@ class Setup:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
         return self.num_gpus_per_node * self.num_nodes
 
 

@@ -22,12 +22,7 @@ MASTERS = {
 
 
 class EngineStates:
-    """See `zero.optim.optimizer.KeptStates`.
-
-    Args:
-        values_of: the engine's.
-        device: of the engine.
-    """
+    """See `zero.optim.optimizer.KeptStates`."""
 
     def __init__(self, values_of: Callable[..., ParameterValues], device: torch.device) -> None:
         self._values_of, self._device = values_of, device

@@ -33,15 +33,11 @@ NAMES_SHOWN = 4
 class LoadedKeys(NamedTuple):
     """What did not fit together; torch's names."""
 
-    missing_keys: list[str]
-    """Parameters and buffers of the model that the checkpoint does not have."""
-    unexpected_keys: list[str]
-    """Names in the checkpoint that the model does not have."""
+    missing_keys: list[str]  # Parameters and buffers of the model that the checkpoint does not have.
+    unexpected_keys: list[str]  # Names in the checkpoint that the model does not have.
 
 
 class _Source(NamedTuple):
-    """Where one tensor comes from."""
-
     name: str
     file: SafetensorsFile
     entry: Entry

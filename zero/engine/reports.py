@@ -40,8 +40,6 @@ class Reporter:
 
     Args:
         run: whose steps are reported.
-        config: what is asked for.
-        monitor: where values go.
     """
 
     def __init__(self, run: Run, config: Config, monitor: Monitors) -> None:
@@ -55,7 +53,6 @@ class Reporter:
 
     @staticmethod
     def wanted(config: Config, monitor: Monitors) -> bool:
-        """Whether there is anything to say."""
         comms = config.comms_logger
         asked = (config.steps_per_print, config.wall_clock_breakdown, config.memory_breakdown, config.dump_state)
         return monitor.enabled or any(asked) or (comms is not None and comms.enabled and comms.verbose)
@@ -151,10 +148,6 @@ def memory_line(run: Run, reports: Reports) -> str:
 class Reports:
     """Of one engine.
 
-    Args:
-        run: what the collaborators share.
-        steps: of the engine.
-
     Attributes:
         forward: what forwards have taken.
         backward: what backwards have taken.
@@ -205,15 +198,12 @@ class Reports:
         return {name: 1e3 * seconds for name, seconds in self._reporter.times.items()}
 
     def wall_clock_breakdown(self) -> bool:
-        """As configured."""
         return self._run.config.wall_clock_breakdown
 
     def memory_breakdown(self) -> bool:
-        """As configured."""
         return self._run.config.memory_breakdown
 
     def flops_profiler_enabled(self) -> bool:
-        """As configured."""
         return self._run.config.flops_profiler is not None and self._run.config.flops_profiler.enabled
 
     @property

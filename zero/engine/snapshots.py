@@ -20,11 +20,7 @@ logger = logging.getLogger("zero")
 
 
 class SnapshotTurns(StepListener):
-    """Begins a snapshot when a step is due for one, and commits it before the next step.
-
-    Args:
-        run: what the collaborators share.
-    """
+    """Begins a snapshot when a step is due for one, and commits it before the next step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -92,8 +88,6 @@ class SnapshotCalls:
     """`engine.save_snapshot` and `engine.load_snapshot`.
 
     Args:
-        run: what the collaborators share.
-        steps: of the engine.
         accumulation: of micro-batches.
         turns: of the snapshots.
     """

@@ -24,14 +24,11 @@ from zero.ranks.rank_group import Payload
 from zero.store.storage import Storage
 from zero.store.whole_gradients import SharedPlaces
 
-Turn = tuple[Any, ...]
-"""What an exchange needs to know of its place in the order."""
+Turn = tuple[Any, ...]  # What an exchange needs to know of its place in the order.
 
-NEAR = "gather inside nodes"
-"""What a gather among neighbours is for."""
+NEAR = "gather inside nodes"  # What a gather among neighbours is for.
 
-HOST_CHUNK_BYTES = 16 << 20
-"""Of a slice, at a time, where values are read on the host."""
+HOST_CHUNK_BYTES = 16 << 20  # Of a slice, at a time, where values are read on the host.
 
 
 class Updates(Protocol):
@@ -39,8 +36,7 @@ class Updates(Protocol):
 
     stored: Callable[[int], None]
     """To be called, on the mover's loop, with a unit whose weights of the last step are where they live."""
-    stopped: bool
-    """The engine closes: no further update begins."""
+    stopped: bool  # The engine closes: no further update begins.
 
     @property
     def all_settled(self) -> bool:
@@ -60,12 +56,9 @@ class Exchange(Protocol):
     """What an engine asks of the other ranks."""
 
     placement: Placement
-    scale: float
-    """What the sum over ranks has to be multiplied by to give their mean."""
-    overlaps: bool
-    """False: whoever starts a reduction waits for it."""
-    memory: SharedPlaces | None
-    """Where what all ranks see is to be allocated; None: nothing is shared."""
+    scale: float  # What the sum over ranks has to be multiplied by to give their mean.
+    overlaps: bool  # False: whoever starts a reduction waits for it.
+    memory: SharedPlaces | None  # Where what all ranks see is to be allocated; None: nothing is shared.
 
     def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
         """The storage is made, on every rank. All ranks come here."""
@@ -92,7 +85,6 @@ class Exchange(Protocol):
 
         Args:
             turn: for "reduce".
-            unit: whose gradient.
             flat: (unit.numel,) this rank's; must stay as it is until the context ends, and may be used for sums.
             after: fences behind what filled it.
         """
@@ -155,25 +147,21 @@ class Alone:
         """See `Exchange`."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
-        """See `Exchange`."""
         return ()
 
     def give_up(self, turn: Turn, error: BaseException) -> None:
         """See `Exchange`."""
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
-        """See `Exchange`."""
         return after[0] if after else None
 
     @asynccontextmanager
     async def reduce(
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
     ) -> AsyncIterator[list[torch.Tensor]]:
-        """See `Exchange`."""
         yield [flat]
 
     def sees(self, flat: torch.Tensor) -> bool:
-        """See `Exchange`."""
         return True
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
@@ -186,7 +174,6 @@ class Alone:
         """See `Exchange`."""
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
-        """See `Exchange`."""
         return [payload]
 
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
@@ -196,11 +183,9 @@ class Alone:
         """See `Exchange`."""
 
     def payload(self) -> Mapping[str, Payload]:
-        """See `Exchange`."""
         return {}
 
     def renewed(self) -> Alone:
-        """See `Exchange`."""
         return self
 
     def release(self) -> None:
@@ -230,25 +215,18 @@ class Wire:
 
 
 class AmongRanks:
-    """What every exchange between several ranks leaves to their comm.
-
-    Args:
-        comm: of this engine.
-    """
+    """What every exchange between several ranks leaves to their comm."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
-        """See `Exchange`."""
         return self._comm.agree(what, payload)
 
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
-        """See `Exchange`."""
         self._comm.broadcast(tensor, source_rank)
 
     def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
-        """See `Exchange`."""
         self._comm.broadcast_coalesced(tensors, source_rank)
 
 
@@ -256,8 +234,6 @@ class Collectives(AmongRanks):
     """Exchange by collectives of torch.distributed.
 
     Args:
-        comm: of this engine.
-        placement: of this rank.
         wire: how gradients travel.
     """
 
@@ -275,14 +251,12 @@ class Collectives(AmongRanks):
         self._arriving: Callable[[int], torch.Tensor] | None = None
 
     def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
-        """See `Exchange`."""
         self._arriving = storage.whole_gradients.arriving
 
     def adopted(self) -> None:
         """See `Exchange`."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
-        """See `Exchange`."""
         kinds = ["gather persistent" if unit.persistent and self.placement.weights_sharded else "gather"]
         if what == "gather":
             kinds *= self._shard.size > 1
@@ -294,12 +268,10 @@ class Collectives(AmongRanks):
         return tuple(self._comm.ticket(kind, unit.index, unit.name) for kind in kinds)
 
     def give_up(self, turn: Turn, error: BaseException) -> None:
-        """See `Exchange`."""
         for ticket in turn:
             self._comm.cancel(ticket, error)
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
-        """See `Exchange`."""
         if not turn:
             return after[0] if after else None
         group = self._near if turn[0].kind == NEAR else self._shard
@@ -346,7 +318,6 @@ class Collectives(AmongRanks):
         return self._arriving(flat.nbytes).view(flat.dtype)
 
     def sees(self, flat: torch.Tensor) -> bool:
-        """See `Exchange`."""
         return True
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
@@ -359,18 +330,15 @@ class Collectives(AmongRanks):
         """See `Exchange`."""
 
     def payload(self) -> Mapping[str, Payload]:
-        """See `Exchange`."""
         return self._comm.payload
 
     def renewed(self) -> Collectives:
-        """See `Exchange`."""
         return Collectives(self._comm, self.placement, self._wire)
 
     def release(self) -> None:
         """See `Exchange`."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """See `Exchange`."""
         self._comm.close(error)
 
 

@@ -23,7 +23,6 @@ def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> M
     """What every rank can have: the least of each. All ranks come here, and so make the same plan.
 
     Args:
-        exchange: with the other ranks.
         machine: as this rank finds it.
         on_cpu: the device's memory is the host's.
     """
@@ -50,8 +49,7 @@ def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> M
 def take_first_ranks_values(exchange: Exchange, parameters: Iterable[nn.Parameter]) -> None:
     """Give every rank the first one's initial values: the others may have drawn other random numbers.
 
-    Raises:
-        StateError: ranks that share a file of values have built different parameters.
+    Raises StateError: ranks that share a file of values have built different parameters.
     """
     if exchange.placement.alone:
         return
@@ -81,8 +79,6 @@ class CommonBuffers:
     always do: its kernels change them without a new version.
 
     Args:
-        exchange: with the other ranks.
-        model: the whole tree.
         before: of the model before a change of it; None: there is no such.
     """
 

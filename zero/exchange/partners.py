@@ -26,7 +26,6 @@ def open_exchange(config: Config, device: torch.device) -> Exchange:
 
     Args:
         config: validated for the number of ranks.
-        device: where units are computed on.
 
     Raises:
         ConfigError: a group that the configuration asks for cannot be made of the ranks.

@@ -42,10 +42,8 @@ from zero.store.whole_gradients import SharedPlaces
 
 WAIT_SECONDS_MAX = 1800.0
 """As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds."""
-LOOK_SECONDS = 0.01
-"""Between looks whether somebody waits for an update of this rank's."""
-AGAIN_SECONDS = 0.5
-"""After an update that failed."""
+LOOK_SECONDS = 0.01  # Between looks whether somebody waits for an update of this rank's.
+AGAIN_SECONDS = 0.5  # After an update that failed.
 
 
 class Regions:
@@ -54,8 +52,7 @@ class Regions:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._regions: list[SharedRegion] = []
-        self.pools: list[SharedRegion] = []
-        """What each rank has made its own, in rank order."""
+        self.pools: list[SharedRegion] = []  # What each rank has made its own, in rank order.
 
     def common(self, nbytes: int, what: str) -> SharedRegion:
         """See `SharedPlaces`. The first rank's file, mapped by all."""
@@ -99,8 +96,6 @@ class SharedMemory(AmongRanks):
     """See above. All ranks are on one node.
 
     Args:
-        comm: of this engine.
-        placement: of this rank.
         wire: how gradients travel; they are added up in fp32, so only `averages` and `overlaps` matter.
     """
 
@@ -122,8 +117,7 @@ class SharedMemory(AmongRanks):
         self._slices: list[SharedRegion] = []
         self._slots: list[SharedRegion] = []
         self._slot_ranges: list[tuple[int, int]] = []
-        self._first_slots: list[list[Home]] = []
-        """Per space, what is on the disk, where the planes have two slots."""
+        self._first_slots: list[list[Home]] = []  # Per space, what is on the disk, where the planes have two slots.
         self._epoch, self._reductions, self._ended = 0, 0, False
 
     def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
@@ -158,7 +152,6 @@ class SharedMemory(AmongRanks):
     # ---- see Exchange -----------------------------------------------------------------------------
 
     def turn(self, what: str, unit: Unit) -> Turn:
-        """See `Exchange`."""
         if what == "gather":
             return (self._epoch,)
         self._reductions += 1
@@ -168,7 +161,6 @@ class SharedMemory(AmongRanks):
         """See `Exchange`. Who waits for a slice gets it once it is there, whenever that is."""
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
-        """See `Exchange`."""
         others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
         await settle_all([self._fetch(rank, turn[0], unit, flat) for rank in others])
         return None
@@ -210,7 +202,6 @@ class SharedMemory(AmongRanks):
     async def reduce(
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
     ) -> AsyncIterator[list[torch.Tensor]]:
-        """See `Exchange`."""
         if self._reducer is None:
             raise StateError("reduce: nothing is shared yet")
         own = self._regions.pools[self._comm.rank]
@@ -220,11 +211,9 @@ class SharedMemory(AmongRanks):
                 yield [part.view(flat.dtype) for part in slices]
 
     def sees(self, flat: torch.Tensor) -> bool:
-        """See `Exchange`."""
         return _lies_in(flat, self._regions.pools[self._comm.rank])
 
     def rewritten(self, unstored: Collection[int] = ()) -> None:
-        """See `Exchange`."""
 
         async def advance() -> None:
             self._advance(lambda index: index in unstored or not self._updates.at_home(index), frozen_too=True)
@@ -233,11 +222,9 @@ class SharedMemory(AmongRanks):
         self._storage.mover.run("telling other ranks what was rewritten", advance())
 
     def stored(self, index: int) -> None:
-        """See `Exchange`."""
         self._publish(index, frozen_too=True)
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
-        """See `Exchange`."""
         self._advance(changing)
 
     def _advance(self, changing: Callable[[int], bool], *, frozen_too: bool = False) -> None:
@@ -257,16 +244,13 @@ class SharedMemory(AmongRanks):
         return {}
 
     def renewed(self) -> SharedMemory:
-        """See `Exchange`."""
         return SharedMemory(self._comm, self.placement, self._wire)
 
     def close(self, error: BaseException | None = None) -> None:
-        """See `Exchange`."""
         self.release()
         self._comm.close(error)
 
     def release(self) -> None:
-        """See `Exchange`."""
         self._end()
         self._let_go()
 
@@ -319,8 +303,6 @@ class SharedMemory(AmongRanks):
             return PeerSlotPlane(name, width, self._first_slots[number], self._slots[rank].data[begin:end], disk)
         homes = [PeerHome(home.begin, home.end, -1, home.swap_offset) for home in plane.homes if home.memory is None]
         return peer_plane(name, width, homes, region=None, disk=disk)
-
-    # ---- inside -----------------------------------------------------------------------------------
 
     @property
     def _there(self) -> NodeBoard:

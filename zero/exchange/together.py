@@ -17,9 +17,6 @@ GOOD, FAILED = b"\0", b"\1"
 class Together:
     """Work of all ranks. What fails on one fails on all: there with its own error, elsewhere with one that names it.
 
-    Args:
-        exchange: with the other ranks.
-
     Attributes:
         keeps: kinds of errors that are of the same kind elsewhere. That a checkpoint is damaged all have to know, also
             those with an error of their own, so that all can take another one.

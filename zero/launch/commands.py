@@ -19,8 +19,6 @@ CONNECTED = ("ssh", "local", "pdsh")
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How nodes are reached."""
-
     launcher: str
     args: tuple[str, ...] = ()
     """Further words of the user for the launcher; for `local` the prefix, with {host} to be filled in."""
@@ -34,20 +32,15 @@ class Command:
     """One process to start here."""
 
     words: tuple[str, ...]
-    environment: Mapping[str, str]
-    """On top of this process's own."""
-    host: str
-    """Which node, or all of them."""
-    feeds: bool = False
-    """Standard input reaches the node: closing it ends the node's ranks."""
+    environment: Mapping[str, str]  # On top of this process's own.
+    host: str  # Which node, or all of them.
+    feeds: bool = False  # Standard input reaches the node: closing it ends the node's ranks.
 
 
 def torchrun_words(job: Job, node_rank: int, entry: Sequence[str], log_folder: str) -> list[str]:
     """Arguments of torch.distributed.run for one node.
 
     Args:
-        job: what to start.
-        node_rank: which node.
         entry: the program of each rank and its arguments.
         log_folder: for torchrun's own files.
     """
@@ -75,7 +68,6 @@ def build_commands(
     """What to start here so that every node runs its part.
 
     Args:
-        job: what to start.
         transport: how to reach the nodes.
         variables: what ranks get of this process's environment.
         folder: where the program runs, on every node.

@@ -30,8 +30,7 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 def find_file(environment: Mapping[str, str], here: Path, home: Path) -> Path | None:
     """The file of further variables: DS_ENV_FILE names it, else .deepspeed_env in the current folder, else at home.
 
-    Raises:
-        ConfigError: DS_ENV_FILE names a file that is not there.
+    Raises ConfigError: DS_ENV_FILE names a file that is not there.
     """
     wish = environment.get("DS_ENV_FILE", "")
     if not wish:
@@ -48,8 +47,7 @@ def find_file(environment: Mapping[str, str], here: Path, home: Path) -> Path | 
 def parse_file(text: str, name: str) -> dict[str, str]:
     """Variables of lines NAME=value; blank lines and lines that begin with # are skipped, quotes around a value go.
 
-    Raises:
-        ConfigError: a line is something else; names file and line.
+    Raises ConfigError: a line is something else; names file and line.
     """
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -73,8 +71,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
 def for_other_nodes(environment: Mapping[str, str], here: Path, home: Path) -> dict[str, str]:
     """All that ranks on other nodes get; the file wins over this process's own variables.
 
-    Raises:
-        ConfigError: the file is missing or malformed.
+    Raises ConfigError: the file is missing or malformed.
     """
     variables = exported(environment)
     # The program is looked for in the current folder, as it would be here.

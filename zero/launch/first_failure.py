@@ -34,14 +34,10 @@ class Failure:
 
     rank: int
     host: str
-    exitcode: int
-    """Negative: the signal that ended it."""
-    seconds: float
-    """Since the epoch, when it was noticed or raised."""
-    text: str = ""
-    """Traceback or message."""
-    cause: str = ""
-    """What the kernel knows of it."""
+    exitcode: int  # Negative: the signal that ended it.
+    seconds: float  # Since the epoch, when it was noticed or raised.
+    text: str = ""  # Traceback or message.
+    cause: str = ""  # What the kernel knows of it.
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -53,7 +49,6 @@ class Failure:
 
     @property
     def ending(self) -> str:
-        """How the process ended."""
         if self.exitcode >= 0:
             return f"exit code {self.exitcode}"
         try:
@@ -68,12 +63,7 @@ class Failure:
 
 
 def from_torch(failures: Mapping[int, TorchFailure], host: str) -> list[Failure]:
-    """The ranks of this node that failed, by torchrun's account.
-
-    Args:
-        failures: by rank.
-        host: this node.
-    """
+    """The ranks of this node that failed, by torchrun's account."""
     found = []
     for rank, failure in failures.items():
         message = failure.error_file_data.get("message", "")
@@ -85,7 +75,6 @@ def from_torch(failures: Mapping[int, TorchFailure], host: str) -> list[Failure]
 
 
 def first_of(failures: Iterable[Failure]) -> Failure:
-    """The failure that the others follow from."""
     return min(failures, key=lambda failure: failure.order)
 
 
@@ -93,7 +82,6 @@ def describe(failure: Failure, others: int) -> str:
     """The last words of a job.
 
     Args:
-        failure: the first one.
         others: how many more ranks ended badly; they follow from it, most likely.
     """
     head = f"zero run: rank {failure.rank} on {failure.host} failed first: {failure.ending}"

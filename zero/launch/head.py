@@ -16,10 +16,8 @@ from offload.system.process import die_with_parent
 from zero.launch.commands import Command
 
 LOOK_SECONDS = 0.1
-GRACE_SECONDS = 20.0
-"""After a node has failed, what the others have to tell each other and end by themselves."""
-END_SECONDS = 45.0
-"""After they were told to end: more than torchrun gives ranks that were asked from outside."""
+GRACE_SECONDS = 20.0  # After a node has failed, what the others have to tell each other and end by themselves.
+END_SECONDS = 45.0  # After they were told to end: more than torchrun gives ranks that were asked from outside.
 
 
 def run_commands(commands: Sequence[Command]) -> int:

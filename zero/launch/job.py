@@ -31,16 +31,13 @@ class Job:
     nodes: tuple[Node, ...]
     program: Program
     master_addr: str = LOOPBACK
-    master_port: int | None = None
-    """None: one node, which finds a free one."""
+    master_port: int | None = None  # None: one node, which finds a free one.
     cores: tuple[int, ...] | None = None
     """Shared out among the ranks of a node; None: ranks are not bound, (): all that may be used."""
     max_restarts: int = 0
     log_folder: str | None = None
-    watch_stdin: bool = False
-    """End when standard input closes: then whoever started the node is gone."""
-    quiet: bool = False
-    """All nodes print to one terminal, so only node 0 says at the end what failed."""
+    watch_stdin: bool = False  # End when standard input closes: then whoever started the node is gone.
+    quiet: bool = False  # All nodes print to one terminal, so only node 0 says at the end what failed.
 
     @property
     def ranks(self) -> int:
@@ -53,11 +50,7 @@ class Job:
 
     @staticmethod
     def from_word(word: str) -> Job:
-        """The inverse of `to_word`.
-
-        Raises:
-            ConfigError: it is something else.
-        """
+        """The inverse of `to_word`. Raises ConfigError: it is something else."""
         try:
             values: dict[str, Any] = json.loads(base64.urlsafe_b64decode(word.encode()))
             values["nodes"] = tuple(Node(node["host"], tuple(node["slots"])) for node in values["nodes"])
@@ -75,7 +68,6 @@ def plan_job(options: argparse.Namespace, device_count: int) -> Job:
     """Who runs where.
 
     Args:
-        options: of the command line, checked.
         device_count: GPUs that this machine shows; 0 on a CPU-only machine.
 
     Raises:
@@ -176,8 +168,7 @@ def _cores(options: argparse.Namespace) -> tuple[int, ...] | None:
 def parse_cores(words: str) -> tuple[int, ...]:
     """Core numbers of a list such as 0-7,16.
 
-    Raises:
-        ConfigError: a word that is neither a number nor a range, or a core named twice.
+    Raises ConfigError: a word that is neither a number nor a range, or a core named twice.
     """
     found: list[int] = []
     for word in words.split(","):

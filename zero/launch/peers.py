@@ -20,12 +20,9 @@ from zero.launch.first_failure import Failure
 from zero.launch.job import Job
 
 LOOK_SECONDS = 0.5
-SETTLE_SECONDS = 10.0
-"""How long nodes wait for each other's reports."""
-MEET_SECONDS = 600
-"""As long as torchrun waits for all nodes."""
-LOST_SECONDS = 3.0
-"""After the store has gone, what the ranks get to end by themselves."""
+SETTLE_SECONDS = 10.0  # How long nodes wait for each other's reports.
+MEET_SECONDS = 600  # As long as torchrun waits for all nodes.
+LOST_SECONDS = 3.0  # After the store has gone, what the ranks get to end by themselves.
 FAILED, DONE, READ = "zero/failed", "zero/done", "zero/read"
 
 
@@ -34,7 +31,6 @@ class Peers:
 
     Args:
         job: on several nodes.
-        node_rank: this one.
 
     Raises:
         ConfigError: the port is taken, or node 0 is not there in time.

@@ -54,7 +54,6 @@ def run(kind: str, words: list[str]) -> None:
 
     Args:
         kind: script, module or program.
-        words: the program and its arguments.
     """
     if kind == "program":
         try:

@@ -9,10 +9,8 @@ import threading
 
 import psutil
 
-RUN_ID = "ZERO_RUN_ID"
-"""Environment variable that all processes of a node's run inherit."""
-KILL_AFTER_SECONDS = 5.0
-"""How long ranks have to end after another one has failed; torchrun alone would give them 30."""
+RUN_ID = "ZERO_RUN_ID"  # Environment variable that all processes of a node's run inherit.
+KILL_AFTER_SECONDS = 5.0  # How long ranks have to end after another one has failed; torchrun alone would give them 30.
 TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 AGENT_LOGGER = "torch.distributed.elastic.agent.server.api"
 
@@ -60,7 +58,6 @@ class Reaper(logging.Handler):
 
     @property
     def is_ending(self) -> bool:
-        """True once ranks were told to end because of a failure."""
         return self._timer is not None
 
     def sweep(self) -> None:

@@ -39,8 +39,7 @@ from zero.ranks.watch import Wait, Watch
 __all__ = ["Comm", "Group", "Payload", "Ticket"]
 
 
-GIVE_UP_SECONDS = 10.0
-"""How long work under way may take to end once its connections are shut."""
+GIVE_UP_SECONDS = 10.0  # How long work under way may take to end once its connections are shut.
 
 
 class Comm:
@@ -141,9 +140,7 @@ class Comm:
         """Fill `flat` with every rank's slice.
 
         Args:
-            ticket: its place.
             flat: (size * N,), contiguous; slice `group.index` of N elements is valid on entry, all are on exit.
-            group: the ranks.
             after: fences behind which `flat` may be read and written.
 
         Returns:
@@ -166,9 +163,7 @@ class Comm:
         """What adds up, in this order, to this rank's slice of the sum over the group.
 
         Args:
-            ticket: its place.
             flat: (size * N,), contiguous; stays as it is.
-            group: the ranks.
             after: fences behind which `flat` may be read, and `into` written.
             into: (size * N,) of the same dtype for what arrives; None allocates. With `fixed_order` False its first N.
 
@@ -195,9 +190,7 @@ class Comm:
         """What adds up, in this order, to the sum over the group.
 
         Args:
-            ticket: its place.
             flat: (N,), contiguous; with `fixed_order` False it becomes the sum itself.
-            group: the ranks.
             after: fences behind which `flat` may be used, and `into` written.
             into: (size * N,) of the same dtype for what arrives, used with `fixed_order`; None allocates.
 

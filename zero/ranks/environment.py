@@ -21,15 +21,12 @@ LOOPBACK = "127.0.0.1"
 class RankPlace:
     """One process among all that train together."""
 
-    source: str
-    """Who said so; "" if nobody did: one process alone."""
+    source: str  # Who said so; "" if nobody did: one process alone.
     rank: int = 0
     world_size: int = 1
-    local_rank: int | None = None
-    """Among the processes of its machine; None: not known."""
+    local_rank: int | None = None  # Among the processes of its machine; None: not known.
     local_world_size: int | None = None
-    master_addr: str = ""
-    """Host of rank 0; empty: not known."""
+    master_addr: str = ""  # Host of rank 0; empty: not known.
     master_port: int = 0
 
     @property
@@ -74,7 +71,6 @@ def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> Ra
     """What the environment says of this process.
 
     Args:
-        environ: as os.environ.
         port: of rank 0, where MASTER_PORT does not say.
         mpi: look for MPI too.
 

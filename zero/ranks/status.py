@@ -24,24 +24,16 @@ WORKS, FAILED, GONE = "works", "failed", "gone"
 class Position:
     """Where a rank is."""
 
-    state: str = WORKS
-    """WORKS, FAILED, or GONE once it has closed its engine or ended."""
-    error: str = ""
-    """Why it has failed."""
-    lost: bool = False
-    """It failed because of a rank that has left."""
-    count: int = 0
-    """Entries of its log."""
-    last: str = "nothing"
-    """The last of them, in words."""
-    digests: list[tuple[int, str]] = field(default_factory=list)
-    """(count, digest) at some places of its log."""
+    state: str = WORKS  # WORKS, FAILED, or GONE once it has closed its engine or ended.
+    error: str = ""  # Why it has failed.
+    lost: bool = False  # It failed because of a rank that has left.
+    count: int = 0  # Entries of its log.
+    last: str = "nothing"  # The last of them, in words.
+    digests: list[tuple[int, str]] = field(default_factory=list)  # (count, digest) at some places of its log.
     waits: list[tuple[int, str, float]] = field(default_factory=list)
     """(place, what, seconds so far) of the collectives it is in, the oldest first."""
-    beat: int = 0
-    """Grows while the process lives."""
-    home: str = ""
-    """Where its process id means something."""
+    beat: int = 0  # Grows while the process lives.
+    home: str = ""  # Where its process id means something.
     pid: int = 0
 
     def __str__(self) -> str:
@@ -60,7 +52,6 @@ class StatusBoard:
 
     Args:
         store: torch's, with keys of its own for the engine, and a connection of its own if possible.
-        rank: this one.
         world_size: ranks in all.
     """
 

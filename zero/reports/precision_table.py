@@ -22,12 +22,7 @@ def dtype_table(
     """One line for the parameters of each dtype, trained or not; then what else decides about precision.
 
     Args:
-        layout: of the model.
-        plan: made for it.
-        config: validated configuration.
         placement: who shares what.
-        device: where units are computed on.
-        scaler: of the loss.
     """
     rows = [COLUMNS, *(_row(space, plan, config, placement) for space in layout.spaces)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]

@@ -107,7 +107,6 @@ class LoopCounters:
 
 
 def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], loop: LoopCounters) -> Statistics:
-    """One snapshot."""
     disk = storage.disk
     aio = disk.aio.stats() if disk else None
     kept = storage.activations

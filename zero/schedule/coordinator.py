@@ -45,18 +45,15 @@ class Coordinator:
         self._hot = HotUnits(movable, limits.live_numel_max)
         self._units = Residency(layout.units)
         self._in_backward = False
-        self._lent_numel = 0
-        """Rows of packed experts that are in use."""
+        self._lent_numel = 0  # Rows of packed experts that are in use.
 
     # ---- uses ---------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Where units are computed on."""
         return self._storage.device
 
     def unit(self, index: int) -> Unit:
-        """The unit of that index."""
         return self._layout.units[index]
 
     def in_forward_use(self, index: int) -> bool:
@@ -124,7 +121,6 @@ class Coordinator:
         """A forward inside backward uses the unit: it stays until a backward use of it ends, where there is room.
 
         Args:
-            index: the unit.
             by_call: a call does, and `end_recompute` will say when it returns.
         """
         one = self._units[index]
@@ -228,11 +224,9 @@ class Coordinator:
     def release_all(self) -> None:
         """Let every unit go: its values are about to change, or the engine closes.
 
-        Persistent units stay on the device, but their parameters look away until `bind_persistent`:
-        where torch cannot swap storages they look at a copy.
-
-        Raises:
-            StateError: a unit is in use, or a parameter was given another shape; it keeps its values.
+        Persistent units stay on the device, but their parameters look away until `bind_persistent`: where torch cannot
+        swap storages they look at a copy. Raises StateError: a unit is in use, or a parameter was given another shape;
+        it keeps its values.
         """
         self.check_idle()
         self.persistent_bound = False
@@ -281,7 +275,6 @@ class Coordinator:
         self._units.move(self._units[index], UnitState.AWAY)
 
     def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
-        """See `Loader.rewritten`."""
         self._loader.rewritten(indices, unstored)
 
     # ---- rows of packed experts, which come and go apart from their unit ------------------------
@@ -289,8 +282,7 @@ class Coordinator:
     def lease_rows(self, unit: Unit, numel: int) -> Block:
         """Memory for rows of the unit; what is not in use makes room. Give it back with `return_rows`.
 
-        Raises:
-            BudgetError: what is in use leaves no room.
+        Raises BudgetError: what is in use leaves no room.
         """
         nbytes, block = numel * unit.dtype.itemsize, None
         limit_numel = self._limits.live_numel_max - self._lent_numel - numel
@@ -312,7 +304,6 @@ class Coordinator:
         return block
 
     def return_rows(self, block: Block, numel: int) -> None:
-        """The rows are used no longer."""
         self._lent_numel -= numel
         block.release(self._storage.streams.fence())
 
@@ -349,11 +340,7 @@ class Coordinator:
         self._units.move(one, UnitState.LIVE, arrival)
 
     def _load(self, one: UnitOnDevice) -> Arrival:
-        """Start the unit's way in, evicting what must go.
-
-        Raises:
-            BudgetError: what is in use now leaves no room.
-        """
+        """Start the unit's way in, evicting what must go. Raises BudgetError: what is in use now leaves no room."""
         index, unit = one.index, one.unit
         resident, upcoming = self._units.resident(), self._horizon(with_backward=True)
         live_numel_max = self._limits.live_numel_max - self._lent_numel
@@ -463,7 +450,6 @@ class Coordinator:
             self._discard(one)
 
     def _release(self, one: UnitOnDevice) -> None:
-        """Let go of a unit if it is live."""
         arrival = one.arrival
         if one.state != UnitState.LIVE or arrival is None:
             return

@@ -58,13 +58,11 @@ class OpenCall:
 
     module: nn.Module
     recompute: bool
-    units: list[int] = field(default_factory=list)
-    """Units that the call uses, borrowed ones included."""
+    units: list[int] = field(default_factory=list)  # Units that the call uses, borrowed ones included.
     forward_ns: int = 0
     """When its units were there; `backward_ns`: when gradients had reached it and they were there again."""
     backward_ns: int = 0
-    begun: list[int] = field(default_factory=list)
-    """Forward uses that end with the call."""
+    begun: list[int] = field(default_factory=list)  # Forward uses that end with the call.
     sentinel: torch.Tensor | None = None
     versions: list[tuple[torch.Tensor, int, Any]] = field(default_factory=list)
     """Inputs, their version counters and grad_fns, to see which the call modifies in place."""
@@ -97,7 +95,6 @@ def _outside(root: nn.Module, fetched: dict[nn.Module, set[int]]) -> set[nn.Modu
     """Modules around fetched units or beside them: what one of them borrows is in use until it returns.
 
     Args:
-        root: the model.
         fetched: scope -> its units that come and go.
     """
     if not any(fetched.values()):
@@ -126,7 +123,6 @@ class ModuleHooks:
     Args:
         root: the model; its forward bounds the trace.
         scopes: module -> indices of the units its calls use.
-        bound: all units.
     """
 
     def __init__(
@@ -151,8 +147,7 @@ class ModuleHooks:
         self._look: OpenCall | None = None
         """The operation under way that reads parameters of units which no open call uses."""
         self._handles: list[RemovableHandle] = []
-        self._watched: list[nn.Module] = []
-        """Modules whose parameters are watched; some may have left the tree since."""
+        self._watched: list[nn.Module] = []  # Modules whose parameters are watched; some may have left the tree since.
         self.at_install: list[Callable[[], Callable[[], None]]] = []
         """What else is done with the hooks; each returns what undoes it."""
         self._undo: list[Callable[[], None]] = []
@@ -162,12 +157,10 @@ class ModuleHooks:
 
     @property
     def in_forward(self) -> bool:
-        """True while the root's forward runs."""
         return self._root_depth > 0
 
     @property
     def in_call(self) -> bool:
-        """True while a module's forward runs."""
         return bool(self._calls)
 
     def install(self) -> None:
@@ -217,7 +210,6 @@ class ModuleHooks:
         }
 
     def remove(self) -> None:
-        """Take every hook off for good."""
         self._suspended = False
         while self._undo:
             self._undo.pop()()

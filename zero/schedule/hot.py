@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-STREAMED_AT_ONCE = 2
-"""Units that must find room beside what is kept: one in use, one on its way."""
-MUCH_HOTTER = 2
-"""A unit used more than this many times as often takes another's place."""
+STREAMED_AT_ONCE = 2  # Units that must find room beside what is kept: one in use, one on its way.
+MUCH_HOTTER = 2  # A unit used more than this many times as often takes another's place.
 
 
 class HotUnits:
@@ -28,11 +26,9 @@ class HotUnits:
         self._numel, self._live_numel_max = numel, live_numel_max
         self._uses: Counter[int] = Counter()
         self.kept: set[int] = set()
-        self.on = False
-        """Inside a generation."""
+        self.on = False  # Inside a generation.
 
     def begin(self) -> None:
-        """A generation begins; nothing is kept yet."""
         self.on = True
         self._uses.clear()
 
@@ -44,19 +40,16 @@ class HotUnits:
         return kept
 
     def used(self, unit: int) -> None:
-        """A use of the unit begins."""
         if self.on:
             self._uses[unit] += 1
 
     def forget(self, unit: int) -> None:
-        """The unit has left the device."""
         self.kept.discard(unit)
 
     def offer(self, unit: int, in_use: Collection[int]) -> tuple[int, ...] | None:
         """A use of the unit has ended. Units to let go so that it may stay; None: it does not stay.
 
         Args:
-            unit: is on the device.
             in_use: units that cannot be let go now.
         """
         if not self.on:

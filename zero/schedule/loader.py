@@ -28,13 +28,10 @@ from zero.store.storage import Storage
 class Arrival:
     """A unit's values on their way, or waiting to be bound."""
 
-    data: torch.Tensor
-    """uint8, the unit's bytes, its storage exactly as long."""
-    block: Block | None
-    """What to give back on release; None when the values are used where they live."""
+    data: torch.Tensor  # uint8, the unit's bytes, its storage exactly as long.
+    block: Block | None  # What to give back on release; None when the values are used where they live.
     transfer: Transfer[Any] | None
-    fence: Fence = None
-    """On a device the values are there behind it; known once the transfer has settled."""
+    fence: Fence = None  # On a device the values are there behind it; known once the transfer has settled.
 
     @property
     def settled(self) -> bool:
@@ -54,8 +51,7 @@ class Draining:
     unit: Unit
     block: Block
     transfer: Transfer[Any] | None
-    fence: Fence = None
-    """Behind its last use on a device."""
+    fence: Fence = None  # Behind its last use on a device.
 
 
 class _Ways:
@@ -97,8 +93,6 @@ class Loader:
 
     Args:
         in_place: values in memory that the device can address are used where they live.
-        events: of the engine.
-        exchange: with the other ranks.
 
     Attributes:
         in_step: all ranks fetch together; see `Placement.in_step`.
@@ -151,7 +145,6 @@ class Loader:
         """The stored weights of these units (None: all) change on every rank, by other means than a step.
 
         Args:
-            indices: of the units.
             unstored: those of them that this rank could not store yet.
         """
         indices = range(len(self._layout.units)) if indices is None else indices
@@ -180,8 +173,7 @@ class Loader:
     def await_values(self, arrival: Arrival) -> None:
         """Return once the values are on their way to the device, if not there: what follows on it waits for them.
 
-        Raises:
-            StorageError: they are not.
+        Raises StorageError: they are not.
         """
         streams = self._storage.streams
         if arrival.transfer is not None:

@@ -55,7 +55,6 @@ class UnitOnDevice:
 
     @property
     def index(self) -> int:
-        """Of the unit, in model order."""
         return self.unit.index
 
     @property
@@ -91,8 +90,7 @@ class Residency:
     def move(self, one: UnitOnDevice, state: UnitState, arrival: Arrival | None = None) -> None:
         """The unit is there from now on; with `arrival`, if it comes or is live.
 
-        Raises:
-            StateError: the table has no such move.
+        Raises StateError: the table has no such move.
         """
         if state not in MOVES[one.state]:
             raise StateError(f"unit {one.unit.name}: cannot go from {one.state.name} to {state.name}")
@@ -113,5 +111,4 @@ class Residency:
         return {one.index for one in self._listed[UnitState.LIVE].values() if one.used or one.seen}
 
     def waiting(self) -> set[int]:
-        """See `UnitOnDevice.waits`."""
         return {one.index for one in self._units if one.waits}

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-FIRST_SYMBOL = -10
-"""Symbols of routed siblings count down from here; units are not negative."""
+FIRST_SYMBOL = -10  # Symbols of routed siblings count down from here; units are not negative.
 
 CERTAIN_SHARE = 0.75
 """Used in so many of the recent forwards, a sibling is fetched ahead: at most one fetch in four is for nothing."""
@@ -20,11 +19,9 @@ FORK_USES_MAX = 1.25
 """If so few of the less certain ones are used in a forward they are branches, of which all likely ones are fetched."""
 FORK_SHARE = 0.25
 """Of branches, those used at least so often are likely: there are few of them. One expert of many never is."""
-DARK_USES = 0.5
-"""So many uses of unknown siblings in a forward are too many to plan across."""
+DARK_USES = 0.5  # So many uses of unknown siblings in a forward are too many to plan across.
 RECENT_FORWARDS = 16
-PRIOR_FORWARDS = 4
-"""Before anything is known all siblings are alike; that counts as much as so many forwards."""
+PRIOR_FORWARDS = 4  # Before anything is known all siblings are alike; that counts as much as so many forwards.
 
 
 @dataclass(slots=True)
@@ -54,11 +51,9 @@ class Routing:
         self._shares: dict[tuple[str, int], _Shares] = {}
 
     def begin_forward(self) -> None:
-        """Nothing has been used in this forward."""
         self._used = {}
 
     def use(self, unit: int) -> None:
-        """`unit` is used in this forward."""
         group = self._group_of.get(unit)
         if group is not None:
             self._used.setdefault(group, set()).add(unit)

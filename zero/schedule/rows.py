@@ -69,8 +69,7 @@ class Loan:
         self.storage = FlatStorage(self.numel, unit.dtype, cuts, bound.poison, bound.flat.device)
         self.block: Block | None = None
         self.forward_uses = self.backward_uses = 0
-        self.recomputed = False
-        """A recomputation has used it; it stays until a backward use ends, or the backward."""
+        self.recomputed = False  # A recomputation has used it; it stays until a backward use ends, or the backward.
 
     @property
     def views(self) -> list[torch.Tensor]:
@@ -87,7 +86,6 @@ class RowLender:
     """Lends rows of one engine's packed experts.
 
     Args:
-        bound: all units.
         updates: bring rows up to date before they are read.
         events: take gradients.
     """
@@ -105,8 +103,7 @@ class RowLender:
         }
         # A graph keeps its loans; a recomputation of the same call finds them here.
         self._loans: weakref.WeakValueDictionary[tuple[int, tuple[int, ...]], Loan] = weakref.WeakValueDictionary()
-        self._in_backward: dict[int, Loan] = {}
-        """Loans that a backward uses, by id."""
+        self._in_backward: dict[int, Loan] = {}  # Loans that a backward uses, by id.
 
     def lends(self, parameter: nn.Parameter) -> bool:
         """True if rows of the parameter can be had, and it is not here as a whole."""
@@ -158,8 +155,6 @@ class RowLender:
             _, loan = self._in_backward.popitem()
             loan.backward_uses, loan.recomputed = 0, False
             self._settle(loan)
-
-    # ---- inside -------------------------------------------------------------------------------
 
     def _loan(self, index: int, rows: tuple[int, ...]) -> Loan:
         loan = self._loans.get((index, rows))

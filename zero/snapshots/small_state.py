@@ -44,9 +44,6 @@ def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes
     """The part that all ranks have in common.
 
     Args:
-        engine: at rest.
-        config: its configuration.
-        leaves: the model's parameters.
         dtypes: first name of each parameter -> what it is computed in.
     """
     leaves = list(leaves)
@@ -96,7 +93,6 @@ def restore_rank(engine: Counted, state: Mapping[str, Any], *, own: bool) -> Non
 
     Args:
         engine: its `training_dataloader` is told.
-        state: from `rank_state`.
         own: it is this rank's; False takes the position in the data alone.
 
     Raises:

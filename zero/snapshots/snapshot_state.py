@@ -39,9 +39,7 @@ def capture(run: Captured, names: dict[int, str], norm: float | None) -> bytes:
     """All of it, as `restore` takes it.
 
     Args:
-        run: the engine.
         names: id(parameter) -> its first name.
-        norm: of the last step's gradients.
     """
     state: dict[str, Any] = {
         "counters": {name: getattr(run, name) for name in COUNTERS},
@@ -69,8 +67,7 @@ def capture(run: Captured, names: dict[int, str], norm: float | None) -> bytes:
 def restore(run: Captured, names: dict[int, str], data: bytes) -> float | None:
     """Put back what `capture` has taken; returns the norm of the last step's gradients.
 
-    Raises:
-        StateError: the param groups are others. Nothing has changed.
+    Raises StateError: the param groups are others. Nothing has changed.
     """
     state = read_archive(bytes_tensor(data), "the state of a snapshot")
     _check_groups(run, names, state["groups"])

@@ -27,7 +27,6 @@ from zero.tools.config_schema import json_schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `zero config`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser("show", help="every value that holds, and where it comes from")
     show.add_argument("config", metavar="FILE", help="a configuration; - reads it from the standard input")
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was asked for; the exit status."""
     action: Callable[[argparse.Namespace], int] = options.action
     return action(options)
 

@@ -41,22 +41,17 @@ FREE_LITTLE_BYTES = 20 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line."""
-
     section: str
     name: str
     value: str
     verdict: str = OK
-    note: str = ""
-    """What it costs and what to do, if it is not OK."""
+    note: str = ""  # What it costs and what to do, if it is not OK.
 
 
-Answer = tuple[str, str, str]
-"""Value, verdict, note."""
+Answer = tuple[str, str, str]  # Value, verdict, note.
 
 
 def good(value: str) -> Answer:
-    """An answer with which all is well."""
     return value, OK, ""
 
 
@@ -101,7 +96,6 @@ Questions = Iterator[tuple[str, Callable[[], Answer]]]
 
 
 def software() -> Questions:
-    """Versions."""
     yield "zero-infinity", lambda: good(f"{zero.__version__} in {Path(zero.__file__).parent}")
     yield "system", lambda: good(f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
     for name in LIBRARIES:
@@ -120,7 +114,6 @@ def _optional() -> Answer:
 
 
 def cpu() -> Questions:
-    """The processor and who updates weights on it."""
     yield "processor", lambda: good(_cpuinfo("model name") or platform.processor() or platform.machine())
     yield "cores", _cores
     yield (
@@ -157,7 +150,6 @@ def _kernels() -> Answer:
 
 
 def memory() -> Questions:
-    """What there is and what limits it."""
     yield "host memory", _host_memory
     for state in read_states()[:-1]:
         if state.limit_bytes is not None:
@@ -198,7 +190,6 @@ def _shared() -> Answer:
 
 
 def file_io() -> Questions:
-    """Which code reads and writes swap files."""
     yield "backends", _backends
     yield "in use", _io_choice
 
@@ -222,7 +213,6 @@ def _io_choice() -> Answer:
 
 
 def disks(paths: Sequence[Path], probe: bool) -> Questions:
-    """Where swap files could be."""
     for path in paths:
         yield str(path), lambda path=path: _disk(path)  # type: ignore[misc]
         if _usable(path):
@@ -270,7 +260,6 @@ _RATES = ("read", "write", "mixed")
 
 
 def gpus() -> Questions:
-    """Devices that torch sees."""
     yield "torch's CUDA", lambda: good(torch.version.cuda or "none: a CPU build of torch")
     visible = os.environ.get(visible_variable())
     if visible is not None:
@@ -306,7 +295,6 @@ def _pinned() -> Answer:
 
 
 def several_ranks() -> Questions:
-    """What ranks talk over and how they are started."""
     yield "collectives", _collectives
     yield "this host's name", _host_name
     yield "interfaces", lambda: good(", ".join(name for _, name in socket.if_nameindex()))

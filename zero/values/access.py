@@ -34,7 +34,6 @@ class EngineKeeper:
     """Knows every parameter's unit and how to bring its values in.
 
     Attributes:
-        events: of the engine.
         rows: lends rows of packed experts.
         partitions: weights are sharded: see `Keeper.partitions`.
     """
@@ -66,7 +65,6 @@ class EngineKeeper:
 
     @property
     def device(self) -> torch.device:
-        """Where the engine computes."""
         return self._coordinator.device
 
     def inherit(self, other: EngineKeeper) -> None:
@@ -84,8 +82,7 @@ class EngineKeeper:
     def touch(self, parameter: nn.Parameter) -> None:
         """Fetch inside forward or backward; elsewhere say what to do.
 
-        Raises:
-            StateError: neither a forward nor a backward is running, or the engine is closed.
+        Raises StateError: neither a forward nor a backward is running, or the engine is closed.
         """
         index = self._unit_of[id(parameter)]
         self.events.ready_to_run(f"parameter {name_of(parameter)}")
@@ -142,8 +139,7 @@ class EngineKeeper:
     def give_back(self) -> None:
         """Make every parameter an ordinary one that holds its values, and close the engine.
 
-        Raises:
-            StateError: the engine is closed already; the values are gone.
+        Raises StateError: the engine is closed already; the values are gone.
         """
         if not self.events.states_are_away():  # else they can be read where they are, and no update is due
             self.events.current("taking the model back from the engine that keeps its values")
@@ -173,7 +169,6 @@ class EngineKeeper:
     # ---- whole values -------------------------------------------------------------------------
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The model's parameter object."""
         return self._wholes[self._pieces(name)[0].slot.index]
 
     def units_named(self, name: str) -> list[int]:
@@ -237,7 +232,6 @@ def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = Non
     """The same model may be wrapped again: the engine that kept it gives its values back and closes.
 
     Args:
-        parameters: any.
         but: what this one keeps stays with it.
     """
     for parameter in parameters:

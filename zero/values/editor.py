@@ -34,7 +34,6 @@ class UnitEditor:
     """Opens units of one engine for reading and editing, in memory of their own.
 
     Args:
-        events: of the engine.
         exchange: with the other ranks; all of them open and close the same units.
     """
 
@@ -55,12 +54,10 @@ class UnitEditor:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the optimizer's state planes."""
         return self._storage.plan.states
 
     @property
     def placement(self) -> Placement:
-        """Of the ranks."""
         return self._exchange.placement
 
     @property
@@ -125,7 +122,6 @@ class UnitEditor:
         Every unit is released whatever happens; an edit that cannot be written stays in memory.
 
         Args:
-            indices: units.
             modifier_rank: whose edits count; None: all ranks must have made the same ones.
 
         Raises:
@@ -180,8 +176,7 @@ class UnitEditor:
     def store_edits(self) -> None:
         """Store the edits that are not stored yet. What fails stays in memory and is tried again next time.
 
-        Raises:
-            StorageError: the first failure. Nobody may look at the planes before a call succeeds.
+        Raises StorageError: the first failure. Nobody may look at the planes before a call succeeds.
         """
         error: BaseException | None = None
         for change in list(self._unstored):
@@ -296,7 +291,6 @@ class UnitEditor:
         """Call `visit(record, lo, hi)` for each sub-group's part of the unit; True means it was changed.
 
         Args:
-            unit: any.
             visit: called in the order of coordinates.
             part: coordinates [begin, end) of the unit; None: all of this rank's.
         """

@@ -21,8 +21,7 @@ from zero.params.placement import Placement
 from zero.store.adoption import Piece
 from zero.store.stored_values import StoredValues
 
-CHUNK_NUMEL = 1 << 20
-"""Elements that travel at once; with their states, 14 bytes each at most."""
+CHUNK_NUMEL = 1 << 20  # Elements that travel at once; with their states, 14 bytes each at most.
 SHOWN = 3
 
 
@@ -31,7 +30,6 @@ class GatheredValues:
 
     Args:
         own: what this rank's planes hold.
-        exchange: with the other ranks.
     """
 
     def __init__(self, own: StoredValues, exchange: Exchange) -> None:
@@ -143,7 +141,6 @@ def join_runs(
     """Put every slice's run into each of `wholes`.
 
     Args:
-        placement: of this rank.
         runs: of `runs_of`.
         told: by rank, bytes that begin with its runs, one tensor's after the other's; what is behind them is left.
         wholes: 1-D, of the host.
@@ -159,7 +156,6 @@ def agree_on_change(exchange: Exchange, model: nn.Module, held: Collection[int],
     """Return if all ranks have changed their model alike, and none is amid an accumulation. All ranks come here.
 
     Args:
-        exchange: with the other ranks.
         model: as it is now.
         held: id(parameter) of those in param groups.
         accumulating: this rank has gradients that no step has used.

@@ -33,8 +33,7 @@ class SlotRun(NamedTuple):
 
     unit: Unit
     slot: Slot
-    begin: int
-    """First element, counted from the slot's first."""
+    begin: int  # First element, counted from the slot's first.
     end: int
 
 
@@ -43,7 +42,6 @@ class ParameterValues:
 
     Args:
         parts: of the engine; every update of the last step is complete.
-        exchange: with the other ranks.
         parameter: kept by the engine.
     """
 

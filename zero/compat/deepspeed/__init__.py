@@ -25,8 +25,7 @@ def export(environment: MutableMapping[str, str]) -> None:
 def activate() -> None:
     """Let `import deepspeed` in this process and its children find the alias.
 
-    Raises:
-        ImportError: another `deepspeed` has been imported already.
+    Raises ImportError: another `deepspeed` has been imported already.
     """
     known = sys.modules.get("deepspeed")
     where = str(getattr(known, "__file__", None) or "")

@@ -46,7 +46,6 @@ class Names:
 
     Args:
         path: of the module below `deepspeed`.
-        module: where values are kept.
     """
 
     def __init__(self, path: str, module: ModuleType) -> None:
@@ -159,14 +158,12 @@ class Finder(MetaPathFinder, InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Of a module below `deepspeed` that DeepSpeed has."""
         package, _, below = fullname.partition(".")
         if package != PACKAGE or not below or below not in surface():
             return None
         return ModuleSpec(fullname, self, is_package=self.is_package(fullname))
 
     def is_package(self, fullname: str) -> bool:
-        """Whether there are modules below it."""
         return bool(surface()[fullname.partition(".")[2]].get("package"))
 
     def get_source(self, fullname: str) -> str:
