@@ -207,10 +207,8 @@ class Aio(ABC):
     def register_memory(self, memory: torch.Tensor) -> Callable[[], None]:
         """Say in advance that transfers will use `memory`: where the kernel can, it pins the pages once.
 
-        Nothing depends on it; where it cannot be done, `reason` says why. The memory is kept until then:
-
-        Returns:
-            What undoes it; call it when no transfer in that memory is under way.
+        Nothing depends on it; where it cannot be done, `reason` says why. The memory is kept until then: Returns what
+        undoes it; call it when no transfer in that memory is under way.
         """
         del memory
         return _nothing_to_undo

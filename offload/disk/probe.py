@@ -52,14 +52,12 @@ class Setting:
 class ProbeFile:
     """A file without a name, filled with random bytes, and the memory to move it through.
 
+    Raises ConfigError: no room; StorageError: the disk failed.
+
     Args:
         folder: on the disk in question.
         fill_seconds: filling ends then; what has been written is what bursts use.
         file_bytes_max: at most this, and at most half of what is free.
-
-    Raises:
-        ConfigError: no room.
-        StorageError: the disk failed.
     """
 
     def __init__(self, folder: Path, fill_seconds: float, file_bytes_max: int = FILE_BYTES_MAX) -> None:

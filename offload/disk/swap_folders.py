@@ -20,12 +20,8 @@ UNEXPANDED = ("~", "$")  # What a shell would have replaced: a folder of such a 
 def make_folder(path: Path | str) -> str:
     """Make a folder, with those above it, if nothing is there.
 
-    Returns:
-        A line that says that it was made, and on which file system; empty: there was something, or another process was
-        faster.
-
-    Raises:
-        ConfigError: it cannot be made.
+    Returns a line that says that it was made, and on which file system; empty: there was something, or another process
+    was faster. Raises ConfigError: it cannot be made.
     """
     folder = Path(path)
     if folder.exists():

@@ -67,16 +67,15 @@ def free_bytes(path: Path | str) -> int:
 class SwapSpace:
     """A byte range [0, capacity_bytes) over one or more files.
 
+    Raises ConfigError: a path is missing or not writable, or has no room ("need X, have Y at PATH"); StorageError: the
+    file system refused the reservation.
+
     Args:
         paths: existing folders, best on different drives.
         capacity_bytes: reserved at once, so a full disk fails before training does.
         speeds: bytes per second of each path's device, to stripe by; None: measured if there are several devices.
         coming: device number -> bytes that others there give back while the space is filled. Where it needs them it is
             reserved by `reserve`, once it is full.
-
-    Raises:
-        ConfigError: a path is missing or not writable, or has no room ("need X, have Y at PATH").
-        StorageError: the file system refused the reservation.
 
     Attributes:
         direct: no page cache lies between.
@@ -212,14 +211,12 @@ class SwapSpace:
 class PeerSwap(SwapSpace):
     """The swap space of another process, to be read: through descriptors of its files, which have no names.
 
-    The file system has their room back when both have closed them.
+    The file system has their room back when both have closed them. Raises StateError: there are not as many descriptors
+    as files.
 
     Args:
         descriptors: as received, in the order of `SwapSpace.descriptors`. They are closed here, also when this fails.
         geometry: of the other process's space; pieces of it that came to be later can be read too.
-
-    Raises:
-        StateError: there are not as many descriptors as files.
     """
 
     read_only = True
@@ -268,11 +265,10 @@ def check_folder(path: Path | str) -> Path:
 def check_room(folders: Sequence[Path], needs: Sequence[int], coming: Mapping[int, int] = MappingProxyType({})) -> None:
     """Refuse a swap space that the file systems cannot hold, before a byte is written.
 
+    Raises ConfigError: "need X, have Y at PATH".
+
     Args:
         coming: device number -> bytes that will be free there in time.
-
-    Raises:
-        ConfigError: "need X, have Y at PATH".
     """
     for folder, need, have in _rooms(folders, needs):
         have += coming.get(folder.stat().st_dev, 0)

@@ -175,15 +175,12 @@ def _confirm(
 def choose(
     question: str, incumbent: Setting, speeds: dict[Setting, list[float]]
 ) -> tuple[Setting, str, list[Measurement]]:
-    """The winner of one question, why, and the figures. Pure.
+    """The winner of one question, why, and the figures. Pure. Raises ConfigError: nothing could be opened.
 
     Args:
         question: the field of Setting that differs.
         incumbent: what has to be beaten.
         speeds: bytes per second in each round; a setting that could not be opened is missing.
-
-    Raises:
-        ConfigError: nothing could be opened.
     """
     if not speeds:
         raise ConfigError(f"tuning: none of the {question} candidates can be opened here; run: python -m native.build")

@@ -91,11 +91,7 @@ class Files:
     """The real disk. Stateless. What fails raises a StorageError with path, errno and free space."""
 
     def perform(self, operation: Operation, path: Path, action: Callable[[], T], new: Path | None = None) -> T:
-        """Every change of the disk, one system call each.
-
-        Args:
-            new: the new path of a rename.
-        """
+        """Every change of the disk, one system call each. `new`: the new path of a rename."""
         return _telling(operation if new is None else f"{operation} to {new.name}", path, action)
 
     def written(self, file: DurableFile, offset: int, data: torch.Tensor) -> None:

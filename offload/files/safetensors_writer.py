@@ -70,11 +70,7 @@ def header_of(tensors: Sequence[Tensor]) -> bytes:
                 f"{', '.join(map(str, NAMES))}"
             )
         begin, end = end, end + tensor.nbytes
-        header[tensor.name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     padded_bytes = align_up(8 + len(text), PAGE_BYTES) - 8
     return padded_bytes.to_bytes(8, "little") + text.ljust(padded_bytes)
@@ -95,15 +91,14 @@ def around(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
 class WeightsWriter:
     """One file in the making: safetensors, or an archive of torch.save where its suffix is one of `PICKLED`.
 
+    Raises ConfigError: a dtype that such files cannot hold; StorageError: the file cannot be created, or there is no
+    room for it.
+
     Args:
         tensors: in the order in which their values will come; see `in_file_order`.
 
     Attributes:
         draft: where it is written until `publish`.
-
-    Raises:
-        ConfigError: a dtype that such files cannot hold.
-        StorageError: the file cannot be created, or there is no room for it.
     """
 
     def __init__(self, files: Files, path: Path, tensors: Sequence[Tensor]) -> None:
@@ -188,18 +183,16 @@ class WeightsWriter:
 class WeightsDraft:
     """The files of one model, which appear in a folder together.
 
+    The folder is locked until `abandon`: processes that write into one do so one after the other. Raises StateError:
+    another process has been writing there all the time; StorageError: the folder cannot be made, or the file system has
+    less room than that.
+
     Args:
         folder: made if it is not there.
         stem: what their names begin with: STEM.safetensors, or STEM-00001-of-00003.safetensors and
             STEM.safetensors.index.json. Such files of an earlier model are replaced.
         expected_bytes: of all files together.
         suffix: instead of .safetensors.
-
-    The folder is locked until `abandon`: processes that write into one do so one after the other.
-
-    Raises:
-        StateError: another process has been writing there all the time.
-        StorageError: the folder cannot be made, or the file system has less room than that.
     """
 
     def __init__(

@@ -55,13 +55,12 @@ class Manifest:
 class SnapshotFiles:
     """One rank's part of a snapshot, held by this process alone until `close`.
 
+    Raises ConfigError: a path is missing or not writable, the name is none, or another process holds the snapshot.
+
     Args:
         paths: existing folders; the first holds the manifests.
         name: of the snapshot, a plain file name.
         disk: through which small files are written.
-
-    Raises:
-        ConfigError: a path is missing or not writable, the name is none, or another process holds the snapshot.
 
     Attributes:
         committed: a snapshot is here that counts, or may count; else nothing is left after `close`.
@@ -217,12 +216,10 @@ class SnapshotFiles:
 class SnapshotSwap(SwapSpace):
     """The swap space in a snapshot's files.
 
+    Raises ConfigError: there is no room; StorageError: the file system refused the reservation.
+
     Args:
         geometry: (counts, stripe_bytes) of the space when it was made; None: it is new, and what the files hold goes.
-
-    Raises:
-        ConfigError: there is no room.
-        StorageError: the file system refused the reservation.
     """
 
     def __init__(

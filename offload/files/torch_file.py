@@ -124,7 +124,7 @@ def read_range(path: Path, offset: int, out: torch.Tensor) -> None:
 
 
 class TorchFile:
-    """A file that torch.save wrote.
+    """A file that torch.save wrote. Raises ConfigError: it is not there, is no such file, is cut short or damaged.
 
     Attributes:
         contents: what was saved. Its tensors are mapped: use `region` for the large ones and copy the small ones, then
@@ -132,9 +132,6 @@ class TorchFile:
 
     Args:
         wanted: what it should be, for errors.
-
-    Raises:
-        ConfigError: it is not there, is no such file, is cut short or damaged.
     """
 
     def __init__(self, path: Path, wanted: str) -> None:
@@ -216,13 +213,12 @@ class _Mapped:
 def replace_strangers(value: Any, where: str, known: Callable[[Stranger], Any]) -> Any:
     """A copy of `value` without strangers, and of its own memory; `known` says what one stands for.
 
+    Raises ConfigError: there is a stranger that `known` does not know; names its class and place.
+
     Args:
         value: of dicts, lists, tuples, sets, namespaces and plain values.
         where: what to call it in an error.
         known: returns the stranger itself if it does not know it.
-
-    Raises:
-        ConfigError: there is a stranger that `known` does not know; names its class and place.
     """
     if isinstance(value, Stranger):
         found = known(value)

@@ -89,24 +89,19 @@ class MemoryRegion:
     def put_away(self, *, pinned: bool) -> Relocate:
         """Move all bytes to host memory. The device must have nothing to do with them.
 
+        Returns what turns a tensor that `take` gave, or a part of one, into the same bytes where they are now, and
+        leaves any other as it is. The old memory returns once every such tensor is replaced and this is let go. Raises
+        BudgetError: the host has no room; nothing has changed. Raises StateError: the memory is not `movable`.
+
         Args:
             pinned: page-lock that memory.
-
-        Returns:
-            What turns a tensor that `take` gave, or a part of one, into the same bytes where they are now, and leaves
-            any other as it is. The old memory returns once every such tensor is replaced and this is let go.
-
-        Raises:
-            BudgetError: the host has no room; nothing has changed.
-            StateError: the memory is not `movable`.
         """
         return self._move(torch.device("cpu"), pinned=pinned, away=True)
 
     def bring_back(self) -> Relocate:
         """Move all bytes to where they were first; as `put_away`.
 
-        Raises:
-            torch.OutOfMemoryError: the device has no room; nothing has changed.
+        Raises torch.OutOfMemoryError: the device has no room; nothing has changed.
         """
         return self._move(self._device, pinned=False, away=False)
 

@@ -23,16 +23,13 @@ SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL  # Its length is final: nobody
 class SharedRegion:
     """One allocation of exactly `nbytes`, zero at first, that other processes can map.
 
-    The mapping lives as long as the last tensor over it, in each process.
+    The mapping lives as long as the last tensor over it, in each process. Raises BudgetError: the kernel refused.
 
     Args:
         nbytes: a page at least is taken.
         what: what the bytes are for; appears in errors.
         touched: fault all pages in now. Pages belong, in accounts and in place, to the process that first touches
             them: where each process has a part of its own, let it `touch` that.
-
-    Raises:
-        BudgetError: the kernel refused.
     """
 
     _descriptor: int
@@ -53,14 +50,12 @@ class SharedRegion:
     def open(cls, descriptor: int, nbytes: int | None, what: str, *, touched: bool = False) -> SharedRegion:
         """Map what another process made. The descriptor is the region's from now on, also when this fails.
 
+        Raises BudgetError: the kernel refused; StateError: it is no such memory, or of another length.
+
         Args:
             nbytes: what the other process asked for; None takes the whole file, which fills its last page.
             what: the bytes are for; appears in errors.
             touched: fault all pages in now; they stay whose they are.
-
-        Raises:
-            BudgetError: the kernel refused.
-            StateError: it is no such memory, or of another length.
         """
         region = cls.__new__(cls)
         region._start(0 if nbytes is None else nbytes, what)
@@ -150,12 +145,8 @@ def exchange_regions(
 ) -> list[SharedRegion]:
     """Let every peer map every peer's region. A collective call like `exchange_descriptors`.
 
-    Returns:
-        In peer order; this peer's own is `region` itself. The caller closes them.
-
-    Raises:
-        PeerError: a peer cannot be reached; names it.
-        BudgetError: the kernel refused a mapping.
+    Returns in peer order; this peer's own is `region` itself. The caller closes them. Raises PeerError: a peer cannot
+    be reached; names it. Raises BudgetError: the kernel refused a mapping.
     """
     received = exchange_descriptors(index, count, share, [region.descriptor], seconds=seconds)
     opened: list[SharedRegion] = []

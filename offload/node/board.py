@@ -67,10 +67,8 @@ class NodeBoard:
     def join(cls, index: int, count: int, columns: int, share: Share, *, seconds: float = SECONDS_MAX) -> NodeBoard:
         """Make a board together: every peer calls this, with equal `count` and `columns`. It calls `share` once.
 
-        Raises:
-            PeerError: a peer cannot be reached; names it.
-            StateError: the peers ask for boards of different sizes.
-            BudgetError: the kernel refused the memory.
+        Raises PeerError: a peer cannot be reached; names it. Raises StateError: the peers ask for boards of different
+        sizes. Raises BudgetError: the kernel refused the memory.
         """
         nbytes = cls.nbytes_for(count, columns)
         made = _made(nbytes) if index == 0 else None
@@ -129,15 +127,14 @@ class NodeBoard:
     ) -> None:
         """Wait until `peer` has published at least `value`. Other tasks of the loop go on.
 
+        Raises WatchdogError: the deadline has passed; names the peer, what was awaited and how far the peer has got.
+        Raises PeerError: the peer has ended before; names it.
+
         Args:
             what: it means; appears in errors.
             poll: seconds between looks at first and at most.
             deadline_seconds: after which it is an error.
             urge: called before every pause, so that what the peer waits for itself gets on.
-
-        Raises:
-            WatchdogError: the deadline has passed; names the peer, what was awaited and how far the peer has got.
-            PeerError: the peer has ended before; names it.
         """
         if self.read(peer, column) < value:
             await self._wait([peer], column, value, what, poll, deadline_seconds, urge)

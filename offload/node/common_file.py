@@ -28,11 +28,7 @@ PATIENCE_SECONDS = 300.0  # So long the first peer may store nothing while anoth
 
 
 class Ledger:
-    """The table.
-
-    Args:
-        region: zero at first, `nbytes` of them; it is closed.
-    """
+    """The table. `region`: zero at first, `nbytes` of them; it is closed."""
 
     def __init__(self, region: SharedRegion, count: int) -> None:
         table: Any = region.data.numpy()  # keeps the mapping
@@ -78,9 +74,8 @@ class CommonFile:
     ) -> CommonFile:
         """Take the file of peer 0 in place of one's own, which is closed. A collective call that calls `share` once.
 
-        Raises:
-            PeerError: a peer cannot be reached; names it.
-            BudgetError: the kernel has no memory for the ledger.
+        Raises PeerError: a peer cannot be reached; names it. Raises BudgetError: the kernel has no memory for the
+        ledger.
         """
         what = "the list of initial values"
         if index == 0:

@@ -31,11 +31,10 @@ class PeerHome:
 def describe(plane: Plane, region: SharedRegion | None) -> tuple[PeerHome, ...]:
     """The homes of a plane of this process, as other processes can find them.
 
+    Raises StateError: a home lies elsewhere in memory, where nobody else can read it.
+
     Args:
         region: the shared memory that its homes in host memory lie in; None if there are none.
-
-    Raises:
-        StateError: a home lies elsewhere in memory, where nobody else can read it.
     """
     found = []
     for home in plane.homes:
@@ -58,13 +57,12 @@ def peer_plane(
 ) -> Plane:
     """Another process's plane, over the same coordinates. Reading is all that should be done with it.
 
+    Raises StateError: a home lies where this process has no way to.
+
     Args:
         homes: as the other process described them.
         region: its shared memory as mapped here.
         disk: its swap space (`PeerSwap`) and this process's engine.
-
-    Raises:
-        StateError: a home lies where this process has no way to.
     """
     found = []
     for home in homes:

@@ -102,11 +102,7 @@ class ActivationCounters:
 
 
 class ActivationStore:
-    """Keeps tensors of one device. Any thread may call it.
-
-    Args:
-        pieces: where the bytes go.
-    """
+    """Keeps tensors of one device. Any thread may call it. `pieces`: where the bytes go."""
 
     def __init__(self, pieces: PieceStore, device: torch.device, streams: Streams) -> None:
         self._pieces, self._device, self._streams = pieces, device, streams
@@ -133,9 +129,8 @@ class ActivationStore:
     def keep(self, tensor: torch.Tensor) -> Handle:
         """A handle for a tensor that it `takes`, whose memory is not needed any longer.
 
-        Raises:
-            BudgetError: no room; names the knob.
-            StorageError: an earlier one could not be stored; it is in memory, and nothing is lost.
+        Raises BudgetError: no room; names the knob. Raises StorageError: an earlier one could not be stored; it is in
+        memory, and nothing is lost.
         """
         with self._lock, torch.no_grad():
             self._check("saving an activation")

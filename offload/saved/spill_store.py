@@ -100,13 +100,12 @@ class PieceStore:
     def put(self, source: torch.Tensor, copied: Callable[[], None]) -> list[SpilledPiece]:
         """Put `source` (uint8, on the device) aside.
 
+        Raises BudgetError: memory or swap space is bounded and used up; names the knob. Raises StorageError: the swap
+        space cannot grow.
+
         Args:
             source: must not be overwritten until
             copied: is called: what the device is given from then on comes after the copy.
-
-        Raises:
-            BudgetError: memory or swap space is bounded and used up; names the knob.
-            StorageError: the swap space cannot grow.
         """
         pieces: list[SpilledPiece] = []
         try:
@@ -138,16 +137,12 @@ class PieceStore:
     ) -> Fence:
         """Copy pieces to `target` (uint8, on the device).
 
+        Returns behind the copies. Raises StorageError: a piece could not be read; it is still where it was.
+
         Args:
             pieces: of one `put`, all of them.
             target: as long as what was put.
             next_ones: pieces that will be asked for soon.
-
-        Returns:
-            Behind the copies.
-
-        Raises:
-            StorageError: a piece could not be read; it is still where it was.
         """
         fence: Fence = None
         made = self._streams.fence()

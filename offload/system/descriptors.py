@@ -37,20 +37,15 @@ def exchange_descriptors(
 
     A collective call: every peer makes it, and it calls `share` once. Files travel over sockets in the abstract
     namespace, which leave nothing behind; a peer is let in if it runs as the same user and knows a secret that was
-    shared. How many descriptors a peer gives is its own affair.
+    shared. How many descriptors a peer gives is its own affair. Returns per peer its descriptors in the order given,
+    closed in programs that are started. The caller closes them. This peer's own entry has `descriptors` themselves.
+    Raises PeerError: a peer cannot be reached, runs as another user, or gave up; names it. Nothing stays open.
 
     Args:
         index: number of this peer, 0 <= index < count.
         share: how they reach each other without files.
         descriptors: open ones, which stay the caller's.
         seconds: how long to wait for the others, once all of them have called.
-
-    Returns:
-        Per peer its descriptors in the order given, closed in programs that are started. The caller closes them. This
-        peer's own entry has `descriptors` themselves.
-
-    Raises:
-        PeerError: a peer cannot be reached, runs as another user, or gave up; names it. Nothing stays open.
     """
     meeting = _Meeting(index, count, descriptors, seconds)
     try:

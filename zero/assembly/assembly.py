@@ -73,25 +73,19 @@ class Owner(Protocol):
 class Assembly:
     """The parts of one engine for one state of its model. Until `build` the model is as it was.
 
+    Raises ConfigError: a knob or a parameter that cannot be; names it. Raises BudgetError: the plan does not fit;
+    nothing was allocated.
+
     Args:
         owner: for whom it works.
         trainable: id(parameter) of those the optimizer holds.
         previous: the owner's parts until now; they keep their values until the model is switched over.
-
-    Raises:
-        ConfigError: a knob or a parameter that cannot be; names it.
-        BudgetError: the plan does not fit; nothing was allocated.
     """
 
     keeper: EngineKeeper
 
     def __init__(
-        self,
-        owner: Owner,
-        events: Events,
-        exchange: Exchange,
-        trainable: set[int],
-        previous: Assembly | None = None,
+        self, owner: Owner, events: Events, exchange: Exchange, trainable: set[int], previous: Assembly | None = None
     ) -> None:
         self._owner, self._events, self.exchange = owner, events, exchange
         self.model, self._config = model, config = owner.module, owner.config

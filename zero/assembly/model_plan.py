@@ -24,13 +24,12 @@ def lay_out(
 ) -> tuple[list[CoveredUnit], Layout]:
     """The units of a model, and where each parameter lies in the flat space.
 
+    Raises ConfigError: a parameter's dtype cannot be trained; names it.
+
     Args:
         leaves: from `collect_leaves(model)`.
         trainable: id(parameter) of those the optimizer holds.
         placement: who shares each unit.
-
-    Raises:
-        ConfigError: a parameter's dtype cannot be trained; names it.
     """
     covered = cover_model(model, leaves, trainable, config)
     for unit in covered:
@@ -76,15 +75,14 @@ def plan_model(
 ) -> tuple[Layout, Plan]:
     """The plan that `zero.initialize` would make for training all of a model that requires gradients.
 
+    Raises ConfigError: a knob or a parameter that cannot be; names it. Raises BudgetError: it does not fit; names the
+    knob to turn.
+
     Args:
         model: on any device; nothing of it is read but shapes and dtypes.
         machine: what one rank can have.
         world_size: number of ranks; the plan is that of the first.
         least: what the model takes at least, whether or not the machine has it.
-
-    Raises:
-        ConfigError: a knob or a parameter that cannot be; names it.
-        BudgetError: it does not fit; names the knob to turn.
     """
     trainable = {id(p) for p in model.parameters() if p.requires_grad} if config.optimizer is not None else set()
     placement = place(config, 0, world_size)

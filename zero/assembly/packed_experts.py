@@ -44,8 +44,7 @@ class RoutedExperts:
 def fetch_experts_by_rows(model: nn.Module) -> Callable[[], None]:
     """Let the model's packed experts be fetched by rows, where transformers dispatches them.
 
-    Returns:
-        What makes the model as it was.
+    Returns what makes the model as it was.
     """
     integration: Any = sys.modules.get("transformers.integrations.moe")
     functions: Any = getattr(integration, "ALL_EXPERTS_FUNCTIONS", None)

@@ -23,8 +23,7 @@ from zero.params.placement import Placement
 def add_accumulated(extents: Extents, parts: Assembly, placement: Placement) -> dict[str, Any] | None:
     """Write what this rank has collected since the last step, if anything.
 
-    Returns:
-        What `load_accumulated` needs besides; None if there is nothing.
+    Returns what `load_accumulated` needs besides; None if there is nothing.
     """
     gradients, rank = parts.gradients, placement.rank
     waiting = gradients.waiting()

@@ -37,11 +37,7 @@ PATIENCE_SECONDS = 600.0  # How long the first rank waits for the others' parts 
 
 
 class BackgroundSave:
-    """One save under way; its room is reserved.
-
-    Args:
-        describe: what is logged at the end.
-    """
+    """One save under way; its room is reserved. `describe`: what is logged at the end."""
 
     def __init__(self, save: CheckpointSave, parts: Assembly, *, save_latest: bool, describe: str) -> None:
         self._save, self._part, self._updates = save, save.part, parts.stepper.updates
@@ -179,9 +175,8 @@ class CheckpointState(StepListener):
     def wait_for_checkpoint(self) -> None:
         """Return once the checkpoint that is being written is there as a whole.
 
-        Raises:
-            StorageError: it could not be written; what was there before is as it was.
-            StateError: another rank's part could not be.
+        Raises StorageError: it could not be written; what was there before is as it was. Raises StateError: another
+        rank's part could not be.
         """
         error = self.end()
         if error is not None:

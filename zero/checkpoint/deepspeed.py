@@ -144,13 +144,12 @@ Found = dict[str, tuple[torch.Size, Values]]  # Name of our logical form -> shap
 def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Contents) -> Found:
     """Masters, moments and step counts of the parameters that the optimizer has.
 
+    Raises ConfigError: a rank has fewer elements than its parameters take.
+
     Args:
         ranks: every rank's optim_states.
         shapes: `param_shapes`: by flat group, the parameters in it, in order.
         head: the first model_states.
-
-    Raises:
-        ConfigError: a rank has fewer elements than its parameters take.
     """
     found: Found = {}
     for place, group in enumerate(shapes):
@@ -235,13 +234,12 @@ def _step(rank: RankFile, place: int, head: Contents) -> int | None:
 def frozen_values(models: Sequence[TorchFile], stage: int, others: set[str]) -> Found:
     """Frozen parameters: whole in the module below stage 3, each rank's part apart from it at stage 3.
 
+    Raises ConfigError: a rank has not got its part.
+
     Args:
         models: every rank's model_states at stage 3, else the one there is.
         stage: of ZeRO.
         others: names in the module that are something else.
-
-    Raises:
-        ConfigError: a rank has not got its part.
     """
     head = models[0].contents
     if stage < 3:

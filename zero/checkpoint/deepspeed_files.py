@@ -112,10 +112,7 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
     optimizer, masters = (
         ("optimizer_state_dict", "fp32_flat_groups")
         if stage == 3
-        else (
-            "base_optimizer_state",
-            "single_partition_of_fp32_groups",
-        )
+        else ("base_optimizer_state", "single_partition_of_fp32_groups")
     )
     for key in (optimizer, masters, "partition_count"):
         if key not in saved:

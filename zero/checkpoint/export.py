@@ -77,10 +77,7 @@ class SavedWeights:
         also = {name: tuple(alias for alias, first in self.aliases.items() if first == name) for name in wanted}
         self.tensors = [
             Tensor(
-                name,
-                held[name].dtype if name in opaque else _as(held[name].dtype, dtype),
-                held[name].shape,
-                also[name],
+                name, held[name].dtype if name in opaque else _as(held[name].dtype, dtype), held[name].shape, also[name]
             )
             for name in wanted
         ]

@@ -62,13 +62,10 @@ class Partial:
 
 
 def folder_named(value: str | os.PathLike[str], what: str) -> Path:
-    """The folder that an argument names.
+    """The folder that an argument names. Raises ConfigError: it names none; it is a ValueError too.
 
     Args:
         what: the call and its argument, for the error.
-
-    Raises:
-        ConfigError: it names none; it is a ValueError too.
     """
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise ConfigError(f"{what}: expected the path of a folder, got {value!r}")
@@ -121,15 +118,12 @@ class Checkpoints:
     def newest_valid(self, tag: object = None, without: Collection[str] = ()) -> Found | None:
         """The checkpoint to load: the one asked for, else the one `latest` names, else the newest that is whole.
 
+        Returns None when nothing was asked for and there is nothing. Raises ConfigError: the one asked for is not there
+        or damaged, or there are only damaged ones; says which is whole.
+
         Args:
             tag: loads this one or none.
             without: tags that are known to be damaged.
-
-        Returns:
-            None when nothing was asked for and there is nothing.
-
-        Raises:
-            ConfigError: the one asked for is not there or damaged, or there are only damaged ones; says which is whole.
         """
         if tag is not None:
             return self._asked_for(check_tag(tag))
@@ -229,10 +223,8 @@ class Checkpoints:
     def begin(self, tag: object) -> Partial:
         """A new folder to write a checkpoint in. Sweeps away what jobs left that died.
 
-        Raises:
-            ConfigError: a bad tag, or a folder of that name that is not ours to replace.
-            StateError: another process is writing that tag now.
-            StorageError: the disk refused; nothing is left.
+        Raises ConfigError: a bad tag, or a folder of that name that is not ours to replace. Raises StateError: another
+        process is writing that tag now. Raises StorageError: the disk refused; nothing is left.
         """
         tag = check_tag(tag)
         self._files.make_folder(self.save_dir)
@@ -264,13 +256,10 @@ class Checkpoints:
         """Give a checkpoint its name, in place of an older one of that name; then `latest`. Returns the folder.
 
         Every file in it was synced and its manifest written. If it fails, call `abandon`; an old one can be loaded.
+        Raises ConfigError: files are not as the manifest says; StorageError: the disk refused.
 
         Args:
             partial: from `begin`; its lock is free afterwards, also when this fails.
-
-        Raises:
-            ConfigError: files are not as the manifest says.
-            StorageError: the disk refused.
         """
         files = self._files
         target, latest, staged = self.save_dir / partial.tag, self.save_dir / LATEST, None
@@ -404,13 +393,12 @@ def open_checkpoint(
 ) -> Opened | None:
     """The checkpoint of a save_dir that is to be loaded; None if there is none and none was asked for.
 
+    Raises ConfigError: the one asked for is missing or damaged.
+
     Args:
         load_dir: folder of checkpoints.
         tag: which; None: the one that `latest` names, or the newest that is whole.
         without: tags that are known to be damaged.
-
-    Raises:
-        ConfigError: the one asked for is missing or damaged.
     """
     disk = files if files is not None else Files()
     folders = Checkpoints(load_dir, disk)
@@ -432,14 +420,11 @@ def open_checkpoint(
 
 
 def open_folder(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Opened:
-    """A checkpoint to read outside an engine.
+    """A checkpoint to read outside an engine. Raises ConfigError: there is none, or it is damaged.
 
     Args:
         checkpoint_dir: `save_dir/TAG`; or `save_dir`, for the one that `latest` names, or the newest that is whole.
         tag: which one in `checkpoint_dir`.
-
-    Raises:
-        ConfigError: there is none, or it is damaged.
     """
     folder, disk = folder_named(checkpoint_dir, "checkpoint_dir"), Files()
     folder = folder if tag is None else folder / tag

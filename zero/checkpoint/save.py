@@ -60,13 +60,11 @@ class CheckpointSave:
     def begin(self, extents: Extents, state: Mapping[str, Any]) -> RankPart:
         """Make the folder and this rank's file in it, with room for all.
 
+        Raises StorageError: there is no room; StateError: it failed on another rank.
+
         Args:
             extents: what this rank writes; ended.
             state: what all ranks have in common.
-
-        Raises:
-            StorageError: there is no room.
-            StateError: it failed on another rank.
         """
         self._global_steps = state["global_steps"]
         self._aliases = {MODEL + alias: MODEL + name for alias, name in state.get("aliases", {}).items()}

@@ -93,11 +93,10 @@ class _Box:
 class FolderSource:
     """A `Source` over one checkpoint folder. Every box that is read is held against its checksum.
 
+    Raises ConfigError: the metadata is damaged, or does not fit the manifest; names the file and the tensor.
+
     Args:
         manifest: of the folder, checked.
-
-    Raises:
-        ConfigError: the metadata is damaged, or does not fit the manifest; names the file and the tensor.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
@@ -146,12 +145,11 @@ class FolderSource:
     def blob(self, name: str, *, trusted: bool = False) -> Any:
         """What was saved with torch.save under `name`.
 
+        Raises ConfigError: there is none, or it is damaged, or it holds what only `trusted` may make.
+
         Args:
             name: one of `blobs`.
             trusted: objects of any class may be made, which runs code that the file names.
-
-        Raises:
-            ConfigError: there is none, or it is damaged, or it holds what only `trusted` may make.
         """
         if name not in self._blobs:
             raise ConfigError(f"{self.folder}: it has no {name!r}; it has {', '.join(sorted(self._blobs))}")

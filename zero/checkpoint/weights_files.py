@@ -46,14 +46,13 @@ def plan_shards(
 ) -> list[Shard]:
     """Cut a model into files: as many tensors in a row as fit; one that is too large has a file of its own.
 
+    Raises ConfigError: `max_shard_size` is no number of bytes.
+
     Args:
         tensors: in model order.
         filename: of the file, or of the index.
         max_shard_size: bytes, or text such as "5GB"; None: one file.
         late: names that come last in their file, among those of a dtype.
-
-    Raises:
-        ConfigError: `max_shard_size` is no number of bytes.
     """
     stem, suffix = os.path.splitext(filename)
     limit_bytes = bytes_of(max_shard_size)
@@ -115,15 +114,14 @@ def checked_name(filename: str) -> str:
 def write_together(relay: Relay | None, folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
     """Write a model's files; they appear together, or none does.
 
+    Raises StorageError: the disk has no room, or a transfer failed, on any rank.
+
     Args:
         relay: of ranks that all read `values`, of which the first one writes; None: this process does, alone.
         folder: made if it is not there.
         filename: of the file, or of the index.
         shards: of `plan_shards`.
         values: of each tensor.
-
-    Raises:
-        StorageError: the disk has no room, or a transfer failed, on any rank.
     """
     keeping = nullcontext if relay is None else relay.keeping
     is_first, total_bytes = relay is None or relay.is_first, sum(shard.nbytes for shard in shards)

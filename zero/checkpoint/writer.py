@@ -252,11 +252,7 @@ class ExtentWriter:
     async def encode(self, extent: Extent) -> list[asyncio.Task[None]]:
         """Take one extent as the planes are now, which may change once this returns.
 
-        Returns:
-            What stores it, under way; each may raise StorageError.
-
-        Raises:
-            StorageError: a read failed.
+        Returns what stores it, under way; each may raise StorageError. Raises StorageError: a read failed.
         """
         if extent.group is None:
             return await self._encode_runs(extent, None)
@@ -405,14 +401,11 @@ def plan_extents(
 
 
 class RankPart:
-    """One rank's data file on its way to the disk.
+    """One rank's data file on its way to the disk. Raises StorageError: the disk has no room; nothing is left.
 
     Args:
         extents: what is written; ended.
         folder: of the checkpoint in the making.
-
-    Raises:
-        StorageError: the disk has no room; nothing is left.
     """
 
     def __init__(self, parts: Assembly, extents: Extents, folder: Path, rank: int, files: Files) -> None:

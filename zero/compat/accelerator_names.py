@@ -43,11 +43,7 @@ def _count(name: str, meaning: str) -> Callable[..., int]:
 
 
 class Accelerator:
-    """What this process computes on.
-
-    Args:
-        kind: "cpu", or the name of one of `offload.accelerator.KINDS`.
-    """
+    """What this process computes on. `kind`: "cpu", or the name of one of `offload.accelerator.KINDS`."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind

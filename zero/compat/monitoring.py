@@ -19,11 +19,10 @@ BLOCKS: dict[str, type[Any]] = {"tensorboard": TensorBoard, "comet": Comet, "wan
 class DeepSpeedMonitorConfig:
     """The four blocks of a configuration; one that is not there is off.
 
+    Raises ValueError: a key, or the name of a block, that nobody knows.
+
     Args:
         blocks: name -> its keys, or the block itself.
-
-    Raises:
-        ValueError: a key, or the name of a block, that nobody knows.
     """
 
     def __init__(self, **blocks: Any) -> None:
@@ -46,11 +45,10 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
 class MonitorMaster:
     """All monitors that are enabled; the first rank writes, others write nothing.
 
+    Raises ConfigError: one is enabled and its package is not installed.
+
     Args:
         monitor_config: `DeepSpeedConfig(...).monitor_config`.
-
-    Raises:
-        ConfigError: one is enabled and its package is not installed.
     """
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
@@ -66,13 +64,10 @@ class MonitorMaster:
 
 
 class _One:
-    """One monitor; its keys are attributes.
+    """One monitor; its keys are attributes. Raises ConfigError: as `MonitorMaster`.
 
     Args:
         monitor_config: its block, `DeepSpeedConfig(...).monitor_config.wandb` and the like.
-
-    Raises:
-        ConfigError: as `MonitorMaster`.
     """
 
     name: str

@@ -48,9 +48,7 @@ class ZeroParamType(enum.Enum):
 
 
 def zero_wrapper_for_fp_tensor_constructor(
-    fn: Callable[..., Tensor],
-    target_fp_dtype: torch.dtype | None = None,
-    target_device: torch.device | None = None,
+    fn: Callable[..., Tensor], target_fp_dtype: torch.dtype | None = None, target_device: torch.device | None = None
 ) -> Callable[..., Tensor]:
     """A constructor whose floating results have a dtype, and a device where the caller names none.
 

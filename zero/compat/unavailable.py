@@ -130,7 +130,7 @@ BASES: dict[str, type] = {
 """What a class that stands for nothing derives from all the same: clients ask `isinstance`, or name it in `except`."""
 
 METHODS: dict[str, tuple[str, ...]] = {
-    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": ("register_with_transformers",),
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": ("register_with_transformers",)
 }
 """Functions of classes that are called without an object."""
 

@@ -97,9 +97,7 @@ _TECHNIQUE = Feature(
     },
 )
 _TENSOR_PARALLEL_GROUP = Feature(
-    "whole: tp_grain_size any: mpu tp_group",
-    why="it belongs to tensor parallelism, which is off",
-    sizes={"tp_size": 1},
+    "whole: tp_grain_size any: mpu tp_group", why="it belongs to tensor parallelism, which is off", sizes={"tp_size": 1}
 )
 
 FEATURES: Mapping[str, Feature] = {
@@ -152,7 +150,7 @@ FEATURES: Mapping[str, Feature] = {
                     "curriculum_learning": Feature("flag: enabled text: data_cluster_path object: curriculum_metrics"),
                     "dynamic_batching": Feature(
                         """flag: enabled text: metrics_path lr_scaling_method whole: min_batch_size max_batch_size
-                        text: sequence_picking_order whole: max_tokens flag: verbose""",
+                        text: sequence_picking_order whole: max_tokens flag: verbose"""
                     ),
                 },
             ),
@@ -169,7 +167,7 @@ FEATURES: Mapping[str, Feature] = {
                                 blocks={"schedule_config": Feature("whole: seq_per_step require_steps")},
                             ),
                             "layer_token_lr_schedule": Feature(
-                                "flag: enabled count: total_layer_tokens text: warmup_type count: warmup_layer_tokens",
+                                "flag: enabled count: total_layer_tokens text: warmup_type count: warmup_layer_tokens"
                             ),
                         },
                     )
@@ -256,8 +254,7 @@ FEATURES: Mapping[str, Feature] = {
         about="asynchronous optimizer updates, which change the numbers.",
         why="it belongs to ZenFlow, which is off",
         unless=Unless(
-            "no zenflow block",
-            "ZenFlow is not available; remove it: the update runs behind the step, and exactly",
+            "no zenflow block", "ZenFlow is not available; remove it: the update runs behind the step, and exactly"
         ),
     ),
     # ---- without effect ---------------------------------------------------------------------------

@@ -33,10 +33,7 @@ from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.schema import Choice, Config, Origin, Report, plain
 from zero.ranks import world
 
-FETCHING_KEYS = (
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_max_reuse_distance",
-)
+FETCHING_KEYS = ("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_max_reuse_distance")
 """Without effect below stage 3, where weights never leave the device."""
 STATE_DTYPE = "zero_optimization.offload_optimizer.state_dtype"  # Acts wherever states live, on the device too.
 BUFFERS = "data_types.buffer_dtype"  # Without effect where neither bf16 nor fp16 is enabled, as in DeepSpeed.
@@ -98,6 +95,9 @@ def load_config(
 ) -> Config:
     """Read, check and complete a configuration.
 
+    Returns the frozen configuration. Raises ConfigError: lists every problem found: dotted path, what was expected,
+    what was got, what to do.
+
     Args:
         config: path of a JSON (or Hjson) file, the same in base64, its content as a dict (left untouched), or a
             `Config`.
@@ -105,12 +105,6 @@ def load_config(
         ranks_per_node: None: as torch.distributed's launcher says, if `world_size` is None too; else not known.
         unknown_top_level: "warn": an unknown key at the top level is listed in `Config.ignored`; "error": it is a
             problem, as an unknown key inside a block always is. None: as `tolerating_unknown_keys` says, else "error".
-
-    Returns:
-        The frozen configuration.
-
-    Raises:
-        ConfigError: lists every problem found: dotted path, what was expected, what was got, what to do.
     """
     if world_size is None:
         world_size, ranks_per_node = world.world_size(), ranks_per_node or world.ranks_per_node()
@@ -129,11 +123,10 @@ def load_config(
 def with_choices(config: Config, chosen: Mapping[str, Choice]) -> Config:
     """The same configuration with values for keys that were "auto".
 
+    Raises ConfigError: a value does not suit its key, or the others.
+
     Args:
         chosen: canonical path of a key that is "auto" in the source, to its value.
-
-    Raises:
-        ConfigError: a value does not suit its key, or the others.
     """
     known = config._report
     return _read_again(config, known.world_size, known.ranks_per_node, {**config.chosen, **chosen})

@@ -28,14 +28,10 @@ NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*)", 
 def parse_whole(value: object) -> int:
     """Read a number of indivisible things.
 
+    Returns the number, 0 <= number < 2**63. Raises ValueError: the text says what was expected; a bool is not a number.
+
     Args:
         value: an int, an integral float (8.0) or a string of either ("8", "1e3").
-
-    Returns:
-        The number, 0 <= number < 2**63.
-
-    Raises:
-        ValueError: the text says what was expected; a bool is not a number.
     """
     exact = _exact(value, units=("",), expected="a whole number such as 8")
     if exact != exact.to_integral_value():
@@ -46,14 +42,11 @@ def parse_whole(value: object) -> int:
 def parse_count(value: object) -> int:
     """Read a number of elements.
 
+    Returns the number, rounded half to even, 0 <= number < 2**63. Raises ValueError: the text says what was expected; a
+    bool is not a number, and elements have no unit.
+
     Args:
         value: an int, a float (5e8, 15099494.4) or a string of either ("1e9").
-
-    Returns:
-        The number, rounded half to even, 0 <= number < 2**63.
-
-    Raises:
-        ValueError: the text says what was expected; a bool is not a number, and elements have no unit.
     """
     exact = _exact(value, units=("",), expected='a number of elements such as 5e8 or "1e9", without a unit')
     return int(exact.to_integral_value(ROUND_HALF_EVEN))
@@ -62,14 +55,11 @@ def parse_count(value: object) -> int:
 def parse_bytes(value: object) -> int:
     """Read a number of bytes.
 
+    Returns bytes, rounded half to even, 0 <= bytes < 2**63. Raises ValueError: the text says what was expected; a bool
+    is not a number.
+
     Args:
         value: an int, a float, or a string with an optional unit ("12GB", "1.5GiB", "512 MB", "1e9").
-
-    Returns:
-        Bytes, rounded half to even, 0 <= bytes < 2**63.
-
-    Raises:
-        ValueError: the text says what was expected; a bool is not a number.
     """
     exact = _exact(value, units=tuple(UNITS), expected='a number of bytes such as 1048576, 12e9, "12GB" or "1.5GiB"')
     return int(exact.to_integral_value(ROUND_HALF_EVEN))

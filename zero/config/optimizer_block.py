@@ -8,15 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import (
-    ConfigBlock,
-    Flag,
-    InertFlag,
-    Number,
-    Only,
-    problem,
-    reads,
-)
+from zero.config.fields import ConfigBlock, Flag, InertFlag, Number, Only, problem, reads
 from zero.config.hints import nearest
 from zero.config.numbers import parse_number
 

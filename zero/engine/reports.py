@@ -36,11 +36,7 @@ TIMES = ("forward", "backward", "step", "wait")
 
 
 class Reporter:
-    """Says what was asked for, on the first rank.
-
-    Args:
-        run: whose steps are reported.
-    """
+    """Says what was asked for, on the first rank. `run`: whose steps are reported."""
 
     def __init__(self, run: Run, config: Config, monitor: Monitors) -> None:
         self.config, self.monitor = config, monitor
@@ -146,14 +142,11 @@ def memory_line(run: Run, reports: Reports) -> str:
 
 
 class Reports:
-    """Of one engine.
+    """Of one engine. Raises ConfigError: what is enabled cannot be opened.
 
     Attributes:
         forward: what forwards have taken.
         backward: what backwards have taken.
-
-    Raises:
-        ConfigError: what is enabled cannot be opened.
     """
 
     def __init__(self, run: Run, steps: Steps) -> None:

@@ -231,11 +231,7 @@ class AmongRanks:
 
 
 class Collectives(AmongRanks):
-    """Exchange by collectives of torch.distributed.
-
-    Args:
-        wire: how gradients travel.
-    """
+    """Exchange by collectives of torch.distributed. `wire`: how gradients travel."""
 
     memory: SharedPlaces | None = None
 

@@ -19,11 +19,7 @@ from zero.store.storage import Storage
 
 
 class Neighbours:
-    """See above. Without hpZ it does nothing.
-
-    Args:
-        storage: which has memory for this rank's parts.
-    """
+    """See above. Without hpZ it does nothing. `storage`: which has memory for this rank's parts."""
 
     def __init__(self, layout: Layout, storage: Storage, exchange: Exchange) -> None:
         self._storage, self._exchange, self._placement = storage, exchange, exchange.placement

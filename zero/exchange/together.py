@@ -47,13 +47,12 @@ class Together:
     def exchange(self, what: str, payload: bytes = b"", failure: Exception | None = None) -> list[bytes]:
         """Every rank's payload, in rank order.
 
+        Raises ZeroInfinityError: a rank has failed; says which and why. This one's own failure is raised as it is.
+
         Args:
             what: the same words on every rank.
             payload: any bytes.
             failure: what this rank has not been able to do.
-
-        Raises:
-            ZeroInfinityError: a rank has failed; says which and why. This one's own failure is raised as it is.
         """
         answers = self._exchange.agree(what, GOOD + payload if failure is None else FAILED + self._told(failure))
         told = {rank: json.loads(answer[1:]) for rank, answer in enumerate(answers) if answer[:1] == FAILED}

@@ -67,14 +67,13 @@ def build_commands(
 ) -> list[Command]:
     """What to start here so that every node runs its part.
 
+    Raises ConfigError: a launcher that does not exist, or words for it that do not fit.
+
     Args:
         transport: how to reach the nodes.
         variables: what ranks get of this process's environment.
         folder: where the program runs, on every node.
         as_root: whether the user is root; OpenMPI asks.
-
-    Raises:
-        ConfigError: a launcher that does not exist, or words for it that do not fit.
     """
     job = replace(job, quiet=True, watch_stdin=transport.launcher in CONNECTED)
     if transport.launcher == "ssh":

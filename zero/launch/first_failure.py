@@ -79,11 +79,7 @@ def first_of(failures: Iterable[Failure]) -> Failure:
 
 
 def describe(failure: Failure, others: int) -> str:
-    """The last words of a job.
-
-    Args:
-        others: how many more ranks ended badly; they follow from it, most likely.
-    """
+    """The last words of a job. `others`: how many more ranks ended badly; they follow from it, most likely."""
     head = f"zero run: rank {failure.rank} on {failure.host} failed first: {failure.ending}"
     if others:
         head += f"; {others} other rank{'s' * (others != 1)} ended after it"

@@ -23,11 +23,8 @@ END_SECONDS = 45.0  # After they were told to end: more than torchrun gives rank
 def run_commands(commands: Sequence[Command]) -> int:
     """Start the commands and wait for them.
 
-    Returns:
-        0 if all succeeded, else the status of the first that did not (128 + signal if one ended it).
-
-    Raises:
-        ConfigError: the launcher's program is not installed here.
+    Returns 0 if all succeeded, else the status of the first that did not (128 + signal if one ended it). Raises
+    ConfigError: the launcher's program is not installed here.
     """
     children: list[subprocess.Popen[bytes]] = []
     try:

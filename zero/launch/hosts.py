@@ -42,14 +42,11 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
 
 
 def parse_hostfile(text: str, name: str) -> dict[str, int]:
-    """Slots by host.
+    """Slots by host. Raises ConfigError: a malformed line, a host twice, no slots, or no host at all.
 
     Args:
         text: lines of HOST slots=N; blank lines and what follows a # are skipped.
         name: of the file, for errors.
-
-    Raises:
-        ConfigError: a malformed line, a host twice, no slots, or no host at all.
     """
     slots: dict[str, int] = {}
     seen: dict[str, int] = {}
@@ -82,13 +79,12 @@ def choose(
 ) -> list[Node]:
     """The nodes of a job, in the order of `pool`.
 
+    Raises ConfigError: both given, an unknown host, a slot that is not there or named twice, or nothing left.
+
     Args:
         include: NODE[@NODE...] with NODE = HOST[:SLOT[,SLOT...]]; empty takes everything.
         exclude: the same, of what is left out.
         pool_name: where the hosts come from, for errors.
-
-    Raises:
-        ConfigError: both given, an unknown host, a slot that is not there or named twice, or nothing left.
     """
     if include and exclude:
         raise ConfigError(

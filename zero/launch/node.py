@@ -45,11 +45,8 @@ FROM_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_RANKID",
 def run_node(job: Job, node_rank: int) -> int:
     """Start this node's ranks and stay until they have ended.
 
-    Returns:
-        The exit status: 0, the first failed rank's, or 128 + signal.
-
-    Raises:
-        ConfigError: the node does not have what it should: GPUs, cores, the port.
+    Returns the exit status: 0, the first failed rank's, or 128 + signal. Raises ConfigError: the node does not have
+    what it should: GPUs, cores, the port.
     """
     run_id = uuid.uuid4().hex
     with (

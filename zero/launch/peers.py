@@ -27,13 +27,10 @@ FAILED, DONE, READ = "zero/failed", "zero/done", "zero/read"
 
 
 class Peers:
-    """This node's view of the others.
+    """This node's view of the others. Raises ConfigError: the port is taken, or node 0 is not there in time.
 
     Args:
         job: on several nodes.
-
-    Raises:
-        ConfigError: the port is taken, or node 0 is not there in time.
     """
 
     def __init__(self, job: Job, node_rank: int) -> None:
@@ -84,12 +81,11 @@ class Peers:
     def settle(self, own: Failure | None, more: int) -> tuple[list[Failure], int] | None:
         """Exchange failures with the other nodes.
 
+        Returns all nodes' first failures and the number of further ones; None when the store is gone.
+
         Args:
             own: this node's first one; None if it has none.
             more: how many further ranks of it have failed.
-
-        Returns:
-            All nodes' first failures and the number of further ones; None when the store is gone.
         """
         count = len(self._job.nodes)
         try:

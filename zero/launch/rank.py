@@ -50,11 +50,7 @@ def _tie_to_launcher(launcher: int) -> None:
 
 
 def run(kind: str, words: list[str]) -> None:
-    """Run the program in this interpreter, or become it.
-
-    Args:
-        kind: script, module or program.
-    """
+    """Run the program in this interpreter, or become it. `kind`: script, module or program."""
     if kind == "program":
         try:
             os.execvp(words[0], words)

@@ -139,15 +139,12 @@ class Comm:
     async def all_gather(self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence) -> Fence:
         """Fill `flat` with every rank's slice.
 
+        Returns behind the gathering. Raises RankDivergenceError: the ranks do not do the same; this and every later
+        call raise it.
+
         Args:
             flat: (size * N,), contiguous; slice `group.index` of N elements is valid on entry, all are on exit.
             after: fences behind which `flat` may be read and written.
-
-        Returns:
-            Behind the gathering.
-
-        Raises:
-            RankDivergenceError: the ranks do not do the same; this and every later call raise it.
         """
         if group.size == 1:
             return self._alone(ticket, after)
@@ -162,14 +159,13 @@ class Comm:
     ) -> list[Tensor]:
         """What adds up, in this order, to this rank's slice of the sum over the group.
 
+        Returns (N,) each: one a rank, in rank order, or one in all where the backend may add (`fixed_order` False).
+        Ready for the stream that is current on the mover.
+
         Args:
             flat: (size * N,), contiguous; stays as it is.
             after: fences behind which `flat` may be read, and `into` written.
             into: (size * N,) of the same dtype for what arrives; None allocates. With `fixed_order` False its first N.
-
-        Returns:
-            (N,) each: one a rank, in rank order, or one in all where the backend may add (`fixed_order` False). Ready
-            for the stream that is current on the mover.
         """
         if group.size == 1:
             self.streams.wait(self._alone(ticket, after))
@@ -187,15 +183,12 @@ class Comm:
     async def all_reduce(
         self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence, into: Tensor | None = None
     ) -> list[Tensor]:
-        """What adds up, in this order, to the sum over the group.
+        """What adds up, in this order, to the sum over the group. Returns (N,) each, as `reduce_scatter`.
 
         Args:
             flat: (N,), contiguous; with `fixed_order` False it becomes the sum itself.
             after: fences behind which `flat` may be used, and `into` written.
             into: (size * N,) of the same dtype for what arrives, used with `fixed_order`; None allocates.
-
-        Returns:
-            (N,) each, as `reduce_scatter`.
         """
         if group.size == 1:
             self.streams.wait(self._alone(ticket, after))
@@ -305,12 +298,11 @@ class Comm:
     def agree(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Every rank's payload, in rank order. Blocks; any thread but the mover's; all ranks call it at the same place.
 
+        Raises RankDivergenceError: what the ranks have decided to do up to here differs.
+
         Args:
             what: the same words on every rank.
             payload: any bytes, up to a few hundred at the price of one message.
-
-        Raises:
-            RankDivergenceError: what the ranks have decided to do up to here differs.
         """
         return self._meeting.agree(what, payload)
 

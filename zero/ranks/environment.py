@@ -70,12 +70,11 @@ MPI = (
 def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> RankPlace:
     """What the environment says of this process.
 
+    Raises ConfigError: variables that are missing, are no numbers, or contradict each other; all of them at once.
+
     Args:
         port: of rank 0, where MASTER_PORT does not say.
         mpi: look for MPI too.
-
-    Raises:
-        ConfigError: variables that are missing, are no numbers, or contradict each other; all of them at once.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _with_master(environ, port, _read(environ, TORCHRUN), "")

@@ -185,11 +185,7 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
         init_method = where if place.source == ARGUMENTS else "env://"  # torchrun's store may be its own
     try:
         dist.init_process_group(
-            backend,
-            init_method=init_method,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
+            backend, init_method=init_method, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
     except (RuntimeError, ValueError) as error:
         # ConnectionError and torch's own are RuntimeErrors; what they print names neither the rank nor the source.

@@ -27,12 +27,11 @@ def open_lines(
 ) -> tuple[Lines, Watch, Any]:
     """The groups, the watch and the group for meetings of an engine with several ranks. All ranks come here.
 
+    Raises RankLostError: a rank has ended meanwhile.
+
     Args:
         parent: the group of the members; None: torch's default group.
         deadline_seconds: see `Watch`.
-
-    Raises:
-        RankLostError: a rank has ended meanwhile.
     """
     rank = members.index(backend.own_rank())
     try:

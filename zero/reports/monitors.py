@@ -107,13 +107,12 @@ KINDS: dict[str, tuple[str | None, Callable[[Any], Monitor]]] = {
 class Monitors:
     """All that are enabled; `engine.monitor`.
 
+    Raises ConfigError: one is enabled and its package is not installed. A run whose numbers go nowhere is found out too
+    late for a warning.
+
     Args:
         config: with the four blocks as attributes; None: not there.
         writes: this rank is the one that writes. Whether what is enabled can be is checked on every rank.
-
-    Raises:
-        ConfigError: one is enabled and its package is not installed. A run whose numbers go nowhere is found out too
-            late for a warning.
     """
 
     def __init__(self, config: Any, *, writes: bool) -> None:

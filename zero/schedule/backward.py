@@ -33,11 +33,7 @@ class BackwardWatch:
     """
 
     def __init__(
-        self,
-        coordinator: Coordinator,
-        gradients: Gradients,
-        ahead: UpdatesInBackward | None,
-        events: Events,
+        self, coordinator: Coordinator, gradients: Gradients, ahead: UpdatesInBackward | None, events: Events
     ) -> None:
         self._coordinator, self._gradients, self._ahead = coordinator, gradients, ahead
         self._events = events

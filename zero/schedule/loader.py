@@ -204,14 +204,13 @@ class Loader:
     def end(self, unit: Unit, arrival: Arrival, *, modified: bool) -> None:
         """The unit is let go; waits until no byte moves into its memory.
 
+        Raises StorageError: what was modified could not be stored; the plane keeps it in memory. Raises StateError:
+        what was modified is memory of other ranks too.
+
         Args:
             unit: was bound, or on its way.
             arrival: what `begin` returned for it.
             modified: the model has changed a weight inside its forward (a clamped temperature, a codebook): keep it.
-
-        Raises:
-            StorageError: what was modified could not be stored; the plane keeps it in memory.
-            StateError: what was modified is memory of other ranks too.
         """
         try:
             if arrival.transfer is not None and arrival.transfer.settle() is None:

@@ -69,11 +69,7 @@ class UnitOnDevice:
 
 
 class Residency:
-    """All units of one engine.
-
-    Args:
-        units: in model order.
-    """
+    """All units of one engine. `units`: in model order."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = [UnitOnDevice(unit) for unit in units]

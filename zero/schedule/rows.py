@@ -118,14 +118,12 @@ class RowLender:
     ) -> Any:
         """What `compute` returns, given the rows of each parameter; their gradients go where the parameters' go.
 
+        Raises StorageError: rows could not be read; BudgetError: what is in use leaves no room for them.
+
         Args:
             parameters: by name; `lends` is true of each.
             rows: of the first dimension, ascending.
             compute: a function of {name: [len(rows), ...]} and of whatever else it holds.
-
-        Raises:
-            StorageError: rows could not be read.
-            BudgetError: what is in use leaves no room for them.
         """
         units = dict.fromkeys(self._place_of[id(p)][0] for p in parameters.values())
         loans = {index: self._loan(index, rows) for index in units}

@@ -113,11 +113,7 @@ class Snapshots:
         return self.pending is not None and self._wary > 0
 
     def begin(self, step: int, state: bytes) -> None:
-        """A step is fixed; nobody has seen its weights yet.
-
-        Args:
-            state: what goes with the planes.
-        """
+        """A step is fixed; nobody has seen its weights yet. `state`: what goes with the planes."""
         self.pending = Pending(step, state)
 
     def void(self) -> None:
@@ -246,10 +242,8 @@ class Snapshots:
         """Let the planes hold what the last snapshot holds; returns what was kept with it. None: there is none.
 
         The engine is at rest; all ranks come here. Weights that other ranks or devices hold are to be brought in anew.
-
-        Raises:
-            StorageError: something cannot be read, or is damaged; the planes hold nothing of use.
-            ConfigError: so it is on another rank.
+        Raises StorageError: something cannot be read, or is damaged; the planes hold nothing of use. Raises
+        ConfigError: so it is on another rank.
         """
         if self._frozen:
             self.commit()

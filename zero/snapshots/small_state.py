@@ -41,11 +41,7 @@ class Counted(Protocol):
 
 
 def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """The part that all ranks have in common.
-
-    Args:
-        dtypes: first name of each parameter -> what it is computed in.
-    """
+    """The part that all ranks have in common. `dtypes`: first name of each parameter -> what it is computed in."""
     leaves = list(leaves)
     return {
         "global_steps": engine.global_steps,
@@ -89,14 +85,11 @@ def restore_counters(engine: Counted, state: Mapping[str, Any]) -> None:
 
 
 def restore_rank(engine: Counted, state: Mapping[str, Any], *, own: bool) -> None:
-    """Random numbers go on, and so does the data.
+    """Random numbers go on, and so does the data. Raises ConfigError: the loader does not take the position.
 
     Args:
         engine: its `training_dataloader` is told.
         own: it is this rank's; False takes the position in the data alone.
-
-    Raises:
-        ConfigError: the loader does not take the position.
     """
     if own:
         restore_random_state(state["rng"], engine.device)

@@ -36,11 +36,7 @@ class Captured(Protocol):
 
 
 def capture(run: Captured, names: dict[int, str], norm: float | None) -> bytes:
-    """All of it, as `restore` takes it.
-
-    Args:
-        names: id(parameter) -> its first name.
-    """
+    """All of it, as `restore` takes it. `names`: id(parameter) -> its first name."""
     state: dict[str, Any] = {
         "counters": {name: getattr(run, name) for name in COUNTERS},
         "loss_scaler": run.scaler.state_dict(),

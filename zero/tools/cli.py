@@ -45,10 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, module in COMMANDS.items():
         text = (module.__doc__ or "").strip()
         command = commands.add_parser(
-            name,
-            help=text.splitlines()[0],
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)

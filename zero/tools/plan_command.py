@@ -120,12 +120,11 @@ def _of_node(options: argparse.Namespace) -> int:
 def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
     """The model that `source` stands for, on the meta device.
 
+    Raises ConfigError: it stands for no model; says what is wrong.
+
     Args:
         source: a json file, or `module:callable`.
         arguments: JSON object, keyword arguments of the callable.
-
-    Raises:
-        ConfigError: it stands for no model; says what is wrong.
     """
     try:
         keywords = json.loads(arguments)

@@ -68,9 +68,8 @@ class UnitEditor:
     def open(self, indices: Iterable[int]) -> None:
         """Bind each unit to a private copy, unless it is bound already. All of them, or none.
 
-        Raises:
-            BudgetError: they are more than the machine has memory for.
-            StorageError: a unit could not be read; nothing is open that was not before.
+        Raises BudgetError: they are more than the machine has memory for. Raises StorageError: a unit could not be
+        read; nothing is open that was not before.
         """
         indices = list(indices)
         self._check_room(indices)
@@ -119,15 +118,12 @@ class UnitEditor:
     def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
         """Store what changed since `open` and release what it bound. All ranks come here.
 
-        Every unit is released whatever happens; an edit that cannot be written stays in memory.
+        Every unit is released whatever happens; an edit that cannot be written stays in memory. Raises StateError: a
+        parameter was given another shape; it keeps its values, other edits are kept. Or ranks have made different
+        edits, none of which is kept. Raises StorageError: the first failure.
 
         Args:
             modifier_rank: whose edits count; None: all ranks must have made the same ones.
-
-        Raises:
-            StateError: a parameter was given another shape; it keeps its values, other edits are kept. Or ranks have
-                made different edits, none of which is kept.
-            StorageError: the first failure.
         """
         edits: list[Edit] = []
         refused: list[str] = []
@@ -267,14 +263,13 @@ class UnitEditor:
     def rewrite(self, unit: Unit, begin: int, values: torch.Tensor, put: Put) -> None:
         """Let `put` change the records of elements of the flat unit from `begin` on, all in this rank's slice.
 
+        Raises StorageError: a record could not be read or written.
+
         Args:
             unit: trained.
             begin: of the flat unit.
             values: 1-D, host; `put` gets the part that belongs to each record.
             put: changes a record.
-
-        Raises:
-            StorageError: a record could not be read or written.
         """
         first = position = unit.origin + begin
 

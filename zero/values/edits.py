@@ -26,12 +26,11 @@ class Edit(NamedTuple):
 def agree_on_edits(exchange: Exchange, edits: list[Edit], modifier_rank: int | None) -> list[Edit]:
     """The edits to be stored: the same ones on every rank. All ranks come here with the same units.
 
+    Raises StateError: ranks have made different edits; names the unit and the ranks.
+
     Args:
         edits: of this rank, in the same order everywhere; those that changed nothing too.
         modifier_rank: whose edits count; None: all must have made the same ones.
-
-    Raises:
-        StateError: ranks have made different edits; names the unit and the ranks.
     """
     placement = exchange.placement
     if placement.alone:

@@ -155,13 +155,12 @@ def join_runs(
 def agree_on_change(exchange: Exchange, model: nn.Module, held: Collection[int], *, accumulating: bool) -> None:
     """Return if all ranks have changed their model alike, and none is amid an accumulation. All ranks come here.
 
+    Raises StateError: names what differs, per rank; or the ranks that have gradients.
+
     Args:
         model: as it is now.
         held: id(parameter) of those in param groups.
         accumulating: this rank has gradients that no step has used.
-
-    Raises:
-        StateError: names what differs, per rank; or the ranks that have gradients.
     """
     if exchange.placement.alone:
         return

@@ -42,11 +42,7 @@ def same(path: str) -> str | None:
 
 
 class Names:
-    """The `__getattr__` of a module.
-
-    Args:
-        path: of the module below `deepspeed`.
-    """
+    """The `__getattr__` of a module. `path`: of the module below `deepspeed`."""
 
     def __init__(self, path: str, module: ModuleType) -> None:
         self.path, self.module = path, module
