@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,11 +26,9 @@ from zero.config import Config
 from zero.exchange.exchange import Exchange
 from zero.exchange.first_rank import CommonBuffers, agree_on_machine, take_first_ranks_values
 from zero.optim.gradients import Gradients
-from zero.optim.loss_scale import LossScaler
 from zero.optim.pending_updates import DueUpdates, UpdatesInBackward
 from zero.optim.pipeline import SubGroupPipeline
 from zero.optim.reduce import ReducedGradients
-from zero.optim.rules import Rule
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
@@ -55,19 +53,10 @@ from zero.values.access import EngineKeeper, take_back
 from zero.values.editor import UnitEditor
 from zero.values.gathered_values import GatheredValues
 
+if TYPE_CHECKING:
+    from zero.assembly.run import Run
+
 logger = logging.getLogger("zero")
-
-
-class Owner(Protocol):
-    """What an assembly needs of its engine."""
-
-    module: nn.Module
-    config: Config
-    device: torch.device
-    in_place: bool  # Values in memory that the device can address are used where they live.
-    threads: int  # Of CPU kernels.
-    scaler: LossScaler  # Of the loss.
-    rule: Rule  # How parameters are updated.
 
 
 class Assembly:
@@ -85,7 +74,7 @@ class Assembly:
     keeper: EngineKeeper
 
     def __init__(
-        self, owner: Owner, events: Events, exchange: Exchange, trainable: set[int], previous: Assembly | None = None
+        self, owner: Run, events: Events, exchange: Exchange, trainable: set[int], previous: Assembly | None = None
     ) -> None:
         self._owner, self._events, self.exchange = owner, events, exchange
         self.model, self._config = model, config = owner.module, owner.config

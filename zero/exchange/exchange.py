@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,13 +52,15 @@ class Updates(Protocol):
         """Update sub-groups now. Raises StorageError if one of them is still due."""
 
 
-class Exchange(Protocol):
-    """What an engine asks of the other ranks."""
+class Exchange:
+    """What an engine asks of the other ranks. Whatever an exchange leaves out is as with one rank, which has none."""
 
-    placement: Placement
-    scale: float  # What the sum over ranks has to be multiplied by to give their mean.
-    overlaps: bool  # False: whoever starts a reduction waits for it.
-    memory: SharedPlaces | None  # Where what all ranks see is to be allocated; None: nothing is shared.
+    scale: float = 1.0  # What the sum over ranks has to be multiplied by to give their mean.
+    overlaps: bool = True  # False: whoever starts a reduction waits for it.
+    memory: SharedPlaces | None = None  # Where what all ranks see is to be allocated; None: nothing is shared.
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
 
     def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
         """The storage is made, on every rank. All ranks come here."""
@@ -68,6 +70,7 @@ class Exchange(Protocol):
 
     def turn(self, what: str, unit: Unit) -> Turn:
         """Take the next turn for `what` ("gather", `NEAR` or "reduce"); it must be used, or given up."""
+        return ()
 
     def give_up(self, turn: Turn, error: BaseException) -> None:
         """This rank cannot use a turn that it has taken: who waits for it is told why. Any thread."""
@@ -77,10 +80,12 @@ class Exchange(Protocol):
 
         With a turn for `NEAR` it is this rank's part among its neighbours that is there.
         """
+        return after[0] if after else None
 
-    def reduce(
+    @asynccontextmanager
+    async def reduce(
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
-    ) -> AbstractAsyncContextManager[list[torch.Tensor]]:
+    ) -> AsyncIterator[list[torch.Tensor]]:
         """What has to be added up, in that order, to get the sum of this rank's slice over all ranks' `flat`.
 
         Args:
@@ -88,9 +93,11 @@ class Exchange(Protocol):
             flat: (unit.numel,) this rank's; must stay as it is until the context ends, and may be used for sums.
             after: fences behind what filled it.
         """
+        yield [flat]
 
     def sees(self, flat: torch.Tensor) -> bool:
         """True if `flat` lies in memory that `reduce` can work with."""
+        return True
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """A step is fixed on every rank: what is gathered from now on is as of that step.
@@ -111,6 +118,7 @@ class Exchange(Protocol):
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """Every rank's `payload`, in rank order. Blocks until all have called it."""
+        return [payload]
 
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
         """Give every rank the values of `source_rank`, in place. Blocks."""
@@ -120,9 +128,11 @@ class Exchange(Protocol):
 
     def payload(self) -> Mapping[str, Payload]:
         """What collectives have handled so far, by what they were for."""
+        return {}
 
     def renewed(self) -> Exchange:
         """An exchange with the same ranks for another storage; this one serves its own until it is released."""
+        return self
 
     def release(self) -> None:
         """Let go of what belongs to the storage; its renewed one goes on."""
@@ -131,68 +141,11 @@ class Exchange(Protocol):
         """Let go of what the exchange holds. The other ranks are told that this one is gone, and of `error`."""
 
 
-class Alone:
+class Alone(Exchange):
     """One rank: there is nobody to exchange anything with."""
 
-    scale, overlaps = 1.0, True
-    memory: SharedPlaces | None = None
-
     def __init__(self, placement: Placement = ONE_RANK) -> None:
-        self.placement = placement
-
-    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
-        """See `Exchange`."""
-
-    def adopted(self) -> None:
-        """See `Exchange`."""
-
-    def turn(self, what: str, unit: Unit) -> Turn:
-        return ()
-
-    def give_up(self, turn: Turn, error: BaseException) -> None:
-        """See `Exchange`."""
-
-    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
-        return after[0] if after else None
-
-    @asynccontextmanager
-    async def reduce(
-        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
-    ) -> AsyncIterator[list[torch.Tensor]]:
-        yield [flat]
-
-    def sees(self, flat: torch.Tensor) -> bool:
-        return True
-
-    def step_taken(self, changing: Callable[[int], bool]) -> None:
-        """See `Exchange`."""
-
-    def rewritten(self, unstored: Collection[int] = ()) -> None:
-        """See `Exchange`."""
-
-    def stored(self, index: int) -> None:
-        """See `Exchange`."""
-
-    def agree(self, what: str, payload: bytes) -> list[bytes]:
-        return [payload]
-
-    def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
-        """See `Exchange`."""
-
-    def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
-        """See `Exchange`."""
-
-    def payload(self) -> Mapping[str, Payload]:
-        return {}
-
-    def renewed(self) -> Alone:
-        return self
-
-    def release(self) -> None:
-        """See `Exchange`."""
-
-    def close(self, error: BaseException | None = None) -> None:
-        """See `Exchange`."""
+        super().__init__(placement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +167,12 @@ class Wire:
     overlaps: bool = True
 
 
-class AmongRanks:
+class AmongRanks(Exchange):
     """What every exchange between several ranks leaves to their comm."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
+        super().__init__(placement)
+        self._comm, self._wire, self.overlaps = comm, wire, wire.overlaps
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         return self._comm.agree(what, payload)
@@ -233,24 +187,17 @@ class AmongRanks:
 class Collectives(AmongRanks):
     """Exchange by collectives of torch.distributed. `wire`: how gradients travel."""
 
-    memory: SharedPlaces | None = None
-
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        super().__init__(comm)
-        self.placement, self._wire = placement, wire
+        super().__init__(comm, placement, wire)
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
         self._near = comm.group(placement.near_ranks)
         self._before = placement.world_size if wire.prescale else wire.predivide_factor
         self.scale = self._before / placement.world_size if wire.averages else 1.0
-        self.overlaps = wire.overlaps
         self._room = asyncio.Lock()
         self._arriving: Callable[[int], torch.Tensor] | None = None
 
     def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
         self._arriving = storage.whole_gradients.arriving
-
-    def adopted(self) -> None:
-        """See `Exchange`."""
 
     def turn(self, what: str, unit: Unit) -> Turn:
         kinds = ["gather persistent" if unit.persistent and self.placement.weights_sharded else "gather"]
@@ -313,26 +260,11 @@ class Collectives(AmongRanks):
             return None
         return self._arriving(flat.nbytes).view(flat.dtype)
 
-    def sees(self, flat: torch.Tensor) -> bool:
-        return True
-
-    def step_taken(self, changing: Callable[[int], bool]) -> None:
-        """See `Exchange`."""
-
-    def rewritten(self, unstored: Collection[int] = ()) -> None:
-        """See `Exchange`."""
-
-    def stored(self, index: int) -> None:
-        """See `Exchange`."""
-
     def payload(self) -> Mapping[str, Payload]:
         return self._comm.payload
 
     def renewed(self) -> Collectives:
         return Collectives(self._comm, self.placement, self._wire)
-
-    def release(self) -> None:
-        """See `Exchange`."""
 
     def close(self, error: BaseException | None = None) -> None:
         self._comm.close(error)

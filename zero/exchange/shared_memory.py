@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import astuple
 from functools import partial
@@ -36,9 +36,7 @@ from zero.exchange.exchange import AmongRanks, Turn, Updates, Wire
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
 from zero.ranks.comm import Comm
-from zero.ranks.rank_group import Payload
 from zero.store.storage import Storage
-from zero.store.whole_gradients import SharedPlaces
 
 WAIT_SECONDS_MAX = 1800.0
 """As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds."""
@@ -99,13 +97,9 @@ class SharedMemory(AmongRanks):
         wire: how gradients travel; they are added up in fp32, so only `averages` and `overlaps` matter.
     """
 
-    memory: SharedPlaces | None
-
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        super().__init__(comm)
-        self.placement, self._wire = placement, wire
+        super().__init__(comm, placement, wire)
         self.scale = 1.0 / placement.world_size if wire.averages else 1.0
-        self.overlaps = wire.overlaps
         self.memory = self._regions = Regions(comm)
         self._board: NodeBoard | None = None
         self._reducer: SharedExchange | None = None
@@ -157,8 +151,7 @@ class SharedMemory(AmongRanks):
         self._reductions += 1
         return (self._reductions, self._comm.ticket(what, unit.index, unit.name))
 
-    def give_up(self, turn: Turn, error: BaseException) -> None:
-        """See `Exchange`. Who waits for a slice gets it once it is there, whenever that is."""
+    # A turn that is given up changes nothing: who waits for a slice gets it once it is there, whenever that is.
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
         others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
@@ -214,7 +207,6 @@ class SharedMemory(AmongRanks):
         return _lies_in(flat, self._regions.pools[self._comm.rank])
 
     def rewritten(self, unstored: Collection[int] = ()) -> None:
-
         async def advance() -> None:
             self._advance(lambda index: index in unstored or not self._updates.at_home(index), frozen_too=True)
 
@@ -238,10 +230,6 @@ class SharedMemory(AmongRanks):
                 self._publish(unit.index, frozen_too=frozen_too)
         if waiting:
             self._storage.mover.post("updates that other ranks wait for", self._listen(self._epoch))
-
-    def payload(self) -> Mapping[str, Payload]:
-        """See `Exchange`. None of it goes through collectives."""
-        return {}
 
     def renewed(self) -> SharedMemory:
         return SharedMemory(self._comm, self.placement, self._wire)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from offload.accelerator import is_accelerator, rng_state, set_rng_state
 from offload.archives import pack_any, unpack_any
@@ -28,13 +29,14 @@ logger = logging.getLogger("zero")
 class Counted(Protocol):
     """What of an engine is captured here."""
 
+    module: nn.Module
     global_steps: int
     global_samples: int
     micro_steps: int
     skipped_steps: int
     scaler: LossScaler
     device: torch.device
-    updater: Any
+    updater: ZeroOptimizer | None
     lr_scheduler: Any
     training_dataloader: Any
     data_position: Any
