@@ -29,8 +29,6 @@ CHUNK_BYTES_MAX = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AioOptions:
-    """How files are read and written."""
-
     backend: str = "auto"  # "auto" takes the best that works: io_uring, libaio, threads, aiofiles.
     queue_depth: int = 32  # Chunks in flight at most.
     chunk_bytes: int = 2 << 20  # Largest transfer handed to the kernel; a multiple of the page.

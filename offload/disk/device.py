@@ -29,7 +29,6 @@ class DeviceIdentity:
 
     @property
     def key(self) -> str:
-        """A name for files."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 

@@ -35,14 +35,11 @@ BURST_SECONDS = 0.15
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """How the engine is opened."""
-
     backend: str
     chunk_bytes: int
     queue_depth: int
 
     def options(self) -> AioOptions:
-        """For `open_aio`."""
         return AioOptions(backend=self.backend, chunk_bytes=self.chunk_bytes, queue_depth=self.queue_depth)
 
     def __str__(self) -> str:
@@ -93,7 +90,6 @@ class ProbeFile:
         return moved / (time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Give file and memory back."""
         os.close(self._fd)
         self._loop.close()
         self._memory = torch.empty(0, dtype=torch.uint8)

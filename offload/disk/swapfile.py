@@ -52,8 +52,6 @@ class SwapGeometry:
 
 @dataclass(slots=True)
 class SwapFile:
-    """One open file of a swap space."""
-
     fd: int
     path: str  # Its folder, for errors; of one that has a name, the file.
 

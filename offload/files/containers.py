@@ -74,8 +74,6 @@ def surroundings(
 
 @dataclass(frozen=True, slots=True)
 class PackedBox(Generic[T]):
-    """One box in its run."""
-
     item: T
     container: Container
     payload: int  # First byte of the payload, counted from the begin of the run; page-aligned.
@@ -101,8 +99,6 @@ class PackedBox(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class PackedRun(Generic[T]):
-    """Boxes that are written at once."""
-
     offset: int  # First byte in the file; page-aligned, like its length.
     nbytes: int
     places: tuple[PackedBox[T], ...]

@@ -46,8 +46,6 @@ REREAD = "download or copy the file again"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file."""
-
     dtype: torch.dtype
     shape: torch.Size
     offset_bytes: int  # From the beginning of the file.

@@ -38,8 +38,6 @@ WAIT_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file to be written."""
-
     name: str
     dtype: torch.dtype
     shape: torch.Size

@@ -28,7 +28,6 @@ class Listed:
 
 
 def list_snapshots(path: Path | str) -> list[Listed]:
-    """The snapshots below a path, by name."""
     return [_listed(folder) for folder in sorted((Path(path) / FOLDER).glob("*")) if folder.is_dir()]
 
 

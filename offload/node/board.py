@@ -148,12 +148,10 @@ class NodeBoard:
         deadline_seconds: float,
         urge: Callable[[], None] | None = None,
     ) -> None:
-        """`reached` for every peer."""
         if not self.all_reached(column, value):
             await self._wait(range(self.count), column, value, what, POLL_SECONDS, deadline_seconds, urge)
 
     def dead(self) -> list[int]:
-        """Peers whose processes have ended."""
         if not self._lifelines:
             return []
         ended = {descriptor for descriptor, _ in self._poll.poll(0)}
@@ -229,7 +227,6 @@ class Naps:
             os.close(self._timer)
 
     async def take(self, seconds: float) -> None:
-        """Return after `seconds`."""
         library, loop = _timers(), asyncio.get_running_loop()
         if library is None or self._timer < 0:
             await asyncio.sleep(seconds)

@@ -93,7 +93,6 @@ class CommonFile:
 
     @property
     def writes(self) -> bool:
-        """This peer is the first."""
         return self._index == 0
 
     def append(self, values: torch.Tensor) -> int:

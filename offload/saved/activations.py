@@ -94,8 +94,6 @@ class Handle:
 
 @dataclass(slots=True)
 class ActivationCounters:
-    """What the store did."""
-
     stored_bytes: int = 0
     restored_bytes: int = 0
     shared: int = 0  # Tensors that were there already, with another view of the same storage.

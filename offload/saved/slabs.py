@@ -48,7 +48,6 @@ class Slabs:
         return block
 
     def add(self, nbytes: int) -> None:
-        """One more arena, of `nbytes`."""
         self._arenas.append(self._arena(nbytes))
 
     def trim(self) -> None:

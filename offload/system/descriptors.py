@@ -200,11 +200,9 @@ class _Meeting:
         self._met.add(peer)
 
     def drop(self) -> None:
-        """Close what has been received."""
         close_received(self._index, self.received)
 
     def close(self) -> None:
-        """Close the socket."""
         if self._listener is not None:
             self._listener.close()
 

@@ -83,6 +83,5 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the model-parallel state anew."""
     with _tracker.fork():
         torch.manual_seed(seed + SEED_OFFSET)

@@ -28,8 +28,6 @@ from zero.params.binding import BoundUnit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _AsIs:
-    """A saved tensor that stays where it is."""
-
     tensor: torch.Tensor
     version: int
 

@@ -148,15 +148,12 @@ class PutAway:
 
 
 class StatesAway:
-    """What one engine has put away from its device."""
-
     def __init__(self, run: Run) -> None:
         self._run = run
         self._away: PutAway | None = None
 
     @property
     def kinds(self) -> Kinds:
-        """What is away."""
         return self._away.kinds if self._away is not None else frozenset()
 
     @property
@@ -198,5 +195,4 @@ class StatesAway:
 
 
 def names_of(kinds: Iterable[OffloadStateTypeEnum]) -> str:
-    """For the log."""
     return ", ".join(sorted(kind.value for kind in kinds))

@@ -67,7 +67,6 @@ class Census:
         self.declined = (earlier.declined | (earlier.held - self.held)) & present
 
     def parameters(self) -> list[nn.Parameter]:
-        """Each once."""
         return list({id(p): p for _, _, p in self._places if p is not None}.values())
 
     def joining(self) -> list[nn.Parameter]:
@@ -267,7 +266,6 @@ def _carry_counts(old: Assembly, new: Assembly) -> None:
 
 
 def _cost(old: Assembly, new: Assembly, seconds: float) -> str:
-    """What happened, in one line."""
     joined = [leaf.names[0] for leaf in new.leaves if id(leaf.parameter) not in old.index_of]
     left = [leaf.names[0] for leaf in old.leaves if id(leaf.parameter) not in new.index_of]
     trained = [sum(u.numel for u in parts.layout.units if u.trainable) for parts in (old, new)]

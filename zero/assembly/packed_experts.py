@@ -37,7 +37,6 @@ class RoutedExperts:
         self.__dict__.update(tensors, _module=module, num_experts=count)
 
     def __getattr__(self, name: str) -> Any:
-        """The module's."""
         return getattr(self.__dict__["_module"], name)
 
 

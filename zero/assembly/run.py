@@ -78,7 +78,6 @@ class Run:
         return self.parts.exchange
 
     def use(self, parts: Assembly) -> None:
-        """Run the model with these parts from now on."""
         first = self._finalizer is None
         self.let_go()
         # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.

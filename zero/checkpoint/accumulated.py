@@ -97,7 +97,6 @@ def _load_stored(parts: Assembly, state: UnitGradient, source: Source, name: str
 
 
 def ranks_shape(placement: Placement) -> list[int]:
-    """How many ranks collect gradients, and how."""
     return [placement.world_size, placement.shard_size, int(placement.gradients_deferred)]
 
 

@@ -54,7 +54,6 @@ class BackgroundSave:
 
     @property
     def settled(self) -> bool:
-        """True once nothing happens any more."""
         return self._transfer.settled()
 
     def end(self) -> BaseException | None:
@@ -165,11 +164,9 @@ class CheckpointState(StepListener):
     # ---- a save beside training -----------------------------------------------------------------
 
     def go_on_with(self, behind: BackgroundSave) -> None:
-        """Training goes on while this is written."""
         self._behind = behind
 
     def checkpoint_pending(self) -> bool:
-        """True while a checkpoint is being written beside training."""
         return self._behind is not None and not self._behind.settled
 
     def wait_for_checkpoint(self) -> None:

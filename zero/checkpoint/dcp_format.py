@@ -40,7 +40,6 @@ VERSION = 1  # Raised when an older reader would misread what a newer one writes
 
 
 def state_name(name: str, kind: str) -> str:
-    """Where a parameter's state of the name `kind` is."""
     return f"{OPTIMIZER}{name}.{kind}"
 
 
@@ -230,8 +229,6 @@ def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
 
 
 class FileEntry(BaseModel):
-    """One file beside the manifest."""
-
     model_config = ConfigDict(frozen=True)
 
     nbytes: int = Field(alias="bytes", ge=0)
@@ -239,8 +236,6 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The contents of manifest.json."""
-
     model_config = ConfigDict(frozen=True)
 
     tag: str
@@ -250,7 +245,6 @@ class Manifest(BaseModel):
     files: dict[str, FileEntry]  # By name; the manifest is not among them.
 
     def to_json(self) -> str:
-        """The text of the file."""
         content = {"format": FORMAT, "version": VERSION, **self.model_dump(by_alias=True)}
         return json.dumps({**content, CHECKSUM: _checksum(content)})
 

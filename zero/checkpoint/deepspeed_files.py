@@ -48,8 +48,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What one rank's optim_states file says."""
-
     path: Path
     stage: int
     ranks: int

@@ -153,7 +153,6 @@ class Checkpoints:
         return [name[1 : -len(ending)] for name in names if len(name) > len(ending) + 1]
 
     def _names(self) -> list[str]:
-        """What might be tags."""
         names = {name for name in self._files.listing(self.save_dir) if not name.startswith(".")}
         return sorted(names | set(self._hidden_tags(REPLACED)))
 
@@ -199,7 +198,6 @@ class Checkpoints:
         raise ConfigError(f"load_checkpoint(tag={tag!r}): {'; '.join(wrong)}; {hint}")
 
     def _latest(self, latest: str, wrong: list[str]) -> Found | None:
-        """What `latest` names, if it is whole."""
         problems: list[str] = []
         try:
             found = self._whole(check_tag(latest), problems)

@@ -92,7 +92,6 @@ def frozen_sums(parts: Assembly, exchange: Exchange) -> dict[str, tuple[str, int
 
 
 def digest_of(sums: Sums) -> str:
-    """Names the weights by what they are."""
     return hashlib.blake2b(json.dumps(sorted(sums.items())).encode(), digest_size=16).hexdigest()
 
 

@@ -111,7 +111,6 @@ class Wanted:
                 yield from ((kind, lo, hi) for kind in kinds)
 
     def fill_buffers(self) -> None:
-        """Give the model's buffers their values."""
         for name, buffer in self.buffers.items():
             if MODEL + name in self._source.tensors:
                 values = self._source.read(MODEL + name, 0, buffer.numel())

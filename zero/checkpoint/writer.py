@@ -333,7 +333,6 @@ class ExtentWriter:
         return partial(_fill_master, stored, staged.record().remainder, lo - begin, values)
 
     async def _stored(self, plane: Plane, unit: Unit, lo: int, hi: int) -> torch.Tensor:
-        """What a plane holds, as it is."""
         memory = plane.memory(lo, hi)
         if memory is not None:
             return memory

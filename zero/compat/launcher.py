@@ -61,5 +61,4 @@ def parse_resource_filter(
 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
-    """Slots by host in one word for a command line."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()

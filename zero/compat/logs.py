@@ -33,7 +33,6 @@ def _open() -> None:
 
 @functools.cache
 def warning_once(message: str) -> None:
-    """Warn of the same thing once in a process."""
     logger.warning(message)
 
 
@@ -49,7 +48,6 @@ def _once(message: str, ranks: tuple[int, ...], level: int) -> None:
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """`log_dist`, the first time only."""
     _once(message, tuple(ranks or ()), level)
 
 

@@ -30,8 +30,6 @@ CLASS_NAMES = """
 
 
 class OpBuilder:
-    """One of DeepSpeed's native parts."""
-
     NAME: ClassVar[str] = ""
 
     def __init__(self, name: str | None = None) -> None:

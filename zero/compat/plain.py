@@ -61,17 +61,14 @@ def _number(of_torchrun: str, of_mpi: str, default: int) -> int:
 
 
 def get_local_rank_from_launcher() -> int:
-    """This rank among those of its node, 0 without a launcher."""
     return _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", 0)
 
 
 def get_world_rank_from_launcher() -> int:
-    """This rank, 0 without a launcher."""
     return _number("RANK", "OMPI_COMM_WORLD_RANK", 0)
 
 
 def get_world_size_from_launcher() -> int:
-    """Number of ranks, 1 without a launcher."""
     return _number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1)
 
 

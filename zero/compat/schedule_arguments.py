@@ -76,7 +76,6 @@ override_warmupCosineLR_params = _override(WARMUP_COSINE_LR)
 
 
 def override_params(args: Any, params: dict[str, Any]) -> None:
-    """The flags of every schedule into params."""
     for schedule in (LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_COSINE_LR):
         _override(schedule)(args, params)
 

@@ -39,7 +39,6 @@ class Facts:
 
 
 def facts_of(model: nn.Module, optimizer: object = None, training_data: object = None) -> Facts:
-    """Look at what `initialize` was given."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     return Facts(
         hidden_size_of(getattr(model, "config", None)),

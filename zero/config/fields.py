@@ -319,7 +319,6 @@ def earlier_defaults(block: type[ConfigBlock], version: int) -> Mapping[str, obj
 
 
 def means_auto(field: FieldInfo) -> bool:
-    """True for a key to which "auto" says something."""
     return any(isinstance(mark, MeansAuto) for mark in field.metadata)
 
 
@@ -335,7 +334,6 @@ class Key:
 
     @property
     def reason(self) -> str:
-        """Why an inert key changes nothing."""
         return reason_of(self.field, self.block)
 
 

@@ -205,7 +205,6 @@ class OptimizerConfig(ConfigBlock):
 
     @property
     def is_adam(self) -> bool:
-        """True for Adam and AdamW, whatever their options."""
         return self.type in ("Adam", "AdamW")
 
     @property

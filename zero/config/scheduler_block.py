@@ -85,7 +85,6 @@ class SchedulerParams(ConfigBlock):
 
     @property
     def given(self) -> dict[str, Any]:
-        """What the user gave, by name."""
         return {name: value for name, value in self.model_dump().items() if value is not None}
 
 
@@ -100,7 +99,6 @@ class SchedulerConfig(ConfigBlock):
 
     @property
     def kind(self) -> Callable[..., Any] | None:
-        """The class of that type."""
         return None if self.type is None else KINDS.get(self.type.lower())
 
     @classmethod

@@ -32,7 +32,6 @@ class EpochSampler(DistributedSampler[Any]):
     """
 
     def __iter__(self) -> Iterator[Any]:
-        """The indices of this rank's part of an epoch."""
         with torch.device("cpu"):  # where its generator is, whatever the default device
             indices = super().__iter__()
         self.epoch += 1
@@ -88,14 +87,12 @@ class _Skipping(Sampler[Any]):
         return self._sampler.state_dict()
 
     def __iter__(self) -> Iterator[Any]:
-        """Indices of the rest of the epoch."""
         skip, random, self._skip, self._random = self._skip, self._random, 0, None
         indices = iter(self._sampler) if random is None else _drawn_at(self._sampler, random)
         indices = itertools.islice(indices, skip, None)
         return self._noting(indices) if self.has_states else indices
 
     def __len__(self) -> int:
-        """Of a whole epoch."""
         return len(self._sampler)
 
     @property
@@ -130,8 +127,6 @@ def _drawn_at(sampler: Any, random: torch.Tensor) -> Iterator[Any]:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one walk through the data has come."""
-
     epoch: int
     first: int = 0  # Samples of this rank's part of the epoch that were had before it.
     batches: int = 0  # Of this epoch, whoever had them.

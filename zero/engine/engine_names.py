@@ -58,7 +58,6 @@ class EngineNames(ConfigGetters):
 
     @property
     def updater(self) -> ZeroOptimizer | None:
-        """The optimizer; None: nothing trains."""
         return self.run.updater
 
 

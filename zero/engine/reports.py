@@ -60,7 +60,6 @@ class Reporter:
             self.loss = part if self.loss is None else self.loss + part
 
     def step_taken(self, run: Run, reports: Reports) -> None:
-        """Say what there is to say of the step just taken."""
         self._measure(reports)
         config, loss, self.loss = self.config, self.loss, None
         if self.monitor.writers:
@@ -168,12 +167,10 @@ class Reports:
         return one.measuring(self._run.module, self._run.global_steps)
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """A micro-batch's loss, as its gradients are made of it."""
         if self._reporter is not None:
             self._reporter.note_loss(loss)
 
     def report_step(self) -> None:
-        """A step may have been taken."""
         if self._reporter is not None and self._run.global_steps != self._reported_steps:
             self._reported_steps = self._run.global_steps
             self._reporter.step_taken(self._run, self)

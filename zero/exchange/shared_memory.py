@@ -45,8 +45,6 @@ AGAIN_SECONDS = 0.5  # After an update that failed.
 
 
 class Regions:
-    """Allocates shared memory, and keeps it until it is closed."""
-
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._regions: list[SharedRegion] = []
@@ -59,7 +57,6 @@ class Regions:
         return regions[0]
 
     def own(self, nbytes: int, what: str) -> SharedRegion:
-        """See `SharedPlaces`."""
         self.pools = self.each(nbytes, what)
         return self.pools[self._comm.rank]
 
@@ -140,7 +137,6 @@ class SharedMemory(AmongRanks):
         updates.stored = self._publish
 
     def adopted(self) -> None:
-        """The planes hold the initial values of this rank's slices."""
         self.rewritten()
 
     # ---- see Exchange -----------------------------------------------------------------------------

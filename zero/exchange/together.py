@@ -102,5 +102,4 @@ class Relay(Together):
         return self._failure is not None
 
     def exchange(self, what: str, payload: bytes = b"", failure: Exception | None = None) -> list[bytes]:
-        """See `Together`."""
         return super().exchange(what, payload, failure or self._failure)

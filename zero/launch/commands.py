@@ -29,8 +29,6 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process to start here."""
-
     words: tuple[str, ...]
     environment: Mapping[str, str]  # On top of this process's own.
     host: str  # Which node, or all of them.
@@ -58,7 +56,6 @@ def torchrun_words(job: Job, node_rank: int, entry: Sequence[str], log_folder: s
 
 
 def node_words(job: Job, *which: str) -> list[str]:
-    """The command that runs a node's part of the job, there."""
     return [sys.executable, "-u", "-m", NODE_MODULE, *which, job.to_word()]
 
 

@@ -19,7 +19,6 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of `environment` that go to other nodes."""
     return {
         name: value
         for name, value in environment.items()

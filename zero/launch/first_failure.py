@@ -30,8 +30,6 @@ class TorchFailure(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rank that ended badly."""
-
     rank: int
     host: str
     exitcode: int  # Negative: the signal that ended it.
@@ -58,7 +56,6 @@ class Failure:
         return f"killed by {name}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return dataclasses.asdict(self)
 
 

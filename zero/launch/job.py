@@ -26,8 +26,6 @@ LOCAL_NAMES = ("localhost", LOOPBACK, "::1")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a node has to know to start its ranks."""
-
     nodes: tuple[Node, ...]
     program: Program
     master_addr: str = LOOPBACK
@@ -115,7 +113,6 @@ def _is_here(host: str) -> bool:
 
 
 def _pool(options: argparse.Namespace, device_count: int) -> tuple[Mapping[str, int], str]:
-    """Slots by host, and where they come from."""
     if options.hostfile is not None:
         return read_hostfile(options.hostfile), options.hostfile
     if Path(DEFAULT_HOSTFILE).is_file():

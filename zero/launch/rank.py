@@ -91,7 +91,6 @@ def of_program(trace: TracebackType | None) -> TracebackType | None:
 
 
 def main() -> NoReturn:
-    """Become the program that the arguments name."""
     options = json.loads(os.environ.pop(OPTIONS))
     prepare(options, os.environ)  # type: ignore[arg-type]
     words = sys.argv[1:]

@@ -61,12 +61,10 @@ class Reaper(logging.Handler):
         return self._timer is not None
 
     def sweep(self) -> None:
-        """Kill everything that is left of the run, now."""
         kill(processes_of(self._run_id))
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:
-    """The processes of a run, this one left out."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -60,7 +60,6 @@ class Schedule:
         self.write(self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """What DeepSpeed's have."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:

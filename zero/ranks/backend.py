@@ -85,7 +85,6 @@ def new_group(
 
 
 def inherit_timeout(handle: Handle, parent: Handle | None) -> None:
-    """Give a gloo group the timeout of `parent`."""
     timeout = _timeout_of(parent)
     if timeout is not None:
         handle._get_backend(torch.device("cpu"))._set_default_timeout(timeout)

@@ -276,7 +276,6 @@ class Comm:
             raise await self._explained_later(parted, str(ticket))
 
     async def _done(self, work: Any, what: str) -> None:
-        """Return when the work has ended on the host."""
         ended = backend.completion(work)
         self._moving.add(ended)
         try:
@@ -337,7 +336,6 @@ class Comm:
         return again(self._fate.end(error))
 
     def _failed(self, error: BaseException, ticket: Ticket) -> None:
-        """This rank does not take part in `ticket`."""
         if not isinstance(error, RankDivergenceError):
             error = RankDivergenceError(
                 f"rank {self.rank} could not take part in {ticket}: {type(error).__name__}: {error}"

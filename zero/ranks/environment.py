@@ -37,8 +37,6 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The variables of a launcher."""
-
     launcher: str
     rank: str
     world_size: str

@@ -8,8 +8,6 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks, this one among them."""
-
     ranks: tuple[int, ...]
     index: int  # Of this rank in `ranks`.
     handle: Any = field(default=None, repr=False, compare=False)  # Torch's process group; None for a group of one.

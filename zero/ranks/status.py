@@ -22,8 +22,6 @@ WORKS, FAILED, GONE = "works", "failed", "gone"
 
 @dataclass(slots=True)
 class Position:
-    """Where a rank is."""
-
     state: str = WORKS  # WORKS, FAILED, or GONE once it has closed its engine or ended.
     error: str = ""  # Why it has failed.
     lost: bool = False  # It failed because of a rank that has left.
@@ -62,7 +60,6 @@ class StatusBoard:
         self._silence: Exception | None = None
 
     def tell(self, position: Position) -> None:
-        """Replace what was told of this rank."""
         self._ask("set", f"zero/position/{self._rank}", json.dumps(asdict(position)))
 
     def positions(self, ranks: Sequence[int] | None = None) -> dict[int, Position]:
@@ -93,11 +90,9 @@ class StatusBoard:
         }
 
     def tell_ends(self, name: str, ends: Sequence[tuple[str, str]]) -> None:
-        """Show the connections of this rank's group `name`."""
         self._ask("set", f"zero/ends/{name}/{self._rank}", json.dumps(ends))
 
     def ends(self, name: str) -> set[tuple[str, str]]:
-        """The connections of the other ranks in a group."""
         told = self._read([f"zero/ends/{name}/{rank}" for rank in range(self._world_size) if rank != self._rank])
         return {tuple(pair) for text in told if text is not None for pair in json.loads(text)}
 

@@ -184,7 +184,6 @@ class Watch:
                     breaking()
 
     def _in_progress(self) -> list[Wait]:
-        """The collectives that this rank is in, the oldest first."""
         for key, wait in list(self._waits.items()):
             try:
                 passed = wait.fence is not None and wait.fence.query()

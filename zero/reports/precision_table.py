@@ -57,7 +57,6 @@ def _row(space: Space, plan: Plan, config: Config, placement: Placement) -> tupl
 
 
 def _between(dtype: torch.dtype, config: Config) -> str:
-    """What gradients travel in."""
     wish = config.communication_data_type
     return _name(dtype if wish is None or DTYPES[wish].itemsize > dtype.itemsize else DTYPES[wish])
 

@@ -95,8 +95,6 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class LoopCounters:
-    """What the training loop counted."""
-
     steps: int
     micro_steps: int
     forward_seconds: float

@@ -61,8 +61,6 @@ class _Counters:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """A recording under way."""
-
     path: Path
     steps_before: int
     counters: _Counters

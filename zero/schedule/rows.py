@@ -216,7 +216,6 @@ class RowLender:
         return passed
 
     def _fetch(self, loan: Loan) -> None:
-        """Bring the values in."""
         unit, storage = loan.unit, self._storage
         block = self._coordinator.lease_rows(unit, loan.numel)
         try:

@@ -27,8 +27,6 @@ logger = logging.getLogger("zero")
 
 
 class Counted(Protocol):
-    """What of an engine is captured here."""
-
     module: nn.Module
     global_steps: int
     global_samples: int
@@ -80,7 +78,6 @@ def client_part(engine: Counted, client_state: Mapping[str, Any]) -> dict[str, A
 
 
 def restore_counters(engine: Counted, state: Mapping[str, Any]) -> None:
-    """Go on counting where the saved engine stopped."""
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
     engine.global_samples = int(state.get("global_samples", 0))
     engine.skipped_steps = int(state.get("skipped_steps", 0))

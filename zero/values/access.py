@@ -24,8 +24,6 @@ from zero.values.gathered_values import runs_of
 
 
 class SlotPlace(NamedTuple):
-    """Where a parameter, or a tile of it, is."""
-
     bound: BoundUnit
     slot: Slot
 

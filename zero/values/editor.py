@@ -62,7 +62,6 @@ class UnitEditor:
 
     @property
     def busy(self) -> bool:
-        """True while any unit is open."""
         return any(self._opened.values())
 
     def open(self, indices: Iterable[int]) -> None:

@@ -81,7 +81,6 @@ class PlaneReader:
         self._stored, self._relay, self._masters = stored, relay, masters
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """What `read` gives."""
         unit, _ = self._stored.places_of(parameter)[0]
         return torch.float32 if self._masters and unit.trainable else unit.dtype
 
@@ -119,7 +118,6 @@ class PlaneReader:
             yield whole
 
     def _own(self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements that are in this rank's slice."""
         values = torch.empty(end - begin, dtype=dtype)
         for piece in self._stored.pieces_of_slot(unit, slot, begin, end, self._masters):
             remainder = None if piece.remainder is None else piece.remainder.cpu()

@@ -53,7 +53,6 @@ class ParameterValues:
 
     @property
     def trained(self) -> bool:
-        """True when there are states and gradients."""
         return self._places[0][0].trainable
 
     # ---- values and states ----------------------------------------------------------------------
