@@ -263,10 +263,7 @@ def check_folder(path: Path | str) -> Path:
 def check_room(folders: Sequence[Path], needs: Sequence[int], coming: Mapping[int, int] = MappingProxyType({})) -> None:
     """Refuse a swap space that the file systems cannot hold, before a byte is written.
 
-    Raises ConfigError: "need X, have Y at PATH".
-
-    Args:
-        coming: device number -> bytes that will be free there in time.
+    Raises ConfigError: "need X, have Y at PATH". `coming`: device number -> bytes that will be free there in time.
     """
     for folder, need, have in _rooms(folders, needs):
         have += coming.get(folder.stat().st_dev, 0)
@@ -292,8 +289,7 @@ def _rooms(folders: Sequence[Path], needs: Sequence[int]) -> Iterator[tuple[Path
 def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> list[float]:
     """Each folder's share of its device's speed; devices of unknown speed are measured for a second or two each.
 
-    Args:
-        speeds: bytes per second of each folder's device, if they are known.
+    `speeds`: bytes per second of each folder's device, if they are known.
     """
     devices = [folder.stat().st_dev for folder in folders]
     if speeds is None:

@@ -47,10 +47,7 @@ class _Entry:
 class BoxReader:
     """A thread that reads, and a ring of blocks. Its methods may be called on any other thread, one at a time.
 
-    Raises StorageError: a file cannot be opened.
-
-    Args:
-        block_bytes: of a block; a larger box is read when it is asked for.
+    Raises StorageError: a file cannot be opened. `block_bytes`: of a block; a larger box is read when it is asked for.
     """
 
     def __init__(self, paths: Sequence[Path], block_bytes: int, files: Files) -> None:

@@ -65,8 +65,7 @@ class DurableFile:
 class Lock:
     """A lock between processes, on an open file; the kernel frees it when the process ends, however it ends.
 
-    Attributes:
-        certain: False where the file system has no locks: nobody else was asked.
+    `certain`: False where the file system has no locks: nobody else was asked.
     """
 
     def __init__(self, fd: int, certain: bool) -> None:
@@ -156,8 +155,7 @@ class Files:
     def remove(self, path: Path, first: Sequence[str] = ()) -> None:
         """Remove a file or a folder with all that is in it; nothing if it is not there.
 
-        Args:
-            first: names in the folder that are gone before anything else is: without them it is known to be half gone.
+        `first`: names in the folder that are gone before anything else is: without them it is known to be half gone.
         """
         if not os.path.lexists(path):
             return

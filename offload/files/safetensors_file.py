@@ -55,9 +55,7 @@ class SafetensorsFile:
     """One open file; every tensor's place is checked against the file's length at once.
 
     Raises ConfigError: the file cannot be opened, is cut short or is no safetensors file; names it and the tensor.
-
-    Attributes:
-        entries: name -> where and what it is.
+    `entries`: name -> where and what it is.
     """
 
     def __init__(self, path: Path) -> None:

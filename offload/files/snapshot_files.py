@@ -216,10 +216,8 @@ class SnapshotFiles:
 class SnapshotSwap(SwapSpace):
     """The swap space in a snapshot's files.
 
-    Raises ConfigError: there is no room; StorageError: the file system refused the reservation.
-
-    Args:
-        geometry: (counts, stripe_bytes) of the space when it was made; None: it is new, and what the files hold goes.
+    Raises ConfigError: there is no room; StorageError: the file system refused the reservation. `geometry`: (counts,
+    stripe_bytes) of the space when it was made; None: it is new, and what the files hold goes.
     """
 
     def __init__(

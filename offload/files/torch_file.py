@@ -82,9 +82,7 @@ class Stranger:
 class Region:
     """An array in a file.
 
-    Attributes:
-        offset_bytes: of its first element.
-        layout: (shape, strides) where its elements do not lie in order.
+    `offset_bytes`: of its first element; `layout`: (shape, strides) where its elements do not lie in order.
     """
 
     path: Path

@@ -61,9 +61,7 @@ def write_trace(path: Path, document: Mapping[str, Any]) -> None:
 def assign_rows(spans: Sequence[Span], *, nested: bool) -> list[int]:
     """A row for each span, so that those of one row are apart.
 
-    Args:
-        spans: sorted by begin, longer first.
-        nested: one inside the other is apart enough.
+    `spans`: sorted by begin, longer first; `nested`: one inside the other is apart enough.
     """
     open_ends: list[list[int]] = []
     rows = []

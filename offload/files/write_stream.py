@@ -20,8 +20,7 @@ BLOCKS = 4  # One is filled while the others are written.
 class WriteStream:
     """Writes a new file from its first byte to its last; the last write is padded to a page.
 
-    Args:
-        file: empty, or with room reserved; it stays open.
+    `file`: empty, or with room reserved; it stays open.
     """
 
     def __init__(self, files: Files, file: DurableFile) -> None:

@@ -92,9 +92,7 @@ class MemoryRegion:
         Returns what turns a tensor that `take` gave, or a part of one, into the same bytes where they are now, and
         leaves any other as it is. The old memory returns once every such tensor is replaced and this is let go. Raises
         BudgetError: the host has no room; nothing has changed. Raises StateError: the memory is not `movable`.
-
-        Args:
-            pinned: page-lock that memory.
+        `pinned`: page-lock that memory.
         """
         return self._move(torch.device("cpu"), pinned=pinned, away=True)
 
@@ -166,8 +164,7 @@ class Block:
     def release(self, *fences: Fence) -> None:
         """Return it. Idempotent.
 
-        Args:
-            fences: behind the last uses on a device; only memory of the device may be returned before they are passed.
+        `fences`: behind the last uses on a device; only memory of the device may be returned before they are passed.
         """
         if self._offset >= 0:
             self._arena.take_back(self._offset, self.data.numel(), fences)

@@ -31,10 +31,8 @@ class PeerHome:
 def describe(plane: Plane, region: SharedRegion | None) -> tuple[PeerHome, ...]:
     """The homes of a plane of this process, as other processes can find them.
 
-    Raises StateError: a home lies elsewhere in memory, where nobody else can read it.
-
-    Args:
-        region: the shared memory that its homes in host memory lie in; None if there are none.
+    Raises StateError: a home lies elsewhere in memory, where nobody else can read it. `region`: the shared memory that
+    its homes in host memory lie in; None if there are none.
     """
     found = []
     for home in plane.homes:

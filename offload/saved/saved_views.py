@@ -16,9 +16,7 @@ WASTE = 4
 class View:
     """How a tensor looks at its storage.
 
-    Attributes:
-        begin: first byte of the storage that it can reach.
-        end: one past the last.
+    `begin`: first byte of the storage that it can reach; `end`: one past the last.
     """
 
     dtype: torch.dtype

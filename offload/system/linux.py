@@ -16,10 +16,8 @@ SYS_PIDFD_OPEN = 434  # The same on all processors.
 def memory_file(*, sealable: bool = False) -> int:
     """Descriptor of a new file in memory: empty, nameless, closed in programs that are started.
 
-    Raises OSError: the kernel or the C library has no such files, or there can be no more open ones.
-
-    Args:
-        sealable: its length can be made final.
+    Raises OSError: the kernel or the C library has no such files, or there can be no more open ones. `sealable`: its
+    length can be made final.
     """
     create = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
     if create is None:

@@ -37,8 +37,7 @@ Kinds = frozenset[OffloadStateTypeEnum]
 class PutAway:
     """Of the parts of one engine. Whoever calls has brought them to rest, and no unit of moved weights is bound.
 
-    Attributes:
-        kinds: what is away, wholly or (after an error) in part.
+    `kinds`: what is away, wholly or (after an error) in part.
     """
 
     def __init__(self, storage: Storage, gradients: Gradients) -> None:

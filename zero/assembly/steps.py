@@ -254,10 +254,8 @@ class Steps:
         """Raise if the engine is closed; take a step that was asked for; bind what is always bound.
 
         Raises StateError: closed; StorageError: an update of the last step failed and nobody was told yet, or it fails
-        again.
-
-        Args:
-            needs: of these states (None: all) what `offload_states` has put away comes back (BudgetError: no room).
+        again. `needs`: of these states (None: all) what `offload_states` has put away comes back (BudgetError: no
+        room).
         """
         self.check_open(what)
         for listener in self._listeners:
@@ -335,10 +333,7 @@ class Steps:
         """A parameter's exact values, states and gradient as of the last step, for `zero.utils.safe_get_full_grad` etc.
 
         Raises StateError: the engine is closed, or a forward or backward runs; StorageError: the last step could not be
-        completed.
-
-        Args:
-            to_change: they are going to be replaced: what was done ahead with them is void.
+        completed. `to_change`: they are going to be replaced: what was done ahead with them is void.
         """
         parts = self._run.parts
         name = name_of(parameter)

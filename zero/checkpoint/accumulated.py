@@ -47,9 +47,7 @@ def add_accumulated(extents: Extents, parts: Assembly, placement: Placement) -> 
 def check_accumulated(parts: Assembly, placement: Placement, saved: list[int], told: dict[str, Any] | None) -> None:
     """Raise ConfigError if these gradients cannot go on here.
 
-    Args:
-        saved: `ranks_shape` when they were saved.
-        told: by `add_accumulated` of the same rank then.
+    `saved`: `ranks_shape` when they were saved; `told`: by `add_accumulated` of the same rank then.
     """
     mine = ranks_shape(placement)
     if saved != mine:

@@ -107,12 +107,7 @@ class Same:
 
 
 class SpreadSource:
-    """A `Source` of such tensors.
-
-    Args:
-        found: name -> (shape, values).
-        where: the folder, for errors.
-    """
+    """A `Source` of such tensors. `found`: name -> (shape, values); `where`: the folder, for errors."""
 
     def __init__(self, found: Mapping[str, tuple[torch.Size, Values]], where: str) -> None:
         self._found, self._where = found, where

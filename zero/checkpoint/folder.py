@@ -64,8 +64,7 @@ class Partial:
 def folder_named(value: str | os.PathLike[str], what: str) -> Path:
     """The folder that an argument names. Raises ConfigError: it names none; it is a ValueError too.
 
-    Args:
-        what: the call and its argument, for the error.
+    `what`: the call and its argument, for the error.
     """
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise ConfigError(f"{what}: expected the path of a folder, got {value!r}")
@@ -97,9 +96,7 @@ class Checkpoints:
     """The checkpoints of one `save_dir`.
 
     Looking takes no lock, and finds all of a checkpoint while others save; one process at a time writes and removes.
-
-    Args:
-        save_dir: need not exist.
+    `save_dir`: need not exist.
     """
 
     def __init__(self, save_dir: Path | str, files: Files | None = None) -> None:
@@ -121,9 +118,7 @@ class Checkpoints:
         Returns None when nothing was asked for and there is nothing. Raises ConfigError: the one asked for is not there
         or damaged, or there are only damaged ones; says which is whole.
 
-        Args:
-            tag: loads this one or none.
-            without: tags that are known to be damaged.
+        `tag`: loads this one or none; `without`: tags that are known to be damaged.
         """
         if tag is not None:
             return self._asked_for(check_tag(tag))
@@ -254,10 +249,8 @@ class Checkpoints:
         """Give a checkpoint its name, in place of an older one of that name; then `latest`. Returns the folder.
 
         Every file in it was synced and its manifest written. If it fails, call `abandon`; an old one can be loaded.
-        Raises ConfigError: files are not as the manifest says; StorageError: the disk refused.
-
-        Args:
-            partial: from `begin`; its lock is free afterwards, also when this fails.
+        Raises ConfigError: files are not as the manifest says; StorageError: the disk refused. `partial`: from `begin`;
+        its lock is free afterwards, also when this fails.
         """
         files = self._files
         target, latest, staged = self.save_dir / partial.tag, self.save_dir / LATEST, None

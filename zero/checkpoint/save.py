@@ -39,9 +39,7 @@ logger = logging.getLogger("zero")
 class CheckpointSave:
     """One save of one engine, on one rank.
 
-    Args:
-        save_dir: the folder of all checkpoints.
-        tag: checked, the same on all ranks.
+    `save_dir`: the folder of all checkpoints; `tag`: checked, the same on all ranks.
     """
 
     def __init__(self, parts: Assembly, exchange: Exchange, save_dir: Path, tag: str, files: Files) -> None:

@@ -40,9 +40,8 @@ class Saved:
 class Source(Protocol):
     """Values by name.
 
-    Attributes:
-        tensors: name -> what it is. `model.NAME`, `optim.state.NAME.step`, and as Adam has them `.exp_avg` and
-            `.exp_avg_sq`; other optimizers have states of other names.
+    `tensors`: name -> what it is. `model.NAME`, `optim.state.NAME.step`, and as Adam has them `.exp_avg` and
+    `.exp_avg_sq`; other optimizers have states of other names.
     """
 
     tensors: Mapping[str, Saved]
@@ -94,9 +93,7 @@ class FolderSource:
     """A `Source` over one checkpoint folder. Every box that is read is held against its checksum.
 
     Raises ConfigError: the metadata is damaged, or does not fit the manifest; names the file and the tensor.
-
-    Args:
-        manifest: of the folder, checked.
+    `manifest`: of the folder, checked.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
@@ -147,9 +144,7 @@ class FolderSource:
 
         Raises ConfigError: there is none, or it is damaged, or it holds what only `trusted` may make.
 
-        Args:
-            name: one of `blobs`.
-            trusted: objects of any class may be made, which runs code that the file names.
+        `name`: one of `blobs`; `trusted`: objects of any class may be made, which runs code that the file names.
         """
         if name not in self._blobs:
             raise ConfigError(f"{self.folder}: it has no {name!r}; it has {', '.join(sorted(self._blobs))}")

@@ -383,8 +383,7 @@ def plan_extents(
 ) -> Extents:
     """What this rank writes of the model: its part of the planes, and of the first rank buffers and step counts.
 
-    Args:
-        optimizer: has the numbers that belong to states; None: all are 0.
+    `optimizer`: has the numbers that belong to states; None: all are 0.
     """
     extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted, parts.plan.states)
     if placement.rank == 0:

@@ -95,8 +95,7 @@ def _shown(folder: Path, suffix: str) -> str:
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """The tree with a detached copy of each tensor; the same tensor twice becomes one copy.
 
-    Args:
-        item: a tensor, or lists, tuples and dicts of such; dicts keep their type. Anything else is handed back.
+    `item`: a tensor, or lists, tuples and dicts of such; dicts keep their type. Anything else is handed back.
     """
     return _cloned(item, torch.device(device), {})
 

@@ -51,10 +51,7 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> Fp16Config:
 class DeepSpeedConfig:
     """A configuration, read and checked; its values are attributes, as in DeepSpeed.
 
-    Raises ConfigError: every problem at once.
-
-    Args:
-        config: path or dict.
+    Raises ConfigError: every problem at once. `config`: path or dict.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:

@@ -19,10 +19,8 @@ BLOCKS: dict[str, type[Any]] = {"tensorboard": TensorBoard, "comet": Comet, "wan
 class DeepSpeedMonitorConfig:
     """The four blocks of a configuration; one that is not there is off.
 
-    Raises ValueError: a key, or the name of a block, that nobody knows.
-
-    Args:
-        blocks: name -> its keys, or the block itself.
+    Raises ValueError: a key, or the name of a block, that nobody knows. `blocks`: name -> its keys, or the block
+    itself.
     """
 
     def __init__(self, **blocks: Any) -> None:
@@ -45,10 +43,8 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
 class MonitorMaster:
     """All monitors that are enabled; the first rank writes, others write nothing.
 
-    Raises ConfigError: one is enabled and its package is not installed.
-
-    Args:
-        monitor_config: `DeepSpeedConfig(...).monitor_config`.
+    Raises ConfigError: one is enabled and its package is not installed. `monitor_config`:
+    `DeepSpeedConfig(...).monitor_config`.
     """
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
@@ -66,8 +62,7 @@ class MonitorMaster:
 class _One:
     """One monitor; its keys are attributes. Raises ConfigError: as `MonitorMaster`.
 
-    Args:
-        monitor_config: its block, `DeepSpeedConfig(...).monitor_config.wandb` and the like.
+    `monitor_config`: its block, `DeepSpeedConfig(...).monitor_config.wandb` and the like.
     """
 
     name: str

@@ -136,12 +136,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 
 
 def refused(name: str, instead: str) -> NotImplementedError:
-    """The error of a use.
-
-    Args:
-        name: DeepSpeed's dotted name.
-        instead: what a user can do.
-    """
+    """The error of a use. `name`: DeepSpeed's dotted name; `instead`: what a user can do."""
     return NotImplementedError(f"deepspeed.{name}: not available in zero-infinity; {instead}")
 
 
@@ -161,9 +156,7 @@ def missing_class(name: str, instead: str, base: type = object) -> Any:
     """A class that may be subclassed and asked `isinstance`, and raises when an object is made of it.
 
     One that derives from an exception is an exception like others: nobody raises it here, and `except` may name it.
-
-    Args:
-        base: what it derives from, where clients count on it.
+    `base`: what it derives from, where clients count on it.
     """
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
@@ -179,9 +172,7 @@ def missing_class(name: str, instead: str, base: type = object) -> Any:
 def unavailable(name: str, base: type | None) -> Any:
     """What stands for a name: a function, or a class with this base.
 
-    Args:
-        name: below `deepspeed`.
-        base: None: it is a function.
+    `name`: below `deepspeed`; `base`: None: it is a function.
     """
     instead = INSTEAD[max((begin for begin in INSTEAD if name.startswith(begin)), key=len)]
     if base is None:

@@ -67,9 +67,7 @@ class ConfigBlock(BaseModel):
     def also_known(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
         """Keys that the block below `key` takes beside those it declares, because of what else stands here.
 
-        Args:
-            key: canonical name of a key of this block.
-            raw: this block as the user wrote it.
+        `key`: canonical name of a key of this block; `raw`: this block as the user wrote it.
         """
         return ()
 

@@ -123,10 +123,8 @@ def load_config(
 def with_choices(config: Config, chosen: Mapping[str, Choice]) -> Config:
     """The same configuration with values for keys that were "auto".
 
-    Raises ConfigError: a value does not suit its key, or the others.
-
-    Args:
-        chosen: canonical path of a key that is "auto" in the source, to its value.
+    Raises ConfigError: a value does not suit its key, or the others. `chosen`: canonical path of a key that is "auto"
+    in the source, to its value.
     """
     known = config._report
     return _read_again(config, known.world_size, known.ranks_per_node, {**config.chosen, **chosen})

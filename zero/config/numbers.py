@@ -29,9 +29,7 @@ def parse_whole(value: object) -> int:
     """Read a number of indivisible things.
 
     Returns the number, 0 <= number < 2**63. Raises ValueError: the text says what was expected; a bool is not a number.
-
-    Args:
-        value: an int, an integral float (8.0) or a string of either ("8", "1e3").
+    `value`: an int, an integral float (8.0) or a string of either ("8", "1e3").
     """
     exact = _exact(value, units=("",), expected="a whole number such as 8")
     if exact != exact.to_integral_value():
@@ -43,10 +41,8 @@ def parse_count(value: object) -> int:
     """Read a number of elements.
 
     Returns the number, rounded half to even, 0 <= number < 2**63. Raises ValueError: the text says what was expected; a
-    bool is not a number, and elements have no unit.
-
-    Args:
-        value: an int, a float (5e8, 15099494.4) or a string of either ("1e9").
+    bool is not a number, and elements have no unit. `value`: an int, a float (5e8, 15099494.4) or a string of either
+    ("1e9").
     """
     exact = _exact(value, units=("",), expected='a number of elements such as 5e8 or "1e9", without a unit')
     return int(exact.to_integral_value(ROUND_HALF_EVEN))
@@ -56,10 +52,7 @@ def parse_bytes(value: object) -> int:
     """Read a number of bytes.
 
     Returns bytes, rounded half to even, 0 <= bytes < 2**63. Raises ValueError: the text says what was expected; a bool
-    is not a number.
-
-    Args:
-        value: an int, a float, or a string with an optional unit ("12GB", "1.5GiB", "512 MB", "1e9").
+    is not a number. `value`: an int, a float, or a string with an optional unit ("12GB", "1.5GiB", "512 MB", "1e9").
     """
     exact = _exact(value, units=tuple(UNITS), expected='a number of bytes such as 1048576, 12e9, "12GB" or "1.5GiB"')
     return int(exact.to_integral_value(ROUND_HALF_EVEN))

@@ -30,9 +30,7 @@ class answered_by:
 
     Seen on the class it is the collaborator's own function or property, so `help` and `inspect` tell about it.
 
-    Args:
-        part: the engine's attribute that holds the collaborator.
-        kind: its class.
+    `part`: the engine's attribute that holds the collaborator; `kind`: its class.
     """
 
     def __init__(self, part: str, kind: type, name: str) -> None:

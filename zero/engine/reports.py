@@ -143,9 +143,7 @@ def memory_line(run: Run, reports: Reports) -> str:
 class Reports:
     """Of one engine. Raises ConfigError: what is enabled cannot be opened.
 
-    Attributes:
-        forward: what forwards have taken.
-        backward: what backwards have taken.
+    `forward`: what forwards have taken; `backward`: what backwards have taken.
     """
 
     def __init__(self, run: Run, steps: Steps) -> None:

@@ -102,15 +102,13 @@ class Exchange:
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """A step is fixed on every rank: what is gathered from now on is as of that step.
 
-        Args:
-            changing: will this rank's slice of a unit (an index) change?
+        `changing`: will this rank's slice of a unit (an index) change?.
         """
 
     def rewritten(self, unstored: Collection[int] = ()) -> None:
         """Weights have changed on every rank by other means than a step; what is gathered from now on is as of that.
 
-        Args:
-            unstored: units (indices) whose new weights are not yet where they live, until `stored` says so.
+        `unstored`: units (indices) whose new weights are not yet where they live, until `stored` says so.
         """
 
     def stored(self, index: int) -> None:

@@ -22,9 +22,7 @@ from zero.plan.machine import Machine
 def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> Machine:
     """What every rank can have: the least of each. All ranks come here, and so make the same plan.
 
-    Args:
-        machine: as this rank finds it.
-        on_cpu: the device's memory is the host's.
+    `machine`: as this rank finds it; `on_cpu`: the device's memory is the host's.
     """
     if exchange.placement.alone:
         return machine
@@ -76,10 +74,8 @@ class CommonBuffers:
     """The model's buffers: running statistics and the like are the first rank's, as with DistributedDataParallel.
 
     Most buffers are tables that never change; only what has changed on some rank travels. Statistics of torch's norms
-    always do: its kernels change them without a new version.
-
-    Args:
-        before: of the model before a change of it; None: there is no such.
+    always do: its kernels change them without a new version. `before`: of the model before a change of it; None: there
+    is no such.
     """
 
     def __init__(self, exchange: Exchange, model: nn.Module, before: CommonBuffers | None = None) -> None:
@@ -89,8 +85,7 @@ class CommonBuffers:
     def share(self, *, new_only: bool = False) -> None:
         """Give every rank the first one's buffers. All ranks come here.
 
-        Args:
-            new_only: of those alone that have come with the model, or with a change of it.
+        `new_only`: of those alone that have come with the model, or with a change of it.
         """
         if self._exchange.placement.alone:
             return

@@ -90,8 +90,7 @@ def _ranks_named(what: str) -> Iterator[None]:
 class SharedMemory(AmongRanks):
     """See above. All ranks are on one node.
 
-    Args:
-        wire: how gradients travel; they are added up in fp32, so only `averages` and `overlaps` matter.
+    `wire`: how gradients travel; they are added up in fp32, so only `averages` and `overlaps` matter.
     """
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:

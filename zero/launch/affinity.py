@@ -63,8 +63,7 @@ def cores_by_rank(cpus: Sequence[int], core_of: Sequence[object], ranks: int) ->
 def usable_cpus(wanted: Sequence[int]) -> list[int]:
     """CPU numbers that this process may use. Raises ConfigError: one of them cannot be used.
 
-    Args:
-        wanted: of the user; empty: all.
+    `wanted`: of the user; empty: all.
     """
     allowed = sorted(os.sched_getaffinity(0))
     missing = [cpu for cpu in wanted if cpu not in allowed]

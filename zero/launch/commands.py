@@ -38,9 +38,7 @@ class Command:
 def torchrun_words(job: Job, node_rank: int, entry: Sequence[str], log_folder: str) -> list[str]:
     """Arguments of torch.distributed.run for one node.
 
-    Args:
-        entry: the program of each rank and its arguments.
-        log_folder: for torchrun's own files.
+    `entry`: the program of each rank and its arguments; `log_folder`: for torchrun's own files.
     """
     words = [f"--nproc-per-node={len(job.nodes[node_rank].slots)}", f"--max-restarts={job.max_restarts}"]
     if job.master_port is None:

@@ -65,8 +65,7 @@ class Job:
 def plan_job(options: argparse.Namespace, device_count: int) -> Job:
     """Who runs where. Raises ConfigError: a flag or a file that cannot be; says what to do.
 
-    Args:
-        device_count: GPUs that this machine shows; 0 on a CPU-only machine.
+    `device_count`: GPUs that this machine shows; 0 on a CPU-only machine.
     """
     pool, name = _pool(options, device_count)
     nodes = choose(pool, options.include, options.exclude, name)

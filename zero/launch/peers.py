@@ -29,8 +29,7 @@ FAILED, DONE, READ = "zero/failed", "zero/done", "zero/read"
 class Peers:
     """This node's view of the others. Raises ConfigError: the port is taken, or node 0 is not there in time.
 
-    Args:
-        job: on several nodes.
+    `job`: on several nodes.
     """
 
     def __init__(self, job: Job, node_rank: int) -> None:

@@ -18,11 +18,9 @@ AGENT_LOGGER = "torch.distributed.elastic.agent.server.api"
 class Reaper(logging.Handler):
     """Kills what is left of a run.
 
-    It listens to torchrun, which says when it asks ranks to end. When the user or a scheduler asked, ranks have as
-    long as torchrun gives them (TORCH_ELASTIC_SHUTDOWN_TIMEOUT): they may be writing a checkpoint.
-
-    Args:
-        run_id: value of RUN_ID in the environment of the run's processes.
+    It listens to torchrun, which says when it asks ranks to end. When the user or a scheduler asked, ranks have as long
+    as torchrun gives them (TORCH_ELASTIC_SHUTDOWN_TIMEOUT): they may be writing a checkpoint. `run_id`: value of RUN_ID
+    in the environment of the run's processes.
     """
 
     def __init__(self, run_id: str) -> None:

@@ -21,10 +21,7 @@ def launch(options: argparse.Namespace) -> int:
     """Run the program on all ranks of the job, or of this node with --no_ssh.
 
     Returns the exit status: 0, or that of the first rank that failed. Raises ConfigError: a flag or file that cannot
-    be; says where, what was expected and what to do.
-
-    Args:
-        options: from `zero.launch.arguments.add_arguments`.
+    be; says where, what was expected and what to do. `options`: from `zero.launch.arguments.add_arguments`.
     """
     check(options)
     job = plan_job(options, device_count())

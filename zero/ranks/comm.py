@@ -95,8 +95,7 @@ class Comm:
     def group(self, ranks: Sequence[int]) -> Group:
         """This rank's group. All ranks call it together, each with the group that it is in; groups do not overlap.
 
-        Args:
-            ranks: in the order of their slices. Where every rank is a group of its own, nothing is exchanged.
+        `ranks`: in the order of their slices. Where every rank is a group of its own, nothing is exchanged.
         """
         key = tuple(ranks)
         if self.rank not in key or len(set(key)) != len(key) or not set(key) <= set(range(self.world_size)):
@@ -299,9 +298,7 @@ class Comm:
 
         Raises RankDivergenceError: what the ranks have decided to do up to here differs.
 
-        Args:
-            what: the same words on every rank.
-            payload: any bytes, up to a few hundred at the price of one message.
+        `what`: the same words on every rank; `payload`: any bytes, up to a few hundred at the price of one message.
         """
         return self._meeting.agree(what, payload)
 

@@ -70,9 +70,7 @@ def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> Ra
 
     Raises ConfigError: variables that are missing, are no numbers, or contradict each other; all of them at once.
 
-    Args:
-        port: of rank 0, where MASTER_PORT does not say.
-        mpi: look for MPI too.
+    `port`: of rank 0, where MASTER_PORT does not say; `mpi`: look for MPI too.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _with_master(environ, port, _read(environ, TORCHRUN), "")

@@ -33,8 +33,7 @@ class Lines:
     def open(self, ranks: Sequence[int], name: str) -> Any:
         """A new group of global ranks; every rank opens the same ones in the same order, after all have met.
 
-        Args:
-            name: of its backend.
+        `name`: of its backend.
         """
         before = connections()
         timeout = timedelta(seconds=OPENING_SECONDS) if name == "gloo" and backend.has_cpu(self._parent) else None

@@ -108,8 +108,7 @@ def pack_header(place: int, digest: bytes) -> bytes:
 def difference(tails: Mapping[int, tuple[int, Sequence[SequenceEntry]]]) -> str | None:
     """Where the logs of ranks first differ, in words; None while what they share is equal.
 
-    Args:
-        tails: of each rank, what `Log.tail` gave there.
+    `tails`: of each rank, what `Log.tail` gave there.
     """
     if len(tails) < 2:
         return None

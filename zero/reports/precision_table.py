@@ -21,8 +21,7 @@ def dtype_table(
 ) -> str:
     """One line for the parameters of each dtype, trained or not; then what else decides about precision.
 
-    Args:
-        placement: who shares what.
+    `placement`: who shares what.
     """
     rows = [COLUMNS, *(_row(space, plan, config, placement) for space in layout.spaces)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]

@@ -120,8 +120,7 @@ class Coordinator:
     def begin_recompute(self, index: int, *, by_call: bool = False) -> None:
         """A forward inside backward uses the unit: it stays until a backward use of it ends, where there is room.
 
-        Args:
-            by_call: a call does, and `end_recompute` will say when it returns.
+        `by_call`: a call does, and `end_recompute` will say when it returns.
         """
         one = self._units[index]
         one.recomputing += by_call
@@ -170,8 +169,7 @@ class Coordinator:
     def end_forward(self, next_phase: str | None = None) -> None:
         """The root's forward is over, well or not: no forward use is open.
 
-        Args:
-            next_phase: a forward of that phase may follow at once, with no backward between.
+        `next_phase`: a forward of that phase may follow at once, with no backward between.
         """
         self.trace.end_forward()
         open_uses = [one for one in self._units if one.forward_uses]

@@ -94,8 +94,7 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 def _outside(root: nn.Module, fetched: dict[nn.Module, set[int]]) -> set[nn.Module]:
     """Modules around fetched units or beside them: what one of them borrows is in use until it returns.
 
-    Args:
-        fetched: scope -> its units that come and go.
+    `fetched`: scope -> its units that come and go.
     """
     if not any(fetched.values()):
         return set()

@@ -17,9 +17,7 @@ MUCH_HOTTER = 2  # A unit used more than this many times as often takes another'
 class HotUnits:
     """The units that stay between the forwards of a generation.
 
-    Args:
-        numel: elements of every unit that comes and goes.
-        live_numel_max: what may be on the device at once.
+    `numel`: elements of every unit that comes and goes; `live_numel_max`: what may be on the device at once.
     """
 
     def __init__(self, numel: Mapping[int, int], live_numel_max: int) -> None:
@@ -49,8 +47,7 @@ class HotUnits:
     def offer(self, unit: int, in_use: Collection[int]) -> tuple[int, ...] | None:
         """A use of the unit has ended. Units to let go so that it may stay; None: it does not stay.
 
-        Args:
-            in_use: units that cannot be let go now.
+        `in_use`: units that cannot be let go now.
         """
         if not self.on:
             return None

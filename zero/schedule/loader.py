@@ -144,8 +144,7 @@ class Loader:
     def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
         """The stored weights of these units (None: all) change on every rank, by other means than a step.
 
-        Args:
-            unstored: those of them that this rank could not store yet.
+        `unstored`: those of them that this rank could not store yet.
         """
         indices = range(len(self._layout.units)) if indices is None else indices
         self._near.forget(indices)

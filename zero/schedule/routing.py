@@ -35,8 +35,7 @@ class _Shares:
 class Routing:
     """What is known of siblings; units and groups are ints.
 
-    Args:
-        group_of: unit -> its group of siblings; units without siblings are absent.
+    `group_of`: unit -> its group of siblings; units without siblings are absent.
     """
 
     def __init__(self, group_of: Mapping[int, int]) -> None:

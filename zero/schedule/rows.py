@@ -85,9 +85,7 @@ class Loan:
 class RowLender:
     """Lends rows of one engine's packed experts.
 
-    Args:
-        updates: bring rows up to date before they are read.
-        events: take gradients.
+    `updates`: bring rows up to date before they are read; `events`: take gradients.
     """
 
     def __init__(

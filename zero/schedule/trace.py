@@ -28,8 +28,7 @@ Key = tuple[int, int]
 class Trace:
     """Successors of uses, per phase ("train", "eval", "generate"); units are ints.
 
-    Args:
-        group_of: unit -> its group of siblings; None: no unit has any.
+    `group_of`: unit -> its group of siblings; None: no unit has any.
     """
 
     def __init__(self, group_of: Mapping[int, int] | None = None) -> None:

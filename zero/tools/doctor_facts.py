@@ -70,12 +70,7 @@ def _untold(section: str, name: str, error: Exception) -> Fact:
 
 
 def collect(paths: Sequence[Path], *, probe: bool = False) -> Iterator[Fact]:
-    """All facts, section by section.
-
-    Args:
-        paths: folders that swap files could be in.
-        probe: measure their disks.
-    """
+    """All facts, section by section. `paths`: folders that swap files could be in; `probe`: measure their disks."""
     for section, questions in (
         ("software", software()),
         ("cpu", cpu()),

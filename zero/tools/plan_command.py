@@ -122,9 +122,7 @@ def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
 
     Raises ConfigError: it stands for no model; says what is wrong.
 
-    Args:
-        source: a json file, or `module:callable`.
-        arguments: JSON object, keyword arguments of the callable.
+    `source`: a json file, or `module:callable`; `arguments`: JSON object, keyword arguments of the callable.
     """
     try:
         keywords = json.loads(arguments)

@@ -31,9 +31,7 @@ class SlotPlace(NamedTuple):
 class EngineKeeper:
     """Knows every parameter's unit and how to bring its values in.
 
-    Attributes:
-        rows: lends rows of packed experts.
-        partitions: weights are sharded: see `Keeper.partitions`.
+    `rows`: lends rows of packed experts; `partitions`: weights are sharded: see `Keeper.partitions`.
     """
 
     def __init__(
@@ -229,8 +227,7 @@ class EngineKeeper:
 def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = None) -> None:
     """The same model may be wrapped again: the engine that kept it gives its values back and closes.
 
-    Args:
-        but: what this one keeps stays with it.
+    `but`: what this one keeps stays with it.
     """
     for parameter in parameters:
         if is_kept(parameter):

@@ -33,8 +33,7 @@ Put = Callable[[Record, int, torch.Tensor], None]
 class UnitEditor:
     """Opens units of one engine for reading and editing, in memory of their own.
 
-    Args:
-        exchange: with the other ranks; all of them open and close the same units.
+    `exchange`: with the other ranks; all of them open and close the same units.
     """
 
     def __init__(
@@ -119,10 +118,8 @@ class UnitEditor:
 
         Every unit is released whatever happens; an edit that cannot be written stays in memory. Raises StateError: a
         parameter was given another shape; it keeps its values, other edits are kept. Or ranks have made different
-        edits, none of which is kept. Raises StorageError: the first failure.
-
-        Args:
-            modifier_rank: whose edits count; None: all ranks must have made the same ones.
+        edits, none of which is kept. Raises StorageError: the first failure. `modifier_rank`: whose edits count; None:
+        all ranks must have made the same ones.
         """
         edits: list[Edit] = []
         refused: list[str] = []

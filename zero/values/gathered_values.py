@@ -28,8 +28,7 @@ SHOWN = 3
 class GatheredValues:
     """`StoredValues` of several ranks. All of them read the same, in the same order.
 
-    Args:
-        own: what this rank's planes hold.
+    `own`: what this rank's planes hold.
     """
 
     def __init__(self, own: StoredValues, exchange: Exchange) -> None:
