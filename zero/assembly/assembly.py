@@ -255,7 +255,7 @@ class Assembly:
 
     def check_between(self, what: str, advice: str = "call it between them") -> None:
         """Raise StateError inside forward, backward or `GatheredParameters`."""
-        if self.hooks.in_forward or in_backward() or self.keeper.editing:
+        if self.hooks.in_forward or in_backward() or self.keeper.editor.busy:
             raise StateError(f"{what}: inside forward, backward or GatheredParameters; {advice}")
 
     def settle(self) -> None:

@@ -140,7 +140,7 @@ class ModelChanges:
     def follow(self) -> bool:
         """Before a forward: take up changes of the model. True if there were any; raises as `replan`."""
         run, parts = self._run, self._run.parts
-        if parts.hooks.in_forward or in_backward() or parts.keeper.editing:
+        if parts.hooks.in_forward or in_backward() or parts.keeper.editor.busy:
             return False
         census = Census(run.module, run.updater)
         census.inherit(self._census)

@@ -141,7 +141,7 @@ class Steps:
         for listener in self._listeners:
             listener.step_asked()
         self._away.bring_back("step")
-        if parts.keeper.editing:
+        if parts.keeper.editor.busy:
             raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
         if parts.watch.torn:
             raise StateError(
@@ -161,7 +161,7 @@ class Steps:
         with self.watch.running():
             parts.stepper.check()
             run.activations.check()
-            parts.keeper.store_edits()
+            parts.keeper.editor.store_edits()
             if parts.stepper.state == StepState.NONE or run.updater is None:
                 return
             self._fix(run.updater)
@@ -340,5 +340,5 @@ class Steps:
         units = parts.keeper.units_named(name)
         self.current(f"values of {name}", units)
         if to_change:
-            parts.keeper.before_change(units)
+            parts.keeper.editor.before_change(units)
         return ParameterValues(parts, parts.exchange, parameter)

@@ -12,14 +12,14 @@ from offload.errors import StateError
 from offload.kernels import masters
 from offload.system.interrupts import whole
 from zero.params.binding import BoundUnit
-from zero.params.layout import Slot, Unit
+from zero.params.layout import Slot
 from zero.params.released import is_kept, name_of, unmark
 from zero.params.tiles import engine_keeper
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.schedule.rows import RowLender
-from zero.values.editor import Put, UnitEditor
+from zero.values.editor import UnitEditor
 from zero.values.gathered_values import runs_of
 
 
@@ -47,7 +47,7 @@ class EngineKeeper:
         partitions: bool = True,
     ) -> None:
         self.events, self.rows, self.partitions = events, rows, partitions
-        self._bound, self._coordinator, self._hooks, self._editor = bound, coordinator, hooks, editor
+        self._bound, self._coordinator, self._hooks, self.editor = bound, coordinator, hooks, editor
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
         self._slot_of = {id(p): s for b in bound for p, s in zip(b.parameters, b.unit.slots, strict=True)}
         self._bound_of = {b.unit.index: b for b in bound}
@@ -99,7 +99,7 @@ class EngineKeeper:
     def part(self, parameter: nn.Parameter) -> slice:
         """What of it lies in this rank's slice of its unit; it may be empty."""
         bound = self._bound_of[self._unit_of[id(parameter)]]
-        slot, placement = self._slot_of[id(parameter)], self._editor.placement
+        slot, placement = self._slot_of[id(parameter)], self.editor.placement
         run = runs_of(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
         return run[placement.shard_index]
 
@@ -108,29 +108,12 @@ class EngineKeeper:
         """`GatheredParameters` begins."""
         units = self._units_of(parameters)
         self.events.current("GatheredParameters", units)
-        self._editor.open(units)
+        self.editor.open(units)
 
     @whole
     def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
         """`GatheredParameters` ends."""
-        self._editor.close(self._units_of(parameters), modifier_rank)
-
-    def store_edits(self) -> None:
-        """Store edits that could not be stored when their context ended. Raises StorageError."""
-        self._editor.store_edits()
-
-    def before_change(self, units: Iterable[int]) -> None:
-        """States or gradients of these units are about to be replaced."""
-        self._editor.before_change(units)
-
-    def rewrite(self, unit: Unit, begin: int, values: torch.Tensor, put: Put) -> None:
-        """As `UnitEditor.rewrite`. Raises StorageError."""
-        self._editor.rewrite(unit, begin, values, put)
-
-    @property
-    def editing(self) -> bool:
-        """True inside `GatheredParameters`."""
-        return self._editor.busy
+        self.editor.close(self._units_of(parameters), modifier_rank)
 
     def give_back(self) -> None:
         """Make every parameter an ordinary one that holds its values, and close the engine.
@@ -174,15 +157,15 @@ class EngineKeeper:
     def weights(self, name: str) -> torch.Tensor:
         """A copy of one parameter's weights, in compute dtype, on the host."""
         return self._whole(
-            name, lambda bound, slot: self._cut(self._editor.read(bound.unit).view(bound.unit.dtype), slot)
+            name, lambda bound, slot: self._cut(self.editor.read(bound.unit).view(bound.unit.dtype), slot)
         )
 
     def master(self, name: str) -> torch.Tensor:
         """A copy of one parameter's fp32 master, on the host."""
 
         def part(bound: BoundUnit, slot: Slot) -> torch.Tensor:
-            weight = self._cut(self._editor.read(bound.unit).view(bound.unit.dtype), slot)
-            remainder = self._editor.read_records(bound.unit).get("remainder") if bound.unit.trainable else None
+            weight = self._cut(self.editor.read(bound.unit).view(bound.unit.dtype), slot)
+            remainder = self.editor.read_records(bound.unit).get("remainder") if bound.unit.trainable else None
             own = None if remainder is None else remainder[slot.offset_numel : slot.end_numel].clone()
             out = torch.empty(slot.numel)
             masters.whole(out, weight.reshape(-1), own)
@@ -195,13 +178,13 @@ class EngineKeeper:
         pieces = self._pieces(name)
         if not pieces[0].bound.unit.trainable:
             raise StateError(f"parameter {name} is not trained by this engine: it has no states")
-        records = [(self._editor.read_records(bound.unit), slot) for bound, slot in pieces]
-        return {key: _joined([self._cut(record[key], slot) for record, slot in records]) for key in self._editor.states}
+        records = [(self.editor.read_records(bound.unit), slot) for bound, slot in pieces]
+        return {key: _joined([self._cut(record[key], slot) for record, slot in records]) for key in self.editor.states}
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, copy of the weights), one unit or tiled parameter in memory at a time; tied ones under each name."""
         for bound in self._bound:
-            flat = self._editor.read(bound.unit).view(bound.unit.dtype)
+            flat = self.editor.read(bound.unit).view(bound.unit.dtype)
             for slot in bound.unit.slots:
                 tiled = len(self._pieces(slot.name)) > 1
                 if tiled and slot.first_numel:

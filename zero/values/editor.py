@@ -14,7 +14,6 @@ from offload.sizes import format_bytes
 from zero.exchange.exchange import Exchange, whole
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
-from zero.params.placement import Placement
 from zero.plan.machine import read_machine
 from zero.plan.record import Record
 from zero.schedule.coordinator import Coordinator
@@ -47,17 +46,10 @@ class UnitEditor:
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
         self._events, self._exchange = events, exchange
+        self.states, self.placement = storage.plan.states, exchange.placement
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._unstored: list[Edit] = []
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return self._storage.plan.states
-
-    @property
-    def placement(self) -> Placement:
-        return self._exchange.placement
 
     @property
     def busy(self) -> bool:

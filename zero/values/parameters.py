@@ -180,7 +180,7 @@ class ParameterValues:
     def _rewrite(self, value: torch.Tensor, put: Put) -> None:
         """Let `put` change this rank's records; `value` is whole or this rank's part."""
         for run, part in self._parts_of(value):
-            self._parts.keeper.rewrite(run.unit, run.slot.offset_numel + run.begin, part, put)
+            self._parts.keeper.editor.rewrite(run.unit, run.slot.offset_numel + run.begin, part, put)
 
     def _parts_of(self, value: torch.Tensor) -> list[tuple[SlotRun, torch.Tensor]]:
         """What `value`, whole or this rank's part, has for each run of this rank."""
