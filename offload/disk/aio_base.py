@@ -21,8 +21,7 @@ T = TypeVar("T")
 
 Op = Literal["read", "write", "sync"]
 OPS: tuple[Op, ...] = ("read", "write", "sync")
-NATIVE_BACKENDS = ("io_uring", "libaio", "threads")
-"""Best first; the position is the number of the backend in the C header."""
+NATIVE_BACKENDS = ("io_uring", "libaio", "threads")  # Best first; the position is the number in the C header.
 BACKENDS = ("auto", *NATIVE_BACKENDS, "aiofiles")
 CHUNK_BYTES_MAX = 1 << 30
 
@@ -35,8 +34,7 @@ class AioOptions:
     threads: int = 4  # Workers of the threads and aiofiles backends; the others ignore it.
     requests_max: int = 4096  # Requests accepted at once; more wait their turn.
     single_submit: bool = False  # Hand chunks to the kernel one system call each (native backends); costs throughput.
-    overlap_events: bool = True
-    """Start chunks as soon as slots are free; False waits for all earlier ones (native backends)."""
+    overlap_events: bool = True  # Chunks start as slots are free; False: after all earlier ones (native).
 
     def __post_init__(self) -> None:
         problems = []

@@ -95,7 +95,7 @@ class SwapSpace:
         folders = [check_folder(path) for path in paths]
         if not folders:
             raise ConfigError("swap space: nvme_path is empty; give at least one folder")
-        self._capacity_bytes = 0
+        self.capacity_bytes = 0
         self._map = StripeMap(stripe_weights(folders, speeds))
         needs = self._lengths(capacity_bytes)
         check_room(folders, needs, coming)
@@ -103,7 +103,7 @@ class SwapSpace:
             for folder in folders:
                 self._files.append(self._create(folder))
             if lacks_room(folders, needs):
-                self._capacity_bytes, self._unreserved = align_up(capacity_bytes, PAGE_BYTES), True
+                self.capacity_bytes, self._unreserved = align_up(capacity_bytes, PAGE_BYTES), True
                 for file, nbytes in zip(self._files, needs, strict=True):
                     os.ftruncate(file.fd, nbytes)
             else:
@@ -111,10 +111,6 @@ class SwapSpace:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._capacity_bytes
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -127,11 +123,11 @@ class SwapSpace:
         Raises StorageError: the file system has no room; nothing was written.
         """
         self._check_open()
-        begin = self._capacity_bytes
+        begin = self.capacity_bytes
         end = align_up(begin + nbytes, PAGE_BYTES)
         for file, length in zip(self._files, self._lengths(end), strict=True):
             _reserve(file, max(length, PAGE_BYTES), begin)
-        self._capacity_bytes = end
+        self.capacity_bytes = end
         return begin
 
     def reserve(self) -> None:
@@ -140,7 +136,7 @@ class SwapSpace:
         if not self._unreserved:
             return
         self._unreserved = False
-        for file, length in zip(self._files, self._lengths(self._capacity_bytes), strict=True):
+        for file, length in zip(self._files, self._lengths(self.capacity_bytes), strict=True):
             _reserve(file, max(length, PAGE_BYTES), 0)
 
     def spans(self, offset: int, nbytes: int) -> Iterator[Span]:
@@ -158,18 +154,13 @@ class SwapSpace:
     @property
     def geometry(self) -> SwapGeometry:
         """How the space lies in its files now; growing moves nothing."""
-        return SwapGeometry(self._map.counts, self._map.stripe_bytes, self._capacity_bytes, self.paths, self.direct)
+        return SwapGeometry(self._map.counts, self._map.stripe_bytes, self.capacity_bytes, self.paths, self.direct)
 
     def close(self) -> None:
         """Close the files; their space returns to the file system. Idempotent."""
         files, self._files = self._files, []
         for file in files:
             os.close(file.fd)
-
-    @property
-    def stripes(self) -> tuple[int, ...]:
-        """Stripes of each round that go to each path."""
-        return self._map.counts
 
     def _lengths(self, capacity_bytes: int) -> list[int]:
         capacity_bytes = align_up(capacity_bytes, PAGE_BYTES)
@@ -220,7 +211,7 @@ class PeerSwap(SwapSpace):
     read_only = True
 
     def __init__(self, descriptors: Sequence[int], geometry: SwapGeometry) -> None:
-        self._files, self._capacity_bytes = [], geometry.capacity_bytes
+        self._files, self.capacity_bytes = [], geometry.capacity_bytes
         self._map, self.direct = StripeMap.of_counts(geometry.counts, geometry.stripe_bytes), geometry.direct
         if not len(descriptors) == len(geometry.paths) == len(geometry.counts):
             for descriptor in descriptors:

@@ -39,8 +39,7 @@ class _Entry:
     block: Block | None
     reading: asyncio.Task[torch.Tensor]
     data: torch.Tensor | None = None  # Once read.
-    asked: bool = False
-    """Set by who asks, the others by the reader: until it has noted `used`, nobody reclaims the block."""
+    asked: bool = False  # Set by who asks; until the reader has noted `used`, nobody reclaims the block.
     used: bool = False
 
 

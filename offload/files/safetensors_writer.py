@@ -32,8 +32,7 @@ METADATA = {"format": "pt"}
 SUFFIX = ".safetensors"
 PICKLED = (".bin", ".pt", ".pth")  # Suffixes of torch.save archives.
 DRAFT = ".partial"  # At the end of a file's name while it is written; it has a dot before.
-WAIT_SECONDS = 3600.0
-"""How long a writer waits for one of another process in its folder: every rank may convert the same checkpoint."""
+WAIT_SECONDS = 3600.0  # A writer waits so long for another process's: every rank may convert one checkpoint.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,7 @@ class Tensor:
     name: str
     dtype: torch.dtype
     shape: torch.Size
-    aliases: tuple[str, ...] = ()
-    """Further names, which an archive of torch.save has too; safetensors hold one name for a tensor."""
+    aliases: tuple[str, ...] = ()  # Further names, for archives of torch.save; safetensors hold one name.
 
     @property
     def nbytes(self) -> int:

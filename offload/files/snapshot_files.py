@@ -38,8 +38,7 @@ FOLDER = "zero-snapshots"
 FORMAT = 2  # Before 2 only what was in memory had checksums.
 FORMATS = (1, FORMAT)  # That can be read.
 MANIFEST_BYTES = 64 << 10  # Manifests are multiples of it, so that they are seldom longer than the one before.
-LOCK_SECONDS = 15.0
-"""A job that was killed holds its lock until the last of its children is gone; loaders' workers look every 5 s."""
+LOCK_SECONDS = 15.0  # A killed job's lock lasts until its last child is gone; loaders' workers look every 5 s.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # Of a snapshot.
 
 
@@ -227,7 +226,7 @@ class SnapshotSwap(SwapSpace):
         speeds: Sequence[float] | None = None,
         geometry: tuple[Sequence[int], int] | None = None,
     ) -> None:
-        self._snapshot, self.direct, self._capacity_bytes = files, files.direct, 0
+        self._snapshot, self.direct, self.capacity_bytes = files, files.direct, 0
         folders = [folder.parent for folder in files.folders]
         self._map = StripeMap(stripe_weights(folders, speeds)) if geometry is None else StripeMap.of_counts(*geometry)
         named = zip(files.descriptors, files.folders, strict=True)

@@ -25,28 +25,27 @@ import torch
 from offload.disk.provisional import read_into
 from offload.errors import ConfigError, StorageError
 
+# What people put beside their weights and what torch refuses by default: making one runs nothing of the file's.
 HARMLESS: tuple[Any, ...] = (
     *(frozenset, argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(numpy.ndarray, numpy.dtype, *(type(numpy.dtype(kind)) for kind in "?bhilqBHILQefdFDUS")),
 )
-"""What people put beside their weights and what torch refuses by default: making one runs nothing of the file's."""
 _REBUILD: Any = numpy.zeros(0).__reduce__()[0]
 _SCALAR: Any = numpy.float64(0).__reduce__()[0]
+# numpy's own, under the names it has had.
 NUMPY = tuple(
     (function, f"numpy.{core}.multiarray.{name}")
     for core in ("core", "_core")
     for function, name in ((_REBUILD, "_reconstruct"), (_SCALAR, "scalar"))
 )
-"""numpy's own, under the names it has had."""
 
 
 def _dict(*_factory: Any) -> dict[Any, Any]:
     return {}
 
 
-PLAINER = ((_dict, "collections.defaultdict"),)
-"""What becomes something plainer: torch lets items be set in plain dicts only."""
+PLAINER = ((_dict, "collections.defaultdict"),)  # Torch lets items be set in plain dicts only.
 _ALLOWING = threading.Lock()
 
 

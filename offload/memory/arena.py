@@ -21,8 +21,8 @@ from offload.memory.shared_region import SharedRegion
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Mark
 
+# A uint8 tensor -> the same bytes where they are now; itself if they have not moved.
 Relocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""A uint8 tensor -> the same bytes where they are now; itself if they have not moved."""
 
 
 class MemoryRegion:
@@ -151,16 +151,6 @@ class Block:
         """`numel` elements of `dtype` starting `offset_bytes` into the block."""
         return self.data[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
 
-    @property
-    def extent(self) -> tuple[int, int]:
-        """(first byte in the arena, bytes): what another process that maps the arena's region need know.
-
-        Raises StateError: the block was returned.
-        """
-        if self._offset < 0 and self.data.numel() > 0:
-            raise StateError(f"a block of {self.data.numel():,} bytes was returned; it has no place any more")
-        return max(self._offset, 0), self.data.numel()
-
     def release(self, *fences: Fence) -> None:
         """Return it. Idempotent.
 
@@ -203,8 +193,7 @@ class Arena:
         self._data: torch.Tensor | None = None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []
-        self._left: list[tuple[int, int, Mark]] = []
-        """(first byte, end, fence) of what was returned before the device was done with it."""
+        self._left: list[tuple[int, int, Mark]] = []  # (first byte, end, fence) that the device still uses.
 
     @property
     def capacity_bytes(self) -> int:

@@ -28,8 +28,7 @@ from offload.system.descriptors import SECONDS_MAX, Share, close_received, excha
 from offload.system.linux import open_lifeline
 
 CELL_BYTES = 8
-ROW_ALIGN_BYTES = 128
-"""Rows of two peers share no cache line, nor the pair of lines that some processors fetch together."""
+ROW_ALIGN_BYTES = 128  # Rows of two peers share no cache line, nor the pair that some processors fetch.
 POLL_SECONDS = (50e-6, 1e-3)
 POLL_GROWTH = 1.5
 TFD_NONBLOCK, TFD_CLOEXEC, CLOCK_MONOTONIC = os.O_NONBLOCK, os.O_CLOEXEC, 1

@@ -65,8 +65,8 @@ class CommonFile:
         self._offsets: list[int] = []  # Of each row; a row is the place of a tensor in this list.
         self._kinds: list[int] = []
         self._versions: list[int] = []  # As this peer has edited them.
+        # Row -> digest of the values that were read of it, to tell an edit from a look; None once settled.
         self._seen: dict[int, bytes] | None = {}
-        """Row -> digest of the values that were read of it, to tell an edit from a look; None once settled."""
 
     @classmethod
     def meet(

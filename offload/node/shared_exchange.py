@@ -22,11 +22,11 @@ from offload.system.descriptors import Share
 SLOTS = 16  # Collectives in flight at most, unless said otherwise.
 SECONDS_MAX = 300.0
 
+# Columns: the collective that this peer offered last; the one it failed in, 0 while all is well, LEFT at the end.
 LATEST, FAILED, COMMON_COLUMNS = 0, 1, 2
-"""Columns: the collective that this peer offered last; the one it failed in, 0 while all is well, LEFT at the end."""
 LEFT = -1
+# Columns of a slot: where the flat is, how long, whose; number of the collective that is offered, and that is read.
 OFFSET, NBYTES, UNIT, OFFERED, READ, SLOT_COLUMNS = 0, 1, 2, 3, 4, 5
-"""Columns of a slot: where the flat is, how long, whose; number of the collective that is offered, and that is read."""
 
 
 class SharedExchange:

@@ -24,8 +24,7 @@ from offload.streams import Fence, Streams
 
 PIECE_BYTES = 8 << 20
 PIECES_IN_FLIGHT = 8  # Of the memory that pieces pass through on their way to the disk and back.
-COPIES_IN_FLIGHT = 4
-"""So many pieces of a device's memory are held for copies that lag behind; then its stream waits for the oldest."""
+COPIES_IN_FLIGHT = 4  # Pieces of the device held for copies that lag; then its stream waits for the oldest.
 
 
 @dataclass(slots=True, eq=False)

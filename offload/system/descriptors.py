@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from offload.errors import PeerError, StateError
 from offload.system.linux import memory_file
 
+# Gives this process's bytes to all, and returns everybody's in peer order. All call it, the same number of times.
 Share = Callable[[bytes], list[bytes]]
-"""Gives this process's bytes to all, and returns everybody's in peer order. All call it, the same number of times."""
 SECONDS_MAX = 30.0
 SAME_NODE_SECONDS_MAX = 10.0
 DESCRIPTORS_PER_MESSAGE = 64  # The kernel takes 253; few at a time keep what is under way below RLIMIT_NOFILE.

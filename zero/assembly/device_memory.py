@@ -43,8 +43,7 @@ class PutAway:
     def __init__(self, storage: Storage, gradients: Gradients) -> None:
         self.kinds: Kinds = frozenset()
         self._storage, self._gradients = storage, gradients
-        self._waiting: dict[int, torch.Tensor] = {}
-        """Unit's index -> its whole gradient on this rank that is not reduced yet, on the host."""
+        self._waiting: dict[int, torch.Tensor] = {}  # By unit: this rank's unreduced gradient, on the host.
         self._pools: dict[OffloadStateTypeEnum, Arena] = {}  # That had been allocated.
 
     def near_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:

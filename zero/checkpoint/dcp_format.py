@@ -27,8 +27,8 @@ from offload.files.durable import Files
 from offload.kernels import kernels
 
 MODEL = "model."  # Before a parameter's or a buffer's name: its value, the fp32 master where there is one.
+# Before a parameter's name and that of one of its states: a plane's (`exp_avg`, ...) or a number's (`STEP`, ...).
 OPTIMIZER = "optim.state."
-"""Before a parameter's name and that of one of its states: a plane's (`exp_avg`, ...) or a number's (`STEP`, ...)."""
 STEP = "step"
 METADATA_FILE, MANIFEST_FILE = ".metadata", "manifest.json"
 PIECE_NUMEL = 2 << 20  # Elements of a box at most.

@@ -32,6 +32,7 @@ from zero.checkpoint.source import Opened, Saved
 
 EXTRA = "_extra_state"  # How modules call what they add to a state dict and what is no parameter.
 Shapes = Mapping[str, torch.Size]
+# Keys of model_states that are DeepSpeed's; the others are the user's client state.
 OWN_KEYS = frozenset(
     [
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -40,14 +41,13 @@ OWN_KEYS = frozenset(
         *("ds_config", "ds_version", "universal_checkpoint_info"),
     ]
 )
-"""Keys of model_states that are DeepSpeed's; the others are the user's client state."""
+# Keys of param groups that choose between implementations, or are no option.
 SWITCHES = frozenset(
     [
         *("step", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
         *("decoupled_weight_decay", "bias_correction"),
     ]
 )
-"""Keys of param groups that choose between implementations, or are no option."""
 
 
 class Values(Protocol):

@@ -53,8 +53,7 @@ class RankFile:
     ranks: int
     parts: Sequence[Part]
     groups: Sequence[Contents]  # The optimizer's param_groups; empty if they were not saved.
-    alignment: Sequence[Sequence[int]] | None
-    """By flat group, elements of padding behind each parameter; None if there are none."""
+    alignment: Sequence[Sequence[int]] | None  # By flat group: padding elements behind each parameter.
     loss_scaler: Any
 
 

@@ -47,8 +47,7 @@ class Found:
     tag: str
     folder: Path
     manifest: Manifest
-    notes: tuple[str, ...] = ()
-    """What the user should know: why it is this one and not the one that was to be expected."""
+    notes: tuple[str, ...] = ()  # For the user: why it is this one and not the one that was to be expected.
 
 
 @dataclass(frozen=True, slots=True)

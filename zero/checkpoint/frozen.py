@@ -48,8 +48,8 @@ class FrozenPart:
     """What one save does with the weights that are not trained."""
 
     inside: bool  # They are in the checkpoint itself.
+    # Files that several checkpoints share, and the boxes in them.
     beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = field(default_factory=lambda: ({}, {}))
-    """Files that several checkpoints share, and the boxes in them."""
     sums: Sums = field(default_factory=dict)  # With "reference".
 
 

@@ -76,7 +76,8 @@ class Wanted:
         known = {name for leaf in parts.leaves for name in leaf.names} | self.buffers.keys()
         unexpected = [n for n in _models_names(source) if n not in known]
         if strict and (missing or unexpected):
-            raise ConfigError(_mismatch(missing, unexpected))
+            advice = "Build the model that was saved, or pass load_module_strict=False to load what fits"
+            raise ConfigError(mismatch("load_checkpoint: the checkpoint and the model", missing, unexpected, advice))
         self.stateful: set[int] = set()  # Indices of parameters whose states are in the source.
         self._kinds = parts.plan.states
         if states:
@@ -176,14 +177,14 @@ def _check_shape(name: str, saved: Saved, wanted: torch.Tensor) -> None:
         raise ConfigError(f"load_checkpoint: {name}: expected a tensor like {wanted.dtype}, got {saved.dtype}")
 
 
-def _mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    said = ["load_checkpoint: the checkpoint and the model do not fit together."]
+def mismatch(what: str, missing: Sequence[str], unexpected: Sequence[str], advice: str) -> str:
+    """An error's text: `what` does not fit together, these names, what to do."""
+    said = [f"{what} do not fit together."]
     for words, names in (("missing in the checkpoint", missing), ("unknown to the model", unexpected)):
         if names:
             more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
             said.append(f"{len(names)} {words}: {', '.join(names[:NAMES_SHOWN])}{more}.")
-    said.append("Build the model that was saved, or pass load_module_strict=False to load what fits")
-    return " ".join(said)
+    return " ".join([*said, advice])
 
 
 class LoadCheckpoints:

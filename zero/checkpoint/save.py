@@ -49,8 +49,8 @@ class CheckpointSave:
         self._files, self._together = files, Together(exchange)
         self._folders = Checkpoints(save_dir, files)
         self._aliases: dict[str, str] = {}
+        # Files of other folders that this checkpoint consists of too, and the boxes in them.
         self.beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = {}, {}
-        """Files of other folders that this checkpoint consists of too, and the boxes in them."""
         self._partial: Partial | None = None
         self._global_steps = 0
         self._part: RankPart | None = None

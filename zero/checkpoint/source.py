@@ -27,8 +27,8 @@ from zero.checkpoint.dcp_format import (
     read_metadata,
 )
 
+# Names of what is no tensor: common to all ranks, any object that users gave, and "rank.K" of each rank's own.
 STATE, CLIENT, RANK = "state", "client", "rank"
-"""Names of what is no tensor: common to all ranks, any object that users gave, and "rank.K" of each rank's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ class Opened:
     folder: Path
     source: Source
     state: dict[str, Any]  # What all ranks had in common.
-    client: Callable[[], dict[str, Any]]
-    """`client_state` and `lr_scheduler`; makes objects of any class where the checkpoint is ours."""
+    client: Callable[[], dict[str, Any]]  # `client_state`, `lr_scheduler`; any class where the checkpoint is ours.
     rank_state: Callable[[int], dict[str, Any] | None]  # What a rank had of its own; None if there was no such rank.
     tag: str = ""  # Of one of ours.
 

@@ -26,8 +26,7 @@ SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"  # What transformers cal
 
 logger = logging.getLogger("zero")
 
-Values = Callable[[Tensor], Iterator[torch.Tensor]]
-"""What is to be written for a tensor, piece by piece, each good until the next."""
+Values = Callable[[Tensor], Iterator[torch.Tensor]]  # A tensor's values, piece by piece, each good until the next.
 
 
 @dataclass(frozen=True, slots=True)

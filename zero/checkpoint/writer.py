@@ -72,8 +72,7 @@ class Part:
     state: int = 0  # Of a `STATE`: which of the optimizer's planes.
     unit: Unit | None = None
     coordinate: int = 0  # Of the box's first element.
-    values: Plane | torch.Tensor | None = None
-    """Where an `OTHER` part is: a plane over coordinates, or the whole tensor, flat."""
+    values: Plane | torch.Tensor | None = None  # Of an `OTHER`: a plane over coordinates, or the whole, flat.
     is_blob: bool = False  # The bytes are an archive already.
 
     @property

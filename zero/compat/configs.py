@@ -12,8 +12,9 @@ from zero.compat.monitoring import BLOCKS, DeepSpeedMonitorConfig
 from zero.config import load_config, reading_as_deepspeed
 from zero.config.precision_block import Bf16Config, Fp16Config
 
+# Of those that DeepSpeed lists, what `optimizer.type` can be here; any class of torch.optim can be too.
 DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lion"]
-"""Of those that DeepSpeed lists, what `optimizer.type` can be here; any class of torch.optim can be too."""
+# DeepSpeed's attribute of a configuration -> the block of the JSON.
 BLOCKS_BY_NAME = {
     "activation_checkpointing_config": "activation_checkpointing",
     "aio_config": "aio",
@@ -29,7 +30,6 @@ BLOCKS_BY_NAME = {
     "timers_config": "timers",
     "weight_quantization_config": "weight_quantization",
 }
-"""DeepSpeed's attribute of a configuration -> the block of the JSON."""
 
 
 class ZeroStageEnum(int, enum.Enum):

@@ -14,8 +14,8 @@ from zero.launch.exported_variables import FILE_NAME
 from zero.launch.hosts import choose, parse_hostfile, read_hostfile
 from zero.tools import cli
 
+# Where clients write variables for other nodes; the launcher reads it.
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE") or FILE_NAME
-"""Where clients write variables for other nodes; the launcher reads it."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -32,10 +32,10 @@ __all__ = [
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
+# Functions of torch that go through `zero_wrapper_for_fp_tensor_constructor` inside `Init`.
 CONSTRUCTORS: dict[str, Callable[..., Tensor]] = {
     name: getattr(torch, name) for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
 }
-"""Functions of torch that go through `zero_wrapper_for_fp_tensor_constructor` inside `Init`."""
 globals().update({f"_orig_torch_{name}": constructor for name, constructor in CONSTRUCTORS.items()})
 
 partitioned_param_data_shape = [0]  # Of a released parameter in DeepSpeed; here it keeps its own.

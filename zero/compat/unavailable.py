@@ -36,6 +36,7 @@ LAUNCHER = "`zero run` starts the ranks, on one node or several; `zero run --hel
 NO_LAMB = "LAMB is not implemented; use AdamW"
 NO_PLD = "progressive layer drop is not implemented; leave layers out in the model's own forward"
 
+# Beginning of a name below `deepspeed` -> what a user can do; the longest that fits counts.
 INSTEAD: dict[str, str] = {
     "": "nothing here stands for it; leave it out, or do it with torch",
     "accelerator": "get_accelerator() has the one of this process; ZERO_DEVICE chooses it",
@@ -120,19 +121,18 @@ INSTEAD: dict[str, str] = {
     "utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint has the whole weights",
     "utils.zero_to_torch": "get_fp32_state_dict_from_zero_checkpoint has the whole weights",
 }
-"""Beginning of a name below `deepspeed` -> what a user can do; the longest that fits counts."""
 
+# What a class that stands for nothing derives from all the same: clients ask `isinstance`, or name it in `except`.
 BASES: dict[str, type] = {
     **{name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and name.endswith("Error")},
     **{"Enum": enum.Enum, "Exception": Exception, "Function": torch.autograd.Function},
     **{"Module": nn.Module, "Optimizer": torch.optim.Optimizer},
 }
-"""What a class that stands for nothing derives from all the same: clients ask `isinstance`, or name it in `except`."""
 
+# Functions of classes that are called without an object.
 METHODS: dict[str, tuple[str, ...]] = {
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": ("register_with_transformers",)
 }
-"""Functions of classes that are called without an object."""
 
 
 def refused(name: str, instead: str) -> NotImplementedError:

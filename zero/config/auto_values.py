@@ -19,8 +19,7 @@ from zero.config.loading import value_at, with_choices
 from zero.config.schema import Choice, Config
 
 PREFETCH_SHARE = 0.9
-PERSISTENT_ROWS = 10
-"""As transformers derives them: 0.9 h^2 elements of look-ahead, parameters below 10 h elements stay."""
+PERSISTENT_ROWS = 10  # As transformers: 0.9 h^2 elements of look-ahead, parameters below 10 h elements stay.
 WARMUP_STEPS = 1000
 WARMUP_SHARE = 0.1
 
@@ -198,6 +197,7 @@ def _warmup_steps(config: Config, facts: Facts, chosen: Chosen) -> Choice:
 
 _LINEAR = ("warmuplr", "warmupdecaylr")
 _ENDING = ("warmupdecaylr", "warmupcosinelr")
+# In the order in which they are chosen: a later one may follow from an earlier.
 _CHOICES: dict[str, Choose] = {
     # Without the key there is no clipping; but whoever asks for a value gets one that clips, from every client too.
     "gradient_clipping": _always(1.0),
@@ -213,4 +213,3 @@ _CHOICES: dict[str, Choose] = {
     f"{SCHEDULER}total_num_steps": _where_taken(_all_steps, *_ENDING),
     f"{SCHEDULER}warmup_num_steps": _where_taken(_warmup_steps, *_LINEAR, *_ENDING),
 }
-"""In the order in which they are chosen: a later one may follow from an earlier."""

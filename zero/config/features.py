@@ -73,8 +73,7 @@ class Feature:
     why: str = ""  # Why they have none; empty: as the block around this one says.
     enabled: Only | None = None  # Refuses `enabled`; None: that key is one of `keys`, or there is none.
     unless: Unless | None = None
-    sizes: Mapping[str, float] = field(default_factory=dict)
-    """Keys that ask for tensor parallelism above 1, and their defaults."""
+    sizes: Mapping[str, float] = field(default_factory=dict)  # Tensor-parallel sizes and their defaults.
     blocks: Mapping[str, Feature] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -100,6 +99,7 @@ _TENSOR_PARALLEL_GROUP = Feature(
     "whole: tp_grain_size any: mpu tp_group", why="it belongs to tensor parallelism, which is off", sizes={"tp_size": 1}
 )
 
+# Key of the block -> what it is.
 FEATURES: Mapping[str, Feature] = {
     # ---- refused when they are switched on --------------------------------------------------------
     "amp": Feature(
@@ -313,7 +313,6 @@ FEATURES: Mapping[str, Feature] = {
         why="checkpoints are written by this engine, whose buffers follow from the plan",
     ),
 }
-"""Key of the block -> what it is."""
 
 
 def _declared(feature: Feature) -> Iterator[tuple[str, Any, Any]]:

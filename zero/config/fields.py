@@ -116,8 +116,7 @@ def world_size_of(info: ValidationInfo) -> int:
 class Inert:
     """Known and harmless, but it changes nothing."""
 
-    reason: str = ""
-    """Why; the start's list and the docs show it. Empty: as `Block.why` says."""
+    reason: str = ""  # Why; the start's list and the docs show it. Empty: as `Block.why` says.
 
 
 @dataclass(frozen=True)
@@ -241,8 +240,7 @@ Count = Annotated[int, reads(parse_count)]
 Number = Annotated[float, reads(parse_number)]
 Text = Annotated[str, reads(_parse_text)]
 _Words = TypeVar("_Words")
-Word = Annotated[_Words, _InAnyCase()]
-"""One of the words of a `Literal`: `Word[Literal["on", "off"]]`."""
+Word = Annotated[_Words, _InAnyCase()]  # One of the words of a `Literal`: `Word[Literal["on", "off"]]`.
 
 InertFlag = Annotated[Flag | None, INERT]
 InertWhole = Annotated[Whole | None, INERT]
@@ -250,8 +248,7 @@ InertCount = Annotated[Count | None, INERT]
 InertNumber = Annotated[Number | None, INERT]
 InertText = Annotated[Text | None, INERT]
 InertItems = Annotated[tuple[Any, ...] | None, INERT, reads(_parse_items)]
-InertObject = Annotated[dict[Any, Any] | None, INERT, reads(_parse_free)]
-"""An object whose keys are the user's own names."""
+InertObject = Annotated[dict[Any, Any] | None, INERT, reads(_parse_free)]  # Its keys are the user's own names.
 InertAny = Annotated[Any, INERT]
 
 
@@ -327,8 +324,7 @@ class Key:
     path: str
     field: FieldInfo
     role: Role
-    block: type[ConfigBlock]
-    """The block it is a key of."""
+    block: type[ConfigBlock]  # The block it is a key of.
 
     @property
     def reason(self) -> str:

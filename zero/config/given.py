@@ -19,10 +19,9 @@ from offload.errors import ConfigError
 from zero.config.fields import AUTO, ConfigBlock, block_of, shown
 from zero.config.schema import Config, plain
 
-HJSON = "hjson"
-"""The library that reads JSON with comments and without quotes; used where it is installed, for what is no JSON."""
+HJSON = "hjson"  # Reads JSON with comments and without quotes; used where it is installed, for what is no JSON.
+# Where the path of the configuration may stand in a script's arguments; the last is DeepSpeed's oldest name.
 CONFIG_NAMES = ("zero_config", "deepspeed_config", "deepscale_config")
-"""Where the path of the configuration may stand in a script's arguments; the last is DeepSpeed's oldest name."""
 ZERO = "zero_optimization"
 
 

@@ -33,24 +33,24 @@ from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.schema import Choice, Config, Origin, Report, plain
 from zero.ranks import world
 
+# Without effect below stage 3, where weights never leave the device.
 FETCHING_KEYS = ("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_max_reuse_distance")
-"""Without effect below stage 3, where weights never leave the device."""
 STATE_DTYPE = "zero_optimization.offload_optimizer.state_dtype"  # Acts wherever states live, on the device too.
 BUFFERS = "data_types.buffer_dtype"  # Without effect where neither bf16 nor fp16 is enabled, as in DeepSpeed.
 COMMENT_PREFIXES = ("_comment", "comment", "//")
+# A comment that `zero config show` writes: where each value came from. A default that is unchanged stays one.
 ORIGINS_KEY = "_comment_origins"
-"""A comment that `zero config show` writes: where each value came from. A default that is unchanged stays one."""
 
+# Pydantic's words -> ours.
 PHRASES = {
     "Input should be": "expected",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "greater than": "more than",
 }
-"""Pydantic's words -> ours."""
 
+# Top-level keys whose default is another in the version of DeepSpeed that the alias stands for.
 DEEPSPEED_DEFAULTS: Mapping[str, Any] = {"gradient_clipping": 1.0}
-"""Top-level keys whose default is another in the version of DeepSpeed that the alias stands for."""
 
 Unknown = Literal["error", "warn"]
 _unknown_top_level: ContextVar[Unknown] = ContextVar("unknown_top_level", default="error")
@@ -140,8 +140,7 @@ class _Reader:
     """Sorts the user's keys: known, absent, commented, unknown; and notes where each value came from."""
 
     tolerant: bool = False  # Unknown keys at the top level are ignored, and listed.
-    absent: Mapping[str, Any] = field(default_factory=dict)
-    """Values of top-level keys that are not given, instead of their defaults."""
+    absent: Mapping[str, Any] = field(default_factory=dict)  # Top-level keys that are not given -> value.
     chosen: Mapping[str, Choice] = field(default_factory=dict)  # Values for keys that are "auto".
     problems: list[str] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
@@ -150,8 +149,8 @@ class _Reader:
     deprecated: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)  # Canonical path to the path the user wrote.
+    # Paths that the source says it holds with their defaults, as a configuration that was shown does.
     defaults: frozenset[str] = frozenset()
-    """Paths that the source says it holds with their defaults, as a configuration that was shown does."""
 
     def load(self, where: str, content: Mapping[Any, Any], world_size: int, ranks_per_node: int | None) -> Config:
         """Read, check and complete what a source holds. Raises ConfigError with all problems."""

@@ -12,6 +12,7 @@ from zero.config.fields import ConfigBlock, Flag, InertFlag, Number, Only, probl
 from zero.config.hints import nearest
 from zero.config.numbers import parse_number
 
+# Names in lower case; those of torch.optim mean its classes.
 OPTIMIZER_TYPES = {
     **{name: "Adam" for name in ("adam", "deepspeedcpuadam", "cpuadam", "fusedadam", "cpu_adam", "fused_adam")},
     **{name: "Adagrad" for name in ("adagrad", "deepspeedcpuadagrad", "cpuadagrad")},
@@ -21,7 +22,6 @@ OPTIMIZER_TYPES = {
         for name in ("AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD")
     },
 }
-"""Names in lower case; those of torch.optim mean its classes."""
 ELEMENT_WISE = "AdamW, Adam, Lion, Adagrad, SGD, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop or ASGD"
 REFUSED_TYPES = {
     **{name: "1-bit optimizers are not available" for name in ("onebitadam", "zerooneadam", "onebitlamb")},
@@ -33,6 +33,7 @@ REFUSED_TYPES = {
 }
 
 ADAM_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+# Keys of `params` that act, by type; as the constructors of torch have them.
 TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Adam": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
     "AdamW": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
@@ -47,7 +48,6 @@ TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Rprop": ("lr", "etas", "step_sizes", "maximize"),
     "ASGD": ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
 }
-"""Keys of `params` that act, by type; as the constructors of torch have them."""
 
 
 def _parse_betas(value: object) -> tuple[float, float]:

@@ -23,8 +23,8 @@ def _torch_schedulers() -> Iterator[type[Any]]:
             yield kind
 
 
+# Name in small letters -> class.
 KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (*_torch_schedulers(), *SCHEDULES.values())}
-"""Name in small letters -> class."""
 
 NOT_BY_NAME = {
     "ReduceLROnPlateau": "it needs a metric at each step; call its step(metric) yourself on the optimizer that "
@@ -47,8 +47,7 @@ def _parse_iteration(value: object) -> int:
     return int(number)
 
 
-PerGroup = Annotated[float | tuple[float, ...] | None, reads(_parse_per_group)]
-"""One number, or one for each param group."""
+PerGroup = Annotated[float | tuple[float, ...] | None, reads(_parse_per_group)]  # One number, or one a param group.
 Steps = Annotated[Whole, Field(ge=1)]
 
 

@@ -51,10 +51,10 @@ class _Skipping(Sampler[Any]):
         self._sampler, self._batch_samples = sampler, batch_samples
         self._first = self._skip = 0
         self._random: torch.Tensor | None = None
+        # (samples drawn, the sampler's state then), of the last batches.
         self.states: deque[tuple[int, Any]] = deque(maxlen=batches_ahead + 2)
-        """(samples drawn, the sampler's state then), of the last batches."""
+        # It knows itself where it is.
         self.has_states = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        """It knows itself where it is."""
         self.generator: torch.Generator | None = None  # What decides its order, if not its epoch or its state.
         if not self.has_states and not isinstance(sampler, (DistributedSampler, SequentialSampler)):
             own = getattr(sampler, "generator", None)

@@ -59,6 +59,7 @@ class EngineNames(ConfigGetters):
         return self.run.updater
 
 
+# (attribute of the engine with a collaborator, its class) -> the names that it answers for the engine.
 ANSWERS: dict[tuple[str, type], str] = {
     ("run", Run): """
         device exchange activations scaler lr_scheduler global_steps global_samples micro_steps skipped_steps collate_fn
@@ -90,7 +91,6 @@ ANSWERS: dict[tuple[str, type], str] = {
         compile is_compiled
     """,
 }
-"""(attribute of the engine with a collaborator, its class) -> the names that it answers for the engine."""
 
 for (_part, _kind), _names in ANSWERS.items():
     for _name in _names.split():

@@ -31,8 +31,8 @@ from zero.reports.statistics import LoopCounters, Statistics, collect
 
 logger = logging.getLogger("zero")
 
+# Of `wait`, the seconds for which the training thread waited for bytes; they are in the other three too.
 TIMES = ("forward", "backward", "step", "wait")
-"""Of `wait`, the seconds for which the training thread waited for bytes; they are in the other three too."""
 
 
 class Reporter:

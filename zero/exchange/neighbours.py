@@ -23,8 +23,7 @@ class Neighbours:
 
     def __init__(self, layout: Layout, storage: Storage, exchange: Exchange) -> None:
         self._storage, self._exchange, self._placement = storage, exchange, exchange.placement
-        self._current: set[int] = set()
-        """Units whose part is that of their weights once all gathers decided so far are over."""
+        self._current: set[int] = set()  # Their part is current once all gathers decided so far are over.
         self._filled: set[int] = set()  # Those of them whose part is there; the mover adds to it.
 
     def turn(self, unit: Unit) -> Turn | None:

@@ -38,8 +38,8 @@ from zero.params.placement import Placement
 from zero.ranks.comm import Comm
 from zero.store.storage import Storage
 
+# As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds.
 WAIT_SECONDS_MAX = 1800.0
-"""As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds."""
 LOOK_SECONDS = 0.01  # Between looks whether somebody waits for an update of this rank's.
 AGAIN_SECONDS = 0.5  # After an update that failed.
 
@@ -99,11 +99,10 @@ class SharedMemory(AmongRanks):
         self.memory = self._regions = Regions(comm)
         self._board: NodeBoard | None = None
         self._reducer: SharedExchange | None = None
-        self._planes: dict[int, list[Plane]] = {}
-        """Rank -> its weight planes, one per space; of ranks whose slices this one reads."""
+        self._planes: dict[int, list[Plane]] = {}  # Rank whose slices this one reads -> its weight planes, by space.
         self._swaps: list[PeerSwap] = []
+        # Unit that is always bound -> which bytes of every rank's `_slices` hold a copy of its slice.
         self._copies: dict[int, tuple[int, int]] = {}
-        """Unit that is always bound -> which bytes of every rank's `_slices` hold a copy of its slice."""
         self._slices: list[SharedRegion] = []
         self._slots: list[SharedRegion] = []
         self._slot_ranges: list[tuple[int, int]] = []

@@ -13,15 +13,14 @@ from zero.launch.job import Job
 
 PDSH_FANOUT = 1024
 NODE_MODULE = "zero.launch.node"
+# Launchers with which a node's standard input closes when the launcher ends, however it ends.
 CONNECTED = ("ssh", "local", "pdsh")
-"""Launchers with which a node's standard input closes when the launcher ends, however it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
     launcher: str
-    args: tuple[str, ...] = ()
-    """Further words of the user for the launcher; for `local` the prefix, with {host} to be filled in."""
+    args: tuple[str, ...] = ()  # Further words for the launcher; for `local` the prefix, with {host} to be filled in.
     ssh_port: int | None = None
     comment: str = ""
     account: str = ""

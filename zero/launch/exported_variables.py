@@ -9,10 +9,10 @@ from pathlib import Path
 
 from offload.errors import ConfigError
 
+# What libraries of a training job read; everything else stays on this machine.
 PREFIXES = ("NCCL", "GLOO", "UCX", "TORCH", "PYTHON", "PYTORCH", "OMP", "MKL", "HF_", "ZERO_", "DS_", "MLFLOW", "MV2")
-"""What libraries of a training job read; everything else stays on this machine."""
+# Beginnings of what a launcher further out has set for its own ranks.
 OF_THIS_NODE = ("ZERO_RUN_FOLDER", "ZERO_RUN_ID", "ZERO_RANK_OPTIONS", "TORCHELASTIC_")
-"""Beginnings of what a launcher further out has set for its own ranks."""
 SHELL_FUNCTION = "BASH_FUNC_"
 FILE_NAME = ".deepspeed_env"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+# Signals that a rank does not get because another one has failed.
 CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
-"""Signals that a rank does not get because another one has failed."""
+# Words in an error that a rank gets when another one is gone.
 OF_A_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Dist(Backend|Network|Store)Error|gloo|NCCL|process group|TCPStore"
 )
-"""Words in an error that a rank gets when another one is gone."""
 RULE = "=" * 72
 
 

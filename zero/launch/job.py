@@ -30,8 +30,7 @@ class Job:
     program: Program
     master_addr: str = LOOPBACK
     master_port: int | None = None  # None: one node, which finds a free one.
-    cores: tuple[int, ...] | None = None
-    """Shared out among the ranks of a node; None: ranks are not bound, (): all that may be used."""
+    cores: tuple[int, ...] | None = None  # Shared by a node's ranks; None: not bound, (): all that may be used.
     max_restarts: int = 0
     log_folder: str | None = None
     watch_stdin: bool = False  # End when standard input closes: then whoever started the node is gone.

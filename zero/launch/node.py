@@ -38,8 +38,8 @@ from zero.launch.reaper import RUN_ID, Reaper
 
 RANK_FILE = Path(__file__).with_name("rank.py")
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # Signals that torchrun takes over.
+# Where launchers that start one process a node say which one it is.
 FROM_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_RANKID", "SLURM_PROCID")
-"""Where launchers that start one process a node say which one it is."""
 
 
 def run_node(job: Job, node_rank: int) -> int:

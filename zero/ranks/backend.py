@@ -166,11 +166,6 @@ def exchange(received: Tensor, sent: Tensor, handle: Handle) -> Work:
     return dist.all_to_all_single(received, sent, group=handle, async_op=True)
 
 
-def all_reduce(tensor: Tensor, handle: Handle) -> Work:
-    """Begin; sums."""
-    return dist.all_reduce(tensor, group=handle, async_op=True)
-
-
 def broadcast(tensor: Tensor, source: int, handle: Handle) -> Work:
     """Begin; `source` is a global rank."""
     return dist.broadcast(tensor, source, group=handle, async_op=True)

@@ -179,29 +179,6 @@ class Comm:
         self.streams.wait(await self._run(ticket, group, flat, (*after, self.streams.fence()), start))
         return list(backend.slices(arrived, numel))
 
-    async def all_reduce(
-        self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence, into: Tensor | None = None
-    ) -> list[Tensor]:
-        """What adds up, in this order, to the sum over the group. Returns (N,) each, as `reduce_scatter`.
-
-        Args:
-            flat: (N,), contiguous; with `fixed_order` False it becomes the sum itself.
-            after: fences behind which `flat` may be used, and `into` written.
-            into: (size * N,) of the same dtype for what arrives, used with `fixed_order`; None allocates.
-        """
-        if group.size == 1:
-            self.streams.wait(self._alone(ticket, after))
-            return [flat]
-        arrived, numel = flat, flat.numel()
-        if self.fixed_order:
-            arrived = into if into is not None else flat.new_empty(group.size * numel)
-            whole, own = backend.as_bytes(arrived), backend.as_bytes(flat)
-            start: Callable[[], Any] = lambda: backend.all_gather(whole, own, group.handle)  # noqa: E731
-        else:
-            start = lambda: backend.all_reduce(flat, group.handle)  # noqa: E731
-        self.streams.wait(await self._run(ticket, group, flat, (*after, self.streams.fence()), start))
-        return list(backend.slices(arrived, numel))
-
     def check(self) -> None:
         """Raise if the ranks no longer work together, or the engine is closed."""
         self._fate.check()

@@ -26,8 +26,8 @@ CHUNK_BYTES = 64 << 20  # Largest message of a broadcast.
 INLINE_BYTES = 480  # A payload of `agree` up to this size goes with its header.
 LENGTH = struct.Struct("<q")
 
+# (error of the backend, what failed) -> the error to raise in its place. Blocks until more is known.
 Explain: TypeAlias = Callable[[BaseException, str], BaseException]
-"""(error of the backend, what failed) -> the error to raise in its place. Blocks until more is known."""
 
 
 class Meeting:

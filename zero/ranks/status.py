@@ -28,8 +28,8 @@ class Position:
     count: int = 0  # Entries of its log.
     last: str = "nothing"  # The last of them, in words.
     digests: list[tuple[int, str]] = field(default_factory=list)  # (count, digest) at some places of its log.
+    # (place, what, seconds so far) of the collectives it is in, the oldest first.
     waits: list[tuple[int, str, float]] = field(default_factory=list)
-    """(place, what, seconds so far) of the collectives it is in, the oldest first."""
     beat: int = 0  # Grows while the process lives.
     home: str = ""  # Where its process id means something.
     pid: int = 0

@@ -34,8 +34,7 @@ from zero.ranks.status import FAILED, GONE, WORKS, Position, StatusBoard, has_di
 logger = logging.getLogger("zero")
 
 LOG_SECONDS = 5.0  # How long the logs of other ranks are waited for once it is certain that something is wrong.
-EVIDENCE_SECONDS = 4.0
-"""How long a lost connection may stay without an explanation; ranks that fail tell the board first."""
+EVIDENCE_SECONDS = 4.0  # A lost connection may stay unexplained so long; ranks that fail tell the board first.
 COMPARE_SECONDS = 5.0  # How often digests are compared with a neighbour's while all is well.
 STORE_SECONDS = 5.0  # A store that has not answered for so long has ended.
 

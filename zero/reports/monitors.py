@@ -95,13 +95,13 @@ class CometExperiment:
         self.experiment.flush()
 
 
+# Block -> the package it needs, and what writes.
 KINDS: dict[str, tuple[str | None, Callable[[Any], Monitor]]] = {
     "tensorboard": ("tensorboard", TensorBoardFiles),
     "wandb": ("wandb", WandbRun),
     "csv_monitor": (None, CsvFiles),
     "comet": ("comet_ml", CometExperiment),
 }
-"""Block -> the package it needs, and what writes."""
 
 
 class Monitors:

@@ -34,10 +34,9 @@ class Coordinator:
     ) -> None:
         self.trace = Trace(siblings(layout.units))
         self.counters = FetchCounters()
+        # True while the weights will stay as they are after this backward: its prefetch may cross the boundary.
         self.accumulating = False
-        """True while the weights will stay as they are after this backward: its prefetch may cross the boundary."""
-        self.persistent_bound = False
-        """What is always on the device is bound; False between `release_all` and `bind_persistent`."""
+        self.persistent_bound = False  # False between `release_all` and `bind_persistent`.
         self._layout, self._bound, self._storage, self._limits = layout, bound, storage, limits
         self._loader = loader
         self._numel = {unit.index: unit.numel for unit in layout.units}

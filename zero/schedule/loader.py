@@ -115,8 +115,7 @@ class Loader:
         self.in_step = exchange.placement.in_step
         self._draining: list[Draining] = []
         self._persistent_fences: list[Fence] = []
-        self._partial = set(storage.plan.whole)
-        """Units whose home has room for all slices, but only this rank's is up to date."""
+        self._partial = set(storage.plan.whole)  # Their home has room for all slices; only this rank's is current.
 
     def begin(self, unit: Unit) -> Arrival | None:
         """Start the unit's way in; None if no block is free."""

@@ -24,6 +24,7 @@ class UnitState(Enum):
     HOME = "always there; its parameters look away while a step changes it"
 
 
+# State -> those that may follow.
 MOVES = {
     UnitState.AWAY: {UnitState.COMING, UnitState.EDITED},
     UnitState.COMING: {UnitState.LIVE, UnitState.AWAY},
@@ -31,7 +32,6 @@ MOVES = {
     UnitState.EDITED: {UnitState.AWAY},
     UnitState.HOME: set[UnitState](),
 }
-"""State -> those that may follow."""
 
 
 class UnitOnDevice:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,26 +21,11 @@ from offload.sizes import ALIGN_BYTES, align_up
 from offload.system.interrupts import uninterrupted, whole
 from zero.optim.pending_updates import DueUpdates
 from zero.params.binding import BoundUnit
-from zero.params.layout import Unit
+from zero.schedule.backward import BackwardWatch
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, open_frame
 from zero.schedule.hooks import in_backward
 from zero.store.storage import Storage
-
-
-class RowEvents(Protocol):
-    """Who takes the gradients of rows."""
-
-    generation: int
-
-    def before_backward(self, generation: int) -> None:
-        """Gradients reach a graph made in step `generation`; raises if it is stale."""
-
-    def receive_rows(self, unit: Unit, position: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take the gradient of rows of one slot."""
-
-    def rows_passed(self, index: int) -> None:
-        """Gradients have passed a call that used rows of the unit."""
 
 
 class Loan:
@@ -89,7 +74,12 @@ class RowLender:
     """
 
     def __init__(
-        self, bound: list[BoundUnit], storage: Storage, coordinator: Coordinator, updates: DueUpdates, events: RowEvents
+        self,
+        bound: list[BoundUnit],
+        storage: Storage,
+        coordinator: Coordinator,
+        updates: DueUpdates,
+        events: BackwardWatch,
     ) -> None:
         self._bound, self._storage, self._coordinator = bound, storage, coordinator
         self._updates, self._events = updates, events

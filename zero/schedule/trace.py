@@ -17,8 +17,7 @@ from zero.schedule.routing import Routing
 START = -1  # Stands for "before the first use" of a forward.
 END = -2  # Stands for "the forward is over".
 
-FORWARDS_MAX = 16
-"""Forwards remembered for their backward; older ones cost a miss per unit if their backward comes after all."""
+FORWARDS_MAX = 16  # Remembered for their backward; an older one costs a miss per unit if it comes after all.
 
 GENERATE = "generate"  # The phase in which forward follows forward.
 
@@ -35,10 +34,9 @@ class Trace:
         self._routing = Routing(group_of or {})
         self._uses: list[int] = []  # Of the forward under way, or of the last one.
         self._tables: dict[str, dict[Key, list[int]]] = {}
-        self._turns: dict[tuple[str, Key, int], int] = {}
-        """(phase, key, what followed it) -> what followed it the next time."""
+        self._turns: dict[tuple[str, Key, int], int] = {}  # (phase, key, what followed) -> what followed next time.
+        # Units that a backward has used though no forward with gradients had: reentrant checkpointing.
         self._recomputed: set[int] = set()
-        """Units that a backward has used though no forward with gradients had: reentrant checkpointing."""
         self._backward_follows = True
         self._phase = "train"
         self._key: Key = (START, START)

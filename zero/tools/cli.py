@@ -24,6 +24,7 @@ from zero.tools import (
     tune_command,
 )
 
+# Name -> module, in the order of the help.
 COMMANDS: Mapping[str, ModuleType] = {
     "run": run_command,
     "plan": plan_command,
@@ -34,7 +35,6 @@ COMMANDS: Mapping[str, ModuleType] = {
     "doctor": doctor_command,
     "export": export_command,
 }
-"""Name -> module, in the order of the help."""
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 WIDTH_PIXELS, HEIGHT_PIXELS = 1600, 900
 DOTS_PER_INCH = 100
 LEVELS_MAX = 3  # Of nested computation: the call, the unit's module, and one below.
-LABEL_SHARE, LABEL_HEIGHT_MIN = 0.0042, 0.12
-"""Part of the picture's width that a letter takes, and of a lane's height that it needs."""
+LABEL_SHARE, LABEL_HEIGHT_MIN = 0.0042, 0.12  # Of the picture's width a letter takes, of a lane's height it needs.
 EMPTY_HEIGHT = 0.3  # Of a lane without spans, in lanes.
+# By the first word of a span's name in the compute lane, by lane elsewhere.
 COLOURS = {
     "forward": "#4c78a8",
     "backward": "#54a24b",
@@ -32,7 +32,6 @@ COLOURS = {
     "copies": "#9d755d",
     "collectives": "#ff9da6",
 }
-"""By the first word of a span's name in the compute lane, by lane elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,10 @@ from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 from zero.values.edits import Edit, agree_on_edits
 
+# (record of a sub-group, first, last element of it that belong to the unit) -> was it changed?
 Visit = Callable[[Record, int, int], Awaitable[bool]]
-"""(record of a sub-group, first, last element of it that belong to the unit) -> was it changed?"""
 
-Put = Callable[[Record, int, torch.Tensor], None]
-"""(record, first element in it, values): the record is given the values."""
+Put = Callable[[Record, int, torch.Tensor], None]  # (record, first element in it, values) for the record.
 
 
 class UnitEditor:

@@ -11,8 +11,8 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
+# Folder with the package `deepspeed` and its dist-info; `bin` in it has the commands.
 ALIAS = str(Path(__file__).resolve().parent.parent / "alias")
-"""Folder with the package `deepspeed` and its dist-info; `bin` in it has the commands."""
 
 
 def export(environment: MutableMapping[str, str]) -> None:

@@ -5,6 +5,7 @@ Module below `deepspeed` -> where from -> names; `theirs=ours` where the two dif
 
 from __future__ import annotations
 
+# Modules that are the very module of ours: clients assign into them, or compare classes by them.
 SAME: dict[str, str] = {
     "comm": "zero.compat.comm_names",
     "comm.comm": "zero.compat.comm_names",
@@ -14,7 +15,6 @@ SAME: dict[str, str] = {
     "utils.groups": "zero.compat.groups",
     "utils.logging": "zero.compat.logs",
 }
-"""Modules that are the very module of ours: clients assign into them, or compare classes by them."""
 
 FRAGMENTS = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
