@@ -97,9 +97,6 @@ class Tuning:
         return tuning
 
 
-# ---- the probe ---------------------------------------------------------------------------------
-
-
 def default_setting() -> Setting:
     """What an engine uses that nobody has tuned."""
     options = AioOptions()
@@ -211,9 +208,6 @@ def _value(setting: Setting, question: str) -> str:
     return str(getattr(setting, question, setting))
 
 
-# ---- the cache ---------------------------------------------------------------------------------
-
-
 def cache_folder() -> Path:
     """Where results are kept: below $XDG_CACHE_HOME, or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -276,9 +270,6 @@ def _alone_with(device: DeviceIdentity) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-# ---- several devices ---------------------------------------------------------------------------
 
 
 def combine(tunings: Sequence[Tuning]) -> Setting:

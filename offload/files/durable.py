@@ -96,8 +96,6 @@ class Files:
     def written(self, file: DurableFile, offset: int, data: torch.Tensor) -> None:
         """To be called when `data` was written to `file` at `offset` through its descriptor."""
 
-    # ---- changes --------------------------------------------------------------------------------
-
     def make_folder(self, path: Path) -> None:
         """Make a folder and those above it, to last; nothing if it is there."""
         if path.is_dir():
@@ -178,8 +176,6 @@ class Files:
         for name in self.listing(path):
             self._remove(path / name, ())
         self.perform("remove folder", path, path.rmdir)
-
-    # ---- looks ----------------------------------------------------------------------------------
 
     def open(self, path: Path) -> DurableFile:
         """An existing file, to be read through its descriptor, past the page cache where that works."""

@@ -83,8 +83,6 @@ class SnapshotFiles:
             self._let_go()
             raise
 
-    # ---- what is there ------------------------------------------------------------------------
-
     @property
     def committed_head(self) -> dict[str, Any] | None:
         """What the first rank has committed last, as given to `commit`; None: nothing. Only the first rank knows.
@@ -106,8 +104,6 @@ class SnapshotFiles:
         if _checksum(state) != body["state_crc32c"]:
             raise _damaged(path)
         return Manifest(number, body, state)
-
-    # ---- writing ------------------------------------------------------------------------------
 
     def prepare(self, number: int, body: Mapping[str, Any], state: bytes) -> None:
         """Write this rank's manifest; what it names must be on stable storage. That of `number` - 2 is gone.
@@ -141,8 +137,6 @@ class SnapshotFiles:
             os.close(descriptor)
         if grown:
             self._disk.sync_folder(path.parent)
-
-    # ---- end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Let go of the snapshot; without one that counts nothing is left. Idempotent."""
@@ -275,9 +269,6 @@ def remove_empty(roots: Sequence[Path]) -> None:
         for folder in (root, root.parent):
             with contextlib.suppress(OSError):  # others have something there
                 folder.rmdir()
-
-
-# ---- small files --------------------------------------------------------------------------------
 
 
 def read_committed(root: Path) -> dict[str, Any] | None:

@@ -184,8 +184,6 @@ class PieceStore:
         self._moving, self._ahead, self._leaving, self.failure = [], [], [], None
         self._copied.clear()
 
-    # ---- to memory and back -------------------------------------------------------------------
-
     def _copy_away(self, piece: SpilledPiece, block: Block, source: torch.Tensor, copied: Callable[[], None]) -> None:
         into = block.data[: piece.nbytes]
         if self._near:
@@ -276,8 +274,6 @@ class PieceStore:
         else:
             return False
         return True
-
-    # ---- to the disk and back -----------------------------------------------------------------
 
     @staticmethod
     def _in_reach(piece: SpilledPiece) -> bool:

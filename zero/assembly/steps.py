@@ -94,8 +94,6 @@ class Steps:
         self._applied = False
         self.watch = Stopwatch()  # What steps have taken.
 
-    # ---- steps ----------------------------------------------------------------------------------
-
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         run = self._run
         self.check_open("step")
@@ -220,8 +218,6 @@ class Steps:
         values = {} if run.updater is None else run.updater.values(index_of, set(index_of.values()))
         return StepArguments(values, 1.0 / run.scaler.cur_scale, run.global_steps + 1)
 
-    # ---- gradients that users have put into `.grad` ---------------------------------------------
-
     def _take_written(self) -> None:
         """A gradient that somebody has put into `parameter.grad` replaces what was collected, as with torch.
 
@@ -240,8 +236,6 @@ class Steps:
         with torch._C.DisableTorchFunctionSubclass():
             held = (p for group in groups for p in group["params"] if p.grad is not None)
             return [p for p in held if id(p) in run.parts.index_of]
-
-    # ---- what other calls owe to the last step --------------------------------------------------
 
     def check_open(self, what: str) -> None:
         """Raise StateError if the engine is closed; `what` was attempted."""
@@ -295,8 +289,6 @@ class Steps:
         parts.stepper.finish()
         parts.gradients.settle()
         parts.coordinator.settle()
-
-    # ---- what changes values besides steps ------------------------------------------------------
 
     def changed(self, index: int | None = None) -> None:
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""

@@ -161,8 +161,6 @@ class CheckpointState(StepListener):
         self.frozen_sums: Sums | None = None
         self.changed: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
 
-    # ---- a save beside training -----------------------------------------------------------------
-
     def go_on_with(self, behind: BackgroundSave) -> None:
         self._behind = behind
 
@@ -185,8 +183,6 @@ class CheckpointState(StepListener):
         error = None if behind is None else behind.end()
         self._behind = None  # an interrupt that ends the wait does not end the save
         return error
-
-    # ---- what it hears of -----------------------------------------------------------------------
 
     @override
     def check_open(self, what: str) -> None:

@@ -136,8 +136,6 @@ class Checkpoints:
             raise ConfigError(f"no checkpoint in {self.save_dir} can be loaded: {'; '.join(wrong)}")
         return None
 
-    # ---- looking ----------------------------------------------------------------------------------
-
     def _hidden(self, tag: str, kind: str) -> Path:
         return self.save_dir / f".{tag}.{kind}"
 

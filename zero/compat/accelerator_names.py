@@ -57,8 +57,6 @@ class Accelerator:
             raise AttributeError(name)
         return getattr(self.__dict__["_module"], name)
 
-    # ---- which device -----------------------------------------------------------------------------
-
     def device_name(self, device_index: int | None = None) -> str:
         """Such as cpu, cuda or cuda:1; the CPU has no numbers."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
@@ -127,8 +125,6 @@ class Accelerator:
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         return callback() if self._name == "cpu" else self._module._lazy_call(callback)
 
-    # ---- dtypes -----------------------------------------------------------------------------------
-
     def is_bf16_supported(self) -> bool:
         return self._name == "cpu" or bool(self._module.is_bf16_supported())
 
@@ -148,8 +144,6 @@ class Accelerator:
     IntTensor = _tensor_type(torch.int32)
     LongTensor = _tensor_type(torch.int64)
     ByteTensor = _tensor_type(torch.uint8)
-
-    # ---- random numbers ---------------------------------------------------------------------------
 
     def random(self) -> Any:
         return random
@@ -177,8 +171,6 @@ class Accelerator:
 
     def default_generator(self, device_index: int) -> torch.Generator:
         return torch.default_generator if self._name == "cpu" else self._module.default_generators[device_index]
-
-    # ---- memory -----------------------------------------------------------------------------------
 
     memory_allocated = _count(
         "memory_allocated", "Bytes of tensors on the device; on the CPU the process's resident bytes, here and below."
@@ -220,8 +212,6 @@ class Accelerator:
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether the tensor counts as page-locked: on the CPU all do."""
         return tensor.device.type == "cpu" if self._name == "cpu" else bool(tensor.is_pinned())
-
-    # ---- launching --------------------------------------------------------------------------------
 
     def visible_devices_envs(self) -> list[str]:
         return [] if self._name == "cpu" else [KINDS[self._name].visible]

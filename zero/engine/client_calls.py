@@ -59,8 +59,6 @@ class ClientCalls:
         """As given, with values for "auto" and the stage: a plain dict; the model's is `engine.module.config`."""
         return self._given_config
 
-    # ---- batch sizes ----------------------------------------------------------------------------
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per step by the number of micro-batches.
 
@@ -104,8 +102,6 @@ class ClientCalls:
         """2-norm of the gradients of the last step, before clipping; None before the first."""
         return self._run.parts.stepper.norm
 
-    # ---- param groups ---------------------------------------------------------------------------
-
     def set_lr(self, lr: float) -> None:
         """Give every param group this learning rate."""
         for group in self._run.updater.param_groups if self._run.updater is not None else []:
@@ -118,8 +114,6 @@ class ClientCalls:
     def get_mom(self) -> list[Any]:
         """Of each param group its betas, or its momentum."""
         return momentum_of(self._run.updater)
-
-    # ---- the device -----------------------------------------------------------------------------
 
     def empty_partition_cache(self) -> None:
         """Let go of every gathered weight that nothing uses; what a later forward needs is fetched again.

@@ -137,8 +137,6 @@ class SharedMemory(AmongRanks):
     def adopted(self) -> None:
         self.rewritten()
 
-    # ---- see Exchange -----------------------------------------------------------------------------
-
     def turn(self, what: str, unit: Unit) -> Turn:
         if what == "gather":
             return (self._epoch,)

@@ -90,8 +90,6 @@ class Comm:
             self._members, self.rank, control, self._log, self._fate, self._waiting, self._explained
         )
 
-    # ---- groups -------------------------------------------------------------------------------
-
     def group(self, ranks: Sequence[int]) -> Group:
         """This rank's group. All ranks call it together, each with the group that it is in; groups do not overlap.
 
@@ -291,8 +289,6 @@ class Comm:
     def broadcast_coalesced(self, tensors: Sequence[Tensor], source_rank: int) -> None:
         """As `broadcast`, many tensors in few messages."""
         self._meeting.broadcast(tensors, source_rank)
-
-    # ---- failure ------------------------------------------------------------------------------
 
     def _waiting(self, place: int, what: str) -> AbstractContextManager[Any]:
         return nullcontext(Wait(place, what, 0.0)) if self._watch is None else self._watch.waiting(place, what)

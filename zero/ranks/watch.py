@@ -277,8 +277,6 @@ class Watch:
         where, self._seen = "; ".join(told), positions
         logger.warning("rank %d has waited %.0f s in %s: %s", self._rank, now - wait.since, wait.what, where)
 
-    # ---- explanations -------------------------------------------------------------------------
-
     def _answer_all(self) -> None:
         while self._questions:
             error, what, question = self._questions.popleft()

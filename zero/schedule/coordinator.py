@@ -46,8 +46,6 @@ class Coordinator:
         self._in_backward = False
         self._lent_numel = 0  # Rows of packed experts that are in use.
 
-    # ---- uses ---------------------------------------------------------------------------------
-
     @property
     def device(self) -> torch.device:
         return self._storage.device
@@ -251,8 +249,6 @@ class Coordinator:
             for bound in self._bound:
                 bound.leave_device(poison)
 
-    # ---- editors --------------------------------------------------------------------------------
-
     def let_go(self, index: int) -> None:
         """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
         self._loader.drain()
@@ -303,8 +299,6 @@ class Coordinator:
     def return_rows(self, block: Block, numel: int) -> None:
         self._lent_numel -= numel
         block.release(self._storage.streams.fence())
-
-    # ---- movement -----------------------------------------------------------------------------
 
     def _bring(self, one: UnitOnDevice) -> None:
         """Bind the unit now, waiting for its values if they are not here."""

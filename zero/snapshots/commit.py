@@ -101,8 +101,6 @@ class Snapshots:
         """Let go of the files, where no storage does."""
         self._files.close()
 
-    # ---- taking -------------------------------------------------------------------------------
-
     def due(self, step: int) -> bool:
         """Is the step that was just fixed to have a snapshot?"""
         return self._missed or step % self._every == 0
@@ -235,8 +233,6 @@ class Snapshots:
                 seldom = space is not None and not space.trainable
                 job = plane.write_through(pairs, storage.arena, seldom=seldom)
                 storage.mover.run("writing a snapshot of what is in memory", job)
-
-    # ---- going on -----------------------------------------------------------------------------
 
     def load(self) -> bytes | None:
         """Let the planes hold what the last snapshot holds; returns what was kept with it. None: there is none.

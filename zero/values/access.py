@@ -72,8 +72,6 @@ class EngineKeeper:
         is_fp32 = self._dtype_of[id(self.parameter(name))] == torch.float32
         return self.master(name) if is_fp32 else self.weights(name)
 
-    # ---- the face of released parameters ------------------------------------------------------
-
     @whole
     def touch(self, parameter: nn.Parameter) -> None:
         """Fetch inside forward or backward; elsewhere say what to do.
@@ -144,8 +142,6 @@ class EngineKeeper:
         unmark(parameter)
         with torch.no_grad():
             parameter.data = value
-
-    # ---- whole values -------------------------------------------------------------------------
 
     def parameter(self, name: str) -> nn.Parameter:
         return self._wholes[self._pieces(name)[0].slot.index]

@@ -55,8 +55,6 @@ class ParameterValues:
     def trained(self) -> bool:
         return self._places[0][0].trainable
 
-    # ---- values and states ----------------------------------------------------------------------
-
     def master(self) -> torch.Tensor:
         """The whole fp32 value, on the host."""
         return self._parts.keeper.master(self._name)
@@ -122,8 +120,6 @@ class ParameterValues:
             join_runs(placement, runs, told, [flat[slot.first_numel : slot.first_numel + slot.numel]])
         return out
 
-    # ---- gradients ------------------------------------------------------------------------------
-
     def gradient(self) -> torch.Tensor | None:
         """The whole gradient collected since the last step, the mean over ranks, fp32; None if there is none."""
         self._gradients.settle()
@@ -143,8 +139,6 @@ class ParameterValues:
             return None
         filled = [torch.zeros(r.end - r.begin) if p is None else p for p, r in zip(parts, runs, strict=True)]
         return torch.cat(filled) if filled else torch.empty(0)
-
-    # ---- replacing ------------------------------------------------------------------------------
 
     def set_master(self, value: torch.Tensor) -> None:
         """Replace the value: the weights that forward uses, and the exact fp32 beside them. All ranks come here."""
