@@ -158,10 +158,6 @@ async def settle(future: asyncio.Future[T]) -> T:
     raise cancelled
 
 
-def _nothing_to_undo() -> None:
-    pass
-
-
 class Aio(ABC):
     """Reads and writes files without blocking the event loop it is used from.
 
@@ -207,7 +203,7 @@ class Aio(ABC):
         undoes it; call it when no transfer in that memory is under way.
         """
         del memory
-        return _nothing_to_undo
+        return lambda: None
 
     def in_flight(self) -> list[str]:
         """One line per transfer that has not ended: what, where, how many bytes, for how long."""

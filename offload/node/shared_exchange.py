@@ -223,7 +223,9 @@ class SharedExchange:
             others = [peer for peer, offer in enumerate(offers) if offer[0] == awaited and offer != offers[board.index]]
             if offers[board.index][0] == awaited and others:
                 self._diverged(awaited, offers, others)
-            names = ", ".join(f"{self._board.name(peer)} {_how_it_ended(numbers[peer])}" for peer in failed)
+            ends = {peer: f"gave up in collective {numbers[peer]}" for peer in failed}
+            ends |= {peer: "has closed its exchange" for peer in failed if numbers[peer] == LEFT}
+            names = ", ".join(f"{self._board.name(peer)} {ends[peer]}" for peer in failed)
             raise PeerError(f"{names}; its own error says why", failed)
 
     def _slices(self, number: int, nbytes: int, unit: int) -> list[torch.Tensor]:
@@ -250,7 +252,3 @@ class SharedExchange:
 
     def _column(self, number: int, column: int) -> int:
         return COMMON_COLUMNS + number % self._slots * SLOT_COLUMNS + column
-
-
-def _how_it_ended(number: int) -> str:
-    return "has closed its exchange" if number == LEFT else f"gave up in collective {number}"

@@ -43,14 +43,13 @@ Numbers = dict[int, dict[str, torch.Tensor]]  # id(parameter) -> the numbers tha
 class Wanted:
     """What of a source goes into which parameter; checked before a value changes.
 
+    Raises ConfigError: names what is missing, too much, or of another shape.
+
     Args:
         source: has the values.
         strict: every parameter and buffer must have a value, and every value a place.
         states: the optimizer's are wanted too, and step counts.
         known_frozen: the source leaves out what is not trained.
-
-    Raises:
-        ConfigError: names what is missing, too much, or of another shape.
     """
 
     def __init__(self, source: Source, parts: Assembly, *, strict: bool, states: bool, known_frozen: bool) -> None:
@@ -74,7 +73,8 @@ class Wanted:
             else:
                 missing.append(name)
         known = {name for leaf in parts.leaves for name in leaf.names} | self.buffers.keys()
-        unexpected = [n for n in _models_names(source) if n not in known]
+        saved = [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
+        unexpected = [name for name in saved if name not in known]
         if strict and (missing or unexpected):
             advice = "Build the model that was saved, or pass load_module_strict=False to load what fits"
             raise ConfigError(mismatch("load_checkpoint: the checkpoint and the model", missing, unexpected, advice))
@@ -161,10 +161,6 @@ def _short(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, in
     return ((box.begin, box.begin + box.numel) for box in short_boxes(shape, begin, end, PIECE_NUMEL))
 
 
-def _models_names(source: Source) -> list[str]:
-    return [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
-
-
 def _check_shape(name: str, saved: Saved, wanted: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         shape, floating = wanted.shape, wanted.is_floating_point()
@@ -190,9 +186,7 @@ def mismatch(what: str, missing: Sequence[str], unexpected: Sequence[str], advic
 class LoadCheckpoints:
     """Of one engine.
 
-    Args:
-        saves: brings the engine between two steps, and has the disk.
-        state: what is known of checkpoints between calls.
+    `saves`: brings the engine between two steps, and has the disk; `state`: what is known of checkpoints between calls.
     """
 
     def __init__(self, run: Run, steps: Steps, saves: SaveCheckpoints, state: CheckpointState) -> None:

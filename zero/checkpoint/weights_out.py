@@ -41,8 +41,7 @@ class NamedTensor:
 def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[NamedTensor]:
     """What `state_dict` would hold, in its order; tied parameters under each of their names.
 
-    Raises:
-        ConfigError: a parameter is a tensor subclass that wraps others.
+    Raises ConfigError: a parameter is a tensor subclass that wraps others.
     """
     firsts: dict[int, str] = {}
     entries: list[NamedTensor] = []
@@ -117,8 +116,7 @@ class ExportWeights:
     ) -> bool:
         """As `save_16bit_model`, but the exact fp32 masters; what is not trained is widened, codes stay codes.
 
-        Returns:
-            True.
+        Returns True.
         """
         self._save_weights(
             folder_named(save_dir, "save_dir"), save_filename, exclude_frozen_parameters, max_shard_size, masters=True
@@ -145,11 +143,8 @@ class ExportWeights:
     ) -> OrderedDict[str, torch.Tensor] | None:
         """A state dict of copies in host memory, on the first rank; None on others. All ranks come here.
 
-        Tied parameters are one tensor under each of their names. At any stage.
-
-        Raises:
-            StateError: inside forward, backward or `GatheredParameters`.
-            StorageError: a transfer failed, on any rank.
+        Tied parameters are one tensor under each of their names. At any stage. Raises StateError: inside forward,
+        backward or `GatheredParameters`; StorageError: a transfer failed, on any rank.
         """
         entries = self._resting_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
         relay = Relay(self._run.exchange)

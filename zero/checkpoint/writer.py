@@ -130,22 +130,19 @@ class Extents:
         """A tensor of its own, in host memory, which stays as it is until it is written."""
         flat, shape = values.contiguous().reshape(-1), tuple(values.shape)
         boxes = short_boxes(shape, 0, flat.numel(), PIECE_NUMEL)
-        self._add([Part(name, flat.dtype, box, shape, OTHER, 0, None, box.begin, flat) for box in boxes])
+        self._others += [Part(name, flat.dtype, box, shape, OTHER, 0, None, box.begin, flat) for box in boxes]
 
     def add_plane(self, name: str, dtype: torch.dtype, plane: Plane, unit: Unit) -> None:
         """What a plane holds for a unit, as a tensor of (shard_numel,)."""
         shape = (unit.shard_numel,)
         bounds = ((lo, min(lo + PIECE_NUMEL, unit.shard_numel)) for lo in range(0, unit.shard_numel, PIECE_NUMEL))
         boxes = [Box((lo,), (hi - lo,), lo) for lo, hi in bounds]
-        self._add([Part(name, dtype, box, shape, OTHER, 0, unit, unit.begin + box.begin, plane) for box in boxes])
+        self._others += [Part(name, dtype, box, shape, OTHER, 0, unit, unit.begin + box.begin, plane) for box in boxes]
 
     def add_blob(self, name: str, archive: torch.Tensor) -> None:
         """Bytes that are an archive already."""
         box = Box((0,), (archive.numel(),), 0)
-        self._add([Part(name, archive.dtype, box, (), OTHER, 0, None, 0, archive, is_blob=True)])
-
-    def _add(self, parts: list[Part]) -> None:
-        self._others += parts
+        self._others += [Part(name, archive.dtype, box, (), OTHER, 0, None, 0, archive, is_blob=True)]
 
     def end(self) -> None:
         """Place what was added; nothing comes after."""
@@ -475,12 +472,9 @@ def read_list(files: Files, path: Path) -> tuple[FileEntry, list[WrittenBox]]:
             f"{path} is missing, though its rank has written it: save_dir must be on a file system that all nodes share"
         )
     nbytes, told = json.loads(files.read_bytes(path))
-    boxes = [_box(*box) for box in told]
+    boxes = [
+        WrittenBox(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), *rest)
+        for name, dtype, shape, offsets, sizes, *rest in told
+    ]
     entry = FileEntry(bytes=nbytes, boxes=tuple((box.payload, box.payload_bytes, box.crc) for box in boxes))
     return entry, boxes
-
-
-def _box(
-    name: str, dtype: str | None, shape: list[int], offsets: list[int], sizes: list[int], *rest: int
-) -> WrittenBox:
-    return WrittenBox(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), *rest)

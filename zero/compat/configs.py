@@ -15,20 +15,12 @@ from zero.config.precision_block import Bf16Config, Fp16Config
 # Of those that DeepSpeed lists, what `optimizer.type` can be here; any class of torch.optim can be too.
 DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lion"]
 # DeepSpeed's attribute of a configuration -> the block of the JSON.
-BLOCKS_BY_NAME = {
-    "activation_checkpointing_config": "activation_checkpointing",
-    "aio_config": "aio",
-    "autotuning_config": "autotuning",
-    "bfloat16_config": "bf16",
-    "checkpoint_config": "checkpoint",
-    "compile_config": "compile",
-    "float16_config": "fp16",
-    "flops_profiler_config": "flops_profiler",
-    "hybrid_engine_config": "hybrid_engine",
-    "nebula_config": "nebula",
-    "tensor_parallel_config": "tensor_parallel",
-    "timers_config": "timers",
-    "weight_quantization_config": "weight_quantization",
+BLOCKS_BY_NAME = {"bfloat16_config": "bf16", "float16_config": "fp16"} | {
+    f"{block}_config": block
+    for block in (
+        *("activation_checkpointing", "aio", "autotuning", "checkpoint", "compile", "flops_profiler", "hybrid_engine"),
+        *("nebula", "tensor_parallel", "timers", "weight_quantization"),
+    )
 }
 
 

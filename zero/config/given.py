@@ -28,12 +28,11 @@ ZERO = "zero_optimization"
 def read_source(config: object, problems: list[str]) -> tuple[str, Mapping[Any, Any]]:
     """The name of a source, for messages, and the object it holds.
 
+    Raises ConfigError: it is none of these, or cannot be read.
+
     Args:
         config: a path, base64 of a file's content, or the object itself.
         problems: gets a line for every key that is written twice.
-
-    Raises:
-        ConfigError: it is none of these, or cannot be read.
     """
     if isinstance(config, Mapping):
         return "config", config
@@ -138,11 +137,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def config_argument(args: Any) -> Any:
-    """The configuration that `args` names, or None.
-
-    Raises:
-        ConfigError: two of the names are set to different files.
-    """
+    """The configuration that `args` names, or None. Raises ConfigError: two of the names are set to different files."""
     given = {name: value for name in CONFIG_NAMES if (value := getattr(args, name, None)) is not None}
     if len(set(map(str, given.values()))) > 1:
         listed = ", ".join(f"--{name} {value}" for name, value in given.items())

@@ -33,7 +33,8 @@ def make_loader(
     samples from the front (or dropped, with `dataloader_drop_last`), since a rank that had a batch less would leave the
     others waiting. A last batch that is not full is kept (or dropped, likewise); it has the same size on every rank.
 
-    The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except that of an IterableDataset.
+    The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except that of an IterableDataset. Raises
+    ConfigError: no such route, or data that cannot be dealt out.
 
     Args:
         data: with `__getitem__` and `__len__`; with one rank an IterableDataset too.
@@ -42,9 +43,6 @@ def make_loader(
         batch_size: samples; None: train_micro_batch_size_per_gpu.
         sampler: which samples this rank gets, in which order; None: see above.
         options: of the DataLoader.
-
-    Raises:
-        ConfigError: no such route, or data that cannot be dealt out.
     """
     if route not in ROUTES:
         raise ConfigError(f"loader: route: expected one of {', '.join(ROUTES)}, got {route!r}")

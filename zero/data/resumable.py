@@ -209,15 +209,14 @@ class ResumableLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is: the epoch, and the batches and samples (of all ranks) that it has got of it.
 
-        Returns:
-            Numbers, tensors, and the state of a sampler that has one.
+        Returns numbers, tensors, and the state of a sampler that has one.
         """
         skipping, own = self._skipping, self._has_own_generator
         at = self._loaded if self._loaded is not None else self._progress
         if at is None or at.ended or (at is self._loaded and at.epoch != self._next_epoch):
             random = skipping.generator.get_state() if skipping.generator is not None and own else None
             at = _Progress(self._next_epoch, random=random)
-        mine = self._mine(at)
+        mine = min(at.first + at.had * self._samples, self._skipping.epoch_samples)
         return {
             "epoch": at.epoch,
             "batches": at.batches,
@@ -234,10 +233,7 @@ class ResumableLoader(DataLoader[Any]):
         """The next iteration goes on where the state was taken; iterators that have begun are left alone.
 
         It begins after the samples that were had, also if batches have another size now or there are other ranks; what
-        cannot be as it was is said in the log.
-
-        Raises:
-            ConfigError: it is no state of such a loader.
+        cannot be as it was is said in the log. Raises ConfigError: it is no state of such a loader.
         """
         wrong = [key for key in COUNTS if not isinstance(state.get(key), int)]
         if wrong:
@@ -294,9 +290,6 @@ class ResumableLoader(DataLoader[Any]):
     @property
     def _has_own_generator(self) -> bool:
         return self._skipping.generator is not torch.default_generator
-
-    def _mine(self, at: _Progress) -> int:
-        return min(at.first + at.had * self._samples, self._skipping.epoch_samples)
 
     def _notes(
         self, state: Mapping[str, Any], samples: int, ranks: int, batch_samples: int, dataset_samples: int

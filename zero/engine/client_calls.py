@@ -62,8 +62,7 @@ class ClientCalls:
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per step by the number of micro-batches.
 
-        Raises:
-            ConfigError: it is no multiple of the micro-batches of all ranks.
+        Raises ConfigError: it is no multiple of the micro-batches of all ranks.
         """
         config = self._run.config
         once = config.train_micro_batch_size_per_gpu * config.world_size
@@ -76,19 +75,14 @@ class ClientCalls:
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per forward on one rank; the number of micro-batches stays.
 
-        Raises:
-            ConfigError: not positive.
+        Raises ConfigError: not positive.
         """
         steps, world_size = self._run.config.gradient_accumulation_steps, self._run.config.world_size
         _check_positive("set_train_micro_batch_size", micro_batch_size)
         self._run.set_batch(micro_batch_size * steps * world_size, micro_batch_size, steps)
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Change the micro-batches per step; the size of each stays.
-
-        Raises:
-            ConfigError: not positive.
-        """
+        """Change the micro-batches per step; the size of each stays. Raises ConfigError: not positive."""
         _check_positive("set_gradient_accumulation_steps", steps)
         micro, world_size = self._run.config.train_micro_batch_size_per_gpu, self._run.config.world_size
         self._run.set_batch(micro * steps * world_size, micro, steps)
@@ -118,8 +112,7 @@ class ClientCalls:
     def empty_partition_cache(self) -> None:
         """Let go of every gathered weight that nothing uses; what a later forward needs is fetched again.
 
-        Raises:
-            StateError: the engine is closed, or a forward or backward is running.
+        Raises StateError: the engine is closed, or a forward or backward is running.
         """
         self._steps.ready("empty_partition_cache", frozenset())
         self._run.parts.coordinator.release_all()
@@ -128,8 +121,7 @@ class ClientCalls:
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Have torch compile the model in place, as `engine.module.compile(backend=backend, **compile_kwargs)`.
 
-        Raises:
-            ConfigError: `schedule` or `compiled_autograd_enabled`: DeepCompile is not available.
+        Raises ConfigError: `schedule` or `compiled_autograd_enabled`: DeepCompile is not available.
         """
         asked = [name for name, value in more.items() if value]
         if asked:

@@ -85,12 +85,7 @@ class SnapshotTurns(StepListener):
 
 
 class SnapshotCalls:
-    """`engine.save_snapshot` and `engine.load_snapshot`.
-
-    Args:
-        accumulation: of micro-batches.
-        turns: of the snapshots.
-    """
+    """`engine.save_snapshot` and `engine.load_snapshot`."""
 
     def __init__(self, run: Run, steps: Steps, accumulation: Accumulation, turns: SnapshotTurns) -> None:
         self._run, self._steps, self._accumulation, self._turns = run, steps, accumulation, turns

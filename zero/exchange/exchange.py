@@ -7,49 +7,31 @@ are taken in the same order on every rank, and exchanged in that order, whatever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload.kernels import kernels
 from offload.memory.byte_tensors import bytes_of, tensor_of
 from offload.streams import Fence
-from zero.params.layout import Layout, SubGroup, Unit
+from zero.params.layout import Layout, Unit
 from zero.params.placement import ONE_RANK, Placement
 from zero.ranks.comm import Comm
 from zero.ranks.rank_group import Payload
 from zero.store.storage import Storage
 from zero.store.whole_gradients import SharedPlaces
 
+if TYPE_CHECKING:
+    from zero.optim.pending_updates import DueUpdates
+
 Turn = tuple[Any, ...]  # What an exchange needs to know of its place in the order.
 
 NEAR = "gather inside nodes"  # What a gather among neighbours is for.
 
 HOST_CHUNK_BYTES = 16 << 20  # Of a slice, at a time, where values are read on the host.
-
-
-class Updates(Protocol):
-    """What an exchange needs of the updates behind the step: other ranks may wait for what they store."""
-
-    stored: Callable[[int], None]
-    """To be called, on the mover's loop, with a unit whose weights of the last step are where they live."""
-    stopped: bool  # The engine closes: no further update begins.
-
-    @property
-    def all_settled(self) -> bool:
-        """True when nothing is due or under way."""
-
-    def at_home(self, index: int) -> bool:
-        """True when the unit's weights of the last step are where they live."""
-
-    def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
-        """The sub-groups of these units (None: all) that are due or under way. For any thread."""
-
-    async def bring(self, groups: Iterable[SubGroup]) -> None:
-        """Update sub-groups now. Raises StorageError if one of them is still due."""
 
 
 class Exchange:
@@ -59,10 +41,10 @@ class Exchange:
     overlaps: bool = True  # False: whoever starts a reduction waits for it.
     memory: SharedPlaces | None = None  # Where what all ranks see is to be allocated; None: nothing is shared.
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement = ONE_RANK) -> None:
         self.placement = placement
 
-    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """The storage is made, on every rank. All ranks come here."""
 
     def adopted(self) -> None:
@@ -142,9 +124,6 @@ class Exchange:
 class Alone(Exchange):
     """One rank: there is nobody to exchange anything with."""
 
-    def __init__(self, placement: Placement = ONE_RANK) -> None:
-        super().__init__(placement)
-
 
 @dataclass(frozen=True, slots=True)
 class Wire:
@@ -194,7 +173,7 @@ class Collectives(AmongRanks):
         self._room = asyncio.Lock()
         self._arriving: Callable[[int], torch.Tensor] | None = None
 
-    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         self._arriving = storage.whole_gradients.arriving
 
     def turn(self, what: str, unit: Unit) -> Turn:

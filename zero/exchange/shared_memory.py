@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import astuple
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,11 +33,14 @@ from offload.planes.planes import Disk, Home, Plane, settle_all
 from offload.planes.two_slots import TwoSlotPlane
 from offload.streams import Fence
 from offload.system.descriptors import Share, exchange_descriptors
-from zero.exchange.exchange import AmongRanks, Turn, Updates, Wire
+from zero.exchange.exchange import AmongRanks, Turn, Wire
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
 from zero.ranks.comm import Comm
 from zero.store.storage import Storage
+
+if TYPE_CHECKING:
+    from zero.optim.pending_updates import DueUpdates
 
 # As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds.
 WAIT_SECONDS_MAX = 1800.0
@@ -109,7 +113,7 @@ class SharedMemory(AmongRanks):
         self._first_slots: list[list[Home]] = []  # Per space, what is on the disk, where the planes have two slots.
         self._epoch, self._reductions, self._ended = 0, 0, False
 
-    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """Find the others' slices. All ranks come here, once their storage is made."""
         comm, placement = self._comm, self.placement
         share = partial(comm.agree, "sharing")

@@ -7,7 +7,10 @@ import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 # Signals that a rank does not get because another one has failed.
 CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
@@ -16,16 +19,6 @@ OF_A_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Dist(Backend|Network|Store)Error|gloo|NCCL|process group|TCPStore"
 )
 RULE = "=" * 72
-
-
-class TorchFailure(Protocol):
-    """What torch's ProcessFailure says of a rank."""
-
-    local_rank: int
-    pid: int
-    exitcode: int
-    error_file_data: dict[str, Any]
-    timestamp: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +52,7 @@ class Failure:
         return dataclasses.asdict(self)
 
 
-def from_torch(failures: Mapping[int, TorchFailure], host: str) -> list[Failure]:
+def from_torch(failures: Mapping[int, ProcessFailure], host: str) -> list[Failure]:
     """The ranks of this node that failed, by torchrun's account."""
     found = []
     for rank, failure in failures.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.errors import ConfigError
@@ -47,19 +47,9 @@ class Names:
 TORCHRUN = Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = Names("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 MPI = (
-    Names(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Names(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
+    *(
+        Names(launcher, *(f"{begin}_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+        for launcher, begin in (("Open MPI", "OMPI"), ("MVAPICH", "MV2"))
     ),
     Names("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
@@ -163,9 +153,7 @@ def _with_master(environ: Mapping[str, str], port: int, place: RankPlace, known:
     text = environ.get("MASTER_PORT") or str(port)
     if not text.isdigit() or not 0 <= int(text) < 1 << 16:
         raise ConfigError(f"MASTER_PORT: expected a port number, got {text!r}")
-    return RankPlace(
-        place.source, place.rank, place.world_size, place.local_rank, place.local_world_size, address, int(text)
-    )
+    return replace(place, master_addr=address, master_port=int(text))
 
 
 def _mpi() -> Any:

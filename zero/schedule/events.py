@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from zero.optim.pipeline import StepArguments
-
-
-class WaitsForUnits(Protocol):
-    """Signature of `Events.current`."""
-
-    def __call__(self, what: str, units: Iterable[int] | None = None) -> None:
-        """Raise StateError if the engine is closed; wait until these units (None: all) are as of the last step."""
-
-
-class HearsOfChanges(Protocol):
-    """Signature of `Events.changed`."""
-
-    def __call__(self, index: int | None = None) -> None:
-        """A unit (None: all) changes by other means than a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +18,9 @@ class Events:
     module_called: Callable[[], None]  # A module is called by itself: weights are on the device when it returns.
     backward_begins: Callable[[], None]  # What a backward needs is on the device when it returns.
     states_are_away: Callable[[], bool]  # `offload_states` has put something away; no update is due.
-    current: WaitsForUnits
-    changed: HearsOfChanges
+    # (what, units=None): StateError if the engine is closed; else these units (None: all) are as of the last step.
+    current: Callable[..., None]
+    changed: Callable[..., None]  # (index=None): a unit (None: all) changes by other means than a step.
     edit_begins: Callable[[], None]  # Weights may be edited: no checkpoint is being written when it returns.
     arguments_now: Callable[[], StepArguments]  # What a step would use now that does not clip.
     at_boundary: Callable[[], bool]  # True when the next step updates the parameters.

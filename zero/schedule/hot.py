@@ -58,7 +58,11 @@ class HotUnits:
         rest_numel = sum(self._numel.values()) - held_numel
         largest_numel = max((n for other, n in self._numel.items() if other not in held), default=0)
         colder = sorted(
-            (other for other in self.kept if other not in in_use and self._much_hotter(unit, other)),
+            (
+                other
+                for other in self.kept
+                if other not in in_use and self._uses[unit] > MUCH_HOTTER * self._uses[other]
+            ),
             key=lambda other: self._uses[other],
         )
         leave: list[int] = []
@@ -73,6 +77,3 @@ class HotUnits:
         self.kept.add(unit)
         self.kept.difference_update(leave)
         return tuple(leave)
-
-    def _much_hotter(self, unit: int, other: int) -> bool:
-        return self._uses[unit] > MUCH_HOTTER * self._uses[other]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,12 +11,15 @@ from offload.archives import bytes_tensor, make_archive, pack_any, read_archive,
 from offload.errors import StateError
 from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.optim.rules import Progress, Scalar
-from zero.snapshots.small_state import Counted, rank_state, restore_counters, restore_groups, restore_rank
+from zero.snapshots.small_state import rank_state, restore_counters, restore_groups, restore_rank
+
+if TYPE_CHECKING:
+    from zero.assembly.run import Run
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-def capture(run: Counted, names: dict[int, str], norm: float | None) -> bytes:
+def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
     """All of it, as `restore` takes it. `names`: id(parameter) -> its first name."""
     state: dict[str, Any] = {
         "counters": {name: getattr(run, name) for name in COUNTERS},
@@ -41,7 +44,7 @@ def capture(run: Counted, names: dict[int, str], norm: float | None) -> bytes:
     return make_archive(state).numpy().tobytes()
 
 
-def restore(run: Counted, names: dict[int, str], data: bytes) -> float | None:
+def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
     """Put back what `capture` has taken; returns the norm of the last step's gradients.
 
     Raises StateError: the param groups are others. Nothing has changed.
@@ -84,7 +87,7 @@ def _unpacked(packed: tuple[Any, ...], scalars: Mapping[str, Scalar]) -> Progres
     return Progress((*known, *((n, Scalar(None)) for n in (rest[0] if rest else []))), tuple(present))
 
 
-def _check_groups(run: Counted, names: dict[int, str], saved: list[dict[str, Any]]) -> None:
+def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) -> None:
     groups = run.updater.param_groups if run.updater is not None else []
     mine = [[names.get(id(p), "") for p in group["params"]] for group in groups]
     theirs = [group["params"] for group in saved]

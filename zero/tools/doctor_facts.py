@@ -55,6 +55,11 @@ def good(value: str) -> Answer:
     return value, OK, ""
 
 
+def _unless(trouble: str, value: str, note: str, well: str) -> Answer:
+    """What is slower where there is trouble, and why; else that all is well."""
+    return (value, SLOWER, f"{trouble}{note}") if trouble else good(well)
+
+
 def ask(section: str, name: str, question: Callable[[], Answer]) -> Fact:
     """The answer as a fact; whatever the question raises is one too."""
     try:
@@ -134,14 +139,8 @@ def _cpuinfo(key: str) -> str:
 
 
 def _kernels() -> Answer:
-    trouble = health.cpu_library_trouble()
-    if trouble:
-        return (
-            "torch operations",
-            SLOWER,
-            f"{trouble}. Results are the same; an optimizer update takes about twenty times as long",
-        )
-    return good(f"native, {kernels.isa()}")
+    note = ". Results are the same; an optimizer update takes about twenty times as long"
+    return _unless(health.cpu_library_trouble(), "torch operations", note, f"native, {kernels.isa()}")
 
 
 def memory() -> Questions:
@@ -178,10 +177,8 @@ def _lockable() -> Answer:
 
 
 def _shared() -> Answer:
-    trouble = health.shared_memory_trouble()
-    if trouble:
-        return "none", SLOWER, f"{trouble}. Ranks of one node cannot share host memory and copy to each other"
-    return good("memfd works: ranks of one node can share host memory")
+    note = ". Ranks of one node cannot share host memory and copy to each other"
+    return _unless(health.shared_memory_trouble(), "none", note, "memfd works: ranks of one node can share host memory")
 
 
 def file_io() -> Questions:
@@ -235,11 +232,8 @@ def _disk(path: Path) -> Answer:
 
 
 def _direct(path: Path) -> Answer:
-    trouble = health.direct_io_trouble(path)
-    if trouble:
-        note = f"{trouble}; the page cache sits between: it takes host memory and a copy of every byte"
-        return "no", SLOWER, note
-    return good("yes")
+    note = "; the page cache sits between: it takes host memory and a copy of every byte"
+    return _unless(health.direct_io_trouble(path), "no", note, "yes")
 
 
 def _speed(path: Path, probe: bool) -> Answer:
@@ -276,17 +270,13 @@ def _gpu(module: Any, index: int) -> Answer:
 
 
 def _cuda_kernels() -> Answer:
-    trouble = health.cuda_library_trouble()
-    if trouble:
-        return "torch operations", SLOWER, f"{trouble}. Updates on the GPU and block sums run as several torch kernels"
-    return good("native")
+    note = ". Updates on the GPU and block sums run as several torch kernels"
+    return _unless(health.cuda_library_trouble(), "torch operations", note, "native")
 
 
 def _pinned() -> Answer:
-    trouble = health.pinning_trouble()
-    if trouble:
-        return "no", SLOWER, f"{trouble}; copies to and from the GPU are slower and stop its stream"
-    return good("works")
+    note = "; copies to and from the GPU are slower and stop its stream"
+    return _unless(health.pinning_trouble(), "no", note, "works")
 
 
 def several_ranks() -> Questions:
