@@ -160,7 +160,7 @@ def is_lent(engine: Any, unit: Any) -> bool:
 STEP_STAGES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     # What a step calls, in this order: owner, method.
     "check": lambda engine: (engine.run.parts.stepper, "check"),
-    "store_edits": lambda engine: (engine.run.parts.keeper, "store_edits"),
+    "store_edits": lambda engine: (engine.run.parts.keeper.editor, "store_edits"),
     "release_all": lambda engine: (engine.run.parts.coordinator, "release_all"),
     "finish": lambda engine: (engine.run.parts.stepper, "finish"),
     "flush_all": lambda engine: (engine.run.parts.gradients, "flush_all"),

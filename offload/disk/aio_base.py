@@ -21,30 +21,20 @@ T = TypeVar("T")
 
 Op = Literal["read", "write", "sync"]
 OPS: tuple[Op, ...] = ("read", "write", "sync")
-NATIVE_BACKENDS = ("io_uring", "libaio", "threads")
-"""Best first; the position is the number of the backend in the C header."""
+NATIVE_BACKENDS = ("io_uring", "libaio", "threads")  # Best first; the position is the number in the C header.
 BACKENDS = ("auto", *NATIVE_BACKENDS, "aiofiles")
 CHUNK_BYTES_MAX = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AioOptions:
-    """How files are read and written."""
-
-    backend: str = "auto"
-    """"auto" takes the best that works: io_uring, libaio, threads, aiofiles."""
-    queue_depth: int = 32
-    """Chunks in flight at most."""
-    chunk_bytes: int = 2 << 20
-    """Largest transfer handed to the kernel; a multiple of the page."""
-    threads: int = 4
-    """Workers of the threads and aiofiles backends; the others ignore it."""
-    requests_max: int = 4096
-    """Requests accepted at once; more wait their turn."""
-    single_submit: bool = False
-    """Hand chunks to the kernel one system call each (native backends); costs throughput."""
-    overlap_events: bool = True
-    """Start chunks as soon as slots are free; False waits for all earlier ones (native backends)."""
+    backend: str = "auto"  # "auto" takes the best that works: io_uring, libaio, threads, aiofiles.
+    queue_depth: int = 32  # Chunks in flight at most.
+    chunk_bytes: int = 2 << 20  # Largest transfer handed to the kernel; a multiple of the page.
+    threads: int = 4  # Workers of the threads and aiofiles backends; the others ignore it.
+    requests_max: int = 4096  # Requests accepted at once; more wait their turn.
+    single_submit: bool = False  # Hand chunks to the kernel one system call each (native backends); costs throughput.
+    overlap_events: bool = True  # Chunks start as slots are free; False: after all earlier ones (native).
 
     def __post_init__(self) -> None:
         problems = []
@@ -71,17 +61,12 @@ class AioStats:
 
     read_bytes: int
     write_bytes: int
-    requests: int
-    """Finished, well or not."""
+    requests: int  # Finished, well or not.
     chunks: int
-    resumed: int
-    """Transfers that moved less than asked and were continued."""
-    retried: int
-    """Transfers repeated after EINTR or EAGAIN."""
-    registered: int
-    """Transfers started through registered memory."""
-    busy_seconds: float
-    """With anything in flight; `read_seconds` and `write_seconds`: with at least one of those."""
+    resumed: int  # Transfers that moved less than asked and were continued.
+    retried: int  # Transfers repeated after EINTR or EAGAIN.
+    registered: int  # Transfers started through registered memory.
+    busy_seconds: float  # With anything in flight; `read_seconds` and `write_seconds`: with at least one of those.
     read_seconds: float
     write_seconds: float
 
@@ -90,18 +75,14 @@ class AioStats:
 class AioFault:
     """Faults to inject below the chunk logic, for tests. Rates are probabilities per transfer."""
 
-    errno: int = errno_names.EIO
-    """Positive errno that a failing transfer reports."""
+    errno: int = errno_names.EIO  # Positive errno that a failing transfer reports.
     fail_rate: float = 0.0
-    short_rate: float = 0.0
-    """Transfers that move less than asked."""
+    short_rate: float = 0.0  # Transfers that move less than asked.
     delay_rate: float = 0.0
     delay_seconds: float = 0.0
     ops: tuple[Op, ...] = OPS
-    skip: int = 0
-    """Matching transfers that pass before the first fault."""
-    count_max: int = 0
-    """Faults at most; 0: no limit."""
+    skip: int = 0  # Matching transfers that pass before the first fault.
+    count_max: int = 0  # Faults at most; 0: no limit.
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -121,8 +102,7 @@ class Request:
     offset: int
     path: str
     buffer: torch.Tensor | None = None
-    what: str = ""
-    """Name in a timeline."""
+    what: str = ""  # Name in a timeline.
     begin_ns: int = field(default_factory=time.perf_counter_ns)
 
     def __post_init__(self) -> None:
@@ -178,10 +158,6 @@ async def settle(future: asyncio.Future[T]) -> T:
     raise cancelled
 
 
-def _nothing_to_undo() -> None:
-    pass
-
-
 class Aio(ABC):
     """Reads and writes files without blocking the event loop it is used from.
 
@@ -205,39 +181,29 @@ class Aio(ABC):
     async def read(self, fd: int, offset: int, buffer: torch.Tensor, path: str, what: str = "read") -> None:
         """Fill `buffer` from byte `offset` of the file; a file that ends before it is full is ENODATA.
 
-        `what` is its name in a timeline.
-
-        Raises:
-            StorageError: names `path` and the offset of the part that failed.
+        `what` is its name in a timeline. Raises StorageError: names `path` and the offset of the part that failed.
         """
         await self._begin(Request("read", fd, offset, path, buffer, what))
 
     async def write(self, fd: int, offset: int, buffer: torch.Tensor, path: str, what: str = "write") -> None:
         """Write `buffer` at byte `offset` of the file; `what` is its name in a timeline.
 
-        Raises:
-            StorageError: names `path` and the offset of the part that failed.
+        Raises StorageError: names `path` and the offset of the part that failed.
         """
         await self._begin(Request("write", fd, offset, path, buffer, what))
 
     async def sync(self, fd: int, path: str) -> None:
-        """Put the data of finished writes on stable storage (fdatasync).
-
-        Raises:
-            StorageError: names `path`.
-        """
+        """Put the data of finished writes on stable storage (fdatasync). Raises StorageError: names `path`."""
         await self._begin(Request("sync", fd, 0, path))
 
     def register_memory(self, memory: torch.Tensor) -> Callable[[], None]:
         """Say in advance that transfers will use `memory`: where the kernel can, it pins the pages once.
 
-        Nothing depends on it; where it cannot be done, `reason` says why. The memory is kept until then:
-
-        Returns:
-            What undoes it; call it when no transfer in that memory is under way.
+        Nothing depends on it; where it cannot be done, `reason` says why. The memory is kept until then: Returns what
+        undoes it; call it when no transfer in that memory is under way.
         """
         del memory
-        return _nothing_to_undo
+        return lambda: None
 
     def in_flight(self) -> list[str]:
         """One line per transfer that has not ended: what, where, how many bytes, for how long."""
@@ -247,8 +213,7 @@ class Aio(ABC):
     def close(self) -> None:
         """Give everything back. Call it from the thread of the event loop, or when that has ended. Idempotent.
 
-        Raises:
-            StateError: transfers are in flight; nothing was closed.
+        Raises StateError: transfers are in flight; nothing was closed.
         """
         if self._closed:
             return

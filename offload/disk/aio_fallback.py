@@ -101,7 +101,6 @@ class AiofilesAio(Aio):
         self._requests = self._chunks = self._resumed = self._retried = 0
 
     def stats(self) -> AioStats:
-        """What has been moved so far."""
         return AioStats(
             read_bytes=self._moved_bytes["read"],
             write_bytes=self._moved_bytes["write"],
@@ -116,7 +115,6 @@ class AiofilesAio(Aio):
         )
 
     def inject(self, fault: AioFault | None) -> None:
-        """Replace the fault plan from the next transfer on; None: no faults."""
         self._faults = None if fault is None else _Faults(fault)
 
     async def _move(self, request: Request) -> None:

@@ -93,7 +93,6 @@ class NativeAio(Aio):
         self._registered: dict[int, torch.Tensor] = {}
 
     def stats(self) -> AioStats:
-        """What the engine has moved so far."""
         if self._closed:
             raise StateError("statistics: the I/O engine is closed")
         out = self._ffi.new("zn_aio_stats *")
@@ -112,7 +111,6 @@ class NativeAio(Aio):
         )
 
     def inject(self, fault: AioFault | None) -> None:
-        """Replace the fault plan from the next transfer on; None: no faults."""
         if self._closed:
             raise StateError("fault injection: the I/O engine is closed")
         plan = self._ffi.NULL
@@ -132,7 +130,6 @@ class NativeAio(Aio):
         self._check("zn_aio_inject", self._lib.zn_aio_inject(self._handle, plan))
 
     def register_memory(self, memory: torch.Tensor) -> Callable[[], None]:
-        """As `Aio.register_memory`."""
         if self._closed or memory.numel() == 0:
             return lambda: None
         pointer, nbytes = self._ffi.cast("void *", memory.data_ptr()), memory.numel() * memory.element_size()

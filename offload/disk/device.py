@@ -19,19 +19,16 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 class DeviceIdentity:
     """Equal for two folders when a measurement of one holds for the other."""
 
-    name: str
-    """Of the block device, or what is mounted where there is none ("overlay", "server:/export")."""
+    name: str  # Of the block device, or what is mounted where there is none ("overlay", "server:/export").
     model: str
     serial: str
     size_bytes: int
     file_system: str
     kernel: str
-    engine: str
-    """Hash of the I/O engine's sources: a new engine is measured anew."""
+    engine: str  # Hash of the I/O engine's sources: a new engine is measured anew.
 
     @property
     def key(self) -> str:
-        """A name for files."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 

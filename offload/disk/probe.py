@@ -27,8 +27,7 @@ Kind = Literal["read", "write", "mixed"]
 
 FILE_BYTES_MAX = 1_000_000_000
 QUICK_FILE_BYTES_MAX = 512 << 20
-LANES = 4
-"""Records in flight, as in an optimizer step."""
+LANES = 4  # Records in flight, as in an optimizer step.
 RECORD_BYTES_MAX = 16 << 20
 RECORD_BYTES_MIN = 1 << 20
 BURST_SECONDS = 0.15
@@ -36,14 +35,11 @@ BURST_SECONDS = 0.15
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """How the engine is opened."""
-
     backend: str
     chunk_bytes: int
     queue_depth: int
 
     def options(self) -> AioOptions:
-        """For `open_aio`."""
         return AioOptions(backend=self.backend, chunk_bytes=self.chunk_bytes, queue_depth=self.queue_depth)
 
     def __str__(self) -> str:
@@ -53,14 +49,12 @@ class Setting:
 class ProbeFile:
     """A file without a name, filled with random bytes, and the memory to move it through.
 
+    Raises ConfigError: no room; StorageError: the disk failed.
+
     Args:
         folder: on the disk in question.
         fill_seconds: filling ends then; what has been written is what bursts use.
         file_bytes_max: at most this, and at most half of what is free.
-
-    Raises:
-        ConfigError: no room.
-        StorageError: the disk failed.
     """
 
     def __init__(self, folder: Path, fill_seconds: float, file_bytes_max: int = FILE_BYTES_MAX) -> None:
@@ -96,7 +90,6 @@ class ProbeFile:
         return moved / (time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Give file and memory back."""
         os.close(self._fd)
         self._loop.close()
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -198,9 +191,7 @@ def alone(file: ProbeFile, setting: Setting, kind: Kind, rounds: int) -> float:
 def mixed_speed(folder: Path) -> float:
     """Bytes per second of the optimizer's mix, in one or two seconds; for sharing stripes between drives.
 
-    Raises:
-        ConfigError: no room.
-        StorageError: the disk failed.
+    Raises ConfigError: no room; StorageError: the disk failed.
     """
     begin = time.perf_counter()
     file = ProbeFile(folder, fill_seconds=0.4, file_bytes_max=QUICK_FILE_BYTES_MAX)

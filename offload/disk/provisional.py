@@ -33,7 +33,6 @@ class ProvisionalFile:
 
     Attributes:
         descriptor: of the file; -1 once closed.
-        where: as given.
         releases: the file system takes parts of it back before it is closed.
     """
 
@@ -60,11 +59,7 @@ class ProvisionalFile:
         return cls(memory_file(), "host memory")
 
     def append(self, values: torch.Tensor) -> int:
-        """Store a tensor's bytes; returns where.
-
-        Raises:
-            StorageError: the file system has no room.
-        """
+        """Store a tensor's bytes; returns where. Raises StorageError: the file system has no room."""
         offset = self.reserve(values.numel() * values.element_size())
         self.write(offset, values)
         return offset
@@ -125,10 +120,8 @@ def read_once(
 def read_into(fd: int, offset: int, out: torch.Tensor, failure: Callable[[OSError, int], StorageError]) -> None:
     """Fill `out`, contiguous, from byte `offset` of a file.
 
-    The page cache has no further use for them, and a cgroup would count it: it is told so.
-
-    Raises:
-        StorageError: what `failure` makes of the error and the offset.
+    The page cache has no further use for them, and a cgroup would count it: it is told so. Raises StorageError: what
+    `failure` makes of the error and the offset.
     """
     data, position = _bytes_of(out), 0
     while position < len(data):

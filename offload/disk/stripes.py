@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from offload.errors import ConfigError
 
-STRIPE_BYTES = 2 << 20
-"""One chunk of the I/O engine's default, one huge page."""
+STRIPE_BYTES = 2 << 20  # One chunk of the I/O engine's default, one huge page.
 ROUND_STRIPES_MAX = 64
 
 
@@ -24,8 +23,7 @@ class StripePiece:
 
     file: int
     file_offset: int
-    begin: int
-    """First byte of the transfer that this piece covers."""
+    begin: int  # First byte of the transfer that this piece covers.
     nbytes: int
 
 
@@ -98,8 +96,7 @@ class StripeMap:
 def shares(weights: Sequence[float], stripes_max: int = ROUND_STRIPES_MAX) -> tuple[int, ...]:
     """Stripes per round for each weight: the shortest round that is nowhere more than 2 % off, else the nearest.
 
-    Raises:
-        ConfigError: a weight is not positive, or there are none.
+    Raises ConfigError: a weight is not positive, or there are none.
     """
     if not weights or not all(0 < weight < float("inf") for weight in weights):
         raise ConfigError(f"stripe weights: expected positive numbers, got {list(weights)}")

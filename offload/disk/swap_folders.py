@@ -14,22 +14,14 @@ from offload.disk.swapfile import free_bytes
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 
-UNEXPANDED = ("~", "$")
-"""What a shell would have replaced: a folder of such a name is never what was meant."""
+UNEXPANDED = ("~", "$")  # What a shell would have replaced: a folder of such a name is never what was meant.
 
 
 def make_folder(path: Path | str) -> str:
     """Make a folder, with those above it, if nothing is there.
 
-    Args:
-        path: of `nvme_path`.
-
-    Returns:
-        A line that says that it was made, and on which file system; empty: there was something, or another process was
-        faster.
-
-    Raises:
-        ConfigError: it cannot be made.
+    Returns a line that says that it was made, and on which file system; empty: there was something, or another process
+    was faster. Raises ConfigError: it cannot be made.
     """
     folder = Path(path)
     if folder.exists():

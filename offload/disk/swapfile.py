@@ -25,8 +25,7 @@ from offload.errors import ConfigError, StateError, StorageError
 from offload.sizes import PAGE_BYTES, align_up
 
 RUN_FOLDER_PREFIX = "zero-infinity-"
-STARTING_SECONDS = 60.0
-"""A run folder that is younger may belong to a job between creating and unlinking its file."""
+STARTING_SECONDS = 60.0  # A run folder that is younger may belong to a job between creating and unlinking its file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class Span:
     fd: int
     path: str
     file_offset: int
-    begin: int
-    """First byte of the transfer's buffer that this span covers."""
+    begin: int  # First byte of the transfer's buffer that this span covers.
     nbytes: int
 
 
@@ -45,23 +43,17 @@ class Span:
 class SwapGeometry:
     """Where each byte of a swap space lies in its files: numbers and strings, to be told to another process."""
 
-    counts: tuple[int, ...]
-    """Stripes of each round that go to each file."""
+    counts: tuple[int, ...]  # Stripes of each round that go to each file.
     stripe_bytes: int
     capacity_bytes: int
-    paths: tuple[str, ...]
-    """The folders, for errors; the files have no names."""
-    direct: bool
-    """The files are open past the page cache."""
+    paths: tuple[str, ...]  # The folders, for errors; the files have no names.
+    direct: bool  # The files are open past the page cache.
 
 
 @dataclass(slots=True)
 class SwapFile:
-    """One open file of a swap space."""
-
     fd: int
-    path: str
-    """Its folder, for errors; of one that has a name, the file."""
+    path: str  # Its folder, for errors; of one that has a name, the file.
 
 
 def free_bytes(path: Path | str) -> int:
@@ -73,16 +65,15 @@ def free_bytes(path: Path | str) -> int:
 class SwapSpace:
     """A byte range [0, capacity_bytes) over one or more files.
 
+    Raises ConfigError: a path is missing or not writable, or has no room ("need X, have Y at PATH"); StorageError: the
+    file system refused the reservation.
+
     Args:
         paths: existing folders, best on different drives.
         capacity_bytes: reserved at once, so a full disk fails before training does.
         speeds: bytes per second of each path's device, to stripe by; None: measured if there are several devices.
         coming: device number -> bytes that others there give back while the space is filled. Where it needs them it is
             reserved by `reserve`, once it is full.
-
-    Raises:
-        ConfigError: a path is missing or not writable, or has no room ("need X, have Y at PATH").
-        StorageError: the file system refused the reservation.
 
     Attributes:
         direct: no page cache lies between.
@@ -104,7 +95,7 @@ class SwapSpace:
         folders = [check_folder(path) for path in paths]
         if not folders:
             raise ConfigError("swap space: nvme_path is empty; give at least one folder")
-        self._capacity_bytes = 0
+        self.capacity_bytes = 0
         self._map = StripeMap(stripe_weights(folders, speeds))
         needs = self._lengths(capacity_bytes)
         check_room(folders, needs, coming)
@@ -112,7 +103,7 @@ class SwapSpace:
             for folder in folders:
                 self._files.append(self._create(folder))
             if lacks_room(folders, needs):
-                self._capacity_bytes, self._unreserved = align_up(capacity_bytes, PAGE_BYTES), True
+                self.capacity_bytes, self._unreserved = align_up(capacity_bytes, PAGE_BYTES), True
                 for file, nbytes in zip(self._files, needs, strict=True):
                     os.ftruncate(file.fd, nbytes)
             else:
@@ -122,11 +113,6 @@ class SwapSpace:
             raise
 
     @property
-    def capacity_bytes(self) -> int:
-        """Reserved bytes."""
-        return self._capacity_bytes
-
-    @property
     def paths(self) -> tuple[str, ...]:
         """Of the files, as `SwapFile` says."""
         return tuple(file.path for file in self._files)
@@ -134,15 +120,14 @@ class SwapSpace:
     def extend(self, nbytes: int) -> int:
         """Reserve `nbytes` more; returns the offset of the new range.
 
-        Raises:
-            StorageError: the file system has no room; nothing was written.
+        Raises StorageError: the file system has no room; nothing was written.
         """
         self._check_open()
-        begin = self._capacity_bytes
+        begin = self.capacity_bytes
         end = align_up(begin + nbytes, PAGE_BYTES)
         for file, length in zip(self._files, self._lengths(end), strict=True):
             _reserve(file, max(length, PAGE_BYTES), begin)
-        self._capacity_bytes = end
+        self.capacity_bytes = end
         return begin
 
     def reserve(self) -> None:
@@ -151,7 +136,7 @@ class SwapSpace:
         if not self._unreserved:
             return
         self._unreserved = False
-        for file, length in zip(self._files, self._lengths(self._capacity_bytes), strict=True):
+        for file, length in zip(self._files, self._lengths(self.capacity_bytes), strict=True):
             _reserve(file, max(length, PAGE_BYTES), 0)
 
     def spans(self, offset: int, nbytes: int) -> Iterator[Span]:
@@ -169,18 +154,13 @@ class SwapSpace:
     @property
     def geometry(self) -> SwapGeometry:
         """How the space lies in its files now; growing moves nothing."""
-        return SwapGeometry(self._map.counts, self._map.stripe_bytes, self._capacity_bytes, self.paths, self.direct)
+        return SwapGeometry(self._map.counts, self._map.stripe_bytes, self.capacity_bytes, self.paths, self.direct)
 
     def close(self) -> None:
         """Close the files; their space returns to the file system. Idempotent."""
         files, self._files = self._files, []
         for file in files:
             os.close(file.fd)
-
-    @property
-    def stripes(self) -> tuple[int, ...]:
-        """Stripes of each round that go to each path."""
-        return self._map.counts
 
     def _lengths(self, capacity_bytes: int) -> list[int]:
         capacity_bytes = align_up(capacity_bytes, PAGE_BYTES)
@@ -220,20 +200,18 @@ class SwapSpace:
 class PeerSwap(SwapSpace):
     """The swap space of another process, to be read: through descriptors of its files, which have no names.
 
-    The file system has their room back when both have closed them.
+    The file system has their room back when both have closed them. Raises StateError: there are not as many descriptors
+    as files.
 
     Args:
         descriptors: as received, in the order of `SwapSpace.descriptors`. They are closed here, also when this fails.
         geometry: of the other process's space; pieces of it that came to be later can be read too.
-
-    Raises:
-        StateError: there are not as many descriptors as files.
     """
 
     read_only = True
 
     def __init__(self, descriptors: Sequence[int], geometry: SwapGeometry) -> None:
-        self._files, self._capacity_bytes = [], geometry.capacity_bytes
+        self._files, self.capacity_bytes = [], geometry.capacity_bytes
         self._map, self.direct = StripeMap.of_counts(geometry.counts, geometry.stripe_bytes), geometry.direct
         if not len(descriptors) == len(geometry.paths) == len(geometry.counts):
             for descriptor in descriptors:
@@ -247,11 +225,7 @@ class PeerSwap(SwapSpace):
             self._files.append(SwapFile(_reopened(descriptor, flags), path))
 
     def extend(self, nbytes: int) -> int:
-        """Refused.
-
-        Raises:
-            StateError: always; the space is another process's.
-        """
+        """Refused. Raises StateError: always; the space is another process's."""
         raise StateError(
             f"reserving {nbytes:,} bytes: this swap space belongs to another process, and is only read here"
         )
@@ -268,11 +242,7 @@ def _reopened(descriptor: int, flags: int) -> int:
 
 
 def check_folder(path: Path | str) -> Path:
-    """The folder as a Path.
-
-    Raises:
-        ConfigError: it does not exist, is not a folder, or is not writable.
-    """
+    """The folder as a Path. Raises ConfigError: it does not exist, is not a folder, or is not writable."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"nvme_path: {folder} is not an existing folder; create it on the NVMe file system")
@@ -284,13 +254,7 @@ def check_folder(path: Path | str) -> Path:
 def check_room(folders: Sequence[Path], needs: Sequence[int], coming: Mapping[int, int] = MappingProxyType({})) -> None:
     """Refuse a swap space that the file systems cannot hold, before a byte is written.
 
-    Args:
-        folders: where its files will be.
-        needs: bytes in each.
-        coming: device number -> bytes that will be free there in time.
-
-    Raises:
-        ConfigError: "need X, have Y at PATH".
+    Raises ConfigError: "need X, have Y at PATH". `coming`: device number -> bytes that will be free there in time.
     """
     for folder, need, have in _rooms(folders, needs):
         have += coming.get(folder.stat().st_dev, 0)
@@ -316,9 +280,7 @@ def _rooms(folders: Sequence[Path], needs: Sequence[int]) -> Iterator[tuple[Path
 def stripe_weights(folders: Sequence[Path], speeds: Sequence[float] | None) -> list[float]:
     """Each folder's share of its device's speed; devices of unknown speed are measured for a second or two each.
 
-    Args:
-        folders: existing ones.
-        speeds: bytes per second of each folder's device, if they are known.
+    `speeds`: bytes per second of each folder's device, if they are known.
     """
     devices = [folder.stat().st_dev for folder in folders]
     if speeds is None:

@@ -35,10 +35,8 @@ PROBE_SECONDS_MAX = 22.0
 CONFIRM_SECONDS_MAX = 4.0
 FILL_SECONDS_MAX = 3.0
 ROUNDS = 7
-WINS_SHARE_MIN = 6 / 7
-"""Six of seven rounds: by chance alone this happens in one of 16."""
-MARGIN = 1.05
-"""How much faster than the incumbent a setting must be to replace it, in the median."""
+WINS_SHARE_MIN = 6 / 7  # Six of seven rounds: by chance alone this happens in one of 16.
+MARGIN = 1.05  # How much faster than the incumbent a setting must be to replace it, in the median.
 CHUNK_BYTES = tuple(kib << 10 for kib in (512, 1024, 2048, 4096, 8192))
 QUEUE_DEPTHS = (8, 16, 32, 64)
 
@@ -50,10 +48,8 @@ class Measurement:
     question: str
     setting: Setting
     mixed_bytes_per_second: float
-    ratio: float
-    """To the incumbent: median over rounds; above 1 is faster."""
-    wins: int
-    """Rounds in which it was faster than the incumbent."""
+    ratio: float  # To the incumbent: median over rounds; above 1 is faster.
+    wins: int  # Rounds in which it was faster than the incumbent.
     rounds: int
 
     @property
@@ -77,16 +73,11 @@ class Tuning:
     measured_at: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Tuning:
-        """The inverse of `as_dict`.
-
-        Raises:
-            ValueError: it is not one, or of another version.
-        """
+        """The inverse of `as_dict`. Raises ValueError: it is not one, or of another version."""
         try:
             if values["format"] != FORMAT:
                 raise ValueError(f"format {values['format']}, expected {FORMAT}")
@@ -106,9 +97,6 @@ class Tuning:
         return tuning
 
 
-# ---- the probe ---------------------------------------------------------------------------------
-
-
 def default_setting() -> Setting:
     """What an engine uses that nobody has tuned."""
     options = AioOptions()
@@ -118,9 +106,7 @@ def default_setting() -> Setting:
 def probe(folder: Path) -> Tuning:
     """Measure the device below `folder`, for up to half a minute, however slow it is.
 
-    Raises:
-        ConfigError: no room for the file, or no native backend works here.
-        StorageError: the disk failed.
+    Raises ConfigError: no room for the file, or no native backend works here; StorageError: the disk failed.
     """
     begin = time.perf_counter()
 
@@ -186,15 +172,12 @@ def _confirm(
 def choose(
     question: str, incumbent: Setting, speeds: dict[Setting, list[float]]
 ) -> tuple[Setting, str, list[Measurement]]:
-    """The winner of one question, why, and the figures. Pure.
+    """The winner of one question, why, and the figures. Pure. Raises ConfigError: nothing could be opened.
 
     Args:
         question: the field of Setting that differs.
         incumbent: what has to be beaten.
         speeds: bytes per second in each round; a setting that could not be opened is missing.
-
-    Raises:
-        ConfigError: nothing could be opened.
     """
     if not speeds:
         raise ConfigError(f"tuning: none of the {question} candidates can be opened here; run: python -m native.build")
@@ -223,9 +206,6 @@ def _value(setting: Setting, question: str) -> str:
     if question == "chunk_bytes":
         return f"{setting.chunk_bytes >> 10:,} KiB"
     return str(getattr(setting, question, setting))
-
-
-# ---- the cache ---------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:
@@ -266,9 +246,7 @@ def store(tuning: Tuning) -> str:
 def cached_or_probed(folder: Path) -> Tuning:
     """The known result, or a probe; of several processes one measures and the others wait for it.
 
-    Raises:
-        ConfigError: no room for the probe's file, or no native backend works here.
-        StorageError: the disk failed.
+    Raises ConfigError: no room for the probe's file, or no native backend works here; StorageError: the disk failed.
     """
     with _alone_with(identify(folder)):
         tuning = cached(folder)
@@ -292,9 +270,6 @@ def _alone_with(device: DeviceIdentity) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-# ---- several devices ---------------------------------------------------------------------------
 
 
 def combine(tunings: Sequence[Tuning]) -> Setting:

@@ -20,46 +20,33 @@ from offload.mover import Mover
 from offload.sizes import PAGE_BYTES, align_up
 
 BLOCKS = 10
-ENTRIES_MAX = 64
-"""Boxes in memory or on their way."""
-HELD = 4
-"""What was asked for last stays as it is for so many further boxes."""
+ENTRIES_MAX = 64  # Boxes in memory or on their way.
+HELD = 4  # What was asked for last stays as it is for so many further boxes.
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
     """Some bytes of a file that are read together."""
 
-    file: int
-    """Which of the reader's files."""
-    offset: int
-    """A multiple of 4096; the file reaches to the next multiple behind the last byte."""
+    file: int  # Which of the reader's files.
+    offset: int  # A multiple of 4096; the file reaches to the next multiple behind the last byte.
     nbytes: int
-    crc: int | None = None
-    """CRC-32C; None: not known."""
+    crc: int | None = None  # CRC-32C; None: not known.
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     block: Block | None
     reading: asyncio.Task[torch.Tensor]
-    data: torch.Tensor | None = None
-    """Once read."""
-    asked: bool = False
-    """Set by who asks, the others by the reader: until it has noted `used`, nobody reclaims the block."""
+    data: torch.Tensor | None = None  # Once read.
+    asked: bool = False  # Set by who asks; until the reader has noted `used`, nobody reclaims the block.
     used: bool = False
 
 
 class BoxReader:
     """A thread that reads, and a ring of blocks. Its methods may be called on any other thread, one at a time.
 
-    Args:
-        paths: the files.
-        block_bytes: of a block; a larger box is read when it is asked for.
-        files: the disk.
-
-    Raises:
-        StorageError: a file cannot be opened.
+    Raises StorageError: a file cannot be opened. `block_bytes`: of a block; a larger box is read when it is asked for.
     """
 
     def __init__(self, paths: Sequence[Path], block_bytes: int, files: Files) -> None:
@@ -94,9 +81,7 @@ class BoxReader:
     def get(self, box: StoredBox) -> torch.Tensor:
         """The box's bytes, uint8; they stay as they are until `HELD` further boxes have been asked for.
 
-        Raises:
-            StorageError: the read failed.
-            DamagedError: the bytes are not those that were written.
+        Raises StorageError: the read failed; DamagedError: the bytes are not those that were written.
         """
         entry = self._entries.get(box)
         if entry is not None and entry.data is not None and not entry.asked and not entry.used:

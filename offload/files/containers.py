@@ -33,8 +33,7 @@ class Container:
     tail: bytes
 
 
-BARE = Container(b"", b"")
-"""The payload is an archive already."""
+BARE = Container(b"", b"")  # The payload is an archive already.
 
 
 @lru_cache(maxsize=4096)
@@ -75,14 +74,10 @@ def surroundings(
 
 @dataclass(frozen=True, slots=True)
 class PackedBox(Generic[T]):
-    """One box in its run."""
-
     item: T
     container: Container
-    payload: int
-    """First byte of the payload, counted from the begin of the run; page-aligned."""
-    nbytes: int
-    """Of the payload."""
+    payload: int  # First byte of the payload, counted from the begin of the run; page-aligned.
+    nbytes: int  # Of the payload.
 
     @property
     def begin(self) -> int:
@@ -104,10 +99,7 @@ class PackedBox(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class PackedRun(Generic[T]):
-    """Boxes that are written at once."""
-
-    offset: int
-    """First byte in the file; page-aligned, like its length."""
+    offset: int  # First byte in the file; page-aligned, like its length.
     nbytes: int
     places: tuple[PackedBox[T], ...]
 

@@ -27,15 +27,13 @@ Operation = Literal[
 T = TypeVar("T")
 NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-STAGED = ".partial-"
-"""Between a file's name and a process id, while its new contents are written beside it."""
+STAGED = ".partial-"  # Between a file's name and a process id, while its new contents are written beside it.
 
 
 class DurableFile:
     """An open file, for transfers through its descriptor.
 
     Attributes:
-        path: what it was opened as.
         fd: its descriptor; closed by `close`.
         direct: no page cache lies between: offsets, sizes and addresses are multiples of 4096.
     """
@@ -46,18 +44,15 @@ class DurableFile:
     def sync(self) -> None:
         """What was written so far lasts; its name does when the folder was synced too.
 
-        Raises:
-            StorageError: it may not last; do not try again, the kernel may have forgotten the pages.
+        Raises StorageError: it may not last; do not try again, the kernel may have forgotten the pages.
         """
         self._files.perform("sync", self.path, lambda: os.fsync(self.fd))
 
     def truncate(self, nbytes: int) -> None:
-        """Cut it to `nbytes`."""
         self._files.perform("truncate", self.path, lambda: os.ftruncate(self.fd, nbytes))
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
@@ -70,8 +65,7 @@ class DurableFile:
 class Lock:
     """A lock between processes, on an open file; the kernel frees it when the process ends, however it ends.
 
-    Attributes:
-        certain: False where the file system has no locks: nobody else was asked.
+    `certain`: False where the file system has no locks: nobody else was asked.
     """
 
     def __init__(self, fd: int, certain: bool) -> None:
@@ -96,20 +90,11 @@ class Files:
     """The real disk. Stateless. What fails raises a StorageError with path, errno and free space."""
 
     def perform(self, operation: Operation, path: Path, action: Callable[[], T], new: Path | None = None) -> T:
-        """Every change of the disk, one system call each.
-
-        Args:
-            operation: what it does.
-            path: to what.
-            action: does it.
-            new: the new path of a rename.
-        """
+        """Every change of the disk, one system call each. `new`: the new path of a rename."""
         return _telling(operation if new is None else f"{operation} to {new.name}", path, action)
 
     def written(self, file: DurableFile, offset: int, data: torch.Tensor) -> None:
         """To be called when `data` was written to `file` at `offset` through its descriptor."""
-
-    # ---- changes --------------------------------------------------------------------------------
 
     def make_folder(self, path: Path) -> None:
         """Make a folder and those above it, to last; nothing if it is there."""
@@ -168,9 +153,7 @@ class Files:
     def remove(self, path: Path, first: Sequence[str] = ()) -> None:
         """Remove a file or a folder with all that is in it; nothing if it is not there.
 
-        Args:
-            path: of the file or folder.
-            first: names in the folder that are gone before anything else is: without them it is known to be half gone.
+        `first`: names in the folder that are gone before anything else is: without them it is known to be half gone.
         """
         if not os.path.lexists(path):
             return
@@ -194,14 +177,11 @@ class Files:
             self._remove(path / name, ())
         self.perform("remove folder", path, path.rmdir)
 
-    # ---- looks ----------------------------------------------------------------------------------
-
     def open(self, path: Path) -> DurableFile:
         """An existing file, to be read through its descriptor, past the page cache where that works."""
         return DurableFile(self, path, *_telling("open", path, lambda: _open_direct(path, os.O_RDONLY | os.O_CLOEXEC)))
 
     def read_bytes(self, path: Path) -> bytes:
-        """All of a small file."""
         return _telling("read", path, path.read_bytes)
 
     def listing(self, path: Path) -> list[str]:
@@ -214,7 +194,6 @@ class Files:
             raise _storage_error("list", path, error) from error
 
     def exists(self, path: Path) -> bool:
-        """True if there is a file or a folder."""
         return os.path.lexists(path)
 
     def file_bytes(self, path: Path) -> int | None:

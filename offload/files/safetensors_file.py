@@ -39,30 +39,23 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-HEADER_BYTES_MAX = 100 << 20
-"""The reference implementation refuses longer ones too."""
+HEADER_BYTES_MAX = 100 << 20  # The reference implementation refuses longer ones too.
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 REREAD = "download or copy the file again"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file."""
-
     dtype: torch.dtype
     shape: torch.Size
-    offset_bytes: int
-    """From the beginning of the file."""
+    offset_bytes: int  # From the beginning of the file.
 
 
 class SafetensorsFile:
     """One open file; every tensor's place is checked against the file's length at once.
 
-    Attributes:
-        entries: name -> where and what it is.
-
-    Raises:
-        ConfigError: the file cannot be opened, is cut short or is no safetensors file; names it and the tensor.
+    Raises ConfigError: the file cannot be opened, is cut short or is no safetensors file; names it and the tensor.
+    `entries`: name -> where and what it is.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,8 +129,7 @@ class SafetensorsFile:
 def open_checkpoint(folder: Path) -> dict[str, SafetensorsFile]:
     """Tensor name -> its file, of a folder as `save_pretrained` writes it, or of one file.
 
-    Raises:
-        ConfigError: there is nothing to load, a shard is missing, or a file is damaged.
+    Raises ConfigError: there is nothing to load, a shard is missing, or a file is damaged.
     """
     if folder.is_file():
         paths: list[Path] = [folder]

@@ -30,27 +30,20 @@ from offload.sizes import PAGE_BYTES, align_up
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = {"format": "pt"}
 SUFFIX = ".safetensors"
-PICKLED = (".bin", ".pt", ".pth")
-"""Suffixes of torch.save archives."""
-DRAFT = ".partial"
-"""At the end of a file's name while it is written; it has a dot before."""
-WAIT_SECONDS = 3600.0
-"""How long a writer waits for one of another process in its folder: every rank may convert the same checkpoint."""
+PICKLED = (".bin", ".pt", ".pth")  # Suffixes of torch.save archives.
+DRAFT = ".partial"  # At the end of a file's name while it is written; it has a dot before.
+WAIT_SECONDS = 3600.0  # A writer waits so long for another process's: every rank may convert one checkpoint.
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file to be written."""
-
     name: str
     dtype: torch.dtype
     shape: torch.Size
-    aliases: tuple[str, ...] = ()
-    """Further names, which an archive of torch.save has too; safetensors hold one name for a tensor."""
+    aliases: tuple[str, ...] = ()  # Further names, for archives of torch.save; safetensors hold one name.
 
     @property
     def nbytes(self) -> int:
-        """Of its values."""
         return self.shape.numel() * self.dtype.itemsize
 
 
@@ -62,8 +55,7 @@ def in_file_order(tensors: Sequence[Tensor]) -> list[Tensor]:
 def header_of(tensors: Sequence[Tensor]) -> bytes:
     """Length and header of a file; the values begin on a page.
 
-    Raises:
-        ConfigError: a dtype that such files cannot hold.
+    Raises ConfigError: a dtype that such files cannot hold.
     """
     header: dict[str, Any] = {"__metadata__": METADATA}
     end = 0
@@ -74,11 +66,7 @@ def header_of(tensors: Sequence[Tensor]) -> bytes:
                 f"{', '.join(map(str, NAMES))}"
             )
         begin, end = end, end + tensor.nbytes
-        header[tensor.name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     padded_bytes = align_up(8 + len(text), PAGE_BYTES) - 8
     return padded_bytes.to_bytes(8, "little") + text.ljust(padded_bytes)
@@ -87,8 +75,7 @@ def header_of(tensors: Sequence[Tensor]) -> bytes:
 def around(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
     """What a file has before the values of each tensor, and behind those of the last.
 
-    Raises:
-        ConfigError: a dtype that such files cannot hold.
+    Raises ConfigError: a dtype that such files cannot hold.
     """
     if suffix not in PICKLED:
         return [header_of(tensors), *[b""] * len(tensors)]
@@ -100,17 +87,14 @@ def around(suffix: str, tensors: Sequence[Tensor]) -> list[bytes]:
 class WeightsWriter:
     """One file in the making: safetensors, or an archive of torch.save where its suffix is one of `PICKLED`.
 
+    Raises ConfigError: a dtype that such files cannot hold; StorageError: the file cannot be created, or there is no
+    room for it.
+
     Args:
-        files: the disk.
-        path: its final name.
         tensors: in the order in which their values will come; see `in_file_order`.
 
     Attributes:
         draft: where it is written until `publish`.
-
-    Raises:
-        ConfigError: a dtype that such files cannot hold.
-        StorageError: the file cannot be created, or there is no room for it.
     """
 
     def __init__(self, files: Files, path: Path, tensors: Sequence[Tensor]) -> None:
@@ -133,9 +117,7 @@ class WeightsWriter:
     def append(self, values: torch.Tensor) -> None:
         """The next values of the tensor whose turn it is, of its dtype, on the host; any shape.
 
-        Raises:
-            StateError: another dtype, or more than are missing.
-            StorageError: this write, or one before, has failed.
+        Raises StateError: another dtype, or more than are missing; StorageError: this write, or one before, has failed.
         """
         if not values.numel():
             return
@@ -151,9 +133,7 @@ class WeightsWriter:
     def finish(self) -> None:
         """Everything has come: write the rest, and wait until the disk has all of it.
 
-        Raises:
-            StateError: values are missing.
-            StorageError: a write has failed.
+        Raises StateError: values are missing; StorageError: a write has failed.
         """
         if self._current is not None:
             raise StateError(f"{self.path}: {self._missing_numel:,} elements of {self._current.name} are missing")
@@ -199,19 +179,16 @@ class WeightsWriter:
 class WeightsDraft:
     """The files of one model, which appear in a folder together.
 
+    The folder is locked until `abandon`: processes that write into one do so one after the other. Raises StateError:
+    another process has been writing there all the time; StorageError: the folder cannot be made, or the file system has
+    less room than that.
+
     Args:
         folder: made if it is not there.
         stem: what their names begin with: STEM.safetensors, or STEM-00001-of-00003.safetensors and
             STEM.safetensors.index.json. Such files of an earlier model are replaced.
         expected_bytes: of all files together.
-        files: the disk.
         suffix: instead of .safetensors.
-
-    The folder is locked until `abandon`: processes that write into one do so one after the other.
-
-    Raises:
-        StateError: another process has been writing there all the time.
-        StorageError: the folder cannot be made, or the file system has less room than that.
     """
 
     def __init__(
@@ -249,10 +226,8 @@ class WeightsDraft:
         """All files are finished: they and the index get their names, and what an earlier model left is removed.
 
         At any moment there is one model, the earlier or the new one; or, where both have shards of the same names,
-        shards without an index, which are no model.
-
-        Raises:
-            StorageError: the folder has the earlier model, the new one or none.
+        shards without an index, which are no model. Raises StorageError: the folder has the earlier model, the new one
+        or none.
         """
         names = {file.path.name for file in self._drafts}
         if index is not None and names & set(self._files.listing(self._folder)):

@@ -35,16 +35,11 @@ from offload.kernels import kernels
 from offload.sizes import PAGE_BYTES, align_up
 
 FOLDER = "zero-snapshots"
-FORMAT = 2
-"""Before 2 only what was in memory had checksums."""
-FORMATS = (1, FORMAT)
-"""That can be read."""
-MANIFEST_BYTES = 64 << 10
-"""Manifests are multiples of it, so that they are seldom longer than the one before."""
-LOCK_SECONDS = 15.0
-"""A job that was killed holds its lock until the last of its children is gone; loaders' workers look every 5 s."""
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""Of a snapshot."""
+FORMAT = 2  # Before 2 only what was in memory had checksums.
+FORMATS = (1, FORMAT)  # That can be read.
+MANIFEST_BYTES = 64 << 10  # Manifests are multiples of it, so that they are seldom longer than the one before.
+LOCK_SECONDS = 15.0  # A killed job's lock lasts until its last child is gone; loaders' workers look every 5 s.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # Of a snapshot.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +54,12 @@ class Manifest:
 class SnapshotFiles:
     """One rank's part of a snapshot, held by this process alone until `close`.
 
+    Raises ConfigError: a path is missing or not writable, the name is none, or another process holds the snapshot.
+
     Args:
         paths: existing folders; the first holds the manifests.
         name: of the snapshot, a plain file name.
-        rank: whose part.
         disk: through which small files are written.
-
-    Raises:
-        ConfigError: a path is missing or not writable, the name is none, or another process holds the snapshot.
 
     Attributes:
         committed: a snapshot is here that counts, or may count; else nothing is left after `close`.
@@ -90,23 +83,16 @@ class SnapshotFiles:
             self._let_go()
             raise
 
-    # ---- what is there ------------------------------------------------------------------------
-
     @property
     def committed_head(self) -> dict[str, Any] | None:
         """What the first rank has committed last, as given to `commit`; None: nothing. Only the first rank knows.
 
-        Raises:
-            StorageError: it cannot be read.
+        Raises StorageError: it cannot be read.
         """
         return read_committed(self.root)
 
     def manifest(self, number: int) -> Manifest | None:
-        """This rank's manifest of that number; None if it has none.
-
-        Raises:
-            StorageError: it is damaged.
-        """
+        """This rank's manifest of that number; None if it has none. Raises StorageError: it is damaged."""
         path = self._manifest(number)
         if not path.exists():
             return None
@@ -119,13 +105,10 @@ class SnapshotFiles:
             raise _damaged(path)
         return Manifest(number, body, state)
 
-    # ---- writing ------------------------------------------------------------------------------
-
     def prepare(self, number: int, body: Mapping[str, Any], state: bytes) -> None:
         """Write this rank's manifest; what it names must be on stable storage. That of `number` - 2 is gone.
 
-        Raises:
-            StorageError: it is not there.
+        Raises StorageError: it is not there.
         """
         beside = {"number": number, "state_bytes": len(state), "state_crc32c": _checksum(state)}
         data = _packed({**body, **beside}) + state
@@ -134,8 +117,7 @@ class SnapshotFiles:
     def commit(self, head: Mapping[str, Any]) -> None:
         """The first rank: the snapshot of `head["number"]` is the one that counts; all ranks have theirs.
 
-        Raises:
-            StorageError: it may count or not: the one before must stay, too.
+        Raises StorageError: it may count or not: the one before must stay, too.
         """
         copy = _packed(head).ljust(PAGE_BYTES, b"\0")
         self._overwrite(self.root / "committed", head["number"] % 2 * 2 * PAGE_BYTES, 2 * copy)
@@ -155,8 +137,6 @@ class SnapshotFiles:
             os.close(descriptor)
         if grown:
             self._disk.sync_folder(path.parent)
-
-    # ---- end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Let go of the snapshot; without one that counts nothing is left. Idempotent."""
@@ -229,15 +209,8 @@ class SnapshotFiles:
 class SnapshotSwap(SwapSpace):
     """The swap space in a snapshot's files.
 
-    Args:
-        files: held; closed with the space.
-        capacity_bytes: as of any swap space.
-        speeds: as of any swap space.
-        geometry: (counts, stripe_bytes) of the space when it was made; None: it is new, and what the files hold goes.
-
-    Raises:
-        ConfigError: there is no room.
-        StorageError: the file system refused the reservation.
+    Raises ConfigError: there is no room; StorageError: the file system refused the reservation. `geometry`: (counts,
+    stripe_bytes) of the space when it was made; None: it is new, and what the files hold goes.
     """
 
     def __init__(
@@ -247,7 +220,7 @@ class SnapshotSwap(SwapSpace):
         speeds: Sequence[float] | None = None,
         geometry: tuple[Sequence[int], int] | None = None,
     ) -> None:
-        self._snapshot, self.direct, self._capacity_bytes = files, files.direct, 0
+        self._snapshot, self.direct, self.capacity_bytes = files, files.direct, 0
         folders = [folder.parent for folder in files.folders]
         self._map = StripeMap(stripe_weights(folders, speeds)) if geometry is None else StripeMap.of_counts(*geometry)
         named = zip(files.descriptors, files.folders, strict=True)
@@ -298,15 +271,10 @@ def remove_empty(roots: Sequence[Path]) -> None:
                 folder.rmdir()
 
 
-# ---- small files --------------------------------------------------------------------------------
-
-
 def read_committed(root: Path) -> dict[str, Any] | None:
     """What was committed last in the folder of a snapshot; None: nothing.
 
-    Raises:
-        StorageError: it cannot be read, or is damaged.
-        ConfigError: it is of another version.
+    Raises StorageError: it cannot be read, or is damaged; ConfigError: it is of another version.
     """
     path = root / "committed"
     if not path.exists():
@@ -323,9 +291,7 @@ def read_committed(root: Path) -> dict[str, Any] | None:
 def read_body(path: Path) -> dict[str, Any]:
     """What a manifest says.
 
-    Raises:
-        StorageError: it cannot be read, or is damaged.
-        ConfigError: it is of another version.
+    Raises StorageError: it cannot be read, or is damaged; ConfigError: it is of another version.
     """
     return _unpacked(Files().read_bytes(path), path)[0]
 

@@ -19,28 +19,22 @@ class Listed:
     """One snapshot, as found below a path."""
 
     name: str
-    head: Mapping[str, Any] | None
-    """None: nothing was committed. Else what `SnapshotFiles.commit` was given."""
-    ranks: tuple[int, ...]
-    """Whose parts are below this path."""
+    head: Mapping[str, Any] | None  # None: nothing was committed. Else what `SnapshotFiles.commit` was given.
+    ranks: tuple[int, ...]  # Whose parts are below this path.
     allocated_bytes: int
     in_use: bool
-    committed_at: float | None
-    """Seconds since 1970."""
+    committed_at: float | None  # Seconds since 1970.
     trouble: str = ""
 
 
 def list_snapshots(path: Path | str) -> list[Listed]:
-    """The snapshots below a path, by name."""
     return [_listed(folder) for folder in sorted((Path(path) / FOLDER).glob("*")) if folder.is_dir()]
 
 
 def remove_snapshot(path: Path | str, name: str) -> int:
     """Remove a snapshot, all ranks' parts below `path` and what they have in other folders; returns the bytes freed.
 
-    Raises:
-        ConfigError: there is none of that name.
-        StateError: a job uses it.
+    Raises ConfigError: there is none of that name; StateError: a job uses it.
     """
     root = Path(path) / FOLDER / name
     if not NAME.fullmatch(name) or not root.is_dir():

@@ -25,28 +25,27 @@ import torch
 from offload.disk.provisional import read_into
 from offload.errors import ConfigError, StorageError
 
+# What people put beside their weights and what torch refuses by default: making one runs nothing of the file's.
 HARMLESS: tuple[Any, ...] = (
     *(frozenset, argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(numpy.ndarray, numpy.dtype, *(type(numpy.dtype(kind)) for kind in "?bhilqBHILQefdFDUS")),
 )
-"""What people put beside their weights and what torch refuses by default: making one runs nothing of the file's."""
 _REBUILD: Any = numpy.zeros(0).__reduce__()[0]
 _SCALAR: Any = numpy.float64(0).__reduce__()[0]
+# numpy's own, under the names it has had.
 NUMPY = tuple(
     (function, f"numpy.{core}.multiarray.{name}")
     for core in ("core", "_core")
     for function, name in ((_REBUILD, "_reconstruct"), (_SCALAR, "scalar"))
 )
-"""numpy's own, under the names it has had."""
 
 
 def _dict(*_factory: Any) -> dict[Any, Any]:
     return {}
 
 
-PLAINER = ((_dict, "collections.defaultdict"),)
-"""What becomes something plainer: torch lets items be set in plain dicts only."""
+PLAINER = ((_dict, "collections.defaultdict"),)  # Torch lets items be set in plain dicts only.
 _ALLOWING = threading.Lock()
 
 
@@ -54,7 +53,6 @@ class Stranger:
     """In place of an object of a class that is not loaded: what it was made of. Nothing of that class runs.
 
     Attributes:
-        name: of the class, with its module.
         args: what it was called with.
         state: what it was then given; None if nothing.
     """
@@ -83,10 +81,7 @@ class Stranger:
 class Region:
     """An array in a file.
 
-    Attributes:
-        offset_bytes: of its first element.
-        numel: of the array.
-        layout: (shape, strides) where its elements do not lie in order.
+    `offset_bytes`: of its first element; `layout`: (shape, strides) where its elements do not lie in order.
     """
 
     path: Path
@@ -98,10 +93,8 @@ class Region:
     def read(self, begin: int, out: torch.Tensor) -> None:
         """Elements from `begin` on into all of `out`, which is 1-D and of the same dtype.
 
-        Elements that do not lie in order are read with all that lies between the first and the last.
-
-        Raises:
-            StorageError: the file cannot be read, or is shorter than it was.
+        Elements that do not lie in order are read with all that lies between the first and the last. Raises
+        StorageError: the file cannot be read, or is shorter than it was.
         """
         if self.layout is None:
             read_range(self.path, self.offset_bytes + begin * self.dtype.itemsize, out)
@@ -128,19 +121,14 @@ def read_range(path: Path, offset: int, out: torch.Tensor) -> None:
 
 
 class TorchFile:
-    """A file that torch.save wrote.
+    """A file that torch.save wrote. Raises ConfigError: it is not there, is no such file, is cut short or damaged.
 
     Attributes:
-        path: the file.
         contents: what was saved. Its tensors are mapped: use `region` for the large ones and copy the small ones, then
             drop it.
 
     Args:
-        path: the file.
         wanted: what it should be, for errors.
-
-    Raises:
-        ConfigError: it is not there, is no such file, is cut short or damaged.
     """
 
     def __init__(self, path: Path, wanted: str) -> None:
@@ -222,13 +210,12 @@ class _Mapped:
 def replace_strangers(value: Any, where: str, known: Callable[[Stranger], Any]) -> Any:
     """A copy of `value` without strangers, and of its own memory; `known` says what one stands for.
 
+    Raises ConfigError: there is a stranger that `known` does not know; names its class and place.
+
     Args:
         value: of dicts, lists, tuples, sets, namespaces and plain values.
         where: what to call it in an error.
         known: returns the stranger itself if it does not know it.
-
-    Raises:
-        ConfigError: there is a stranger that `known` does not know; names its class and place.
     """
     if isinstance(value, Stranger):
         found = known(value)

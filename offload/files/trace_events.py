@@ -15,11 +15,9 @@ from typing import Any
 from offload.errors import ConfigError
 from offload.timeline import COMPUTE, LANES, READS, STALLS, WRITES, Lane, Recording, Span
 
-ROWS_MAX = 1000
-"""Thread numbers set aside per lane."""
+ROWS_MAX = 1000  # Thread numbers set aside per lane.
 BIN_NS_MIN = 1_000_000
-BINS_MAX = 1000
-"""Points of a throughput curve at most."""
+BINS_MAX = 1000  # Points of a throughput curve at most.
 COUNTERS: Mapping[str, Lane] = {"NVMe read GB/s": READS, "NVMe write GB/s": WRITES}
 
 
@@ -47,8 +45,7 @@ def trace_document(recording: Recording, facts: Mapping[str, Any], rank: int = 0
 def check_target(path: str | os.PathLike[str]) -> Path:
     """The path, if a file can be written there: better told before the steps than after.
 
-    Raises:
-        ConfigError: its folder does not exist or is not writable.
+    Raises ConfigError: its folder does not exist or is not writable.
     """
     target = Path(path)
     if target.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
@@ -64,9 +61,7 @@ def write_trace(path: Path, document: Mapping[str, Any]) -> None:
 def assign_rows(spans: Sequence[Span], *, nested: bool) -> list[int]:
     """A row for each span, so that those of one row are apart.
 
-    Args:
-        spans: sorted by begin, longer first.
-        nested: one inside the other is apart enough.
+    `spans`: sorted by begin, longer first; `nested`: one inside the other is apart enough.
     """
     open_ends: list[list[int]] = []
     rows = []

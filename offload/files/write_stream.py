@@ -13,18 +13,14 @@ from offload.memory.pinned import map_host, tensor_over
 from offload.mover import Mover, Transfer
 from offload.sizes import PAGE_BYTES, align_up
 
-BLOCK_BYTES = 4 << 20
-"""Of one write."""
-BLOCKS = 4
-"""One is filled while the others are written."""
+BLOCK_BYTES = 4 << 20  # Of one write.
+BLOCKS = 4  # One is filled while the others are written.
 
 
 class WriteStream:
     """Writes a new file from its first byte to its last; the last write is padded to a page.
 
-    Args:
-        files: the disk.
-        file: empty, or with room reserved; it stays open.
+    `file`: empty, or with room reserved; it stays open.
     """
 
     def __init__(self, files: Files, file: DurableFile) -> None:
@@ -38,8 +34,7 @@ class WriteStream:
     def append(self, data: torch.Tensor) -> None:
         """The next bytes: uint8, 1-D, of the host; they are copied.
 
-        Raises:
-            StorageError: a write has failed; nothing that follows is written.
+        Raises StorageError: a write has failed; nothing that follows is written.
         """
         position = 0
         while position < data.numel():

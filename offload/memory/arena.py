@@ -21,8 +21,8 @@ from offload.memory.shared_region import SharedRegion
 from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Mark
 
+# A uint8 tensor -> the same bytes where they are now; itself if they have not moved.
 Relocate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""A uint8 tensor -> the same bytes where they are now; itself if they have not moved."""
 
 
 class MemoryRegion:
@@ -32,8 +32,6 @@ class MemoryRegion:
     from memory shrinks while its planes grow, so that both together take hardly more than one of them.
 
     Args:
-        nbytes: how large.
-        device: where.
         pinned: page-lock host memory for copies to a GPU.
         region: shared memory to take the first `nbytes` of instead; it stays its owner's.
         of_device: it belongs to the budget of the device that computes, wherever `device` is.
@@ -59,11 +57,7 @@ class MemoryRegion:
         self._unpin = pin(self._data) if pinned and device.type == "cpu" else None
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """The next `nbytes` as a uint8 tensor with a storage of its own.
-
-        Raises:
-            BudgetError: the region is used up.
-        """
+        """The next `nbytes` as a uint8 tensor with a storage of its own. Raises BudgetError: the region is used up."""
         if self._data is None or self._taken_bytes + nbytes > self.nbytes:
             raise BudgetError(
                 f"region of {self.nbytes:,} bytes: {nbytes:,} more do not fit after {self._taken_bytes:,}"
@@ -95,24 +89,17 @@ class MemoryRegion:
     def put_away(self, *, pinned: bool) -> Relocate:
         """Move all bytes to host memory. The device must have nothing to do with them.
 
-        Args:
-            pinned: page-lock that memory.
-
-        Returns:
-            What turns a tensor that `take` gave, or a part of one, into the same bytes where they are now, and leaves
-            any other as it is. The old memory returns once every such tensor is replaced and this is let go.
-
-        Raises:
-            BudgetError: the host has no room; nothing has changed.
-            StateError: the memory is not `movable`.
+        Returns what turns a tensor that `take` gave, or a part of one, into the same bytes where they are now, and
+        leaves any other as it is. The old memory returns once every such tensor is replaced and this is let go. Raises
+        BudgetError: the host has no room; nothing has changed. Raises StateError: the memory is not `movable`.
+        `pinned`: page-lock that memory.
         """
         return self._move(torch.device("cpu"), pinned=pinned, away=True)
 
     def bring_back(self) -> Relocate:
         """Move all bytes to where they were first; as `put_away`.
 
-        Raises:
-            torch.OutOfMemoryError: the device has no room; nothing has changed.
+        Raises torch.OutOfMemoryError: the device has no room; nothing has changed.
         """
         return self._move(self._device, pinned=False, away=False)
 
@@ -164,22 +151,10 @@ class Block:
         """`numel` elements of `dtype` starting `offset_bytes` into the block."""
         return self.data[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
 
-    @property
-    def extent(self) -> tuple[int, int]:
-        """(first byte in the arena, bytes): what another process that maps the arena's region need know.
-
-        Raises:
-            StateError: the block was returned.
-        """
-        if self._offset < 0 and self.data.numel() > 0:
-            raise StateError(f"a block of {self.data.numel():,} bytes was returned; it has no place any more")
-        return max(self._offset, 0), self.data.numel()
-
     def release(self, *fences: Fence) -> None:
         """Return it. Idempotent.
 
-        Args:
-            fences: behind the last uses on a device; only memory of the device may be returned before they are passed.
+        `fences`: behind the last uses on a device; only memory of the device may be returned before they are passed.
         """
         if self._offset >= 0:
             self._arena.take_back(self._offset, self.data.numel(), fences)
@@ -218,17 +193,14 @@ class Arena:
         self._data: torch.Tensor | None = None
         self._closed = False
         self._waiters: list[asyncio.Future[None]] = []
-        self._left: list[tuple[int, int, Mark]] = []
-        """(first byte, end, fence) of what was returned before the device was done with it."""
+        self._left: list[tuple[int, int, Mark]] = []  # (first byte, end, fence) that the device still uses.
 
     @property
     def capacity_bytes(self) -> int:
-        """Size of the allocation."""
         return self._extents.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes leased now."""
         return self._extents.used_bytes
 
     @property
@@ -255,8 +227,7 @@ class Arena:
     def lease(self, nbytes: int, what: str) -> Block:
         """As `try_lease`, but raises.
 
-        Raises:
-            BudgetError: it does not fit; the message says what is free, and the knob.
+        Raises BudgetError: it does not fit; the message says what is free, and the knob.
         """
         block = self.try_lease(nbytes)
         if block is None:
@@ -270,11 +241,8 @@ class Arena:
     async def lease_when_free(self, nbytes: int, what: str) -> Block:
         """A block as soon as others have given back enough. For coroutines of one event loop.
 
-        Lease everything a job needs at once: a job that holds one block and waits for another can
-        wait for itself.
-
-        Raises:
-            BudgetError: nothing is leased and it still does not fit.
+        Lease everything a job needs at once: a job that holds one block and waits for another can wait for itself.
+        Raises BudgetError: nothing is leased and it still does not fit.
         """
         while (block := self.try_lease(nbytes)) is None:
             if self.used_bytes == 0:
@@ -292,8 +260,7 @@ class Arena:
     def give_up(self) -> None:
         """Let go of the allocation until `make`, or the next lease. The device must be done with it.
 
-        Raises:
-            StateError: something is leased.
+        Raises StateError: something is leased.
         """
         if self.used_bytes:
             raise StateError(f"the {self.name} arena cannot be given up: {self.used_bytes:,} bytes are leased")
@@ -324,7 +291,6 @@ class Arena:
         return tuple(fence for first, last, fence in self._left if first < end and begin < last)
 
     def take_back(self, offset: int, nbytes: int, fences: tuple[Fence, ...]) -> None:
-        """Called by `Block.release`."""
         self._left += [(offset, offset + nbytes, fence) for fence in fences if fence is not None]
         self._extents.free(offset)
         waiters, self._waiters = self._waiters, []

@@ -118,10 +118,8 @@ class FlatStorage:
     def bind(self, data: torch.Tensor) -> None:
         """Let `flat` and its views see the memory of `data` (uint8, its storage exactly as long).
 
-        `data` itself must not be used until `unbind` returns it: it holds the poison meanwhile.
-
-        Raises:
-            StateError: already bound, or the sizes differ.
+        `data` itself must not be used until `unbind` returns it: it holds the poison meanwhile. Raises StateError:
+        already bound, or the sizes differ.
         """
         if self._bound is not None:
             raise StateError("bind: the storage is bound already")
@@ -141,11 +139,7 @@ class FlatStorage:
         self._bound = data
 
     def unbind(self) -> torch.Tensor:
-        """Poison `flat` again and return the memory that was bound.
-
-        Raises:
-            StateError: not bound.
-        """
+        """Poison `flat` again and return the memory that was bound. Raises StateError: not bound."""
         if self._bound is None:
             raise StateError("unbind: the storage is not bound")
         data, self._bound = self._bound, None

@@ -53,8 +53,7 @@ class Extents:
     def free(self, offset: int) -> None:
         """Give an extent back; merges it with free neighbours.
 
-        Raises:
-            StateError: `offset` is not an allocated extent.
+        Raises StateError: `offset` is not an allocated extent.
         """
         nbytes = self._taken.pop(offset, None)
         if nbytes is None:

@@ -22,22 +22,19 @@ from offload.accelerator import compute_device, is_accelerator, load_native
 from offload.errors import BudgetError, NativeError
 from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, align_up
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt (malloc.h)."""
-MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES = 32 << 20, (1 << 31) - 1
-"""The largest values they take."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Parameters of glibc's mallopt (malloc.h).
+MMAP_THRESHOLD_BYTES, TRIM_THRESHOLD_BYTES = 32 << 20, (1 << 31) - 1  # The largest values they take.
 MADV_WIPEONFORK = 18
 
 
 def map_host(nbytes: int, *, touched: bool = True) -> memoryview:
     """Zeroed private memory of exactly `nbytes` (rounded up to the page), on huge pages.
 
+    Raises BudgetError: the kernel refused the mapping.
+
     Args:
         nbytes: at least as many.
         touched: all pages are faulted in at once; else each when it is first used, and until then it costs nothing.
-
-    Raises:
-        BudgetError: the kernel refused the mapping.
     """
     nbytes = align_up(max(nbytes, 1), PAGE_BYTES)
     try:
@@ -55,13 +52,12 @@ def map_host(nbytes: int, *, touched: bool = True) -> memoryview:
 def map_shared(descriptor: int, nbytes: int, *, touched: bool) -> memoryview:
     """The first `nbytes` (rounded up to the page) of a file, shared with whoever maps it; on huge pages if possible.
 
+    Raises OSError: the kernel refused.
+
     Args:
         descriptor: of a file in memory that is as long; not needed afterwards.
         nbytes: at least as many.
         touched: all pages are faulted in at once.
-
-    Raises:
-        OSError: the kernel refused.
     """
     nbytes = align_up(max(nbytes, 1), PAGE_BYTES)
     try:
@@ -85,8 +81,7 @@ def map_shared(descriptor: int, nbytes: int, *, touched: bool) -> memoryview:
 def touch(data: torch.Tensor) -> None:
     """Fault in the pages of `data` (uint8, host, starting on a page); its bytes stay.
 
-    Raises:
-        OSError: the kernel has no memory for them.
+    Raises OSError: the kernel has no memory for them.
     """
     if data.numel() == 0:
         return
@@ -150,8 +145,7 @@ def _text(lib: Any, status: int) -> str:
 def pin(data: torch.Tensor) -> Callable[[], None] | None:
     """Page-lock host memory for the accelerator, so that copies do not stop the stream.
 
-    Returns:
-        What undoes it; None when there is nothing to undo: no GPU, or the driver refused (one warning).
+    Returns what undoes it; None when there is nothing to undo: no GPU, or the driver refused (one warning).
     """
     device = compute_device()
     if not is_accelerator(device) or data.numel() == 0:

@@ -12,18 +12,11 @@ import native
 from offload.accelerator import kind_of, load_native, module_of, seen_kind, synchronize
 from offload.sizes import align_up
 
-GRANULE_BYTES = 2 << 20
-"""Of a GPU that is not here to be asked."""
+GRANULE_BYTES = 2 << 20  # Of a GPU that is not here to be asked.
 
 
 class DeviceArray:
-    """Lets torch look at device memory.
-
-    Args:
-        address: of the first byte.
-        nbytes: how many.
-        owner: kept as long as somebody looks.
-    """
+    """Lets torch look at device memory. `address`: of the first byte; `owner`: kept as long as somebody looks."""
 
     def __init__(self, address: int, nbytes: int, owner: torch.Tensor | None) -> None:
         self._owner = owner

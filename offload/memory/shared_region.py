@@ -17,27 +17,19 @@ from offload.sizes import PAGE_BYTES, align_up
 from offload.system.descriptors import SECONDS_MAX, Share, close_received, exchange_descriptors
 from offload.system.linux import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, memory_file
 
-SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
-"""Its length is final: nobody can make somebody else's mapping fault."""
+SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL  # Its length is final: nobody can make somebody else's mapping fault.
 
 
 class SharedRegion:
     """One allocation of exactly `nbytes`, zero at first, that other processes can map.
 
-    The mapping lives as long as the last tensor over it, in each process.
+    The mapping lives as long as the last tensor over it, in each process. Raises BudgetError: the kernel refused.
 
     Args:
         nbytes: a page at least is taken.
         what: what the bytes are for; appears in errors.
         touched: fault all pages in now. Pages belong, in accounts and in place, to the process that first touches
             them: where each process has a part of its own, let it `touch` that.
-
-    Raises:
-        BudgetError: the kernel refused.
-
-    Attributes:
-        nbytes: as given.
-        what: as given.
     """
 
     _descriptor: int
@@ -58,15 +50,12 @@ class SharedRegion:
     def open(cls, descriptor: int, nbytes: int | None, what: str, *, touched: bool = False) -> SharedRegion:
         """Map what another process made. The descriptor is the region's from now on, also when this fails.
 
+        Raises BudgetError: the kernel refused; StateError: it is no such memory, or of another length.
+
         Args:
-            descriptor: as received.
             nbytes: what the other process asked for; None takes the whole file, which fills its last page.
             what: the bytes are for; appears in errors.
             touched: fault all pages in now; they stay whose they are.
-
-        Raises:
-            BudgetError: the kernel refused.
-            StateError: it is no such memory, or of another length.
         """
         region = cls.__new__(cls)
         region._start(0 if nbytes is None else nbytes, what)
@@ -106,8 +95,7 @@ class SharedRegion:
     def offset_of(self, tensor: torch.Tensor) -> int:
         """How many bytes of the region lie before `tensor`: with its length all that another process need know.
 
-        Raises:
-            StateError: the tensor is not contiguous, or does not lie in the region.
+        Raises StateError: the tensor is not contiguous, or does not lie in the region.
         """
         offset = tensor.data_ptr() - self.data.data_ptr() if tensor.device.type == "cpu" else -1
         if not (tensor.is_contiguous() and offset >= 0 and offset + tensor.nbytes <= self.nbytes):
@@ -119,8 +107,7 @@ class SharedRegion:
     def touch(self, begin: int = 0, end: int | None = None) -> None:
         """Fault in the pages of bytes [begin, end), and let them belong to this process if nobody had them; bytes stay.
 
-        Raises:
-            BudgetError: the kernel has no memory for them.
+        Raises BudgetError: the kernel has no memory for them.
         """
         first = begin // PAGE_BYTES * PAGE_BYTES
         try:
@@ -158,12 +145,8 @@ def exchange_regions(
 ) -> list[SharedRegion]:
     """Let every peer map every peer's region. A collective call like `exchange_descriptors`.
 
-    Returns:
-        In peer order; this peer's own is `region` itself. The caller closes them.
-
-    Raises:
-        PeerError: a peer cannot be reached; names it.
-        BudgetError: the kernel refused a mapping.
+    Returns in peer order; this peer's own is `region` itself. The caller closes them. Raises PeerError: a peer cannot
+    be reached; names it. Raises BudgetError: the kernel refused a mapping.
     """
     received = exchange_descriptors(index, count, share, [region.descriptor], seconds=seconds)
     opened: list[SharedRegion] = []

@@ -28,8 +28,7 @@ from offload.system.descriptors import SECONDS_MAX, Share, close_received, excha
 from offload.system.linux import open_lifeline
 
 CELL_BYTES = 8
-ROW_ALIGN_BYTES = 128
-"""Rows of two peers share no cache line, nor the pair of lines that some processors fetch together."""
+ROW_ALIGN_BYTES = 128  # Rows of two peers share no cache line, nor the pair that some processors fetch.
 POLL_SECONDS = (50e-6, 1e-3)
 POLL_GROWTH = 1.5
 TFD_NONBLOCK, TFD_CLOEXEC, CLOCK_MONOTONIC = os.O_NONBLOCK, os.O_CLOEXEC, 1
@@ -40,17 +39,10 @@ class NodeBoard:
     """[peers][columns] int64 in shared memory, all 0 at first.
 
     Args:
-        index: number of this peer.
-        count: number of peers.
         columns: cells per peer.
         region: of `nbytes_for(count, columns)`; the board's from now on.
         lifelines: pidfds of the peers in their order, the board's from now on; without them a peer that died is
             noticed when a deadline passes.
-
-    Attributes:
-        index: as given.
-        count: as given.
-        columns: as given.
     """
 
     def __init__(
@@ -74,10 +66,8 @@ class NodeBoard:
     def join(cls, index: int, count: int, columns: int, share: Share, *, seconds: float = SECONDS_MAX) -> NodeBoard:
         """Make a board together: every peer calls this, with equal `count` and `columns`. It calls `share` once.
 
-        Raises:
-            PeerError: a peer cannot be reached; names it.
-            StateError: the peers ask for boards of different sizes.
-            BudgetError: the kernel refused the memory.
+        Raises PeerError: a peer cannot be reached; names it. Raises StateError: the peers ask for boards of different
+        sizes. Raises BudgetError: the kernel refused the memory.
         """
         nbytes = cls.nbytes_for(count, columns)
         made = _made(nbytes) if index == 0 else None
@@ -136,18 +126,14 @@ class NodeBoard:
     ) -> None:
         """Wait until `peer` has published at least `value`. Other tasks of the loop go on.
 
+        Raises WatchdogError: the deadline has passed; names the peer, what was awaited and how far the peer has got.
+        Raises PeerError: the peer has ended before; names it.
+
         Args:
-            peer: whose cell.
-            column: which.
-            value: that is waited for.
             what: it means; appears in errors.
             poll: seconds between looks at first and at most.
             deadline_seconds: after which it is an error.
             urge: called before every pause, so that what the peer waits for itself gets on.
-
-        Raises:
-            WatchdogError: the deadline has passed; names the peer, what was awaited and how far the peer has got.
-            PeerError: the peer has ended before; names it.
         """
         if self.read(peer, column) < value:
             await self._wait([peer], column, value, what, poll, deadline_seconds, urge)
@@ -161,12 +147,10 @@ class NodeBoard:
         deadline_seconds: float,
         urge: Callable[[], None] | None = None,
     ) -> None:
-        """`reached` for every peer."""
         if not self.all_reached(column, value):
             await self._wait(range(self.count), column, value, what, POLL_SECONDS, deadline_seconds, urge)
 
     def dead(self) -> list[int]:
-        """Peers whose processes have ended."""
         if not self._lifelines:
             return []
         ended = {descriptor for descriptor, _ in self._poll.poll(0)}
@@ -242,7 +226,6 @@ class Naps:
             os.close(self._timer)
 
     async def take(self, seconds: float) -> None:
-        """Return after `seconds`."""
         library, loop = _timers(), asyncio.get_running_loop()
         if library is None or self._timer < 0:
             await asyncio.sleep(seconds)

@@ -21,22 +21,14 @@ from offload.memory.shared_region import SharedRegion
 from offload.sizes import PAGE_BYTES
 from offload.system.descriptors import Share, exchange_descriptors
 
-ROWS_MAX = 1 << 22
-"""Tensors that the ledger can list; pages of rows that nobody has touched take no memory."""
+ROWS_MAX = 1 << 22  # Tensors that the ledger can list; pages of rows that nobody has touched take no memory.
 WORKS, ENDED = 0, 1
-LOOK_SECONDS = (0.0005, 0.05)
-"""Between looks at the ledger: at first, and at most."""
-PATIENCE_SECONDS = 300.0
-"""So long the first peer may store nothing while another waits for it."""
+LOOK_SECONDS = (0.0005, 0.05)  # Between looks at the ledger: at first, and at most.
+PATIENCE_SECONDS = 300.0  # So long the first peer may store nothing while another waits for it.
 
 
 class Ledger:
-    """The table.
-
-    Args:
-        region: zero at first, `nbytes` of them; it is closed.
-        count: number of peers.
-    """
+    """The table. `region`: zero at first, `nbytes` of them; it is closed."""
 
     def __init__(self, region: SharedRegion, count: int) -> None:
         table: Any = region.data.numpy()  # keeps the mapping
@@ -44,14 +36,10 @@ class Ledger:
         sizes = (PAGE_BYTES, 8 * ROWS_MAX, 4 * ROWS_MAX, count * ROWS_MAX)
         begins = [sum(sizes[:index]) for index in range(len(sizes))]
         state, kinds, versions, done = (table[begin : begin + size] for begin, size in zip(begins, sizes, strict=True))
-        self.state = state.view("int64")
-        """[0]: WORKS or ENDED, of the first peer; [1]: how much it has stored."""
-        self.kinds = kinds.view("int64")
-        """What is stored, see `_kind_of`; 0: nothing yet. Set after the values."""
-        self.versions = versions.view("int32")
-        """How often a tensor has been stored anew."""
-        self.done = done.reshape(count, ROWS_MAX)
-        """[peer, row]: 1 once that peer will not read it again."""
+        self.state = state.view("int64")  # [0]: WORKS or ENDED, of the first peer; [1]: how much it has stored.
+        self.kinds = kinds.view("int64")  # What is stored, see `_kind_of`; 0: nothing yet. Set after the values.
+        self.versions = versions.view("int32")  # How often a tensor has been stored anew.
+        self.done = done.reshape(count, ROWS_MAX)  # [peer, row]: 1 once that peer will not read it again.
 
     @staticmethod
     def nbytes(count: int) -> int:
@@ -65,7 +53,6 @@ class CommonFile:
     Args:
         file: the first peer's, open here.
         ledger: over the first peer's region.
-        index: of this peer.
         share: how the peers reach each other.
         patience_seconds: how long the first one may store nothing.
     """
@@ -75,13 +62,11 @@ class CommonFile:
     ) -> None:
         self._file, self._ledger, self._index, self._share = file, ledger, index, share
         self._patience_seconds = patience_seconds
-        self._offsets: list[int] = []
-        """Of each row; a row is the place of a tensor in this list."""
+        self._offsets: list[int] = []  # Of each row; a row is the place of a tensor in this list.
         self._kinds: list[int] = []
-        self._versions: list[int] = []
-        """As this peer has edited them."""
+        self._versions: list[int] = []  # As this peer has edited them.
+        # Row -> digest of the values that were read of it, to tell an edit from a look; None once settled.
         self._seen: dict[int, bytes] | None = {}
-        """Row -> digest of the values that were read of it, to tell an edit from a look; None once settled."""
 
     @classmethod
     def meet(
@@ -89,9 +74,8 @@ class CommonFile:
     ) -> CommonFile:
         """Take the file of peer 0 in place of one's own, which is closed. A collective call that calls `share` once.
 
-        Raises:
-            PeerError: a peer cannot be reached; names it.
-            BudgetError: the kernel has no memory for the ledger.
+        Raises PeerError: a peer cannot be reached; names it. Raises BudgetError: the kernel has no memory for the
+        ledger.
         """
         what = "the list of initial values"
         if index == 0:
@@ -109,15 +93,12 @@ class CommonFile:
 
     @property
     def writes(self) -> bool:
-        """This peer is the first."""
         return self._index == 0
 
     def append(self, values: torch.Tensor) -> int:
         """A tensor's values are in the file once the first peer has come here; returns where.
 
-        Raises:
-            StorageError: the file system has no room.
-            StateError: there are too many tensors.
+        Raises StorageError: the file system has no room; StateError: there are too many tensors.
         """
         row, kind = len(self._offsets), _kind_of(values)
         if row == ROWS_MAX:
@@ -144,9 +125,8 @@ class CommonFile:
     def read(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` elements of `dtype` at `offset`, as the first peer has them after this peer's last edit or later.
 
-        Raises:
-            StorageError: the transfer failed.
-            StateError: the first peer has built something else, has ended, or stores nothing any more.
+        Raises StorageError: the transfer failed; StateError: the first peer has built something else, has ended, or
+        stores nothing any more.
         """
         row = self._row_of(offset)
         if not self.writes:

@@ -24,20 +24,15 @@ class PeerHome:
 
     begin: int
     end: int
-    region_offset: int
-    """Where its bytes begin in the shared memory; -1 when the home is the swap space."""
+    region_offset: int  # Where its bytes begin in the shared memory; -1 when the home is the swap space.
     swap_offset: int
 
 
 def describe(plane: Plane, region: SharedRegion | None) -> tuple[PeerHome, ...]:
     """The homes of a plane of this process, as other processes can find them.
 
-    Args:
-        plane: of this process.
-        region: the shared memory that its homes in host memory lie in; None if there are none.
-
-    Raises:
-        StateError: a home lies elsewhere in memory, where nobody else can read it.
+    Raises StateError: a home lies elsewhere in memory, where nobody else can read it. `region`: the shared memory that
+    its homes in host memory lie in; None if there are none.
     """
     found = []
     for home in plane.homes:
@@ -60,15 +55,12 @@ def peer_plane(
 ) -> Plane:
     """Another process's plane, over the same coordinates. Reading is all that should be done with it.
 
+    Raises StateError: a home lies where this process has no way to.
+
     Args:
-        name: appears in errors.
-        width: as for the plane itself.
         homes: as the other process described them.
         region: its shared memory as mapped here.
         disk: its swap space (`PeerSwap`) and this process's engine.
-
-    Raises:
-        StateError: a home lies where this process has no way to.
     """
     found = []
     for home in homes:
@@ -91,8 +83,6 @@ class PeerSlotPlane(Plane):
     """Another process's plane over pairs of slots, all of it in its swap space (`offload/planes/two_slots.py`).
 
     Args:
-        name: appears in errors.
-        width: as for the plane itself.
         homes: as in its first slots.
         table: (homes,) uint8, shared: the current slot of each. Its owner writes there before it publishes.
         disk: its swap space (`PeerSwap`) and this process's engine.

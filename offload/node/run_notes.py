@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FOLDER = "ZERO_RUN_FOLDER"
-"""Environment variable; unset: nobody wants notes."""
+FOLDER = "ZERO_RUN_FOLDER"  # Environment variable; unset: nobody wants notes.
 
 
 def leave_note(kind: str, facts: Mapping[str, Any]) -> None:

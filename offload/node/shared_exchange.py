@@ -19,15 +19,14 @@ from offload.memory.shared_region import SharedRegion
 from offload.node.board import NodeBoard
 from offload.system.descriptors import Share
 
-SLOTS = 16
-"""Collectives in flight at most, unless said otherwise."""
+SLOTS = 16  # Collectives in flight at most, unless said otherwise.
 SECONDS_MAX = 300.0
 
+# Columns: the collective that this peer offered last; the one it failed in, 0 while all is well, LEFT at the end.
 LATEST, FAILED, COMMON_COLUMNS = 0, 1, 2
-"""Columns: the collective that this peer offered last; the one it failed in, 0 while all is well, LEFT at the end."""
 LEFT = -1
+# Columns of a slot: where the flat is, how long, whose; number of the collective that is offered, and that is read.
 OFFSET, NBYTES, UNIT, OFFERED, READ, SLOT_COLUMNS = 0, 1, 2, 3, 4, 5
-"""Columns of a slot: where the flat is, how long, whose; number of the collective that is offered, and that is read."""
 
 
 class SharedExchange:
@@ -60,10 +59,8 @@ class SharedExchange:
             )
         self._board, self._regions, self._part = board, tuple(regions), part
         self._slots, self._deadline_seconds, self._check = slots, deadline_seconds, check
-        self._taken: set[int] = set()
-        """Numbers that have been entered, of those that are not over in every slot."""
-        self._next = [number or slots for number in range(slots)]
-        """Per slot the number whose turn it is."""
+        self._taken: set[int] = set()  # Numbers that have been entered, of those that are not over in every slot.
+        self._next = [number or slots for number in range(slots)]  # Per slot the number whose turn it is.
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._failure: BaseException | None = None
         self._closed = False
@@ -226,7 +223,9 @@ class SharedExchange:
             others = [peer for peer, offer in enumerate(offers) if offer[0] == awaited and offer != offers[board.index]]
             if offers[board.index][0] == awaited and others:
                 self._diverged(awaited, offers, others)
-            names = ", ".join(f"{self._board.name(peer)} {_how_it_ended(numbers[peer])}" for peer in failed)
+            ends = {peer: f"gave up in collective {numbers[peer]}" for peer in failed}
+            ends |= {peer: "has closed its exchange" for peer in failed if numbers[peer] == LEFT}
+            names = ", ".join(f"{self._board.name(peer)} {ends[peer]}" for peer in failed)
             raise PeerError(f"{names}; its own error says why", failed)
 
     def _slices(self, number: int, nbytes: int, unit: int) -> list[torch.Tensor]:
@@ -253,7 +252,3 @@ class SharedExchange:
 
     def _column(self, number: int, column: int) -> int:
         return COMMON_COLUMNS + number % self._slots * SLOT_COLUMNS + column
-
-
-def _how_it_ended(number: int) -> str:
-    return "has closed its exchange" if number == LEFT else f"gave up in collective {number}"

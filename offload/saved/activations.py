@@ -25,8 +25,7 @@ from offload.saved.saved_views import View, bytes_of, bytes_to_keep, storage_key
 from offload.saved.spill_store import PieceStore, SpilledPiece
 from offload.streams import Fence, Streams
 
-KEPT_BYTES_MIN = 4096
-"""Smaller tensors stay where they are: they would fill a page each."""
+KEPT_BYTES_MIN = 4096  # Smaller tensors stay where they are: they would fill a page each.
 
 
 class Kept:
@@ -50,7 +49,6 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes."""
         return self.end - self.begin
 
     def check_whole(self) -> None:
@@ -91,28 +89,18 @@ class Handle:
     view: View
 
     def restore(self) -> torch.Tensor:
-        """The tensor; see `ActivationStore.restore`."""
         return self.store.restore(self)
 
 
 @dataclass(slots=True)
 class ActivationCounters:
-    """What the store did."""
-
     stored_bytes: int = 0
     restored_bytes: int = 0
-    shared: int = 0
-    """Tensors that were there already, with another view of the same storage."""
+    shared: int = 0  # Tensors that were there already, with another view of the same storage.
 
 
 class ActivationStore:
-    """Keeps tensors of one device. Any thread may call it.
-
-    Args:
-        pieces: where the bytes go.
-        device: whose tensors.
-        streams: of the device.
-    """
+    """Keeps tensors of one device. Any thread may call it. `pieces`: where the bytes go."""
 
     def __init__(self, pieces: PieceStore, device: torch.device, streams: Streams) -> None:
         self._pieces, self._device, self._streams = pieces, device, streams
@@ -139,9 +127,8 @@ class ActivationStore:
     def keep(self, tensor: torch.Tensor) -> Handle:
         """A handle for a tensor that it `takes`, whose memory is not needed any longer.
 
-        Raises:
-            BudgetError: no room; names the knob.
-            StorageError: an earlier one could not be stored; it is in memory, and nothing is lost.
+        Raises BudgetError: no room; names the knob. Raises StorageError: an earlier one could not be stored; it is in
+        memory, and nothing is lost.
         """
         with self._lock, torch.no_grad():
             self._check("saving an activation")
@@ -159,9 +146,7 @@ class ActivationStore:
     def restore(self, handle: Handle) -> torch.Tensor:
         """The tensor, on the device, detached. What follows on the calling thread's stream finds its values.
 
-        Raises:
-            StorageError: it could not be read.
-            StateError: the store is closed.
+        Raises StorageError: it could not be read; StateError: the store is closed.
         """
         with self._lock, torch.no_grad():
             self._check("restoring an activation")
@@ -179,11 +164,7 @@ class ActivationStore:
             return tensor
 
     def check(self) -> None:
-        """Raise, once, if something could not be stored; its bytes are in memory.
-
-        Raises:
-            StorageError: so.
-        """
+        """Raise, once, if something could not be stored; its bytes are in memory. Raises StorageError."""
         with self._lock:
             if not self._closed:
                 self._collect()

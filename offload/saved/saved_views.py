@@ -8,17 +8,14 @@ import torch
 
 from offload.sizes import ALIGN_BYTES
 
-WASTE = 4
-"""Up to so many times its own bytes are copied with a tensor that is a view: what it shares is then copied once."""
+WASTE = 4  # So many times a view's bytes are copied at most: what views share is then copied once.
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """How a tensor looks at its storage.
 
-    Attributes:
-        begin: first byte of the storage that it can reach.
-        end: one past the last.
+    `begin`: first byte of the storage that it can reach; `end`: one past the last.
     """
 
     dtype: torch.dtype

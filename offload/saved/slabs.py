@@ -9,10 +9,8 @@ from offload.memory.arena import Arena, Block
 from offload.memory.free_ranges import Extents
 from offload.sizes import PAGE_BYTES, align_up
 
-STEP_BYTES = 16 << 20
-"""The least that is added at once."""
-GROWTH = 4
-"""A part of what there is is added at least: few steps lead to any size."""
+STEP_BYTES = 16 << 20  # The least that is added at once.
+GROWTH = 4  # A part of what there is is added at least: few steps lead to any size.
 
 
 class Slabs:
@@ -21,7 +19,6 @@ class Slabs:
     Args:
         name: what the bytes are for; appears in errors.
         knob: the configuration key that makes a bounded one larger.
-        device: whose memory.
         nbytes: all there will be, in one arena; None: another arena is added when none has room.
         pinned: page-lock host memory.
     """
@@ -31,17 +28,14 @@ class Slabs:
         self.grows = nbytes is None
         self._arenas = [] if nbytes is None else [self._arena(nbytes)]
         self._closed = False
-        self.peak_bytes = 0
-        """Most bytes ever leased at once."""
+        self.peak_bytes = 0  # Most bytes ever leased at once.
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of all arenas."""
         return sum(arena.capacity_bytes for arena in self._arenas)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes leased now."""
         return sum(arena.used_bytes for arena in self._arenas)
 
     def lease(self, nbytes: int) -> Block | None:
@@ -54,7 +48,6 @@ class Slabs:
         return block
 
     def add(self, nbytes: int) -> None:
-        """One more arena, of `nbytes`."""
         self._arenas.append(self._arena(nbytes))
 
     def trim(self) -> None:
@@ -87,19 +80,16 @@ class SwapArea:
     def __init__(self, swap: SwapSpace, begin: int, nbytes: int, *, grows: bool) -> None:
         self._swap, self._grows = swap, grows
         self._parts = [(begin, Extents(nbytes))]
-        self.peak_bytes = 0
-        """Most bytes ever taken at once."""
+        self.peak_bytes = 0  # Most bytes ever taken at once.
 
     @property
     def used_bytes(self) -> int:
-        """Bytes taken now."""
         return sum(extents.used_bytes for _, extents in self._parts)
 
     def take(self, nbytes: int) -> int | None:
         """Offset in the swap space of `nbytes`, on a page; None when there is no room and none may be added.
 
-        Raises:
-            StorageError: the file system has no room for more.
+        Raises StorageError: the file system has no room for more.
         """
         for begin, extents in self._parts:
             if (offset := extents.allocate(nbytes)) is not None:

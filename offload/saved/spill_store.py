@@ -23,10 +23,8 @@ from offload.sizes import PAGE_BYTES, align_up
 from offload.streams import Fence, Streams
 
 PIECE_BYTES = 8 << 20
-PIECES_IN_FLIGHT = 8
-"""Of the memory that pieces pass through on their way to the disk and back."""
-COPIES_IN_FLIGHT = 4
-"""So many pieces of a device's memory are held for copies that lag behind; then its stream waits for the oldest."""
+PIECES_IN_FLIGHT = 8  # Of the memory that pieces pass through on their way to the disk and back.
+COPIES_IN_FLIGHT = 4  # Pieces of the device held for copies that lag; then its stream waits for the oldest.
 
 
 @dataclass(slots=True, eq=False)
@@ -35,21 +33,16 @@ class SpilledPiece:
 
     begin: int
     end: int
-    block: Block | None
-    """Memory that holds them, or that they are read into."""
-    fence: Fence = None
-    """Behind the last copy from or to the block."""
-    offset: int = -1
-    """In the swap space."""
+    block: Block | None  # Memory that holds them, or that they are read into.
+    fence: Fence = None  # Behind the last copy from or to the block.
+    offset: int = -1  # In the swap space.
     write: Transfer[None] | None = None
     read: Transfer[None] | None = None
-    rescued: torch.Tensor | None = None
-    """The bytes, of the host, when they could not be written."""
+    rescued: torch.Tensor | None = None  # The bytes, of the host, when they could not be written.
     dropped: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
         return self.end - self.begin
 
 
@@ -87,10 +80,8 @@ class PieceStore:
     ) -> None:
         self.name, self.memory = name, memory
         self._streams, self._near, self._swap, self._mover = streams, near, swap, mover
-        self._moving: list[SpilledPiece] = []
-        """Written, or dropped while something moved."""
-        self._ahead: list[SpilledPiece] = []
-        """Read, or being read."""
+        self._moving: list[SpilledPiece] = []  # Written, or dropped while something moved.
+        self._ahead: list[SpilledPiece] = []  # Read, or being read.
         self._leaving: list[tuple[Block, Fence]] = []
         self._copied: deque[tuple[torch.Tensor, Fence, Callable[[], None]]] = deque()
         self.failure: StorageError | None = None
@@ -108,13 +99,12 @@ class PieceStore:
     def put(self, source: torch.Tensor, copied: Callable[[], None]) -> list[SpilledPiece]:
         """Put `source` (uint8, on the device) aside.
 
+        Raises BudgetError: memory or swap space is bounded and used up; names the knob. Raises StorageError: the swap
+        space cannot grow.
+
         Args:
             source: must not be overwritten until
             copied: is called: what the device is given from then on comes after the copy.
-
-        Raises:
-            BudgetError: memory or swap space is bounded and used up; names the knob.
-            StorageError: the swap space cannot grow.
         """
         pieces: list[SpilledPiece] = []
         try:
@@ -146,16 +136,12 @@ class PieceStore:
     ) -> Fence:
         """Copy pieces to `target` (uint8, on the device).
 
+        Returns behind the copies. Raises StorageError: a piece could not be read; it is still where it was.
+
         Args:
             pieces: of one `put`, all of them.
             target: as long as what was put.
             next_ones: pieces that will be asked for soon.
-
-        Returns:
-            Behind the copies.
-
-        Raises:
-            StorageError: a piece could not be read; it is still where it was.
         """
         fence: Fence = None
         made = self._streams.fence()
@@ -197,8 +183,6 @@ class PieceStore:
         """Let go of everything: nothing moves any more."""
         self._moving, self._ahead, self._leaving, self.failure = [], [], [], None
         self._copied.clear()
-
-    # ---- to memory and back -------------------------------------------------------------------
 
     def _copy_away(self, piece: SpilledPiece, block: Block, source: torch.Tensor, copied: Callable[[], None]) -> None:
         into = block.data[: piece.nbytes]
@@ -290,8 +274,6 @@ class PieceStore:
         else:
             return False
         return True
-
-    # ---- to the disk and back -----------------------------------------------------------------
 
     @staticmethod
     def _in_reach(piece: SpilledPiece) -> bool:

@@ -16,22 +16,18 @@ from typing import Any, NoReturn
 from offload.errors import PeerError, StateError
 from offload.system.linux import memory_file
 
+# Gives this process's bytes to all, and returns everybody's in peer order. All call it, the same number of times.
 Share = Callable[[bytes], list[bytes]]
-"""Gives this process's bytes to all, and returns everybody's in peer order. All call it, the same number of times."""
 SECONDS_MAX = 30.0
 SAME_NODE_SECONDS_MAX = 10.0
-DESCRIPTORS_PER_MESSAGE = 64
-"""The kernel takes 253; few at a time keep what is under way below RLIMIT_NOFILE."""
+DESCRIPTORS_PER_MESSAGE = 64  # The kernel takes 253; few at a time keep what is under way below RLIMIT_NOFILE.
 TOKEN_BYTES = 16
-HELLO = struct.Struct(f"=i{TOKEN_BYTES}s")
-"""Who connects says: its number, and the secret that only peers know."""
-CREDENTIALS = struct.Struct("=iII")
-"""struct ucred: pid, uid, gid."""
+HELLO = struct.Struct(f"=i{TOKEN_BYTES}s")  # Who connects says: its number, and the secret that only peers know.
+CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid.
 NAMESPACES = ("net", "user", "pid", "ipc")
 
 
-LOOK_SECONDS = 0.2
-"""Between looks whether those that are waited for still run."""
+LOOK_SECONDS = 0.2  # Between looks whether those that are waited for still run.
 
 
 def exchange_descriptors(
@@ -41,21 +37,15 @@ def exchange_descriptors(
 
     A collective call: every peer makes it, and it calls `share` once. Files travel over sockets in the abstract
     namespace, which leave nothing behind; a peer is let in if it runs as the same user and knows a secret that was
-    shared. How many descriptors a peer gives is its own affair.
+    shared. How many descriptors a peer gives is its own affair. Returns per peer its descriptors in the order given,
+    closed in programs that are started. The caller closes them. This peer's own entry has `descriptors` themselves.
+    Raises PeerError: a peer cannot be reached, runs as another user, or gave up; names it. Nothing stays open.
 
     Args:
         index: number of this peer, 0 <= index < count.
-        count: number of peers.
         share: how they reach each other without files.
         descriptors: open ones, which stay the caller's.
         seconds: how long to wait for the others, once all of them have called.
-
-    Returns:
-        Per peer its descriptors in the order given, closed in programs that are started. The caller closes them. This
-        peer's own entry has `descriptors` themselves.
-
-    Raises:
-        PeerError: a peer cannot be reached, runs as another user, or gave up; names it. Nothing stays open.
     """
     meeting = _Meeting(index, count, descriptors, seconds)
     try:
@@ -147,8 +137,7 @@ class _Meeting:
         self._met: set[int] = {index}
         self._deadline = 0.0
         self._strangers = 0
-        self._seen: set[int] = set()
-        """Whose process could be seen running."""
+        self._seen: set[int] = set()  # Whose process could be seen running.
         self.received: list[list[int]] = [list(descriptors) if peer == index else [] for peer in range(count)]
 
     def introduce(self, share: Share) -> None:
@@ -211,11 +200,9 @@ class _Meeting:
         self._met.add(peer)
 
     def drop(self) -> None:
-        """Close what has been received."""
         close_received(self._index, self.received)
 
     def close(self) -> None:
-        """Close the socket."""
         if self._listener is not None:
             self._listener.close()
 

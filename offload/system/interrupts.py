@@ -24,8 +24,7 @@ SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-LATE_SECONDS = 0.2
-"""So old a signal ends a wait."""
+LATE_SECONDS = 0.2  # So old a signal ends a wait.
 _MAIN = threading.main_thread().ident
 
 
@@ -34,8 +33,7 @@ class _Uninterrupted:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._before: dict[int, Any] = {}
-        """Signal -> the handler that there was, where ours is."""
+        self._before: dict[int, Any] = {}  # Signal -> the handler that there was, where ours is.
         self._kept: list[tuple[int, FrameType | None]] = []
         self._since = 0.0
         self._handler = self._keep

@@ -10,18 +10,14 @@ MFD_CLOEXEC, MFD_ALLOW_SEALING, MFD_NOEXEC_SEAL = 1, 2, 8
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
-SYS_PIDFD_OPEN = 434
-"""The same on all processors."""
+SYS_PIDFD_OPEN = 434  # The same on all processors.
 
 
 def memory_file(*, sealable: bool = False) -> int:
     """Descriptor of a new file in memory: empty, nameless, closed in programs that are started.
 
-    Args:
-        sealable: its length can be made final.
-
-    Raises:
-        OSError: the kernel or the C library has no such files, or there can be no more open ones.
+    Raises OSError: the kernel or the C library has no such files, or there can be no more open ones. `sealable`: its
+    length can be made final.
     """
     create = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
     if create is None:
@@ -37,8 +33,7 @@ def memory_file(*, sealable: bool = False) -> int:
 def punch_hole(descriptor: int, offset: int, nbytes: int) -> None:
     """Give the room of a file's bytes [offset, offset + nbytes) back to its file system; they read as zero.
 
-    Raises:
-        OSError: the file system cannot.
+    Raises OSError: the file system cannot.
     """
     punch = ctypes.CDLL(None, use_errno=True).fallocate
     punch.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -49,8 +44,7 @@ def punch_hole(descriptor: int, offset: int, nbytes: int) -> None:
 def open_lifeline() -> int:
     """A descriptor that becomes readable when this process has ended, wherever it was passed on to.
 
-    Raises:
-        OSError: the kernel has none (before 5.3), or does not allow it.
+    Raises OSError: the kernel has none (before 5.3), or does not allow it.
     """
     descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(SYS_PIDFD_OPEN, os.getpid(), 0))
     if descriptor < 0:

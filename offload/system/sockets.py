@@ -17,10 +17,8 @@ class Connection(NamedTuple):
     """One end of a TCP connection of this process."""
 
     descriptor: int
-    inode: int
-    """Tells whether the descriptor still is this connection."""
-    ends: tuple[str, str]
-    """Address and port of this end and the other one."""
+    inode: int  # Tells whether the descriptor still is this connection.
+    ends: tuple[str, str]  # Address and port of this end and the other one.
 
 
 def connections() -> set[Connection]:

@@ -20,10 +20,6 @@ class Worker:
     Python does not exit before it is closed, and it takes calls until then.
 
     A `ThreadPoolExecutor` refuses them as soon as the main thread has ended.
-
-    Args:
-        name: of its threads.
-        threads: calls that run at once.
     """
 
     def __init__(self, name: str, threads: int = 1) -> None:

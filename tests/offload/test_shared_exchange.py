@@ -70,7 +70,8 @@ async def exchanged(party: Party, seed: int, collectives: int) -> list[torch.Ten
         flat = block.view(torch.bfloat16, numel)
         await pause()
         flat.copy_(contribution(seed, number, party.index, numel))
-        async with party.exchange.reduce(number, *block.extent, unit=seed + number) as found_slices:
+        offset, nbytes = party.region.offset_of(block.data), block.data.numel()
+        async with party.exchange.reduce(number, offset, nbytes, unit=seed + number) as found_slices:
             slices = [piece.view(torch.bfloat16) for piece in found_slices]
             await pause()
             stored = slices[party.index]  # in place: only this peer reads it

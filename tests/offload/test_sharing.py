@@ -169,14 +169,9 @@ def test_an_arena_on_a_region_tells_where_its_blocks_are() -> None:
     for value, block in enumerate(blocks, 1):
         block.data.fill_(value)
     for value, block in enumerate(blocks, 1):
-        offset, nbytes = block.extent
-        assert nbytes == block.data.numel()
-        assert bool((other.data[offset : offset + nbytes] == value).all())
-        assert region.offset_of(block.data) == offset
-    assert arena.lease(0, "nothing").extent == (0, 0)
+        offset = region.offset_of(block.data)
+        assert bool((other.data[offset : offset + block.data.numel()] == value).all())
     blocks[0].release()
-    with pytest.raises(StateError, match="returned"):
-        _ = blocks[0].extent
     arena.close()
     assert bool((region.data[PAGE : 2 * PAGE] == 2).all())  # the region is its owner's
     for each in (region, other):

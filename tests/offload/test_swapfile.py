@@ -127,7 +127,7 @@ def test_a_file_gets_stripes_in_proportion_to_the_speed_of_its_device_shared_by_
     """All three lie on one device here: each has a third of what is said of it."""
     with in_stripes_of():
         space = SwapSpace(folders(tmp_path, 3), 22 * PAGE, [1.0, 2.0, 8.0])
-        assert space.stripes == (1, 2, 8)
+        assert space.geometry.counts == (1, 2, 8)
         moved = {path: 0 for path in space.paths}
         for span in space.spans(0, 22 * PAGE):
             moved[span.path] += span.nbytes // PAGE
@@ -145,7 +145,7 @@ def test_several_devices_of_unknown_speed_are_measured_and_one_is_not(
     SwapSpace(two, MIB).close()
     measure.assert_not_called()
     space = SwapSpace([*two, small_fs], MIB)
-    assert space.stripes == (1, 1, 6)  # the two folders share a device
+    assert space.geometry.counts == (1, 1, 6)  # the two folders share a device
     space.close()
 
 

@@ -20,7 +20,6 @@ def open_activations(
     """The store of one engine; None where the plan gives saved activations no tier.
 
     Args:
-        plan: of the engine.
         device: that computes.
         moving: the engine's disk (None: there is none), mover and streams.
         pinned: page-lock host memory.

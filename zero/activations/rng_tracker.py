@@ -11,8 +11,7 @@ from offload.accelerator import compute_device, rng_state, set_rng_state
 from offload.errors import StateError
 
 MODEL_PARALLEL = "model-parallel-rng"
-SEED_OFFSET = 2718
-"""Between the seed of the default generator and that of the model-parallel one, as in DeepSpeed."""
+SEED_OFFSET = 2718  # Between the seed of the default generator and that of the model-parallel one, as in DeepSpeed.
 
 
 class CudaRNGStatesTracker:
@@ -23,7 +22,6 @@ class CudaRNGStatesTracker:
         self.seeds_: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all names and seeds."""
         self.states_, self.seeds_ = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
@@ -31,15 +29,10 @@ class CudaRNGStatesTracker:
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Put states back that `get_states` has returned."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """A new state, from `seed`; the generator stays as it is.
-
-        Raises:
-            StateError: the name or the seed is in use.
-        """
+        """A new state, from `seed`; the generator stays as it is. Raises StateError: the name or the seed is in use."""
         if seed in self.seeds_ or name in self.states_:
             raise StateError(f"random state {name}: the name or the seed {seed} is in use; call reset() first")
         before = _get()
@@ -52,8 +45,7 @@ class CudaRNGStatesTracker:
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
         """The generator is in the named state inside; what is drawn moves that state, not the generator's.
 
-        Raises:
-            StateError: nobody has added the name.
+        Raises StateError: nobody has added the name.
         """
         if name not in self.states_:
             raise StateError(
@@ -80,7 +72,6 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The process's tracker."""
     return _tracker
 
 
@@ -92,6 +83,5 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the model-parallel state anew."""
     with _tracker.fork():
         torch.manual_seed(seed + SEED_OFFSET)

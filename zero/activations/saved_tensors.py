@@ -28,8 +28,6 @@ from zero.params.binding import BoundUnit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _AsIs:
-    """A saved tensor that stays where it is."""
-
     tensor: torch.Tensor
     version: int
 
@@ -73,7 +71,6 @@ class Activations:
         """Keep tensors there from now on.
 
         Args:
-            store: the engine's.
             model: whose buffers stay where they are.
             bound: whose parameters do.
             torn: called when something cannot be read inside a backward.
@@ -111,8 +108,7 @@ class Activations:
     def check(self) -> None:
         """Raise, once, if something could not be stored; it is in memory, and the next call goes on.
 
-        Raises:
-            StorageError: so.
+        Raises StorageError.
         """
         if self.store is not None:
             self.store.check()
@@ -164,5 +160,4 @@ def within(activations: Activations | None) -> Iterator[None]:
 
 @contextmanager
 def nothing(value: Any = None) -> Iterator[Any]:
-    """A context that does nothing."""
     yield value

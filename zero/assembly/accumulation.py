@@ -11,18 +11,11 @@ from zero.assembly.run import Run
 
 
 class Accumulation:
-    """Of one engine.
-
-    Args:
-        run: what the collaborators share.
-    """
-
     def __init__(self, run: Run) -> None:
         self._run = run
         self._boundary: bool | None = None
         self._local_only = False
-        self._buffers_differ = False
-        """Between ranks, since the last forward that trained."""
+        self._buffers_differ = False  # Between ranks, since the last forward that trained.
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True when the next `step()` updates the parameters."""

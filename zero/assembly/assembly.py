@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Container, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,11 +26,9 @@ from zero.config import Config
 from zero.exchange.exchange import Exchange
 from zero.exchange.first_rank import CommonBuffers, agree_on_machine, take_first_ranks_values
 from zero.optim.gradients import Gradients
-from zero.optim.loss_scale import LossScaler
 from zero.optim.pending_updates import DueUpdates, UpdatesInBackward
 from zero.optim.pipeline import SubGroupPipeline
 from zero.optim.reduce import ReducedGradients
-from zero.optim.rules import Rules
 from zero.optim.step import Stepper
 from zero.params.binding import BoundUnit
 from zero.params.buffers import move_buffers
@@ -55,45 +53,29 @@ from zero.values.access import EngineKeeper, take_back
 from zero.values.editor import UnitEditor
 from zero.values.gathered_values import GatheredValues
 
+if TYPE_CHECKING:
+    from zero.assembly.run import Run
+
 logger = logging.getLogger("zero")
-
-
-class Owner(Protocol):
-    """What an assembly needs of its engine."""
-
-    module: nn.Module
-    config: Config
-    device: torch.device
-    in_place: bool
-    """Values in memory that the device can address are used where they live."""
-    threads: int
-    """Of CPU kernels."""
-    scaler: LossScaler
-    """Of the loss."""
-    rules: Rules
-    """How parameters are updated."""
 
 
 class Assembly:
     """The parts of one engine for one state of its model. Until `build` the model is as it was.
 
+    Raises ConfigError: a knob or a parameter that cannot be; names it. Raises BudgetError: the plan does not fit;
+    nothing was allocated.
+
     Args:
         owner: for whom it works.
-        events: of the engine.
-        exchange: with the other ranks.
         trainable: id(parameter) of those the optimizer holds -> number of the rule that updates it.
         previous: the owner's parts until now; they keep their values until the model is switched over.
-
-    Raises:
-        ConfigError: a knob or a parameter that cannot be; names it.
-        BudgetError: the plan does not fit; nothing was allocated.
     """
 
     keeper: EngineKeeper
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Run,
         events: Events,
         exchange: Exchange,
         trainable: Mapping[int, int],
@@ -278,7 +260,7 @@ class Assembly:
 
     def check_between(self, what: str, advice: str = "call it between them") -> None:
         """Raise StateError inside forward, backward or `GatheredParameters`."""
-        if self.hooks.in_forward or in_backward() or self.keeper.editing:
+        if self.hooks.in_forward or in_backward() or self.keeper.editor.busy:
             raise StateError(f"{what}: inside forward, backward or GatheredParameters; {advice}")
 
     def settle(self) -> None:

@@ -37,17 +37,14 @@ Kinds = frozenset[OffloadStateTypeEnum]
 class PutAway:
     """Of the parts of one engine. Whoever calls has brought them to rest, and no unit of moved weights is bound.
 
-    Attributes:
-        kinds: what is away, wholly or (after an error) in part.
+    `kinds`: what is away, wholly or (after an error) in part.
     """
 
     def __init__(self, storage: Storage, gradients: Gradients) -> None:
         self.kinds: Kinds = frozenset()
         self._storage, self._gradients = storage, gradients
-        self._waiting: dict[int, torch.Tensor] = {}
-        """Unit's index -> its whole gradient on this rank that is not reduced yet, on the host."""
-        self._pools: dict[OffloadStateTypeEnum, Arena] = {}
-        """That had been allocated."""
+        self._waiting: dict[int, torch.Tensor] = {}  # By unit: this rank's unreduced gradient, on the host.
+        self._pools: dict[OffloadStateTypeEnum, Arena] = {}  # That had been allocated.
 
     def near_bytes(self, kinds: Iterable[OffloadStateTypeEnum]) -> int:
         """Bytes of these kinds that are on the device and can be put away."""
@@ -61,11 +58,7 @@ class PutAway:
         return found | {self._storage.device for _, arena in self._arenas([kind]) if arena.allocated_bytes}
 
     def put(self, kinds: Iterable[OffloadStateTypeEnum], *, pinned: bool) -> None:
-        """Put these kinds away.
-
-        Raises:
-            BudgetError: the host has no room for them; nothing has changed.
-        """
+        """Put these kinds away. Raises BudgetError: the host has no room for them; nothing has changed."""
         storage, kinds = self._storage, frozenset(kinds)
         regions = self._regions(kinds, away=False)
         self._check_room(regions)
@@ -87,8 +80,7 @@ class PutAway:
     def bring(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
         """Bring these kinds back, as far as they are away.
 
-        Raises:
-            BudgetError: the device has no room; what is not back is still on the host, and nothing is lost.
+        Raises BudgetError: the device has no room; what is not back is still on the host, and nothing is lost.
         """
         storage, kinds = self._storage, self.kinds.intersection(kinds)
         try:
@@ -113,8 +105,6 @@ class PutAway:
     def forget_gradients(self) -> None:
         """Nobody wants them any more."""
         self._waiting.clear()
-
-    # ---- inside -------------------------------------------------------------------------------
 
     def _regions(self, kinds: Iterable[OffloadStateTypeEnum], *, away: bool) -> list[MemoryRegion]:
         memories = [memory for kind in kinds for memory in self._memories(kind)]
@@ -156,19 +146,12 @@ class PutAway:
 
 
 class StatesAway:
-    """What one engine has put away from its device.
-
-    Args:
-        run: what the collaborators share.
-    """
-
     def __init__(self, run: Run) -> None:
         self._run = run
         self._away: PutAway | None = None
 
     @property
     def kinds(self) -> Kinds:
-        """What is away."""
         return self._away.kinds if self._away is not None else frozenset()
 
     @property
@@ -210,5 +193,4 @@ class StatesAway:
 
 
 def names_of(kinds: Iterable[OffloadStateTypeEnum]) -> str:
-    """For the log."""
     return ", ".join(sorted(kind.value for kind in kinds))

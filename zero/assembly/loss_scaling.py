@@ -16,24 +16,15 @@ HALF = torch.float16
 
 
 class LossScaling:
-    """Of one engine.
-
-    Args:
-        run: what the collaborators share.
-    """
-
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._loss_is_finite: torch.Tensor | None = None
-        """Of all losses since the last step; None: of none it matters."""
+        self._loss_is_finite: torch.Tensor | None = None  # Of all losses since the last step; None: of none it matters.
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss for `scaled.backward()` instead of `engine.backward(loss)`: times the loss scale.
 
-        Its gradients are also divided by the accumulation steps, as those of `engine.backward` are.
-
-        Raises:
-            StateError: it is no scalar with a graph, or there is no optimizer.
+        Its gradients are also divided by the accumulation steps, as those of `engine.backward` are. Raises StateError:
+        it is no scalar with a graph, or there is no optimizer.
         """
         if self._run.updater is None:
             raise StateError("scale: the engine was made without an optimizer; add one to the config or pass one")
@@ -65,8 +56,7 @@ class LossScaling:
     def parts_of_backward(self, scaled: bool) -> int:
         """The accumulation steps, unless the loss of this `loss.backward()` is `scaled`, and so divided already.
 
-        Raises:
-            StateError: it had to be scaled.
+        Raises StateError: it had to be scaled.
         """
         if scaled:
             return 1

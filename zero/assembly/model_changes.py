@@ -67,7 +67,6 @@ class Census:
         self.declined = (earlier.declined | (earlier.held - self.held)) & present
 
     def parameters(self) -> list[nn.Parameter]:
-        """Each once."""
         return list({id(p): p for _, _, p in self._places if p is not None}.values())
 
     def joining(self) -> list[nn.Parameter]:
@@ -108,8 +107,6 @@ class ModelChanges:
     """Of one engine.
 
     Args:
-        run: what the collaborators share.
-        steps: of the engine.
         events: handed to all parts.
     """
 
@@ -143,7 +140,7 @@ class ModelChanges:
     def follow(self) -> bool:
         """Before a forward: take up changes of the model. True if there were any; raises as `replan`."""
         run, parts = self._run, self._run.parts
-        if parts.hooks.in_forward or in_backward() or parts.keeper.editing:
+        if parts.hooks.in_forward or in_backward() or parts.keeper.editor.busy:
             return False
         census = Census(run.module, run.updater)
         census.inherit(self._census)
@@ -277,7 +274,6 @@ def _carry_counts(old: Assembly, new: Assembly) -> None:
 
 
 def _cost(old: Assembly, new: Assembly, seconds: float) -> str:
-    """What happened, in one line."""
     joined = [leaf.names[0] for leaf in new.leaves if id(leaf.parameter) not in old.index_of]
     left = [leaf.names[0] for leaf in old.leaves if id(leaf.parameter) not in new.index_of]
     trained = [sum(u.numel for u in parts.layout.units if u.trainable) for parts in (old, new)]

@@ -30,16 +30,13 @@ def lay_out(
 ) -> tuple[list[CoveredUnit], Layout]:
     """The units of a model, and where each parameter lies in the flat space.
 
+    Raises ConfigError: a parameter's dtype cannot be trained; names it.
+
     Args:
-        model: the whole tree.
         leaves: from `collect_leaves(model)`.
         trainable: id(parameter) of those the optimizer holds -> number of the rule that updates it.
-        config: validated configuration.
         placement: who shares each unit.
         whole_rules: numbers of the rules that look at whole parameters.
-
-    Raises:
-        ConfigError: a parameter's dtype cannot be trained; names it.
     """
     covered = cover_model(model, leaves, trainable, config, whole_rules)
     for unit in covered:
@@ -63,11 +60,8 @@ def planner_of(
     """Who makes one rank's plan for a layout.
 
     Args:
-        model: the whole tree.
         laid_out: from `lay_out`.
-        config: validated configuration.
         machine: what can be had.
-        device: where units are computed on.
         in_place: units whose home memory the device can address are used there without a copy.
         placement: who shares each unit.
         states: names of the state planes of each update rule.
@@ -88,17 +82,14 @@ def plan_model(
 ) -> tuple[Layout, Plan]:
     """The plan that `zero.initialize` would make for training all of a model that requires gradients.
 
+    Raises ConfigError: a knob or a parameter that cannot be; names it. Raises BudgetError: it does not fit; names the
+    knob to turn.
+
     Args:
         model: on any device; nothing of it is read but shapes and dtypes.
-        config: validated configuration.
         machine: what one rank can have.
-        device: where units are computed on.
         world_size: number of ranks; the plan is that of the first.
         least: what the model takes at least, whether or not the machine has it.
-
-    Raises:
-        ConfigError: a knob or a parameter that cannot be; names it.
-        BudgetError: it does not fit; names the knob to turn.
     """
     placement = place(config, 0, world_size)
     trained = trained_from(None, None, model, config) or Trained([], Rules((AdamRule(),)))

@@ -19,13 +19,7 @@ logger = logging.getLogger("zero")
 
 
 class OffloadStates:
-    """`engine.offload_states`, and back.
-
-    Args:
-        run: what the collaborators share.
-        steps: of the engine.
-        away: what has been put away.
-    """
+    """`engine.offload_states`, and back. `away`: what has been put away."""
 
     def __init__(self, run: Run, steps: Steps, away: StatesAway) -> None:
         self._run, self._steps, self._away = run, steps, away

@@ -21,8 +21,7 @@ from zero.params.units import packed_experts
 from zero.schedule.rows import RowLender
 from zero.values.access import EngineKeeper
 
-PREFIX = "zero:"
-"""Our implementations are called "zero:eager", "zero:grouped_mm" and so on: what follows computes."""
+PREFIX = "zero:"  # Our implementations are called "zero:eager", "zero:grouped_mm" and so on: what follows computes.
 
 
 class RoutedExperts:
@@ -38,15 +37,13 @@ class RoutedExperts:
         self.__dict__.update(tensors, _module=module, num_experts=count)
 
     def __getattr__(self, name: str) -> Any:
-        """The module's."""
         return getattr(self.__dict__["_module"], name)
 
 
 def fetch_experts_by_rows(model: nn.Module) -> Callable[[], None]:
     """Let the model's packed experts be fetched by rows, where transformers dispatches them.
 
-    Returns:
-        What makes the model as it was.
+    Returns what makes the model as it was.
     """
     integration: Any = sys.modules.get("transformers.integrations.moe")
     functions: Any = getattr(integration, "ALL_EXPERTS_FUNCTIONS", None)

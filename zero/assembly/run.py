@@ -28,9 +28,6 @@ class Run:
     """One engine's model, configuration, optimizer, counters and parts.
 
     Args:
-        model: the whole tree.
-        config: validated configuration.
-        device: where units are computed on.
         rules: how parameters are updated.
         updater: the optimizer that users hold; None trains nothing.
         scaler: of the loss; its scale is 1 where nothing is fp16.
@@ -38,7 +35,6 @@ class Run:
     Attributes:
         parts: of the engine for the model as it is.
         in_place: values in memory that the device can address are used where they live.
-        threads: of CPU kernels.
         global_steps: steps taken, skipped ones too.
         global_samples: samples that steps have used, over all ranks.
         micro_steps: calls of `step()`.
@@ -80,11 +76,9 @@ class Run:
 
     @property
     def exchange(self) -> Exchange:
-        """With the other ranks."""
         return self.parts.exchange
 
     def use(self, parts: Assembly) -> None:
-        """Run the model with these parts from now on."""
         first = self._finalizer is None
         self.let_go()
         # Users of DeepSpeed rarely close an engine: one that is dropped gives its files and threads back too.

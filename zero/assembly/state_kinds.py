@@ -43,8 +43,7 @@ TO_TRAIN = ALL - RECORDS
 def chosen_kinds(include: Container[OffloadStateTypeEnum] | None) -> frozenset[OffloadStateTypeEnum]:
     """What `offload_states` is asked to move; None: everything. Names are as good as members.
 
-    Raises:
-        ConfigError: an unknown name, or no collection of names.
+    Raises ConfigError: an unknown name, or no collection of names.
     """
     if include is None:
         return ALL
@@ -60,11 +59,7 @@ def chosen_kinds(include: Container[OffloadStateTypeEnum] | None) -> frozenset[O
 
 
 def chosen_device(device: OffloadDeviceEnum | str) -> OffloadDeviceEnum:
-    """Where `offload_states` is asked to put it.
-
-    Raises:
-        ConfigError: neither cpu nor none.
-    """
+    """Where `offload_states` is asked to put it. Raises ConfigError: neither cpu nor none."""
     try:
         chosen = OffloadDeviceEnum(device)
     except ValueError:

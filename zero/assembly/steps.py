@@ -75,9 +75,7 @@ class Steps:
     """Of one engine.
 
     Args:
-        run: what the collaborators share.
         accumulation: of micro-batches.
-        scaling: of the loss.
         away: what `offload_states` has put away.
         listeners: told of each step, in this order.
     """
@@ -92,16 +90,11 @@ class Steps:
     ) -> None:
         self._run, self._accumulation, self._scaling, self._away = run, accumulation, scaling, away
         self._listeners = listeners
-        self._schedule_arguments: Mapping[str, Any] = {}
-        """For the scheduler, with the step that was asked for last."""
+        self._schedule_arguments: Mapping[str, Any] = {}  # For the scheduler, with the step that was asked for last.
         self._applied = False
-        self.watch = Stopwatch()
-        """What steps have taken."""
-
-    # ---- steps ----------------------------------------------------------------------------------
+        self.watch = Stopwatch()  # What steps have taken.
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """As `engine.step`."""
         run = self._run
         self.check_open("step")
         self._applied = False
@@ -146,7 +139,7 @@ class Steps:
         for listener in self._listeners:
             listener.step_asked()
         self._away.bring_back("step")
-        if parts.keeper.editing:
+        if parts.keeper.editor.busy:
             raise StateError("step: inside GatheredParameters; the weights would change under the gathered copy")
         if parts.watch.torn:
             raise StateError(
@@ -166,7 +159,7 @@ class Steps:
         with self.watch.running():
             parts.stepper.check()
             run.activations.check()
-            parts.keeper.store_edits()
+            parts.keeper.editor.store_edits()
             if parts.stepper.state == StepState.NONE or run.updater is None:
                 return
             self._fix(run.updater)
@@ -225,8 +218,6 @@ class Steps:
         values = {} if run.updater is None else run.updater.values(index_of, set(index_of.values()))
         return StepArguments(values, 1.0 / run.scaler.cur_scale, run.global_steps + 1)
 
-    # ---- gradients that users have put into `.grad` ---------------------------------------------
-
     def _take_written(self) -> None:
         """A gradient that somebody has put into `parameter.grad` replaces what was collected, as with torch.
 
@@ -246,8 +237,6 @@ class Steps:
             held = (p for group in groups for p in group["params"] if p.grad is not None)
             return [p for p in held if id(p) in run.parts.index_of]
 
-    # ---- what other calls owe to the last step --------------------------------------------------
-
     def check_open(self, what: str) -> None:
         """Raise StateError if the engine is closed; `what` was attempted."""
         if self._run.closed:
@@ -258,13 +247,9 @@ class Steps:
     def ready(self, what: str, needs: frozenset[OffloadStateTypeEnum] | None = None) -> None:
         """Raise if the engine is closed; take a step that was asked for; bind what is always bound.
 
-        Args:
-            what: is attempted.
-            needs: of these states (None: all) what `offload_states` has put away comes back (BudgetError: no room).
-
-        Raises:
-            StateError: closed.
-            StorageError: an update of the last step failed and nobody was told yet, or it fails again.
+        Raises StateError: closed; StorageError: an update of the last step failed and nobody was told yet, or it fails
+        again. `needs`: of these states (None: all) what `offload_states` has put away comes back (BudgetError: no
+        room).
         """
         self.check_open(what)
         for listener in self._listeners:
@@ -297,16 +282,13 @@ class Steps:
     def synchronize(self) -> None:
         """Wait until the last step is complete and the gradients since are stored, on every tier, and nothing moves.
 
-        Raises:
-            StorageError: a transfer failed. The next call goes on where this one stopped.
+        Raises StorageError: a transfer failed. The next call goes on where this one stopped.
         """
         self.ready("synchronize", frozenset())
         parts = self._run.parts
         parts.stepper.finish()
         parts.gradients.settle()
         parts.coordinator.settle()
-
-    # ---- what changes values besides steps ------------------------------------------------------
 
     def changed(self, index: int | None = None) -> None:
         """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
@@ -342,18 +324,13 @@ class Steps:
     def values_of(self, parameter: nn.Parameter, *, to_change: bool = False) -> ParameterValues:
         """A parameter's exact values, states and gradient as of the last step, for `zero.utils.safe_get_full_grad` etc.
 
-        Args:
-            parameter: of the model.
-            to_change: they are going to be replaced: what was done ahead with them is void.
-
-        Raises:
-            StateError: the engine is closed, or a forward or backward runs.
-            StorageError: the last step could not be completed.
+        Raises StateError: the engine is closed, or a forward or backward runs; StorageError: the last step could not be
+        completed. `to_change`: they are going to be replaced: what was done ahead with them is void.
         """
         parts = self._run.parts
         name = name_of(parameter)
         units = parts.keeper.units_named(name)
         self.current(f"values of {name}", units)
         if to_change:
-            parts.keeper.before_change(units)
+            parts.keeper.editor.before_change(units)
         return ParameterValues(parts, parts.exchange, parameter)

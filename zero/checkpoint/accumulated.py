@@ -23,8 +23,7 @@ from zero.params.placement import Placement
 def add_accumulated(extents: Extents, parts: Assembly, placement: Placement) -> dict[str, Any] | None:
     """Write what this rank has collected since the last step, if anything.
 
-    Returns:
-        What `load_accumulated` needs besides; None if there is nothing.
+    Returns what `load_accumulated` needs besides; None if there is nothing.
     """
     gradients, rank = parts.gradients, placement.rank
     waiting = gradients.waiting()
@@ -48,11 +47,7 @@ def add_accumulated(extents: Extents, parts: Assembly, placement: Placement) -> 
 def check_accumulated(parts: Assembly, placement: Placement, saved: list[int], told: dict[str, Any] | None) -> None:
     """Raise ConfigError if these gradients cannot go on here.
 
-    Args:
-        parts: of the engine.
-        placement: of this rank.
-        saved: `ranks_shape` when they were saved.
-        told: by `add_accumulated` of the same rank then.
+    `saved`: `ranks_shape` when they were saved; `told`: by `add_accumulated` of the same rank then.
     """
     mine = ranks_shape(placement)
     if saved != mine:
@@ -100,7 +95,6 @@ def _load_stored(parts: Assembly, state: UnitGradient, source: Source, name: str
 
 
 def ranks_shape(placement: Placement) -> list[int]:
-    """How many ranks collect gradients, and how."""
     return [placement.world_size, placement.shard_size, int(placement.gradients_deferred)]
 
 

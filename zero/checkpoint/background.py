@@ -31,33 +31,22 @@ from zero.params.layout import SubGroup
 
 logger = logging.getLogger("zero")
 
-AT_ONCE = 2
-"""Extents taken at once: while one is written the next is read."""
+AT_ONCE = 2  # Extents taken at once: while one is written the next is read.
 LOOK_SECONDS = 0.05
-PATIENCE_SECONDS = 600.0
-"""How long the first rank waits for the others' parts once its own is written."""
+PATIENCE_SECONDS = 600.0  # How long the first rank waits for the others' parts once its own is written.
 
 
 class BackgroundSave:
-    """One save under way; its room is reserved.
-
-    Args:
-        save: begun.
-        parts: of the engine.
-        save_latest: name it in `latest`.
-        describe: what is logged at the end.
-    """
+    """One save under way; its room is reserved. `describe`: what is logged at the end."""
 
     def __init__(self, save: CheckpointSave, parts: Assembly, *, save_latest: bool, describe: str) -> None:
         self._save, self._part, self._updates = save, save.part, parts.stepper.updates
         self._pipeline, self._describe, self._save_latest = parts.stepper.pipeline, describe, save_latest
         self._extent_of = {extent.group: extent for extent in self._part.extents if extent.group is not None}
-        self._taking: dict[int, asyncio.Task[None]] = {}
-        """id(extent) -> what brings it into memory."""
+        self._taking: dict[int, asyncio.Task[None]] = {}  # id(extent) -> what brings it into memory.
         self._stores: list[asyncio.Task[None]] = []
         self._failed = False
-        self._as_of = self._updates.arguments
-        """Of the last step, whose updates come before the save."""
+        self._as_of = self._updates.arguments  # Of the last step, whose updates come before the save.
         self._pipeline.before = self._before_update
         self._began = time.perf_counter()
         self._worker = Worker("zero-checkpoint")  # from here on Python does not exit before the save has ended
@@ -65,7 +54,6 @@ class BackgroundSave:
 
     @property
     def settled(self) -> bool:
-        """True once nothing happens any more."""
         return self._transfer.settled()
 
     def end(self) -> BaseException | None:
@@ -136,7 +124,6 @@ class BackgroundSave:
         self._stores += await self._part.writer.encode(extent)
 
     async def _before_update(self, group: SubGroup, arguments: StepArguments) -> None:
-        """A step is about to change a sub-group."""
         extent = self._extent_of.get(group)
         if extent is None or arguments is self._as_of or self._failed:
             return
@@ -161,9 +148,6 @@ class BackgroundSave:
 class CheckpointState(StepListener):
     """What an engine knows of its checkpoints between calls: the one under way, and what happens to values meanwhile.
 
-    Args:
-        run: what the collaborators share.
-
     Attributes:
         half_loaded: the checkpoint of which some values have been loaded and some have not; "" for none.
         frozen_sums: of the weights that are not trained, until they may have changed.
@@ -177,22 +161,17 @@ class CheckpointState(StepListener):
         self.frozen_sums: Sums | None = None
         self.changed: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
 
-    # ---- a save beside training -----------------------------------------------------------------
-
     def go_on_with(self, behind: BackgroundSave) -> None:
-        """Training goes on while this is written."""
         self._behind = behind
 
     def checkpoint_pending(self) -> bool:
-        """True while a checkpoint is being written beside training."""
         return self._behind is not None and not self._behind.settled
 
     def wait_for_checkpoint(self) -> None:
         """Return once the checkpoint that is being written is there as a whole.
 
-        Raises:
-            StorageError: it could not be written; what was there before is as it was.
-            StateError: another rank's part could not be.
+        Raises StorageError: it could not be written; what was there before is as it was. Raises StateError: another
+        rank's part could not be.
         """
         error = self.end()
         if error is not None:
@@ -204,8 +183,6 @@ class CheckpointState(StepListener):
         error = None if behind is None else behind.end()
         self._behind = None  # an interrupt that ends the wait does not end the save
         return error
-
-    # ---- what it hears of -----------------------------------------------------------------------
 
     @override
     def check_open(self, what: str) -> None:

@@ -26,27 +26,20 @@ from offload.errors import ConfigError, StorageError
 from offload.files.durable import Files
 from offload.kernels import kernels
 
-MODEL = "model."
-"""Before a parameter's or a buffer's name: its value, the fp32 master where there is one."""
+MODEL = "model."  # Before a parameter's or a buffer's name: its value, the fp32 master where there is one.
+# Before a parameter's name and that of one of its states: a plane's (`exp_avg`, ...) or a number's (`STEP`, ...).
 OPTIMIZER = "optim.state."
-"""Before a parameter's name and that of one of its states: a plane's (`exp_avg`, ...) or a number's (`STEP`, ...)."""
 STEP = "step"
 METADATA_FILE, MANIFEST_FILE = ".metadata", "manifest.json"
-PIECE_NUMEL = 2 << 20
-"""Elements of a box at most."""
-RUN_BYTES = (16 << 20) + (64 << 10)
-"""Of a write at most, and of a read."""
+PIECE_NUMEL = 2 << 20  # Elements of a box at most.
+RUN_BYTES = (16 << 20) + (64 << 10)  # Of a write at most, and of a read.
 FORMAT: Literal["zero-infinity checkpoint"] = "zero-infinity checkpoint"
-SHARED = "../.frozen/"
-"""Before a digest and the name of a file: weights that several checkpoints share."""
-CHECKSUM = "crc32c"
-"""Key of the checksum over all other keys."""
-VERSION = 1
-"""Raised when an older reader would misread what a newer one writes."""
+SHARED = "../.frozen/"  # Before a digest and the name of a file: weights that several checkpoints share.
+CHECKSUM = "crc32c"  # Key of the checksum over all other keys.
+VERSION = 1  # Raised when an older reader would misread what a newer one writes.
 
 
 def state_name(name: str, kind: str) -> str:
-    """Where a parameter's state of the name `kind` is."""
     return f"{OPTIMIZER}{name}.{kind}"
 
 
@@ -55,12 +48,10 @@ class Box(NamedTuple):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    begin: int
-    """Its first element in the flattened tensor."""
+    begin: int  # Its first element in the flattened tensor.
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.sizes)
 
 
@@ -118,18 +109,13 @@ class WrittenBox(NamedTuple):
     """One box of a tensor, or bytes, in a data file."""
 
     name: str
-    dtype: str | None
-    """As `str(torch.dtype)` without "torch."; None for bytes."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
+    dtype: str | None  # As `str(torch.dtype)` without "torch."; None for bytes.
+    shape: tuple[int, ...]  # Of the whole tensor.
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    begin: int
-    """Of the archive in the file."""
-    nbytes: int
-    """Of the archive."""
-    payload: int
-    """Of the payload in the file."""
+    begin: int  # Of the archive in the file.
+    nbytes: int  # Of the archive.
+    payload: int  # Of the payload in the file.
     payload_bytes: int
     crc: int
 
@@ -213,8 +199,7 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
     """What `make_metadata` was given: (data file, box) of each tensor. Payloads and checksums the manifest says.
 
-    Raises:
-        ConfigError: it is damaged, or would make something that metadata does not consist of.
+    Raises ConfigError: it is damaged, or would make something that metadata does not consist of.
     """
     from torch.distributed.checkpoint import metadata as dcp  # see Note: late
 
@@ -244,30 +229,22 @@ def read_metadata(data: bytes, path: str) -> list[tuple[str, WrittenBox]]:
 
 
 class FileEntry(BaseModel):
-    """One file beside the manifest."""
-
     model_config = ConfigDict(frozen=True)
 
     nbytes: int = Field(alias="bytes", ge=0)
-    boxes: tuple[tuple[int, int, int], ...] = ()
-    """(offset in the file, bytes, crc32c) of every payload."""
+    boxes: tuple[tuple[int, int, int], ...] = ()  # (offset in the file, bytes, crc32c) of every payload.
 
 
 class Manifest(BaseModel):
-    """The contents of manifest.json."""
-
     model_config = ConfigDict(frozen=True)
 
     tag: str
     global_steps: int
-    time: float
-    """When the save began, in seconds since 1970; later than that of every checkpoint that was there."""
+    time: float  # When the save began, in seconds since 1970; later than that of every checkpoint that was there.
     world_size: int
-    files: dict[str, FileEntry]
-    """By name; the manifest is not among them."""
+    files: dict[str, FileEntry]  # By name; the manifest is not among them.
 
     def to_json(self) -> str:
-        """The text of the file."""
         content = {"format": FORMAT, "version": VERSION, **self.model_dump(by_alias=True)}
         return json.dumps({**content, CHECKSUM: _checksum(content)})
 
@@ -285,8 +262,7 @@ def write_manifest(files: Files, folder: Path, manifest: Manifest) -> None:
 def read_manifest(files: Files, folder: Path) -> Manifest:
     """The manifest in a folder.
 
-    Raises:
-        ConfigError: there is none, it is damaged, not ours, or of a version that this code does not know.
+    Raises ConfigError: there is none, it is damaged, not ours, or of a version that this code does not know.
     """
     path = folder / MANIFEST_FILE
     try:
@@ -332,8 +308,7 @@ def _is_ours(name: str) -> bool:
 def check_files(files: Files, folder: Path, manifest: Manifest) -> None:
     """Hold the files of a folder against its manifest, by presence and size; what they contain is seen when it is read.
 
-    Raises:
-        ConfigError: names the files that are not as they should be.
+    Raises ConfigError: names the files that are not as they should be.
     """
     wrong = []
     for name, entry in manifest.files.items():

@@ -30,9 +30,9 @@ from zero.checkpoint.deepspeed_files import (
 )
 from zero.checkpoint.source import Opened, Saved
 
-EXTRA = "_extra_state"
-"""How modules call what they add to a state dict and what is no parameter."""
+EXTRA = "_extra_state"  # How modules call what they add to a state dict and what is no parameter.
 Shapes = Mapping[str, torch.Size]
+# Keys of model_states that are DeepSpeed's; the others are the user's client state.
 OWN_KEYS = frozenset(
     [
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
@@ -41,14 +41,13 @@ OWN_KEYS = frozenset(
         *("ds_config", "ds_version", "universal_checkpoint_info"),
     ]
 )
-"""Keys of model_states that are DeepSpeed's; the others are the user's client state."""
+# Keys of param groups that choose between implementations, or are no option.
 SWITCHES = frozenset(
     [
         *("step", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
         *("decoupled_weight_decay", "bias_correction"),
     ]
 )
-"""Keys of param groups that choose between implementations, or are no option."""
 
 
 class Values(Protocol):
@@ -108,12 +107,7 @@ class Same:
 
 
 class SpreadSource:
-    """A `Source` of such tensors.
-
-    Args:
-        found: name -> (shape, values).
-        where: the folder, for errors.
-    """
+    """A `Source` of such tensors. `found`: name -> (shape, values); `where`: the folder, for errors."""
 
     def __init__(self, found: Mapping[str, tuple[torch.Size, Values]], where: str) -> None:
         self._found, self._where = found, where
@@ -139,20 +133,18 @@ class SpreadSource:
         """Nothing is open between two reads."""
 
 
-Found = dict[str, tuple[torch.Size, Values]]
-"""Name of our logical form -> shape and values."""
+Found = dict[str, tuple[torch.Size, Values]]  # Name of our logical form -> shape and values.
 
 
 def trained_values(ranks: Sequence[RankFile], shapes: Sequence[Shapes], head: Contents) -> Found:
     """Masters, moments and step counts of the parameters that the optimizer has.
 
+    Raises ConfigError: a rank has fewer elements than its parameters take.
+
     Args:
         ranks: every rank's optim_states.
         shapes: `param_shapes`: by flat group, the parameters in it, in order.
         head: the first model_states.
-
-    Raises:
-        ConfigError: a rank has fewer elements than its parameters take.
     """
     found: Found = {}
     for place, group in enumerate(shapes):
@@ -237,13 +229,12 @@ def _step(rank: RankFile, place: int, head: Contents) -> int | None:
 def frozen_values(models: Sequence[TorchFile], stage: int, others: set[str]) -> Found:
     """Frozen parameters: whole in the module below stage 3, each rank's part apart from it at stage 3.
 
+    Raises ConfigError: a rank has not got its part.
+
     Args:
         models: every rank's model_states at stage 3, else the one there is.
         stage: of ZeRO.
         others: names in the module that are something else.
-
-    Raises:
-        ConfigError: a rank has not got its part.
     """
     head = models[0].contents
     if stage < 3:
@@ -282,10 +273,8 @@ def open_deepspeed_folder(path: Path | str) -> Opened:
 
     Its `source` has the names of our own checkpoints, its `state` the keys, and besides `loss_scaler` (a dict, or None)
     and `deepspeed` (the version that wrote it). There are no collected gradients, no sums of what it leaves out, and
-    nothing of one rank's own. `client` raises ConfigError if there is an object of a class that is not loaded.
-
-    Raises:
-        ConfigError: a file is missing or damaged, ranks do not agree, or it is a kind of checkpoint that is not read.
+    nothing of one rank's own. `client` raises ConfigError if there is an object of a class that is not loaded. Raises
+    ConfigError: a file is missing or damaged, ranks do not agree, or it is a kind of checkpoint that is not read.
     """
     folder = Path(path)
     if not folder.is_dir():

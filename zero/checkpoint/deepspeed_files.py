@@ -33,7 +33,6 @@ class Part:
     """What one rank holds of one flat group.
 
     Attributes:
-        master: the weights.
         padding: elements that were cut off behind it.
         moments: kind -> region; empty before the first step.
         step: None if it is not said here.
@@ -49,16 +48,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What one rank's optim_states file says."""
-
     path: Path
     stage: int
     ranks: int
     parts: Sequence[Part]
-    groups: Sequence[Contents]
-    """The optimizer's param_groups; empty if they were not saved."""
-    alignment: Sequence[Sequence[int]] | None
-    """By flat group, elements of padding behind each parameter; None if there are none."""
+    groups: Sequence[Contents]  # The optimizer's param_groups; empty if they were not saved.
+    alignment: Sequence[Sequence[int]] | None  # By flat group: padding elements behind each parameter.
     loss_scaler: Any
 
 
@@ -114,10 +109,7 @@ def read_rank(folder: Path, rank: int, path: Path) -> RankFile:
     optimizer, masters = (
         ("optimizer_state_dict", "fp32_flat_groups")
         if stage == 3
-        else (
-            "base_optimizer_state",
-            "single_partition_of_fp32_groups",
-        )
+        else ("base_optimizer_state", "single_partition_of_fp32_groups")
     )
     for key in (optimizer, masters, "partition_count"):
         if key not in saved:

@@ -20,7 +20,7 @@ from offload.files.safetensors_writer import PICKLED, SUFFIX, Tensor
 from offload.kernels import kernels
 from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
 from zero.checkpoint.folder import folder_named, open_folder
-from zero.checkpoint.source import Saved, Source
+from zero.checkpoint.source import Source
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE, PICKLE, SAFE, Shard, checked_name, plan_shards, write_together
 from zero.params.opaque import opaque_names
 from zero.params.released import is_kept
@@ -36,7 +36,8 @@ class SavedWeights:
     """A model's parameters and buffers in a checkpoint, in one dtype.
 
     What is trained comes from its fp32 master; as bf16 or fp16 it is rounded as the engine rounds, so it equals the
-    weights that the engine computes with, bit for bit. Quantised storage and integers stay what they are.
+    weights that the engine computes with, bit for bit. Quantised storage and integers stay what they are. Raises
+    ConfigError: the checkpoint has not all parameters.
 
     Args:
         source: the checkpoint.
@@ -48,9 +49,6 @@ class SavedWeights:
         tensors: in model order; tied ones under their first name.
         aliases: tied name -> first name.
         frozen: names of what has no master, buffers too.
-
-    Raises:
-        ConfigError: the checkpoint has not all parameters.
     """
 
     def __init__(
@@ -73,16 +71,12 @@ class SavedWeights:
             )
         self.frozen = frozen | set(buffers)
         self.aliases = {name: first for name, first in aliases.items() if first in set(wanted)}
-        opaque = _opaque(held) & self.frozen
+        shapes = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in held.items()}
+        opaque = opaque_names(shapes) & self.frozen
         also = {name: tuple(alias for alias, first in self.aliases.items() if first == name) for name in wanted}
+        kept = {name for name in wanted if name in opaque or not held[name].dtype.is_floating_point}
         self.tensors = [
-            Tensor(
-                name,
-                held[name].dtype if name in opaque else _as(held[name].dtype, dtype),
-                held[name].shape,
-                also[name],
-            )
-            for name in wanted
+            Tensor(name, held[name].dtype if name in kept else dtype, held[name].shape, also[name]) for name in wanted
         ]
 
     def read(self, tensor: Tensor) -> Iterator[torch.Tensor]:
@@ -115,6 +109,9 @@ def export(
 ) -> list[Shard]:
     """Write a checkpoint's weights as files that `from_pretrained` reads; the files that were written.
 
+    Raises ConfigError: the checkpoint is damaged, or has not all parameters. Raises StorageError: the disk has no room,
+    or a transfer failed; no file has appeared.
+
     Args:
         source: the checkpoint; it stays open.
         state: its `state`.
@@ -123,10 +120,6 @@ def export(
         filename: of the file, or of the index; one in .bin, .pt or .pth makes archives of torch.save.
         max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
         exclude_frozen: leave out what is not trained.
-
-    Raises:
-        ConfigError: the checkpoint is damaged, or has not all parameters.
-        StorageError: the disk has no room, or a transfer failed; no file has appeared.
     """
     weights = SavedWeights(source, state, dtype, exclude_frozen=exclude_frozen)
     filename = checked_name(filename)
@@ -134,14 +127,6 @@ def export(
     weights.expect(tensor for shard in shards for tensor in shard.tensors)
     write_together(None, out_dir, filename, shards, weights.read)
     return shards
-
-
-def _opaque(held: Mapping[str, Saved]) -> set[str]:
-    return opaque_names({name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in held.items()})
-
-
-def _as(saved: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    return wanted if saved.is_floating_point else saved
 
 
 def rounded(master: torch.Tensor) -> torch.Tensor:
@@ -152,11 +137,7 @@ def rounded(master: torch.Tensor) -> torch.Tensor:
 
 
 class LazyTensor:
-    """A tensor that is read when it is asked for.
-
-    Attributes:
-        shape, dtype: of the tensor.
-    """
+    """A tensor that is read when it is asked for. `shape, dtype`: of the tensor."""
 
     def __init__(self, weights: SavedWeights, tensor: Tensor) -> None:
         self._weights, self._tensor = weights, tensor
@@ -206,12 +187,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, tag: str | None = None) -> Model:
     """Move an ordinary model to the CPU and give it a checkpoint's weights, those whose names it has.
 
-    Returns:
-        The model.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or it is damaged; or an engine keeps the model's values.
-        StorageError: a read failed.
+    Returns the model. Raises ConfigError: there is no such checkpoint, or it is damaged; or an engine keeps the model's
+    values. Raises StorageError: a read failed.
     """
     kept = next((name for name, parameter in model.named_parameters() if is_kept(parameter)), None)
     if kept is not None:

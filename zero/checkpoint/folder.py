@@ -34,14 +34,10 @@ logger = logging.getLogger("zero")
 
 LATEST, LOCK = "latest", ".lock"
 PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
-OWNER = "lock"
-"""In a partial folder: locked by the job that writes there."""
-LOCK_SECONDS = 60.0
-"""Names change within milliseconds, but an old checkpoint may be removed meanwhile."""
-NEXT_SECONDS = 1e-3
-"""A checkpoint is later than those that are there, by this at least, whatever the clock says."""
-TAG_BYTES_MAX = 200
-"""File systems end at 255, and we write around it."""
+OWNER = "lock"  # In a partial folder: locked by the job that writes there.
+LOCK_SECONDS = 60.0  # Names change within milliseconds, but an old checkpoint may be removed meanwhile.
+NEXT_SECONDS = 1e-3  # A checkpoint is later than those that are there, by this at least, whatever the clock says.
+TAG_BYTES_MAX = 200  # File systems end at 255, and we write around it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +47,7 @@ class Found:
     tag: str
     folder: Path
     manifest: Manifest
-    notes: tuple[str, ...] = ()
-    """What the user should know: why it is this one and not the one that was to be expected."""
+    notes: tuple[str, ...] = ()  # For the user: why it is this one and not the one that was to be expected.
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +55,15 @@ class Partial:
     """A checkpoint that is being written: end it with `Checkpoints.commit` or `Checkpoints.abandon`."""
 
     tag: str
-    folder: Path
-    """Where to write; `manifest.json` last."""
-    time: float
-    """For the manifest."""
+    folder: Path  # Where to write; `manifest.json` last.
+    time: float  # For the manifest.
     lock: Lock
 
 
 def folder_named(value: str | os.PathLike[str], what: str) -> Path:
-    """The folder that an argument names.
+    """The folder that an argument names. Raises ConfigError: it names none; it is a ValueError too.
 
-    Args:
-        value: what was given.
-        what: the call and its argument, for the error.
-
-    Raises:
-        ConfigError: it names none; it is a ValueError too.
+    `what`: the call and its argument, for the error.
     """
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise ConfigError(f"{what}: expected the path of a folder, got {value!r}")
@@ -83,11 +71,7 @@ def folder_named(value: str | os.PathLike[str], what: str) -> Path:
 
 
 def check_tag(tag: object) -> str:
-    """A tag that can be the name of a folder, as a string.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """A tag that can be the name of a folder, as a string. Raises ConfigError: it cannot."""
     name = str(tag)
     wrong = ""
     if not name:
@@ -111,10 +95,7 @@ class Checkpoints:
     """The checkpoints of one `save_dir`.
 
     Looking takes no lock, and finds all of a checkpoint while others save; one process at a time writes and removes.
-
-    Args:
-        save_dir: need not exist.
-        files: the disk.
+    `save_dir`: need not exist.
     """
 
     def __init__(self, save_dir: Path | str, files: Files | None = None) -> None:
@@ -133,15 +114,10 @@ class Checkpoints:
     def newest_valid(self, tag: object = None, without: Collection[str] = ()) -> Found | None:
         """The checkpoint to load: the one asked for, else the one `latest` names, else the newest that is whole.
 
-        Args:
-            tag: loads this one or none.
-            without: tags that are known to be damaged.
+        Returns None when nothing was asked for and there is nothing. Raises ConfigError: the one asked for is not there
+        or damaged, or there are only damaged ones; says which is whole.
 
-        Returns:
-            None when nothing was asked for and there is nothing.
-
-        Raises:
-            ConfigError: the one asked for is not there or damaged, or there are only damaged ones; says which is whole.
+        `tag`: loads this one or none; `without`: tags that are known to be damaged.
         """
         if tag is not None:
             return self._asked_for(check_tag(tag))
@@ -160,8 +136,6 @@ class Checkpoints:
             raise ConfigError(f"no checkpoint in {self.save_dir} can be loaded: {'; '.join(wrong)}")
         return None
 
-    # ---- looking ----------------------------------------------------------------------------------
-
     def _hidden(self, tag: str, kind: str) -> Path:
         return self.save_dir / f".{tag}.{kind}"
 
@@ -171,7 +145,6 @@ class Checkpoints:
         return [name[1 : -len(ending)] for name in names if len(name) > len(ending) + 1]
 
     def _names(self) -> list[str]:
-        """What might be tags."""
         names = {name for name in self._files.listing(self.save_dir) if not name.startswith(".")}
         return sorted(names | set(self._hidden_tags(REPLACED)))
 
@@ -217,7 +190,6 @@ class Checkpoints:
         raise ConfigError(f"load_checkpoint(tag={tag!r}): {'; '.join(wrong)}; {hint}")
 
     def _latest(self, latest: str, wrong: list[str]) -> Found | None:
-        """What `latest` names, if it is whole."""
         problems: list[str] = []
         try:
             found = self._whole(check_tag(latest), problems)
@@ -241,10 +213,8 @@ class Checkpoints:
     def begin(self, tag: object) -> Partial:
         """A new folder to write a checkpoint in. Sweeps away what jobs left that died.
 
-        Raises:
-            ConfigError: a bad tag, or a folder of that name that is not ours to replace.
-            StateError: another process is writing that tag now.
-            StorageError: the disk refused; nothing is left.
+        Raises ConfigError: a bad tag, or a folder of that name that is not ours to replace. Raises StateError: another
+        process is writing that tag now. Raises StorageError: the disk refused; nothing is left.
         """
         tag = check_tag(tag)
         self._files.make_folder(self.save_dir)
@@ -276,14 +246,8 @@ class Checkpoints:
         """Give a checkpoint its name, in place of an older one of that name; then `latest`. Returns the folder.
 
         Every file in it was synced and its manifest written. If it fails, call `abandon`; an old one can be loaded.
-
-        Args:
-            partial: from `begin`; its lock is free afterwards, also when this fails.
-            save_latest: name it in `latest`.
-
-        Raises:
-            ConfigError: files are not as the manifest says.
-            StorageError: the disk refused.
+        Raises ConfigError: files are not as the manifest says; StorageError: the disk refused. `partial`: from `begin`;
+        its lock is free afterwards, also when this fails.
         """
         files = self._files
         target, latest, staged = self.save_dir / partial.tag, self.save_dir / LATEST, None
@@ -417,14 +381,12 @@ def open_checkpoint(
 ) -> Opened | None:
     """The checkpoint of a save_dir that is to be loaded; None if there is none and none was asked for.
 
+    Raises ConfigError: the one asked for is missing or damaged.
+
     Args:
         load_dir: folder of checkpoints.
         tag: which; None: the one that `latest` names, or the newest that is whole.
-        files: the disk.
         without: tags that are known to be damaged.
-
-    Raises:
-        ConfigError: the one asked for is missing or damaged.
     """
     disk = files if files is not None else Files()
     folders = Checkpoints(load_dir, disk)
@@ -446,14 +408,11 @@ def open_checkpoint(
 
 
 def open_folder(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Opened:
-    """A checkpoint to read outside an engine.
+    """A checkpoint to read outside an engine. Raises ConfigError: there is none, or it is damaged.
 
     Args:
         checkpoint_dir: `save_dir/TAG`; or `save_dir`, for the one that `latest` names, or the newest that is whole.
         tag: which one in `checkpoint_dir`.
-
-    Raises:
-        ConfigError: there is none, or it is damaged.
     """
     folder, disk = folder_named(checkpoint_dir, "checkpoint_dir"), Files()
     folder = folder if tag is None else folder / tag

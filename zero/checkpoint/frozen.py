@@ -36,26 +36,21 @@ from zero.checkpoint.source import FolderSource
 from zero.checkpoint.writer import Extents, ExtentWriter, written_boxes
 from zero.exchange.exchange import Exchange
 
-FOLDER = ".frozen"
-"""Of a save_dir."""
+FOLDER = ".frozen"  # Of a save_dir.
 NAMES_SHOWN = 3
 
-Stamp = tuple[tuple[str, int, int, int], ...]
-"""(name, and what `Files.stamp` says) of each file."""
-Sums = Mapping[str, tuple[str, int, int]]
-"""Parameter's name -> dtype, bytes and CRC-32C of all of it."""
+Stamp = tuple[tuple[str, int, int, int], ...]  # (name, and what `Files.stamp` says) of each file.
+Sums = Mapping[str, tuple[str, int, int]]  # Parameter's name -> dtype, bytes and CRC-32C of all of it.
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenPart:
     """What one save does with the weights that are not trained."""
 
-    inside: bool
-    """They are in the checkpoint itself."""
+    inside: bool  # They are in the checkpoint itself.
+    # Files that several checkpoints share, and the boxes in them.
     beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = field(default_factory=lambda: ({}, {}))
-    """Files that several checkpoints share, and the boxes in them."""
-    sums: Sums = field(default_factory=dict)
-    """With "reference"."""
+    sums: Sums = field(default_factory=dict)  # With "reference".
 
 
 def frozen_indices(parts: Assembly) -> frozenset[int]:
@@ -97,7 +92,6 @@ def frozen_sums(parts: Assembly, exchange: Exchange) -> dict[str, tuple[str, int
 
 
 def digest_of(sums: Sums) -> str:
-    """Names the weights by what they are."""
     return hashlib.blake2b(json.dumps(sorted(sums.items())).encode(), digest_size=16).hexdigest()
 
 
@@ -115,12 +109,7 @@ def check_reference(sums: Sums, saved: Sums) -> None:
 
 
 class SharedFrozen:
-    """The weights that the checkpoints of one save_dir share.
-
-    Args:
-        save_dir: of the checkpoints.
-        files: the disk.
-    """
+    """The weights that the checkpoints of one save_dir share."""
 
     def __init__(self, save_dir: Path, files: Files) -> None:
         self._save_dir, self._files = save_dir, files
@@ -139,9 +128,7 @@ class SharedFrozen:
     def verify(self, digest: str, rank: int, ranks: int) -> None:
         """Compare this rank's share of what is there with its checksums; all ranks together look at everything.
 
-        Raises:
-            ConfigError: it is damaged.
-            StorageError: it cannot be read.
+        Raises ConfigError: it is damaged; StorageError: it cannot be read.
         """
         folder = self.folders.save_dir / digest
         source = FolderSource(folder, read_manifest(self._files, folder), self._files)

@@ -37,22 +37,19 @@ from zero.store.adoption import Adoption, Piece
 logger = logging.getLogger("zero")
 
 NAMES_SHOWN = 4
-Numbers = dict[int, dict[str, torch.Tensor]]
-"""id(parameter) -> the numbers that belong to its states, by name."""
+Numbers = dict[int, dict[str, torch.Tensor]]  # id(parameter) -> the numbers that belong to its states, by name.
 
 
 class Wanted:
     """What of a source goes into which parameter; checked before a value changes.
 
+    Raises ConfigError: names what is missing, too much, or of another shape.
+
     Args:
         source: has the values.
-        parts: of the engine.
         strict: every parameter and buffer must have a value, and every value a place.
         states: the optimizer's are wanted too, and step counts.
         known_frozen: the source leaves out what is not trained.
-
-    Raises:
-        ConfigError: names what is missing, too much, or of another shape.
     """
 
     def __init__(self, source: Source, parts: Assembly, *, strict: bool, states: bool, known_frozen: bool) -> None:
@@ -60,8 +57,7 @@ class Wanted:
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
         frozen = [unit for unit in parts.layout.units if not unit.trainable and unit.dtype == torch.bfloat16]
         self._in_bf16 = {slot.index for unit in frozen for slot in unit.slots}
-        self.names: dict[int, str] = {}
-        """Parameter's index -> the name that the source has for it."""
+        self.names: dict[int, str] = {}  # Parameter's index -> the name that the source has for it.
         missing: list[str] = []
         for leaf in parts.leaves:
             name = next((name for name in leaf.names if MODEL + name in source.tensors), None)
@@ -77,13 +73,14 @@ class Wanted:
             else:
                 missing.append(name)
         known = {name for leaf in parts.leaves for name in leaf.names} | self.buffers.keys()
-        unexpected = [n for n in _models_names(source) if n not in known]
+        saved = [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
+        unexpected = [name for name in saved if name not in known]
         if strict and (missing or unexpected):
-            raise ConfigError(_mismatch(missing, unexpected))
-        self.stateful: set[int] = set()
-        """Indices of parameters whose states are in the source."""
+            advice = "Build the model that was saved, or pass load_module_strict=False to load what fits"
+            raise ConfigError(mismatch("load_checkpoint: the checkpoint and the model", missing, unexpected, advice))
+        self.stateful: set[int] = set()  # Indices of parameters whose states are in the source.
+        # Index of a trained parameter -> names of its state planes.
         self._kinds = {s.index: parts.plan.states_of(u) for u in parts.layout.units if u.trainable for s in u.slots}
-        """Index of a trained parameter -> names of its state planes."""
         if states:
             self.stateful = {i for i, name in self.names.items() if i in trained and self._has_states(i, name)}
             self._check_optimizer()
@@ -116,7 +113,6 @@ class Wanted:
                 yield from ((kind, lo, hi) for kind in kinds)
 
     def fill_buffers(self) -> None:
-        """Give the model's buffers their values."""
         for name, buffer in self.buffers.items():
             if MODEL + name in self._source.tensors:
                 values = self._source.read(MODEL + name, 0, buffer.numel())
@@ -167,10 +163,6 @@ def _short(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, in
     return ((box.begin, box.begin + box.numel) for box in short_boxes(shape, begin, end, PIECE_NUMEL))
 
 
-def _models_names(source: Source) -> list[str]:
-    return [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
-
-
 def _check_shape(name: str, saved: Saved, wanted: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         shape, floating = wanted.shape, wanted.is_floating_point()
@@ -183,24 +175,20 @@ def _check_shape(name: str, saved: Saved, wanted: torch.Tensor) -> None:
         raise ConfigError(f"load_checkpoint: {name}: expected a tensor like {wanted.dtype}, got {saved.dtype}")
 
 
-def _mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    said = ["load_checkpoint: the checkpoint and the model do not fit together."]
+def mismatch(what: str, missing: Sequence[str], unexpected: Sequence[str], advice: str) -> str:
+    """An error's text: `what` does not fit together, these names, what to do."""
+    said = [f"{what} do not fit together."]
     for words, names in (("missing in the checkpoint", missing), ("unknown to the model", unexpected)):
         if names:
             more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
             said.append(f"{len(names)} {words}: {', '.join(names[:NAMES_SHOWN])}{more}.")
-    said.append("Build the model that was saved, or pass load_module_strict=False to load what fits")
-    return " ".join(said)
+    return " ".join([*said, advice])
 
 
 class LoadCheckpoints:
     """Of one engine.
 
-    Args:
-        run: what the collaborators share.
-        steps: of the engine.
-        saves: brings the engine between two steps, and has the disk.
-        state: what is known of checkpoints between calls.
+    `saves`: brings the engine between two steps, and has the disk; `state`: what is known of checkpoints between calls.
     """
 
     def __init__(self, run: Run, steps: Steps, saves: SaveCheckpoints, state: CheckpointState) -> None:

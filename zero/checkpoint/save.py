@@ -39,25 +39,18 @@ logger = logging.getLogger("zero")
 class CheckpointSave:
     """One save of one engine, on one rank.
 
-    Args:
-        parts: of the engine, at rest.
-        exchange: with the other ranks.
-        save_dir: the folder of all checkpoints.
-        tag: checked, the same on all ranks.
-        files: the disk.
+    `save_dir`: the folder of all checkpoints; `tag`: checked, the same on all ranks.
     """
 
     def __init__(self, parts: Assembly, exchange: Exchange, save_dir: Path, tag: str, files: Files) -> None:
         self._parts, self.placement, self.tag = parts, exchange.placement, tag
-        self.keep_last: int | None = None
-        """How many checkpoints stay; None: all."""
-        self.tools: Mapping[str, str] = {}
-        """Name -> text of scripts to lie beside `latest`."""
+        self.keep_last: int | None = None  # How many checkpoints stay; None: all.
+        self.tools: Mapping[str, str] = {}  # Name -> text of scripts to lie beside `latest`.
         self._files, self._together = files, Together(exchange)
         self._folders = Checkpoints(save_dir, files)
         self._aliases: dict[str, str] = {}
+        # Files of other folders that this checkpoint consists of too, and the boxes in them.
         self.beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = {}, {}
-        """Files of other folders that this checkpoint consists of too, and the boxes in them."""
         self._partial: Partial | None = None
         self._global_steps = 0
         self._part: RankPart | None = None
@@ -65,13 +58,11 @@ class CheckpointSave:
     def begin(self, extents: Extents, state: Mapping[str, Any]) -> RankPart:
         """Make the folder and this rank's file in it, with room for all.
 
+        Raises StorageError: there is no room; StateError: it failed on another rank.
+
         Args:
             extents: what this rank writes; ended.
             state: what all ranks have in common.
-
-        Raises:
-            StorageError: there is no room.
-            StateError: it failed on another rank.
         """
         self._global_steps = state["global_steps"]
         self._aliases = {MODEL + alias: MODEL + name for alias, name in state.get("aliases", {}).items()}
@@ -98,7 +89,6 @@ class CheckpointSave:
 
     @property
     def part(self) -> RankPart:
-        """This rank's, once begun."""
         if self._part is None:
             raise StateError("checkpoint: nothing was begun")
         return self._part
@@ -110,11 +100,7 @@ class CheckpointSave:
             self._files.write_bytes(path, f"{type(error).__name__}: {error}")
 
     def missing_parts(self) -> list[int]:
-        """The first rank's: which parts are not written yet.
-
-        Raises:
-            StateError: one will not come.
-        """
+        """The first rank's: which parts are not written yet. Raises StateError: one will not come."""
         names, ranks = (
             set(self._files.listing(self._folders.partial_folder(self.tag))),
             range(self.placement.world_size),

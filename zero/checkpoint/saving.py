@@ -44,9 +44,6 @@ class SaveCheckpoints:
     """Of one engine.
 
     Args:
-        run: what the collaborators share.
-        steps: of the engine.
-        changes: of the model.
         state: what is known of checkpoints between calls.
 
     Attributes:
@@ -59,8 +56,7 @@ class SaveCheckpoints:
         self._run, self._steps, self._changes, self._state = run, steps, changes, state
         self.files = Files()
         self.checkpoint_tools: Mapping[str, str] = MappingProxyType({})
-        self._shared_stamp: Stamp = ()
-        """Of the files with frozen weights that were verified last, or written."""
+        self._shared_stamp: Stamp = ()  # Of the files with frozen weights that were verified last, or written.
 
     @names_file_limit("save_checkpoint")
     @no_collection()

@@ -27,14 +27,12 @@ from zero.checkpoint.dcp_format import (
     read_metadata,
 )
 
+# Names of what is no tensor: common to all ranks, any object that users gave, and "rank.K" of each rank's own.
 STATE, CLIENT, RANK = "state", "client", "rank"
-"""Names of what is no tensor: common to all ranks, any object that users gave, and "rank.K" of each rank's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One tensor of a source."""
-
     shape: torch.Size
     dtype: torch.dtype
 
@@ -42,9 +40,8 @@ class Saved:
 class Source(Protocol):
     """Values by name.
 
-    Attributes:
-        tensors: name -> what it is. `model.NAME`, `optim.state.NAME.step`, and as Adam has them `.exp_avg` and
-            `.exp_avg_sq`; other optimizers have states of other names.
+    `tensors`: name -> what it is. `model.NAME`, `optim.state.NAME.step`, and as Adam has them `.exp_avg` and
+    `.exp_avg_sq`; other optimizers have states of other names.
     """
 
     tensors: Mapping[str, Saved]
@@ -52,11 +49,7 @@ class Source(Protocol):
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) of the flattened tensor, 1-D, on the host, in the saved dtype.
 
-        Good until the third read after it.
-
-        Raises:
-            StorageError: a read failed.
-            ConfigError: what was read is damaged.
+        Good until the third read after it. Raises StorageError: a read failed; ConfigError: what was read is damaged.
         """
 
     def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
@@ -72,14 +65,10 @@ class Opened:
 
     folder: Path
     source: Source
-    state: dict[str, Any]
-    """What all ranks had in common."""
-    client: Callable[[], dict[str, Any]]
-    """`client_state` and `lr_scheduler`; makes objects of any class where the checkpoint is ours."""
-    rank_state: Callable[[int], dict[str, Any] | None]
-    """What a rank had of its own; None if there was no such rank."""
-    tag: str = ""
-    """Of one of ours."""
+    state: dict[str, Any]  # What all ranks had in common.
+    client: Callable[[], dict[str, Any]]  # `client_state`, `lr_scheduler`; any class where the checkpoint is ours.
+    rank_state: Callable[[int], dict[str, Any] | None]  # What a rank had of its own; None if there was no such rank.
+    tag: str = ""  # Of one of ours.
 
     def close(self) -> None:
         """Give back what is open. Idempotent."""
@@ -94,8 +83,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    begin: int
-    """Of its elements in the flattened tensor."""
+    begin: int  # Of its elements in the flattened tensor.
     end: int
     stored: StoredBox
 
@@ -103,13 +91,8 @@ class _Box:
 class FolderSource:
     """A `Source` over one checkpoint folder. Every box that is read is held against its checksum.
 
-    Args:
-        folder: of the checkpoint.
-        manifest: of the folder, checked.
-        files: the disk.
-
-    Raises:
-        ConfigError: the metadata is damaged, or does not fit the manifest; names the file and the tensor.
+    Raises ConfigError: the metadata is damaged, or does not fit the manifest; names the file and the tensor.
+    `manifest`: of the folder, checked.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, files: Files) -> None:
@@ -139,11 +122,9 @@ class FolderSource:
 
     @property
     def blobs(self) -> frozenset[str]:
-        """Names of what is no tensor."""
         return frozenset(self._blobs)
 
     def read(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """See `Source`."""
         boxes, dtype = list(self._overlapping(name, begin, end)), self.tensors[name].dtype
         bounds = [(max(begin, box.begin) - box.begin, min(end, box.end) - box.begin) for box in boxes]
         if len(boxes) == 1:
@@ -154,19 +135,15 @@ class FolderSource:
         return self._reader.get_parts(parts).view(dtype)
 
     def expect(self, wanted: Iterable[tuple[str, int, int]]) -> None:
-        """See `Source`."""
         boxes = (box.stored for name, begin, end in wanted for box in self._overlapping(name, begin, end))
         self._reader.expect(boxes)
 
     def blob(self, name: str, *, trusted: bool = False) -> Any:
         """What was saved with torch.save under `name`.
 
-        Args:
-            name: one of `blobs`.
-            trusted: objects of any class may be made, which runs code that the file names.
+        Raises ConfigError: there is none, or it is damaged, or it holds what only `trusted` may make.
 
-        Raises:
-            ConfigError: there is none, or it is damaged, or it holds what only `trusted` may make.
+        `name`: one of `blobs`; `trusted`: objects of any class may be made, which runs code that the file names.
         """
         if name not in self._blobs:
             raise ConfigError(f"{self.folder}: it has no {name!r}; it has {', '.join(sorted(self._blobs))}")
@@ -174,7 +151,6 @@ class FolderSource:
         return read_archive(data, f"{name} in {self.folder}", trusted=trusted)
 
     def close(self) -> None:
-        """See `Source`."""
         self._reader.close()
 
     def _overlapping(self, name: str, begin: int, end: int) -> Iterator[_Box]:

@@ -22,26 +22,20 @@ from zero.config.numbers import parse_bytes
 from zero.exchange.together import Relay
 
 MAX_SHARD_SIZE = "5GB"
-SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"
-"""What transformers calls the file of a model, or its index."""
+SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"  # What transformers calls the file of a model, or its index.
 
 logger = logging.getLogger("zero")
 
-Values = Callable[[Tensor], Iterator[torch.Tensor]]
-"""What is to be written for a tensor, piece by piece, each good until the next."""
+Values = Callable[[Tensor], Iterator[torch.Tensor]]  # A tensor's values, piece by piece, each good until the next.
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file."""
-
     filename: str
-    tensors: tuple[Tensor, ...]
-    """In the order of the file."""
+    tensors: tuple[Tensor, ...]  # In the order of the file.
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
         parts = around(PurePath(self.filename).suffix, self.tensors)
         return sum(map(len, parts)) + sum(tensor.nbytes for tensor in self.tensors)
 
@@ -51,14 +45,13 @@ def plan_shards(
 ) -> list[Shard]:
     """Cut a model into files: as many tensors in a row as fit; one that is too large has a file of its own.
 
+    Raises ConfigError: `max_shard_size` is no number of bytes.
+
     Args:
         tensors: in model order.
         filename: of the file, or of the index.
         max_shard_size: bytes, or text such as "5GB"; None: one file.
         late: names that come last in their file, among those of a dtype.
-
-    Raises:
-        ConfigError: `max_shard_size` is no number of bytes.
     """
     stem, suffix = os.path.splitext(filename)
     limit_bytes = bytes_of(max_shard_size)
@@ -109,8 +102,7 @@ def bytes_of(max_shard_size: int | str | None) -> int:
 def checked_name(filename: str) -> str:
     """The name that somebody wants a file of weights to have, with .safetensors if it says no other form.
 
-    Raises:
-        ConfigError: it is no plain name.
+    Raises ConfigError: it is no plain name.
     """
     path = PurePath(filename)
     if not path.name or path.name != filename:
@@ -121,15 +113,14 @@ def checked_name(filename: str) -> str:
 def write_together(relay: Relay | None, folder: Path, filename: str, shards: list[Shard], values: Values) -> None:
     """Write a model's files; they appear together, or none does.
 
+    Raises StorageError: the disk has no room, or a transfer failed, on any rank.
+
     Args:
         relay: of ranks that all read `values`, of which the first one writes; None: this process does, alone.
         folder: made if it is not there.
         filename: of the file, or of the index.
         shards: of `plan_shards`.
         values: of each tensor.
-
-    Raises:
-        StorageError: the disk has no room, or a transfer failed, on any rank.
     """
     keeping = nullcontext if relay is None else relay.keeping
     is_first, total_bytes = relay is None or relay.is_first, sum(shard.nbytes for shard in shards)

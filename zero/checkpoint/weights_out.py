@@ -33,19 +33,15 @@ class NamedTensor:
     """One tensor of a model, under the name that a state dict gives it."""
 
     name: str
-    tensor: torch.Tensor
-    """A parameter, whose values may be elsewhere, or a buffer."""
-    first: str
-    """The name under which the same tensor came first; its own for most."""
-    opaque: bool
-    """Quantised storage, whose dtype is not ours to choose."""
+    tensor: torch.Tensor  # A parameter, whose values may be elsewhere, or a buffer.
+    first: str  # The name under which the same tensor came first; its own for most.
+    opaque: bool  # Quantised storage, whose dtype is not ours to choose.
 
 
 def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[NamedTensor]:
     """What `state_dict` would hold, in its order; tied parameters under each of their names.
 
-    Raises:
-        ConfigError: a parameter is a tensor subclass that wraps others.
+    Raises ConfigError: a parameter is a tensor subclass that wraps others.
     """
     firsts: dict[int, str] = {}
     entries: list[NamedTensor] = []
@@ -66,14 +62,6 @@ def entries_of(model: nn.Module, *, exclude_frozen: bool) -> list[NamedTensor]:
 
 
 class ExportWeights:
-    """Of one engine.
-
-    Args:
-        run: what the collaborators share.
-        steps: of the engine.
-        changes: of the model.
-    """
-
     def __init__(self, run: Run, steps: Steps, changes: ModelChanges) -> None:
         self._run, self._steps, self._changes = run, steps, changes
 
@@ -128,8 +116,7 @@ class ExportWeights:
     ) -> bool:
         """As `save_16bit_model`, but the exact fp32 masters; what is not trained is widened, codes stay codes.
 
-        Returns:
-            True.
+        Returns True.
         """
         self._save_weights(
             folder_named(save_dir, "save_dir"), save_filename, exclude_frozen_parameters, max_shard_size, masters=True
@@ -156,11 +143,8 @@ class ExportWeights:
     ) -> OrderedDict[str, torch.Tensor] | None:
         """A state dict of copies in host memory, on the first rank; None on others. All ranks come here.
 
-        Tied parameters are one tensor under each of their names. At any stage.
-
-        Raises:
-            StateError: inside forward, backward or `GatheredParameters`.
-            StorageError: a transfer failed, on any rank.
+        Tied parameters are one tensor under each of their names. At any stage. Raises StateError: inside forward,
+        backward or `GatheredParameters`; StorageError: a transfer failed, on any rank.
         """
         entries = self._resting_entries("a consolidated state dict", exclude_frozen=exclude_frozen_parameters)
         relay = Relay(self._run.exchange)

@@ -53,12 +53,9 @@ from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 from zero.store.stored_values import stage_group
 
-BLOCKS = 8
-"""Runs in memory at once."""
-EXTENTS_AT_ONCE = 4
-"""While some are written the next are read and encoded: fewer leave the disk without work."""
-ENCODERS = 2
-"""Threads. One encodes 5 GB/s; a disk that takes as much would wait for it."""
+BLOCKS = 8  # Runs in memory at once.
+EXTENTS_AT_ONCE = 4  # While some are written the next are read and encoded: fewer leave the disk without work.
+ENCODERS = 2  # Threads. One encodes 5 GB/s; a disk that takes as much would wait for it.
 
 MASTER, WEIGHT, STATE, OTHER = "master", "weight", "state", "other"
 
@@ -67,27 +64,19 @@ MASTER, WEIGHT, STATE, OTHER = "master", "weight", "state", "other"
 class Part:
     """One box of one tensor, and where its values are."""
 
-    name: str
-    """Of the tensor in the checkpoint."""
+    name: str  # Of the tensor in the checkpoint.
     dtype: torch.dtype
     box: Box
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    kind: str
-    """`MASTER`, `WEIGHT` (as it is stored), `STATE`, or `OTHER`: of `values`."""
-    state: int = 0
-    """Of a `STATE`: which of the optimizer's planes."""
+    shape: tuple[int, ...]  # Of the whole tensor.
+    kind: str  # `MASTER`, `WEIGHT` (as it is stored), `STATE`, or `OTHER`: of `values`.
+    state: int = 0  # Of a `STATE`: which of the optimizer's planes.
     unit: Unit | None = None
-    coordinate: int = 0
-    """Of the box's first element."""
-    values: Plane | torch.Tensor | None = None
-    """Where an `OTHER` part is: a plane over coordinates, or the whole tensor, flat."""
-    is_blob: bool = False
-    """The bytes are an archive already."""
+    coordinate: int = 0  # Of the box's first element.
+    values: Plane | torch.Tensor | None = None  # Of an `OTHER`: a plane over coordinates, or the whole, flat.
+    is_blob: bool = False  # The bytes are an archive already.
 
     @property
     def nbytes(self) -> int:
-        """Of the box."""
         return self.box.numel * self.dtype.itemsize
 
 
@@ -95,13 +84,11 @@ class Part:
 class Extent:
     """What follows one another in the file, and is made of one look at the planes."""
 
-    group: SubGroup | None
-    """None: what is looked at box by box."""
+    group: SubGroup | None  # None: what is looked at box by box.
     runs: tuple[PackedRun[Part], ...]
 
     @property
     def nbytes(self) -> int:
-        """Of all runs."""
         return sum(run.nbytes for run in self.runs)
 
 
@@ -109,10 +96,8 @@ class Extents:
     """All that this rank writes of the planes.
 
     Args:
-        layout: of the planes.
         groups: the plan's sub-groups.
         leaves: the model's parameters, by their index in the layout.
-        placement: of this rank.
         wanted: called with a parameter's index: False leaves it out.
         states: names of the state planes that a trained unit's parameters have.
     """
@@ -145,22 +130,19 @@ class Extents:
         """A tensor of its own, in host memory, which stays as it is until it is written."""
         flat, shape = values.contiguous().reshape(-1), tuple(values.shape)
         boxes = short_boxes(shape, 0, flat.numel(), PIECE_NUMEL)
-        self._add([Part(name, flat.dtype, box, shape, OTHER, 0, None, box.begin, flat) for box in boxes])
+        self._others += [Part(name, flat.dtype, box, shape, OTHER, 0, None, box.begin, flat) for box in boxes]
 
     def add_plane(self, name: str, dtype: torch.dtype, plane: Plane, unit: Unit) -> None:
         """What a plane holds for a unit, as a tensor of (shard_numel,)."""
         shape = (unit.shard_numel,)
         bounds = ((lo, min(lo + PIECE_NUMEL, unit.shard_numel)) for lo in range(0, unit.shard_numel, PIECE_NUMEL))
         boxes = [Box((lo,), (hi - lo,), lo) for lo, hi in bounds]
-        self._add([Part(name, dtype, box, shape, OTHER, 0, unit, unit.begin + box.begin, plane) for box in boxes])
+        self._others += [Part(name, dtype, box, shape, OTHER, 0, unit, unit.begin + box.begin, plane) for box in boxes]
 
     def add_blob(self, name: str, archive: torch.Tensor) -> None:
         """Bytes that are an archive already."""
         box = Box((0,), (archive.numel(),), 0)
-        self._add([Part(name, archive.dtype, box, (), OTHER, 0, None, 0, archive, is_blob=True)])
-
-    def _add(self, parts: list[Part]) -> None:
-        self._others += parts
+        self._others += [Part(name, archive.dtype, box, (), OTHER, 0, None, 0, archive, is_blob=True)]
 
     def end(self) -> None:
         """Place what was added; nothing comes after."""
@@ -224,7 +206,6 @@ class ExtentWriter:
     """Encodes extents, in any order; everything on the loop of the storage's mover.
 
     Args:
-        layout: of the planes.
         storage: which holds them.
         store: called with (offset in the file, bytes) of each run; they are free when it returns.
         register: see `Arena`.
@@ -246,8 +227,7 @@ class ExtentWriter:
         )
         self._encoders = Worker("zero-checkpoint-encoder", ENCODERS)
         self.checksums: dict[int, tuple[int, int]] = {}
-        self.stopped = False
-        """`write_all` begins no further extent."""
+        self.stopped = False  # `write_all` begins no further extent.
 
     async def write_all(self, extents: Iterable[Extent]) -> None:
         """Write extents as the planes are now. Raises StorageError."""
@@ -268,11 +248,7 @@ class ExtentWriter:
     async def encode(self, extent: Extent) -> list[asyncio.Task[None]]:
         """Take one extent as the planes are now, which may change once this returns.
 
-        Returns:
-            What stores it, under way; each may raise StorageError.
-
-        Raises:
-            StorageError: a read failed.
+        Returns what stores it, under way; each may raise StorageError. Raises StorageError: a read failed.
         """
         if extent.group is None:
             return await self._encode_runs(extent, None)
@@ -283,7 +259,6 @@ class ExtentWriter:
             staged.release()
 
     def close(self) -> None:
-        """Give memory and threads back."""
         self._encoders.close()
         self._arena.close()
 
@@ -354,7 +329,6 @@ class ExtentWriter:
         return partial(_fill_master, stored, staged.record().remainder, lo - begin, values)
 
     async def _stored(self, plane: Plane, unit: Unit, lo: int, hi: int) -> torch.Tensor:
-        """What a plane holds, as it is."""
         memory = plane.memory(lo, hi)
         if memory is not None:
             return memory
@@ -405,11 +379,7 @@ def plan_extents(
 ) -> Extents:
     """What this rank writes of the model: its part of the planes, and of the first rank buffers and step counts.
 
-    Args:
-        parts: of the engine.
-        placement: of this rank.
-        wanted: which parameters, by their index.
-        optimizer: has the numbers that belong to states; None: all are 0.
+    `optimizer`: has the numbers that belong to states; None: all are 0.
     """
     extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted, parts.plan.states_of)
     if placement.rank == 0:
@@ -425,17 +395,11 @@ def plan_extents(
 
 
 class RankPart:
-    """One rank's data file on its way to the disk.
+    """One rank's data file on its way to the disk. Raises StorageError: the disk has no room; nothing is left.
 
     Args:
-        parts: of the engine.
         extents: what is written; ended.
         folder: of the checkpoint in the making.
-        rank: of the caller.
-        files: the disk.
-
-    Raises:
-        StorageError: the disk has no room; nothing is left.
     """
 
     def __init__(self, parts: Assembly, extents: Extents, folder: Path, rank: int, files: Files) -> None:
@@ -501,20 +465,16 @@ def written_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, 
 def read_list(files: Files, path: Path) -> tuple[FileEntry, list[WrittenBox]]:
     """What a rank has said with `RankPart.finish`.
 
-    Raises:
-        ConfigError: it is not there: the folder is not the same one on all nodes.
+    Raises ConfigError: it is not there: the folder is not the same one on all nodes.
     """
     if not files.exists(path):
         raise ConfigError(
             f"{path} is missing, though its rank has written it: save_dir must be on a file system that all nodes share"
         )
     nbytes, told = json.loads(files.read_bytes(path))
-    boxes = [_box(*box) for box in told]
+    boxes = [
+        WrittenBox(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), *rest)
+        for name, dtype, shape, offsets, sizes, *rest in told
+    ]
     entry = FileEntry(bytes=nbytes, boxes=tuple((box.payload, box.payload_bytes, box.crc) for box in boxes))
     return entry, boxes
-
-
-def _box(
-    name: str, dtype: str | None, shape: list[int], offsets: list[int], sizes: list[int], *rest: int
-) -> WrittenBox:
-    return WrittenBox(name, dtype, tuple(shape), tuple(offsets), tuple(sizes), *rest)

@@ -43,11 +43,7 @@ def _count(name: str, meaning: str) -> Callable[..., int]:
 
 
 class Accelerator:
-    """What this process computes on.
-
-    Args:
-        kind: "cpu", or the name of one of `offload.accelerator.KINDS`.
-    """
+    """What this process computes on. `kind`: "cpu", or the name of one of `offload.accelerator.KINDS`."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
@@ -61,14 +57,11 @@ class Accelerator:
             raise AttributeError(name)
         return getattr(self.__dict__["_module"], name)
 
-    # ---- which device -----------------------------------------------------------------------------
-
     def device_name(self, device_index: int | None = None) -> str:
         """Such as cpu, cuda or cuda:1; the CPU has no numbers."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def current_device_name(self) -> str:
-        """The name of the current device, good for `tensor.to`."""
         return "cpu" if self._name == "cpu" else f"{self._name}:{self._module.current_device()}"
 
     def current_device(self) -> Any:
@@ -79,7 +72,6 @@ class Accelerator:
         return self._module.current_device() if device_index is None else device_index
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which that device is the current one."""
         return self._module.device(device_index)
 
     def set_device(self, device_index: Any) -> None:
@@ -105,7 +97,6 @@ class Accelerator:
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def synchronize(self, device_index: Any = None) -> None:
-        """Wait for the device."""
         if self._name != "cpu":
             self._module.synchronize(device_index)
 
@@ -118,43 +109,32 @@ class Accelerator:
         return None if self._name == "cpu" else self._module.nccl.version()
 
     def is_triton_supported(self) -> bool:
-        """True on GPUs."""
         return self._name != "cpu"
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """True when the tensor is on such a device."""
         return tensor.device.type == self._name
 
     def range_push(self, msg: str) -> None:
-        """A mark for profilers; nothing on the CPU."""
         if self._name != "cpu":
             self._module.nvtx.range_push(msg)
 
     def range_pop(self) -> None:
-        """The end of the mark."""
         if self._name != "cpu":
             self._module.nvtx.range_pop()
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Call it once the device is ready."""
         return callback() if self._name == "cpu" else self._module._lazy_call(callback)
 
-    # ---- dtypes -----------------------------------------------------------------------------------
-
     def is_bf16_supported(self) -> bool:
-        """Whether bf16 may be configured."""
         return self._name == "cpu" or bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        """True, on the CPU too."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What models may be in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def preferred_dtype(self) -> torch.dtype:
-        """The one to take when nothing else is said."""
         return torch.bfloat16 if self.is_bf16_supported() else torch.float32
 
     FloatTensor = _tensor_type(torch.float32)
@@ -165,43 +145,32 @@ class Accelerator:
     LongTensor = _tensor_type(torch.int64)
     ByteTensor = _tensor_type(torch.uint8)
 
-    # ---- random numbers ---------------------------------------------------------------------------
-
     def random(self) -> Any:
-        """Python's module."""
         return random
 
     def manual_seed(self, seed: int) -> Any:
-        """Seed this device's generator."""
         return torch.manual_seed(seed) if self._name == "cpu" else self._module.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> Any:
-        """Seed the generators of all devices."""
         return torch.manual_seed(seed) if self._name == "cpu" else self._module.manual_seed_all(seed)
 
     def initial_seed(self) -> int:
-        """Of this device's generator."""
         return int(torch.initial_seed() if self._name == "cpu" else self._module.initial_seed())
 
     def get_rng_state(self, device_index: Any = None) -> Tensor:
-        """Of a device's generator; None: the current one."""
         if self._name == "cpu":
             return torch.get_rng_state()
         state: Tensor = self._module.get_rng_state(self._index(device_index))
         return state
 
     def set_rng_state(self, new_state: Tensor, device_index: Any = None) -> None:
-        """Of a device's generator; None: the current one."""
         if self._name == "cpu":
             torch.set_rng_state(new_state)
         else:
             self._module.set_rng_state(new_state, self._index(device_index))
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """Of a device."""
         return torch.default_generator if self._name == "cpu" else self._module.default_generators[device_index]
-
-    # ---- memory -----------------------------------------------------------------------------------
 
     memory_allocated = _count(
         "memory_allocated", "Bytes of tensors on the device; on the CPU the process's resident bytes, here and below."
@@ -211,31 +180,26 @@ class Accelerator:
     max_memory_reserved = max_memory_cached = _count("max_memory_reserved", "Most bytes torch has taken so far.")
 
     def total_memory(self, device_index: Any = None) -> int:
-        """Bytes the device has."""
         if self._name == "cpu":
             return int(psutil.virtual_memory().total)
         return int(self._module.get_device_properties(self._index(device_index)).total_memory)
 
     def available_memory(self, device_index: Any = None) -> int:
-        """Bytes that are free."""
         if self._name == "cpu":
             return int(psutil.virtual_memory().available)
         return self.total_memory(device_index) - self.memory_allocated(device_index)
 
     def memory_stats(self, device_index: Any = None) -> dict[str, Any]:
-        """Torch's counters; few on the CPU."""
         if self._name != "cpu":
             return dict(self._module.memory_stats(device_index))
         rss_bytes = self.memory_allocated()
         return {"allocated_bytes.all.current": rss_bytes, "allocated_bytes.all.peak": rss_bytes}
 
     def empty_cache(self) -> None:
-        """Give torch's unused device memory back."""
         if self._name != "cpu":
             self._module.empty_cache()
 
     def reset_peak_memory_stats(self, device_index: Any = None) -> None:
-        """Let the peaks begin anew."""
         if self._name != "cpu":
             self._module.reset_peak_memory_stats(device_index)
 
@@ -249,14 +213,10 @@ class Accelerator:
         """Whether the tensor counts as page-locked: on the CPU all do."""
         return tensor.device.type == "cpu" if self._name == "cpu" else bool(tensor.is_pinned())
 
-    # ---- launching --------------------------------------------------------------------------------
-
     def visible_devices_envs(self) -> list[str]:
-        """Variables that choose devices."""
         return [] if self._name == "cpu" else [KINDS[self._name].visible]
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
-        """Choose devices in an environment."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
@@ -265,11 +225,9 @@ class Accelerator:
         return [] if self._name == "cpu" else [self._communication_backend_name.upper()]
 
     def get_compile_backend(self) -> str:
-        """torch.compile's backend."""
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Choose torch.compile's backend."""
         self._compile_backend = backend
 
 
@@ -285,5 +243,4 @@ def get_accelerator() -> Accelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """True: on CPU and CUDA."""
     return True

@@ -24,28 +24,22 @@ ZERO_FILE_PREFIX, OPTIM_FILE_SUFFIX = "zero_pp_rank_", "_optim_states.pt"
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """Of DeepSpeed's file of a model-parallel rank."""
     return os.path.join(base_folder, f"{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}")
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """Of DeepSpeed's file of a rank's states."""
     return os.path.join(base_folder, f"{ZERO_FILE_PREFIX}{dp_rank}_{MODEL_FILE_PREFIX}{mp_rank:02d}{OPTIM_FILE_SUFFIX}")
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
-    """Of DeepSpeed's file of a pipeline's layer."""
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}{MODEL_FILE_SUFFIX}")
 
 
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
     """Files of optimizer states in the folder of a tag, in the order of the ranks.
 
-    Of a checkpoint of ours one file, which has the stage and no states.
-
-    Raises:
-        FileNotFoundError: it is no folder of a checkpoint.
-        ConfigError: it is damaged.
+    Of a checkpoint of ours one file, which has the stage and no states. Raises FileNotFoundError: it is no folder of a
+    checkpoint; ConfigError: it is damaged.
     """
     return _files(checkpoint_dir, OPTIM_FILE_SUFFIX)
 
@@ -101,9 +95,7 @@ def _shown(folder: Path, suffix: str) -> str:
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """The tree with a detached copy of each tensor; the same tensor twice becomes one copy.
 
-    Args:
-        item: a tensor, or lists, tuples and dicts of such; dicts keep their type. Anything else is handed back.
-        device: of the copies.
+    `item`: a tensor, or lists, tuples and dicts of such; dicts keep their type. Anything else is handed back.
     """
     return _cloned(item, torch.device(device), {})
 

@@ -29,17 +29,14 @@ default_pg_timeout = timedelta(minutes=TIMEOUT_MINUTES)
 
 
 def is_initialized() -> bool:
-    """True once there is a default group."""
     return bool(dist.is_available() and dist.is_initialized())
 
 
 def get_rank(group: Any = None) -> int:
-    """This rank in a group."""
     return dist.get_rank(group)
 
 
 def get_world_size(group: Any = None) -> int:
-    """Number of ranks of a group."""
     return dist.get_world_size(group)
 
 
@@ -49,12 +46,10 @@ def get_local_rank() -> int:
 
 
 def get_world_group() -> Any:
-    """The default group."""
     return dist.group.WORLD
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Global ranks of a group, in its order."""
     return dist.get_process_group_ranks(group)
 
 
@@ -66,14 +61,12 @@ def destroy_process_group(group: Any = None) -> None:
 def inference_all_reduce(
     tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **unused: Any
 ) -> Any:
-    """`all_reduce`."""
     return dist.all_reduce(tensor, op, group, async_op)
 
 
 def allgather_fn(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, **unused: Any
 ) -> Any:
-    """`all_gather_into_tensor`."""
     return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
@@ -85,25 +78,20 @@ def reduce_scatter_fn(
     async_op: bool = False,
     **unused: Any,
 ) -> Any:
-    """`reduce_scatter_tensor`."""
     return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
 def has_all_gather_into_tensor() -> bool:
-    """True."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """True."""
     return True
 
 
 def has_all_reduce_coalesced() -> bool:
-    """Whether torch has it."""
     return hasattr(dist, "all_reduce_coalesced")
 
 
 def has_coalescing_manager() -> bool:
-    """Whether torch has it."""
     return hasattr(dist.distributed_c10d, "_coalescing_manager")

@@ -12,29 +12,19 @@ from zero.compat.monitoring import BLOCKS, DeepSpeedMonitorConfig
 from zero.config import load_config, reading_as_deepspeed
 from zero.config.precision_block import Bf16Config, Fp16Config
 
+# Of those that DeepSpeed lists, what `optimizer.type` can be here; any class of torch.optim can be too.
 DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lamb", "lion", "muon"]
-"""Of those that DeepSpeed lists, what `optimizer.type` can be here; any class of torch.optim can be too."""
-BLOCKS_BY_NAME = {
-    "activation_checkpointing_config": "activation_checkpointing",
-    "aio_config": "aio",
-    "autotuning_config": "autotuning",
-    "bfloat16_config": "bf16",
-    "checkpoint_config": "checkpoint",
-    "compile_config": "compile",
-    "float16_config": "fp16",
-    "flops_profiler_config": "flops_profiler",
-    "hybrid_engine_config": "hybrid_engine",
-    "nebula_config": "nebula",
-    "tensor_parallel_config": "tensor_parallel",
-    "timers_config": "timers",
-    "weight_quantization_config": "weight_quantization",
+# DeepSpeed's attribute of a configuration -> the block of the JSON.
+BLOCKS_BY_NAME = {"bfloat16_config": "bf16", "float16_config": "fp16"} | {
+    f"{block}_config": block
+    for block in (
+        *("activation_checkpointing", "aio", "autotuning", "checkpoint", "compile", "flops_profiler", "hybrid_engine"),
+        *("nebula", "tensor_parallel", "timers", "weight_quantization"),
+    )
 }
-"""DeepSpeed's attribute of a configuration -> the block of the JSON."""
 
 
 class ZeroStageEnum(int, enum.Enum):
-    """What is sharded."""
-
     disabled = 0
     optimizer_states = 1
     gradients = 2
@@ -43,25 +33,17 @@ class ZeroStageEnum(int, enum.Enum):
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Bf16Config:
-    """The block `bf16`, or `bfloat16`, of a whole configuration."""
     return Bf16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> Fp16Config:
-    """The block `fp16` of a whole configuration."""
     return Fp16Config(**(param_dict.get("fp16") or {}))
 
 
 class DeepSpeedConfig:
     """A configuration, read and checked; its values are attributes, as in DeepSpeed.
 
-    Args:
-        config: path or dict.
-        mpu: must be None.
-        mesh_device: must be None.
-
-    Raises:
-        ConfigError: every problem at once.
+    Raises ConfigError: every problem at once. `config`: path or dict.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:

@@ -23,17 +23,14 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def get_data_parallel_group() -> Any:
-    """The default group."""
     return dist.group.WORLD
 
 
 def get_data_parallel_rank() -> int:
-    """This rank."""
     return world.rank()
 
 
 def get_data_parallel_world_size() -> int:
-    """Number of ranks."""
     return world.world_size()
 
 
@@ -43,7 +40,6 @@ def get_model_parallel_world_size() -> int:
 
 
 def get_model_parallel_rank() -> int:
-    """0."""
     return 0
 
 

@@ -65,14 +65,12 @@ def _mapped(item: Any, change: Callable[[Any], Any], picks: Callable[[Any], bool
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python, numpy and torch."""
     numpy.random.seed(seed)
     random.seed(seed)
     torch.manual_seed(seed)
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the folder a file will be in."""
     os.makedirs(os.path.dirname(filename), exist_ok=True)
 
 
@@ -84,7 +82,6 @@ def clip_grad_norm_(
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The norm of all, from the norms of parts."""
     return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
 
 
@@ -97,7 +94,6 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as one would write it."""
     words = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
     return f"{base}({', '.join(words)})"
 
@@ -119,15 +115,13 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether a parameter is one of DeepSpeed's experts'."""
     return hasattr(param, "allreduce") and not param.allreduce
 
 
 def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
     """The param groups as a list; there are no experts of DeepSpeed's to split off.
 
-    Raises:
-        ValueError: they are neither a group nor several.
+    Raises ValueError: they are neither a group nor several.
     """
     if isinstance(param_groups, dict):
         return [param_groups]
@@ -165,14 +159,12 @@ def is_zero_supported_optimizer(optimizer: Any) -> bool:
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """`model.a.b` by its dotted name."""
     for name in module_name.split("."):
         model = getattr(model, name)
     return model
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Set `model.a.b` by its dotted name."""
     parent, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent) if parent else model, name, module)
 

@@ -28,12 +28,9 @@ SIGNATURE = inspect.signature(zero.initialize)
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """`zero.initialize`, after the ranks have met, one or many, and with the defaults of DeepSpeed.
 
-    Top-level keys that nobody knows are a warning.
-
-    Raises:
-        ConfigError: every problem of the configuration at once.
-        BudgetError: the plan does not fit; nothing was allocated.
-        StateError: `dist_init_required` is False and there is no process group: each rank would train alone.
+    Top-level keys that nobody knows are a warning. Raises ConfigError: every problem of the configuration at once.
+    Raises BudgetError: the plan does not fit; nothing was allocated. Raises StateError: `dist_init_required` is False
+    and there is no process group: each rank would train alone.
     """
     bound = SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -82,7 +79,6 @@ class EpochTimer:
         self.epoch_count = 0
 
     def update_epoch_count(self) -> None:
-        """One more."""
         self.epoch_count += 1
 
     def start(self) -> None:
@@ -93,12 +89,7 @@ class EpochTimer:
 
 
 def lend_names(engine: Any, client_optimizer: Any = None) -> None:
-    """Give an engine those names.
-
-    Args:
-        engine: a new one.
-        client_optimizer: what `initialize` was given as `optimizer`.
-    """
+    """Give an engine those names. `client_optimizer`: what `initialize` was given as `optimizer`."""
 
     def given(block: str, key: str) -> Any:
         return (engine.config.get(block) or {}).get(key)

@@ -14,8 +14,8 @@ from zero.launch.exported_variables import FILE_NAME
 from zero.launch.hosts import choose, parse_hostfile, read_hostfile
 from zero.tools import cli
 
+# Where clients write variables for other nodes; the launcher reads it.
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE") or FILE_NAME
-"""Where clients write variables for other nodes; the launcher reads it."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -43,7 +43,6 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
 
 
 def parse_hostfile_lines(hostfile_lines: Sequence[str]) -> dict[str, int]:
-    """As `fetch_hostfile`, of lines."""
     return parse_hostfile("\n".join(line.rstrip("\n") for line in hostfile_lines), "hostfile")
 
 
@@ -62,5 +61,4 @@ def parse_resource_filter(
 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
-    """Slots by host in one word for a command line."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()

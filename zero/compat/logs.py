@@ -33,7 +33,6 @@ def _open() -> None:
 
 @functools.cache
 def warning_once(message: str) -> None:
-    """Warn of the same thing once in a process."""
     logger.warning(message)
 
 
@@ -49,12 +48,10 @@ def _once(message: str, ranks: tuple[int, ...], level: int) -> None:
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """`log_dist`, the first time only."""
     _once(message, tuple(ranks or ()), level)
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Print on the ranks named."""
     if _speaks(ranks):
         print(f"[Rank {_rank()}] {message}")
 
@@ -73,7 +70,6 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def get_current_level() -> int:
-    """Of the logger."""
     return logger.getEffectiveLevel()
 
 

@@ -19,11 +19,8 @@ BLOCKS: dict[str, type[Any]] = {"tensorboard": TensorBoard, "comet": Comet, "wan
 class DeepSpeedMonitorConfig:
     """The four blocks of a configuration; one that is not there is off.
 
-    Args:
-        blocks: name -> its keys, or the block itself.
-
-    Raises:
-        ValueError: a key, or the name of a block, that nobody knows.
+    Raises ValueError: a key, or the name of a block, that nobody knows. `blocks`: name -> its keys, or the block
+    itself.
     """
 
     def __init__(self, **blocks: Any) -> None:
@@ -36,23 +33,18 @@ class DeepSpeedMonitorConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether one is."""
         return any(getattr(self, name).enabled for name in BLOCKS)
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """The blocks of a whole configuration."""
     return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in BLOCKS if name in param_dict})
 
 
 class MonitorMaster:
     """All monitors that are enabled; the first rank writes, others write nothing.
 
-    Args:
-        monitor_config: `DeepSpeedConfig(...).monitor_config`.
-
-    Raises:
-        ConfigError: one is enabled and its package is not installed.
+    Raises ConfigError: one is enabled and its package is not installed. `monitor_config`:
+    `DeepSpeedConfig(...).monitor_config`.
     """
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
@@ -64,18 +56,13 @@ class MonitorMaster:
         )
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write (tag, value, step) everywhere."""
         self._monitors.write_events(event_list)
 
 
 class _One:
-    """One monitor; its keys are attributes.
+    """One monitor; its keys are attributes. Raises ConfigError: as `MonitorMaster`.
 
-    Args:
-        monitor_config: its block, `DeepSpeedConfig(...).monitor_config.wandb` and the like.
-
-    Raises:
-        ConfigError: as `MonitorMaster`.
+    `monitor_config`: its block, `DeepSpeedConfig(...).monitor_config.wandb` and the like.
     """
 
     name: str

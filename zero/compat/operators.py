@@ -9,13 +9,14 @@ import torch
 from offload.accelerator import collectives_version
 from zero.compat.unavailable import refused
 
+# What `import deepspeed` shows: the version of DeepSpeed whose surface is covered, and ours of the alias.
+#
+# The package itself, the name of the dist-info folder and its METADATA say the same; a test holds them together.
 VERSION = "0.19.6+zero.1"
-"""What `import deepspeed` shows: the version of DeepSpeed whose surface is covered, and ours of the alias.
 
-The package itself, the name of the dist-info folder and its METADATA say the same; a test holds them together."""
-
+# The engine does this itself; nothing is built when it is asked for.
 THERE = {"async_io", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "pin_memory", "utils"}
-"""The engine does this itself; nothing is built when it is asked for."""
+# Class and the name of its part.
 CLASS_NAMES = """
     AsyncIOBuilder=async_io CCLCommBuilder=deepspeed_ccl_comm CPUAdagradBuilder=cpu_adagrad CPUAdamBuilder=cpu_adam
     CPULionBuilder=cpu_lion DeepCompileBuilder=dc EvoformerAttnBuilder=evoformer_attn FPQuantizerBuilder=fp_quantizer
@@ -26,16 +27,9 @@ CLASS_NAMES = """
     ShareMemCommBuilder=deepspeed_shm_comm SparseAttnBuilder=sparse_attn SpatialInferenceBuilder=spatial_inference
     StochasticTransformerBuilder=stochastic_transformer TransformerBuilder=transformer UtilsBuilder=utils
 """
-"""Class and the name of its part."""
 
 
 class OpBuilder:
-    """One of DeepSpeed's native parts.
-
-    Args:
-        name: accepted.
-    """
-
     NAME: ClassVar[str] = ""
 
     def __init__(self, name: str | None = None) -> None:
@@ -43,11 +37,9 @@ class OpBuilder:
         self.error_log: str | None = None
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """True when the engine has a counterpart."""
         return self.NAME in THERE
 
     def absolute_name(self) -> str:
-        """DeepSpeed's name of the extension."""
         return f"deepspeed.ops.{self.NAME}_op"
 
     def load(self, verbose: bool = True) -> Any:
@@ -55,7 +47,6 @@ class OpBuilder:
         raise refused(f"ops.op_builder: {self.NAME}", "the engine loads its own libraries; `zero doctor` shows them")
 
     def builder(self) -> Any:
-        """As `load`."""
         return self.load()
 
 
@@ -71,6 +62,7 @@ globals().update(BUILDERS)
 git_hash = git_branch = "none"
 accelerator_name = ""
 installed_ops = compatible_ops
+# What DeepSpeed notes about its build; here there is none, so it is torch's own.
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,
@@ -78,4 +70,3 @@ torch_info = {
     "nccl_version": ".".join(map(str, (collectives_version() or (0, 0))[:2])),
     "hip_version": torch.version.hip or "0.0",
 }
-"""What DeepSpeed notes about its build; here there is none, so it is torch's own."""

@@ -32,28 +32,23 @@ __all__ = [
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
+# Functions of torch that go through `zero_wrapper_for_fp_tensor_constructor` inside `Init`.
 CONSTRUCTORS: dict[str, Callable[..., Tensor]] = {
     name: getattr(torch, name) for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
 }
-"""Functions of torch that go through `zero_wrapper_for_fp_tensor_constructor` inside `Init`."""
 globals().update({f"_orig_torch_{name}": constructor for name, constructor in CONSTRUCTORS.items()})
 
-partitioned_param_data_shape = [0]
-"""Of a released parameter in DeepSpeed; here it keeps its own."""
+partitioned_param_data_shape = [0]  # Of a released parameter in DeepSpeed; here it keeps its own.
 
 
 class ZeroParamType(enum.Enum):
-    """Of a parameter."""
-
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
 
 
 def zero_wrapper_for_fp_tensor_constructor(
-    fn: Callable[..., Tensor],
-    target_fp_dtype: torch.dtype | None = None,
-    target_device: torch.device | None = None,
+    fn: Callable[..., Tensor], target_fp_dtype: torch.dtype | None = None, target_device: torch.device | None = None
 ) -> Callable[..., Tensor]:
     """A constructor whose floating results have a dtype, and a device where the caller names none.
 
@@ -92,7 +87,6 @@ class Init(OurInit):
             super().__init__(*args, **kwargs)
 
     def __enter__(self) -> OurInit:
-        """Start watching constructors."""
         entered = super().__enter__()
         if self._wraps:
             self._before = {name: getattr(torch, name) for name in CONSTRUCTORS}
@@ -123,17 +117,12 @@ def is_zero_param(parameter: Any) -> bool:
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Accepted: a parameter that is used outside of its own module is fetched when it is touched.
 
-    Raises:
-        RuntimeError: it is no parameter.
+    Raises RuntimeError: it is no parameter.
     """
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError("Parameter is not a torch.nn.Parameter")
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """The counterpart of `register_external_parameter`; accepted.
-
-    Raises:
-        RuntimeError: it is no parameter.
-    """
+    """The counterpart of `register_external_parameter`; accepted. Raises RuntimeError: it is no parameter."""
     register_external_parameter(module, parameter)

@@ -17,7 +17,6 @@ UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    """A value of a configuration, or the default."""
     return param_dict.get(param_name, param_default_value)
 
 
@@ -62,17 +61,14 @@ def _number(of_torchrun: str, of_mpi: str, default: int) -> int:
 
 
 def get_local_rank_from_launcher() -> int:
-    """This rank among those of its node, 0 without a launcher."""
     return _number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", 0)
 
 
 def get_world_rank_from_launcher() -> int:
-    """This rank, 0 without a launcher."""
     return _number("RANK", "OMPI_COMM_WORLD_RANK", 0)
 
 
 def get_world_size_from_launcher() -> int:
-    """Number of ranks, 1 without a launcher."""
     return _number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", 1)
 
 
@@ -90,7 +86,6 @@ class OnDevice:
         self._before = torch.get_default_dtype()
 
     def __enter__(self) -> None:
-        """Start."""
         if self._enabled:
             self._before = torch.get_default_dtype()
             torch.set_default_dtype(self._dtype)
@@ -99,7 +94,6 @@ class OnDevice:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """As before."""
         if self._enabled:
             self._device.__exit__(kind, error, trace)
             torch.set_default_dtype(self._before)
@@ -110,54 +104,44 @@ param_names: dict[int, tuple[ref[Tensor], str]] = {}
 
 
 def debug_clear_module_and_param_names() -> None:
-    """Forget the names of the last model."""
     module_names.clear()
     param_names.clear()
 
 
 def debug_extract_module_and_param_names(model: nn.Module) -> None:
-    """Remember what modules and parameters of a model are called, and no others."""
     debug_clear_module_and_param_names()
     module_names.update({module: name for name, module in model.named_modules()})
     param_names.update({id(parameter): (ref(parameter), name) for name, parameter in model.named_parameters()})
 
 
 def debug_module2name(module: nn.Module) -> str:
-    """What the last model calls it."""
     return module_names.get(module, "unknown")
 
 
 def debug_module2name_class(module: nn.Module) -> str:
-    """With its class."""
     return f"name={debug_module2name(module)} {type(module).__name__}"
 
 
 def debug_param2name(param: Tensor) -> str:
-    """What the last model calls it."""
     there, name = param_names.get(id(param), (None, ""))
     return name if there is not None and there() is param else "unknown"
 
 
 def debug_param2name_id(param: Tensor) -> str:
-    """With its number."""
     return f"name={debug_param2name(param)} id={getattr(param, 'ds_id', 'none')}"
 
 
 def debug_param2name_id_shape(param: Tensor) -> str:
-    """With its number and whole shape."""
     return f"{debug_param2name_id(param)} shape={getattr(param, 'ds_shape', param.shape)}"
 
 
 def debug_param2name_id_shape_device(param: Tensor) -> str:
-    """With its number, whole shape and device."""
     return f"{debug_param2name_id_shape(param)} device={param.device}"
 
 
 def debug_param2name_id_numel(param: Tensor) -> str:
-    """With its number and how many elements it shows."""
     return f"{debug_param2name_id(param)} numel={param.numel()}"
 
 
 def debug_param2name_id_shape_status(param: Tensor) -> str:
-    """With its number, whole shape and whether it is there."""
     return f"{debug_param2name_id_shape(param)} status={getattr(param, 'ds_status', 'none')}"

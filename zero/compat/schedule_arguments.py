@@ -13,6 +13,7 @@ from zero.lr_schedules.warmup import LOG
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
 
+# Name -> type, default (DeepSpeed's; None: the schedule's own) and help.
 ARGUMENTS: dict[str, tuple[type, Any, str]] = {
     LR_SCHEDULE: (str, None, "one of " + ", ".join(VALID_LR_SCHEDULES)),
     "lr_range_test_min_lr": (float, 0.001, "where the range test begins"),
@@ -38,7 +39,6 @@ ARGUMENTS: dict[str, tuple[type, Any, str]] = {
     "warmup_min_ratio": (float, 0.01, "share of the learning rate that a cosine's warming up begins with"),
     "cos_min_ratio": (float, 0.01, "share of the learning rate that a cosine ends with"),
 }
-"""Name -> type, default (DeepSpeed's; None: the schedule's own) and help."""
 
 NO_RATE = "{} takes shares of the optimizer's learning rates: its params have none"
 
@@ -64,7 +64,6 @@ def _override(schedule: str) -> Callable[[Any, dict[str, Any]], None]:
     names = [name for name in inspect.signature(SCHEDULES[schedule]).parameters if name in ARGUMENTS]
 
     def override(args: Any, params: dict[str, Any]) -> None:
-        """From parsed arguments into the params of a `scheduler` block."""
         params.update({name: getattr(args, name) for name in names if getattr(args, name, None) is not None})
 
     return override
@@ -77,7 +76,6 @@ override_warmupCosineLR_params = _override(WARMUP_COSINE_LR)
 
 
 def override_params(args: Any, params: dict[str, Any]) -> None:
-    """The flags of every schedule into params."""
     for schedule in (LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_COSINE_LR):
         _override(schedule)(args, params)
 

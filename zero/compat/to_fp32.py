@@ -30,11 +30,8 @@ def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Folder, t
     """As `zero.load_state_dict_from_zero_checkpoint`; an engine that keeps the model gives it back first and closes.
 
     DeepSpeed's scripts hand it `engine.module` at the end of a training. The parameters stay in the dtype that they
-    have in the engine. All ranks come here.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or it is damaged; the engine goes on.
-        StorageError: a read failed.
+    have in the engine. All ranks come here. Raises ConfigError: there is no such checkpoint, or it is damaged; the
+    engine goes on. Raises StorageError: a read failed.
     """
     export.get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, lazy_mode=True)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}

@@ -35,6 +35,7 @@ STAGES = "DeepSpeed's own machinery of sharding is not part of it; the engine ha
 LAUNCHER = "`zero run` starts the ranks, on one node or several; `zero run --help` tells how"
 NO_PLD = "progressive layer drop is not implemented; leave layers out in the model's own forward"
 
+# Beginning of a name below `deepspeed` -> what a user can do; the longest that fits counts.
 INSTEAD: dict[str, str] = {
     "": "nothing here stands for it; leave it out, or do it with torch",
     "accelerator": "get_accelerator() has the one of this process; ZERO_DEVICE chooses it",
@@ -118,28 +119,22 @@ INSTEAD: dict[str, str] = {
     "utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint has the whole weights",
     "utils.zero_to_torch": "get_fp32_state_dict_from_zero_checkpoint has the whole weights",
 }
-"""Beginning of a name below `deepspeed` -> what a user can do; the longest that fits counts."""
 
+# What a class that stands for nothing derives from all the same: clients ask `isinstance`, or name it in `except`.
 BASES: dict[str, type] = {
     **{name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and name.endswith("Error")},
     **{"Enum": enum.Enum, "Exception": Exception, "Function": torch.autograd.Function},
     **{"Module": nn.Module, "Optimizer": torch.optim.Optimizer},
 }
-"""What a class that stands for nothing derives from all the same: clients ask `isinstance`, or name it in `except`."""
 
+# Functions of classes that are called without an object.
 METHODS: dict[str, tuple[str, ...]] = {
-    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": ("register_with_transformers",),
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": ("register_with_transformers",)
 }
-"""Functions of classes that are called without an object."""
 
 
 def refused(name: str, instead: str) -> NotImplementedError:
-    """The error of a use.
-
-    Args:
-        name: DeepSpeed's dotted name.
-        instead: what a user can do.
-    """
+    """The error of a use. `name`: DeepSpeed's dotted name; `instead`: what a user can do."""
     return NotImplementedError(f"deepspeed.{name}: not available in zero-infinity; {instead}")
 
 
@@ -159,11 +154,7 @@ def missing_class(name: str, instead: str, base: type = object) -> Any:
     """A class that may be subclassed and asked `isinstance`, and raises when an object is made of it.
 
     One that derives from an exception is an exception like others: nobody raises it here, and `except` may name it.
-
-    Args:
-        name: as `refused`.
-        instead: as `refused`.
-        base: what it derives from, where clients count on it.
+    `base`: what it derives from, where clients count on it.
     """
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
@@ -179,9 +170,7 @@ def missing_class(name: str, instead: str, base: type = object) -> Any:
 def unavailable(name: str, base: type | None) -> Any:
     """What stands for a name: a function, or a class with this base.
 
-    Args:
-        name: below `deepspeed`.
-        base: None: it is a function.
+    `name`: below `deepspeed`; `base`: None: it is a function.
     """
     instead = INSTEAD[max((begin for begin in INSTEAD if name.startswith(begin)), key=len)]
     if base is None:

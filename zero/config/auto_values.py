@@ -19,8 +19,7 @@ from zero.config.loading import value_at, with_choices
 from zero.config.schema import Choice, Config
 
 PREFETCH_SHARE = 0.9
-PERSISTENT_ROWS = 10
-"""As transformers derives them: 0.9 h^2 elements of look-ahead, parameters below 10 h elements stay."""
+PERSISTENT_ROWS = 10  # As transformers: 0.9 h^2 elements of look-ahead, parameters below 10 h elements stay.
 WARMUP_STEPS = 1000
 WARMUP_SHARE = 0.1
 
@@ -32,18 +31,13 @@ SCHEDULER = "scheduler.params."
 class Facts:
     """What the choices follow from; None: not known."""
 
-    hidden_numel: int | None = None
-    """The hidden size of a transformers config."""
-    dtype: torch.dtype | None = None
-    """Of most elements that are trained."""
-    learning_rate: float | None = None
-    """Of an optimizer that was handed over."""
-    samples: int | None = None
-    """In one pass over the training data."""
+    hidden_numel: int | None = None  # The hidden size of a transformers config.
+    dtype: torch.dtype | None = None  # Of most elements that are trained.
+    learning_rate: float | None = None  # Of an optimizer that was handed over.
+    samples: int | None = None  # In one pass over the training data.
 
 
 def facts_of(model: nn.Module, optimizer: object = None, training_data: object = None) -> Facts:
-    """Look at what `initialize` was given."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     return Facts(
         hidden_size_of(getattr(model, "config", None)),
@@ -85,8 +79,7 @@ def _length_of(training_data: object) -> int | None:
 def resolve_auto(config: Config, facts: Facts) -> Config:
     """The configuration with a value wherever it says "auto" and the facts say something.
 
-    Raises:
-        ConfigError: a value that follows does not go with a key that the user gave.
+    Raises ConfigError: a value that follows does not go with a key that the user gave.
     """
     chosen: dict[str, Choice] = {}
     still_open = {key.path for key in _autos(config)} - set(config.chosen)
@@ -204,6 +197,7 @@ def _warmup_steps(config: Config, facts: Facts, chosen: Chosen) -> Choice:
 
 _LINEAR = ("warmuplr", "warmupdecaylr")
 _ENDING = ("warmupdecaylr", "warmupcosinelr")
+# In the order in which they are chosen: a later one may follow from an earlier.
 _CHOICES: dict[str, Choose] = {
     # Without the key there is no clipping; but whoever asks for a value gets one that clips, from every client too.
     "gradient_clipping": _always(1.0),
@@ -219,4 +213,3 @@ _CHOICES: dict[str, Choose] = {
     f"{SCHEDULER}total_num_steps": _where_taken(_all_steps, *_ENDING),
     f"{SCHEDULER}warmup_num_steps": _where_taken(_warmup_steps, *_LINEAR, *_ENDING),
 }
-"""In the order in which they are chosen: a later one may follow from an earlier."""

@@ -49,8 +49,7 @@ class Unless:
 
     expected: str
     fix: str
-    key: str | None = None
-    """The key that can say so; None: none can."""
+    key: str | None = None  # The key that can say so; None: none can.
     value: object = None
 
 
@@ -69,18 +68,12 @@ class _Refused(ConfigBlock):
 
 @dataclass(frozen=True)
 class Feature:
-    """One block."""
-
-    keys: str
-    """Keys without effect: a kind with a colon, then the names of that kind."""
+    keys: str  # Keys without effect: a kind with a colon, then the names of that kind.
     about: str = ""
-    why: str = ""
-    """Why they have none; empty: as the block around this one says."""
-    enabled: Only | None = None
-    """Refuses `enabled`; None: that key is one of `keys`, or there is none."""
+    why: str = ""  # Why they have none; empty: as the block around this one says.
+    enabled: Only | None = None  # Refuses `enabled`; None: that key is one of `keys`, or there is none.
     unless: Unless | None = None
-    sizes: Mapping[str, float] = field(default_factory=dict)
-    """Keys that ask for tensor parallelism above 1, and their defaults."""
+    sizes: Mapping[str, float] = field(default_factory=dict)  # Tensor-parallel sizes and their defaults.
     blocks: Mapping[str, Feature] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -103,11 +96,10 @@ _TECHNIQUE = Feature(
     },
 )
 _TENSOR_PARALLEL_GROUP = Feature(
-    "whole: tp_grain_size any: mpu tp_group",
-    why="it belongs to tensor parallelism, which is off",
-    sizes={"tp_size": 1},
+    "whole: tp_grain_size any: mpu tp_group", why="it belongs to tensor parallelism, which is off", sizes={"tp_size": 1}
 )
 
+# Key of the block -> what it is.
 FEATURES: Mapping[str, Feature] = {
     # ---- refused when they are switched on --------------------------------------------------------
     "amp": Feature(
@@ -158,7 +150,7 @@ FEATURES: Mapping[str, Feature] = {
                     "curriculum_learning": Feature("flag: enabled text: data_cluster_path object: curriculum_metrics"),
                     "dynamic_batching": Feature(
                         """flag: enabled text: metrics_path lr_scaling_method whole: min_batch_size max_batch_size
-                        text: sequence_picking_order whole: max_tokens flag: verbose""",
+                        text: sequence_picking_order whole: max_tokens flag: verbose"""
                     ),
                 },
             ),
@@ -175,7 +167,7 @@ FEATURES: Mapping[str, Feature] = {
                                 blocks={"schedule_config": Feature("whole: seq_per_step require_steps")},
                             ),
                             "layer_token_lr_schedule": Feature(
-                                "flag: enabled count: total_layer_tokens text: warmup_type count: warmup_layer_tokens",
+                                "flag: enabled count: total_layer_tokens text: warmup_type count: warmup_layer_tokens"
                             ),
                         },
                     )
@@ -262,8 +254,7 @@ FEATURES: Mapping[str, Feature] = {
         about="asynchronous optimizer updates, which change the numbers.",
         why="it belongs to ZenFlow, which is off",
         unless=Unless(
-            "no zenflow block",
-            "ZenFlow is not available; remove it: the update runs behind the step, and exactly",
+            "no zenflow block", "ZenFlow is not available; remove it: the update runs behind the step, and exactly"
         ),
     ),
     # ---- without effect ---------------------------------------------------------------------------
@@ -322,7 +313,6 @@ FEATURES: Mapping[str, Feature] = {
         why="checkpoints are written by this engine, whose buffers follow from the plan",
     ),
 }
-"""Key of the block -> what it is."""
 
 
 def _declared(feature: Feature) -> Iterator[tuple[str, Any, Any]]:

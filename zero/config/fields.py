@@ -67,9 +67,7 @@ class ConfigBlock(BaseModel):
     def also_known(cls, key: str, raw: Mapping[Any, Any]) -> Collection[str]:
         """Keys that the block below `key` takes beside those it declares, because of what else stands here.
 
-        Args:
-            key: canonical name of a key of this block.
-            raw: this block as the user wrote it.
+        `key`: canonical name of a key of this block; `raw`: this block as the user wrote it.
         """
         return ()
 
@@ -118,8 +116,7 @@ def world_size_of(info: ValidationInfo) -> int:
 class Inert:
     """Known and harmless, but it changes nothing."""
 
-    reason: str = ""
-    """Why; the start's list and the docs show it. Empty: as `Block.why` says."""
+    reason: str = ""  # Why; the start's list and the docs show it. Empty: as `Block.why` says.
 
 
 @dataclass(frozen=True)
@@ -130,11 +127,7 @@ class Only:
     fix: str
 
     def check(self, value: object) -> object:
-        """Return the value if it is allowed.
-
-        Raises:
-            PydanticCustomError: it is not.
-        """
+        """Return the value if it is allowed. Raises PydanticCustomError: it is not."""
         if value in self.allowed:
             return value
         values = " or ".join(map(shown, self.allowed))
@@ -247,8 +240,7 @@ Count = Annotated[int, reads(parse_count)]
 Number = Annotated[float, reads(parse_number)]
 Text = Annotated[str, reads(_parse_text)]
 _Words = TypeVar("_Words")
-Word = Annotated[_Words, _InAnyCase()]
-"""One of the words of a `Literal`: `Word[Literal["on", "off"]]`."""
+Word = Annotated[_Words, _InAnyCase()]  # One of the words of a `Literal`: `Word[Literal["on", "off"]]`.
 
 InertFlag = Annotated[Flag | None, INERT]
 InertWhole = Annotated[Whole | None, INERT]
@@ -256,8 +248,7 @@ InertCount = Annotated[Count | None, INERT]
 InertNumber = Annotated[Number | None, INERT]
 InertText = Annotated[Text | None, INERT]
 InertItems = Annotated[tuple[Any, ...] | None, INERT, reads(_parse_items)]
-InertObject = Annotated[dict[Any, Any] | None, INERT, reads(_parse_free)]
-"""An object whose keys are the user's own names."""
+InertObject = Annotated[dict[Any, Any] | None, INERT, reads(_parse_free)]  # Its keys are the user's own names.
 InertAny = Annotated[Any, INERT]
 
 
@@ -323,7 +314,6 @@ def earlier_defaults(block: type[ConfigBlock], version: int) -> Mapping[str, obj
 
 
 def means_auto(field: FieldInfo) -> bool:
-    """True for a key to which "auto" says something."""
     return any(isinstance(mark, MeansAuto) for mark in field.metadata)
 
 
@@ -334,12 +324,10 @@ class Key:
     path: str
     field: FieldInfo
     role: Role
-    block: type[ConfigBlock]
-    """The block it is a key of."""
+    block: type[ConfigBlock]  # The block it is a key of.
 
     @property
     def reason(self) -> str:
-        """Why an inert key changes nothing."""
         return reason_of(self.field, self.block)
 
 

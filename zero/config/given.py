@@ -19,22 +19,20 @@ from offload.errors import ConfigError
 from zero.config.fields import AUTO, ConfigBlock, block_of, shown
 from zero.config.schema import Config, plain
 
-HJSON = "hjson"
-"""The library that reads JSON with comments and without quotes; used where it is installed, for what is no JSON."""
+HJSON = "hjson"  # Reads JSON with comments and without quotes; used where it is installed, for what is no JSON.
+# Where the path of the configuration may stand in a script's arguments; the last is DeepSpeed's oldest name.
 CONFIG_NAMES = ("zero_config", "deepspeed_config", "deepscale_config")
-"""Where the path of the configuration may stand in a script's arguments; the last is DeepSpeed's oldest name."""
 ZERO = "zero_optimization"
 
 
 def read_source(config: object, problems: list[str]) -> tuple[str, Mapping[Any, Any]]:
     """The name of a source, for messages, and the object it holds.
 
+    Raises ConfigError: it is none of these, or cannot be read.
+
     Args:
         config: a path, base64 of a file's content, or the object itself.
         problems: gets a line for every key that is written twice.
-
-    Raises:
-        ConfigError: it is none of these, or cannot be read.
     """
     if isinstance(config, Mapping):
         return "config", config
@@ -139,11 +137,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def config_argument(args: Any) -> Any:
-    """The configuration that `args` names, or None.
-
-    Raises:
-        ConfigError: two of the names are set to different files.
-    """
+    """The configuration that `args` names, or None. Raises ConfigError: two of the names are set to different files."""
     given = {name: value for name in CONFIG_NAMES if (value := getattr(args, name, None)) is not None}
     if len(set(map(str, given.values()))) > 1:
         listed = ", ".join(f"--{name} {value}" for name, value in given.items())

@@ -17,14 +17,13 @@ def unknown_key(
 ) -> str:
     """Explain an unknown key.
 
+    Returns "unknown key", the nearest known keys of that block, and the block the key belongs in, if any.
+
     Args:
         key: the key as written.
         block: the block it was found in.
         root: the whole configuration, searched for blocks that do know the key.
         also_known: keys that the block takes besides those it declares.
-
-    Returns:
-        "unknown key", the nearest known keys of that block, and the block the key belongs in, if any.
     """
     parts = ["unknown key"]
     if nested := _known_below(key, block):

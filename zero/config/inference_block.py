@@ -23,8 +23,7 @@ ALIASES = {
     "injection_dict": "injection_policy",
     "zero_optimization": "zero",
 }
-PASSED_ON = ("memory_budget", "aio")
-"""Blocks of a training config that are ours and mean the same here."""
+PASSED_ON = ("memory_budget", "aio")  # Blocks of a training config that are ours and mean the same here.
 
 
 def _on(value: object) -> bool:
@@ -44,6 +43,7 @@ _TENSOR_PARALLEL = (
     "tensor parallelism is not available; a model that exceeds the device is streamed instead: zero.offload_param "
     '"cpu" or "nvme"'
 )
+# Key -> (does this value ask for it?, why not and what instead).
 REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     "replace_with_kernel_inject": (_on, "kernels are not injected; compile the blocks instead: block.compile()"),
     "injection_policy": (_on, "modules are not replaced; compile the blocks instead: block.compile()"),
@@ -59,29 +59,23 @@ REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     "set_empty_params": (_on, "build the model under zero.Init instead: its values never are in memory together"),
     "save_mp_checkpoint_path": (_on, "no checkpoint is written here; save the model yourself"),
 }
-"""Key -> (does this value ask for it?, why not and what instead)."""
 
 _IGNORED_WORDS = """
     return_tuple max_out_tokens max_tokens min_out_tokens min_tokens triangular_masking tm replace_method
     training_mp_size transposed_mode keep_module_on_host ep_group ep_mp_group moe_experts moe_type mpu args
     checkpoint_config ckpt_config base_dir
 """
-IGNORED = tuple(_IGNORED_WORDS.split())
-"""Known to DeepSpeed's injected kernels or its launcher, and without effect here."""
+IGNORED = tuple(_IGNORED_WORDS.split())  # Known to DeepSpeed's kernels or launcher, without effect here.
 
 
 @dataclass(frozen=True)
 class InferenceOptions:
     """What `init_inference` was asked for."""
 
-    training_config: Config
-    """The rest of it, as the engine reads it."""
-    dtype: torch.dtype | None
-    """None: as the model is."""
-    checkpoint: str | None
-    """A folder of .safetensors files."""
-    ignored: tuple[str, ...]
-    """Keys that have no effect."""
+    training_config: Config  # The rest of it, as the engine reads it.
+    dtype: torch.dtype | None  # None: as the model is.
+    checkpoint: str | None  # A folder of .safetensors files.
+    ignored: tuple[str, ...]  # Keys that have no effect.
 
 
 def read_inference(

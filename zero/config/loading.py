@@ -33,29 +33,24 @@ from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.schema import Choice, Config, Origin, Report, plain
 from zero.ranks import world
 
-FETCHING_KEYS = (
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_max_reuse_distance",
-)
-"""Without effect below stage 3, where weights never leave the device."""
-STATE_DTYPE = "zero_optimization.offload_optimizer.state_dtype"
-"""Acts wherever states live, on the device too."""
-BUFFERS = "data_types.buffer_dtype"
-"""Without effect where neither bf16 nor fp16 is enabled, as in DeepSpeed."""
+# Without effect below stage 3, where weights never leave the device.
+FETCHING_KEYS = ("zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.stage3_max_reuse_distance")
+STATE_DTYPE = "zero_optimization.offload_optimizer.state_dtype"  # Acts wherever states live, on the device too.
+BUFFERS = "data_types.buffer_dtype"  # Without effect where neither bf16 nor fp16 is enabled, as in DeepSpeed.
 COMMENT_PREFIXES = ("_comment", "comment", "//")
+# A comment that `zero config show` writes: where each value came from. A default that is unchanged stays one.
 ORIGINS_KEY = "_comment_origins"
-"""A comment that `zero config show` writes: where each value came from. A default that is unchanged stays one."""
 
+# Pydantic's words -> ours.
 PHRASES = {
     "Input should be": "expected",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "greater than": "more than",
 }
-"""Pydantic's words -> ours."""
 
+# Top-level keys whose default is another in the version of DeepSpeed that the alias stands for.
 DEEPSPEED_DEFAULTS: Mapping[str, Any] = {"gradient_clipping": 1.0}
-"""Top-level keys whose default is another in the version of DeepSpeed that the alias stands for."""
 
 Unknown = Literal["error", "warn"]
 _unknown_top_level: ContextVar[Unknown] = ContextVar("unknown_top_level", default="error")
@@ -100,6 +95,9 @@ def load_config(
 ) -> Config:
     """Read, check and complete a configuration.
 
+    Returns the frozen configuration. Raises ConfigError: lists every problem found: dotted path, what was expected,
+    what was got, what to do.
+
     Args:
         config: path of a JSON (or Hjson) file, the same in base64, its content as a dict (left untouched), or a
             `Config`.
@@ -107,12 +105,6 @@ def load_config(
         ranks_per_node: None: as torch.distributed's launcher says, if `world_size` is None too; else not known.
         unknown_top_level: "warn": an unknown key at the top level is listed in `Config.ignored`; "error": it is a
             problem, as an unknown key inside a block always is. None: as `tolerating_unknown_keys` says, else "error".
-
-    Returns:
-        The frozen configuration.
-
-    Raises:
-        ConfigError: lists every problem found: dotted path, what was expected, what was got, what to do.
     """
     if world_size is None:
         world_size, ranks_per_node = world.world_size(), ranks_per_node or world.ranks_per_node()
@@ -131,12 +123,8 @@ def load_config(
 def with_choices(config: Config, chosen: Mapping[str, Choice]) -> Config:
     """The same configuration with values for keys that were "auto".
 
-    Args:
-        config: as it was loaded.
-        chosen: canonical path of a key that is "auto" in the source, to its value.
-
-    Raises:
-        ConfigError: a value does not suit its key, or the others.
+    Raises ConfigError: a value does not suit its key, or the others. `chosen`: canonical path of a key that is "auto"
+    in the source, to its value.
     """
     known = config._report
     return _read_again(config, known.world_size, known.ranks_per_node, {**config.chosen, **chosen})
@@ -151,22 +139,18 @@ def _read_again(config: Config, world_size: int, ranks_per_node: int | None, cho
 class _Reader:
     """Sorts the user's keys: known, absent, commented, unknown; and notes where each value came from."""
 
-    tolerant: bool = False
-    """Unknown keys at the top level are ignored, and listed."""
-    absent: Mapping[str, Any] = field(default_factory=dict)
-    """Values of top-level keys that are not given, instead of their defaults."""
-    chosen: Mapping[str, Choice] = field(default_factory=dict)
-    """Values for keys that are "auto"."""
+    tolerant: bool = False  # Unknown keys at the top level are ignored, and listed.
+    absent: Mapping[str, Any] = field(default_factory=dict)  # Top-level keys that are not given -> value.
+    chosen: Mapping[str, Choice] = field(default_factory=dict)  # Values for keys that are "auto".
     problems: list[str] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
     inactive: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     deprecated: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
-    written: dict[str, str] = field(default_factory=dict)
-    """Canonical path to the path the user wrote."""
+    written: dict[str, str] = field(default_factory=dict)  # Canonical path to the path the user wrote.
+    # Paths that the source says it holds with their defaults, as a configuration that was shown does.
     defaults: frozenset[str] = frozenset()
-    """Paths that the source says it holds with their defaults, as a configuration that was shown does."""
 
     def load(self, where: str, content: Mapping[Any, Any], world_size: int, ranks_per_node: int | None) -> Config:
         """Read, check and complete what a source holds. Raises ConfigError with all problems."""
@@ -206,7 +190,6 @@ class _Reader:
 
         Args:
             block: what the keys should be.
-            raw: the user's object.
             prefix: canonical path of the block, ending in a dot; empty at the top level.
             wrote: the same as the user spelt it.
             also_known: keys besides those that the block declares; they are kept as they are.

@@ -6,17 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from zero.config.fields import (
-    ConfigBlock,
-    Flag,
-    Inert,
-    InertFlag,
-    InertNumber,
-    Text,
-    Whole,
-    Word,
-    reads,
-)
+from zero.config.fields import ConfigBlock, Flag, Inert, InertFlag, InertNumber, Text, Whole, Word, reads
 from zero.config.numbers import parse_number, parse_whole
 
 

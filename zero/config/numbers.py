@@ -14,8 +14,7 @@ import re
 from decimal import ROUND_HALF_EVEN, Decimal, localcontext
 from numbers import Integral, Real
 
-LARGEST = 2**63 - 1
-"""Every count ends up in an int64_t."""
+LARGEST = 2**63 - 1  # Every count ends up in an int64_t.
 
 UNITS: dict[str, int] = {
     "": 1,
@@ -29,14 +28,8 @@ NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*)", 
 def parse_whole(value: object) -> int:
     """Read a number of indivisible things.
 
-    Args:
-        value: an int, an integral float (8.0) or a string of either ("8", "1e3").
-
-    Returns:
-        The number, 0 <= number < 2**63.
-
-    Raises:
-        ValueError: the text says what was expected; a bool is not a number.
+    Returns the number, 0 <= number < 2**63. Raises ValueError: the text says what was expected; a bool is not a number.
+    `value`: an int, an integral float (8.0) or a string of either ("8", "1e3").
     """
     exact = _exact(value, units=("",), expected="a whole number such as 8")
     if exact != exact.to_integral_value():
@@ -47,14 +40,9 @@ def parse_whole(value: object) -> int:
 def parse_count(value: object) -> int:
     """Read a number of elements.
 
-    Args:
-        value: an int, a float (5e8, 15099494.4) or a string of either ("1e9").
-
-    Returns:
-        The number, rounded half to even, 0 <= number < 2**63.
-
-    Raises:
-        ValueError: the text says what was expected; a bool is not a number, and elements have no unit.
+    Returns the number, rounded half to even, 0 <= number < 2**63. Raises ValueError: the text says what was expected; a
+    bool is not a number, and elements have no unit. `value`: an int, a float (5e8, 15099494.4) or a string of either
+    ("1e9").
     """
     exact = _exact(value, units=("",), expected='a number of elements such as 5e8 or "1e9", without a unit')
     return int(exact.to_integral_value(ROUND_HALF_EVEN))
@@ -63,14 +51,8 @@ def parse_count(value: object) -> int:
 def parse_bytes(value: object) -> int:
     """Read a number of bytes.
 
-    Args:
-        value: an int, a float, or a string with an optional unit ("12GB", "1.5GiB", "512 MB", "1e9").
-
-    Returns:
-        Bytes, rounded half to even, 0 <= bytes < 2**63.
-
-    Raises:
-        ValueError: the text says what was expected; a bool is not a number.
+    Returns bytes, rounded half to even, 0 <= bytes < 2**63. Raises ValueError: the text says what was expected; a bool
+    is not a number. `value`: an int, a float, or a string with an optional unit ("12GB", "1.5GiB", "512 MB", "1e9").
     """
     exact = _exact(value, units=tuple(UNITS), expected='a number of bytes such as 1048576, 12e9, "12GB" or "1.5GiB"')
     return int(exact.to_integral_value(ROUND_HALF_EVEN))
@@ -79,8 +61,7 @@ def parse_bytes(value: object) -> int:
 def parse_number(value: object) -> float:
     """Read a finite real number; a string such as "2e-5" counts, a bool does not.
 
-    Raises:
-        ValueError: the text says what was expected.
+    Raises ValueError: the text says what was expected.
     """
     expected = "a finite number such as 1e-3"
     if isinstance(value, bool) or not isinstance(value, (Real, str)):

@@ -7,18 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import (
-    ConfigBlock,
-    Count,
-    Flag,
-    Inert,
-    Number,
-    Whole,
-    Word,
-    problem,
-    reads,
-    world_size_of,
-)
+from zero.config.fields import ConfigBlock, Count, Flag, Inert, Number, Whole, Word, problem, reads, world_size_of
 
 Device = Literal["none", "cpu", "nvme"]
 

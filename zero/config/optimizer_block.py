@@ -8,20 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import (
-    ConfigBlock,
-    Flag,
-    InertFlag,
-    InertText,
-    Number,
-    Only,
-    Whole,
-    problem,
-    reads,
-)
+from zero.config.fields import ConfigBlock, Flag, InertFlag, InertText, Number, Only, Whole, problem, reads
 from zero.config.hints import nearest
 from zero.config.numbers import parse_number
 
+# Names in lower case; those of torch.optim mean its classes.
 OPTIMIZER_TYPES = {
     **{name: "Adam" for name in ("adam", "deepspeedcpuadam", "cpuadam", "fusedadam", "cpu_adam", "fused_adam")},
     **{name: "Adagrad" for name in ("adagrad", "deepspeedcpuadagrad", "cpuadagrad")},
@@ -32,7 +23,6 @@ OPTIMIZER_TYPES = {
         for name in ("Muon", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD")
     },
 }
-"""Names in lower case; those of torch.optim mean its classes."""
 KNOWN = "AdamW, Adam, Muon, Lamb, Lion, Adagrad, SGD, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop or ASGD"
 REFUSED_TYPES = {
     **{name: "1-bit optimizers are not available" for name in ("onebitadam", "zerooneadam", "onebitlamb")},
@@ -44,6 +34,7 @@ REFUSED_TYPES = {
 }
 
 ADAM_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+# Keys of `params` that act, by type; as the constructors of torch have them.
 TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Adam": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
     "AdamW": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
@@ -63,7 +54,6 @@ TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Rprop": ("lr", "etas", "step_sizes", "maximize"),
     "ASGD": ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"),
 }
-"""Keys of `params` that act, by type; as the constructors of torch have them."""
 
 
 def _parse_betas(value: object) -> tuple[float, float]:
@@ -237,7 +227,6 @@ class OptimizerConfig(ConfigBlock):
 
     @property
     def is_adam(self) -> bool:
-        """True for Adam and AdamW, whatever their options."""
         return self.type in ("Adam", "AdamW")
 
     @property

@@ -8,17 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import (
-    ConfigBlock,
-    Flag,
-    Inert,
-    Number,
-    Only,
-    Text,
-    Whole,
-    problem,
-    reads,
-)
+from zero.config.fields import ConfigBlock, Flag, Inert, Number, Only, Text, Whole, problem, reads
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

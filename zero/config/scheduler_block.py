@@ -23,8 +23,8 @@ def _torch_schedulers() -> Iterator[type[Any]]:
             yield kind
 
 
+# Name in small letters -> class.
 KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (*_torch_schedulers(), *SCHEDULES.values())}
-"""Name in small letters -> class."""
 
 NOT_BY_NAME = {
     "ReduceLROnPlateau": "it needs a metric at each step; call its step(metric) yourself on the optimizer that "
@@ -47,8 +47,7 @@ def _parse_iteration(value: object) -> int:
     return int(number)
 
 
-PerGroup = Annotated[float | tuple[float, ...] | None, reads(_parse_per_group)]
-"""One number, or one for each param group."""
+PerGroup = Annotated[float | tuple[float, ...] | None, reads(_parse_per_group)]  # One number, or one a param group.
 Steps = Annotated[Whole, Field(ge=1)]
 
 
@@ -85,7 +84,6 @@ class SchedulerParams(ConfigBlock):
 
     @property
     def given(self) -> dict[str, Any]:
-        """What the user gave, by name."""
         return {name: value for name, value in self.model_dump().items() if value is not None}
 
 
@@ -100,7 +98,6 @@ class SchedulerConfig(ConfigBlock):
 
     @property
     def kind(self) -> Callable[..., Any] | None:
-        """The class of that type."""
         return None if self.type is None else KINDS.get(self.type.lower())
 
     @classmethod

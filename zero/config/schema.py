@@ -51,8 +51,7 @@ def _parse_print_interval(value: object) -> int | None:
     return interval
 
 
-VERSION = 1
-"""Of the defaults. A changed default is a new version, and `Was(version, default)` at the key keeps the old one."""
+VERSION = 1  # Of the defaults. A changed one is a new version; `Was(version, default)` at the key keeps the old.
 
 
 def _parse_version(value: object) -> int:
@@ -71,8 +70,7 @@ class Choice:
     """A value for a key that was "auto"."""
 
     value: Any
-    source: str
-    """What it follows from."""
+    source: str  # What it follows from.
 
 
 @dataclass(frozen=True)
@@ -81,20 +79,16 @@ class Report:
 
     world_size: int = 1
     ranks_per_node: int | None = None
-    source: Mapping[str, Any] = field(default_factory=dict)
-    """A copy of the configuration as the user gave it."""
+    source: Mapping[str, Any] = field(default_factory=dict)  # A copy of the configuration as the user gave it.
+    # Canonical path to "user" or "auto"; a path that is missing was not given.
     origins: Mapping[str, Origin] = field(default_factory=dict)
-    """Canonical path to "user" or "auto"; a path that is missing was not given."""
     inactive: tuple[str, ...] = ()
+    # Why a path of `inactive` does nothing; a path that is missing is overruled by other keys.
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why a path of `inactive` does nothing; a path that is missing is overruled by other keys."""
     deprecated: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    """Lines about unknown top-level keys that were tolerated."""
-    chosen: Mapping[str, Choice] = field(default_factory=dict)
-    """Canonical path to what was chosen for it where it was "auto"."""
-    absent: Mapping[str, Any] = field(default_factory=dict)
-    """Top-level keys and the defaults that held for them instead of ours."""
+    ignored: tuple[str, ...] = ()  # Lines about unknown top-level keys that were tolerated.
+    chosen: Mapping[str, Choice] = field(default_factory=dict)  # Canonical path of an "auto" -> what was chosen.
+    absent: Mapping[str, Any] = field(default_factory=dict)  # Top-level keys with other defaults than ours.
 
 
 def plain(value: object) -> object:

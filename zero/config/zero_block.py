@@ -28,12 +28,12 @@ from zero.config.fields import (
 from zero.config.numbers import parse_number, parse_whole
 from zero.config.offload_block import OffloadOptimizerConfig, OffloadParamConfig
 
+# What DeepSpeed's `leaf_module.classes` is without the key; here nothing is a leaf unasked.
 DEEPSPEED_LEAF_CLASSES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
-"""What DeepSpeed's `leaf_module.classes` is without the key; here nothing is a leaf unasked."""
 
 STAGES = (0, 1, 2, 3)
 

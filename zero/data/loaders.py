@@ -14,8 +14,7 @@ from zero.config import Config
 from zero.data.resumable import EpochSampler, ResumableLoader
 from zero.ranks import world
 
-ROUTES = ("train", "eval", "predict")
-"""What a loader is for, in DeepSpeed's words; only training is in random order."""
+ROUTES = ("train", "eval", "predict")  # What a loader is for, in DeepSpeed's words; only training is in random order.
 
 
 def make_loader(
@@ -34,19 +33,16 @@ def make_loader(
     samples from the front (or dropped, with `dataloader_drop_last`), since a rank that had a batch less would leave the
     others waiting. A last batch that is not full is kept (or dropped, likewise); it has the same size on every rank.
 
-    The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except that of an IterableDataset.
+    The loader has `state_dict` and `load_state_dict` (see `ResumableLoader`), except that of an IterableDataset. Raises
+    ConfigError: no such route, or data that cannot be dealt out.
 
     Args:
         data: with `__getitem__` and `__len__`; with one rank an IterableDataset too.
-        config: validated.
         pin: batches are put into pinned memory.
         route: one of `ROUTES`.
         batch_size: samples; None: train_micro_batch_size_per_gpu.
         sampler: which samples this rank gets, in which order; None: see above.
         options: of the DataLoader.
-
-    Raises:
-        ConfigError: no such route, or data that cannot be dealt out.
     """
     if route not in ROUTES:
         raise ConfigError(f"loader: route: expected one of {', '.join(ROUTES)}, got {route!r}")
@@ -76,21 +72,12 @@ def make_loader(
 
 
 class Training(Protocol):
-    """For whom loaders are made."""
-
     config: Config
     device: torch.device
-    collate_fn: Callable[..., Any] | None
-    """For loaders that are given none."""
+    collate_fn: Callable[..., Any] | None  # For loaders that are given none.
 
 
 class Loaders:
-    """Of one engine.
-
-    Args:
-        run: the engine's.
-    """
-
     def __init__(self, run: Training) -> None:
         self._run = run
 

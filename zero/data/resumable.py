@@ -22,8 +22,7 @@ from offload.errors import ConfigError
 
 logger = logging.getLogger("zero")
 
-COUNTS = ("epoch", "batches", "samples", "world_size", "batch_size", "dataset_samples")
-"""Whole numbers of a state."""
+COUNTS = ("epoch", "batches", "samples", "world_size", "batch_size", "dataset_samples")  # Whole numbers of a state.
 
 
 class EpochSampler(DistributedSampler[Any]):
@@ -33,7 +32,6 @@ class EpochSampler(DistributedSampler[Any]):
     """
 
     def __iter__(self) -> Iterator[Any]:
-        """The indices of this rank's part of an epoch."""
         with torch.device("cpu"):  # where its generator is, whatever the default device
             indices = super().__iter__()
         self.epoch += 1
@@ -53,12 +51,11 @@ class _Skipping(Sampler[Any]):
         self._sampler, self._batch_samples = sampler, batch_samples
         self._first = self._skip = 0
         self._random: torch.Tensor | None = None
+        # (samples drawn, the sampler's state then), of the last batches.
         self.states: deque[tuple[int, Any]] = deque(maxlen=batches_ahead + 2)
-        """(samples drawn, the sampler's state then), of the last batches."""
+        # It knows itself where it is.
         self.has_states = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-        """It knows itself where it is."""
-        self.generator: torch.Generator | None = None
-        """What decides its order, if not its epoch or its state."""
+        self.generator: torch.Generator | None = None  # What decides its order, if not its epoch or its state.
         if not self.has_states and not isinstance(sampler, (DistributedSampler, SequentialSampler)):
             own = getattr(sampler, "generator", None)
             self.generator = own if isinstance(own, torch.Generator) else torch.default_generator
@@ -90,14 +87,12 @@ class _Skipping(Sampler[Any]):
         return self._sampler.state_dict()
 
     def __iter__(self) -> Iterator[Any]:
-        """Indices of the rest of the epoch."""
         skip, random, self._skip, self._random = self._skip, self._random, 0, None
         indices = iter(self._sampler) if random is None else _drawn_at(self._sampler, random)
         indices = itertools.islice(indices, skip, None)
         return self._noting(indices) if self.has_states else indices
 
     def __len__(self) -> int:
-        """Of a whole epoch."""
         return len(self._sampler)
 
     @property
@@ -132,19 +127,12 @@ def _drawn_at(sampler: Any, random: torch.Tensor) -> Iterator[Any]:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one walk through the data has come."""
-
     epoch: int
-    first: int = 0
-    """Samples of this rank's part of the epoch that were had before it."""
-    batches: int = 0
-    """Of this epoch, whoever had them."""
-    had: int = 0
-    """Batches of this walk."""
-    random: torch.Tensor | None = field(default=None, repr=False)
-    """The generator's state when the epoch began."""
-    is_placed: bool = False
-    """The sampler itself is after `first`."""
+    first: int = 0  # Samples of this rank's part of the epoch that were had before it.
+    batches: int = 0  # Of this epoch, whoever had them.
+    had: int = 0  # Batches of this walk.
+    random: torch.Tensor | None = field(default=None, repr=False)  # The generator's state when the epoch began.
+    is_placed: bool = False  # The sampler itself is after `first`.
     ended: bool = False
 
 
@@ -221,15 +209,14 @@ class ResumableLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is: the epoch, and the batches and samples (of all ranks) that it has got of it.
 
-        Returns:
-            Numbers, tensors, and the state of a sampler that has one.
+        Returns numbers, tensors, and the state of a sampler that has one.
         """
         skipping, own = self._skipping, self._has_own_generator
         at = self._loaded if self._loaded is not None else self._progress
         if at is None or at.ended or (at is self._loaded and at.epoch != self._next_epoch):
             random = skipping.generator.get_state() if skipping.generator is not None and own else None
             at = _Progress(self._next_epoch, random=random)
-        mine = self._mine(at)
+        mine = min(at.first + at.had * self._samples, self._skipping.epoch_samples)
         return {
             "epoch": at.epoch,
             "batches": at.batches,
@@ -246,10 +233,7 @@ class ResumableLoader(DataLoader[Any]):
         """The next iteration goes on where the state was taken; iterators that have begun are left alone.
 
         It begins after the samples that were had, also if batches have another size now or there are other ranks; what
-        cannot be as it was is said in the log.
-
-        Raises:
-            ConfigError: it is no state of such a loader.
+        cannot be as it was is said in the log. Raises ConfigError: it is no state of such a loader.
         """
         wrong = [key for key in COUNTS if not isinstance(state.get(key), int)]
         if wrong:
@@ -276,7 +260,6 @@ class ResumableLoader(DataLoader[Any]):
         self.loads += 1
 
     def _begin(self) -> tuple[Iterator[Any], _Progress]:
-        """For `_Walk`."""
         loaded, self._loaded = self._loaded, None
         epoch, skipping = self._next_epoch, self._skipping
         if loaded is not None and loaded.epoch == epoch:
@@ -307,9 +290,6 @@ class ResumableLoader(DataLoader[Any]):
     @property
     def _has_own_generator(self) -> bool:
         return self._skipping.generator is not torch.default_generator
-
-    def _mine(self, at: _Progress) -> int:
-        return min(at.first + at.had * self._samples, self._skipping.epoch_samples)
 
     def _notes(
         self, state: Mapping[str, Any], samples: int, ranks: int, batch_samples: int, dataset_samples: int
@@ -347,7 +327,6 @@ class RepeatingLoader:
         self._loads = 0
 
     def __iter__(self) -> Iterator[Any]:
-        """Itself."""
         return self
 
     def __next__(self) -> Any:

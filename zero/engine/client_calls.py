@@ -59,13 +59,10 @@ class ClientCalls:
         """As given, with values for "auto" and the stage: a plain dict; the model's is `engine.module.config`."""
         return self._given_config
 
-    # ---- batch sizes ----------------------------------------------------------------------------
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per step by the number of micro-batches.
 
-        Raises:
-            ConfigError: it is no multiple of the micro-batches of all ranks.
+        Raises ConfigError: it is no multiple of the micro-batches of all ranks.
         """
         config = self._run.config
         once = config.train_micro_batch_size_per_gpu * config.world_size
@@ -78,19 +75,14 @@ class ClientCalls:
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per forward on one rank; the number of micro-batches stays.
 
-        Raises:
-            ConfigError: not positive.
+        Raises ConfigError: not positive.
         """
         steps, world_size = self._run.config.gradient_accumulation_steps, self._run.config.world_size
         _check_positive("set_train_micro_batch_size", micro_batch_size)
         self._run.set_batch(micro_batch_size * steps * world_size, micro_batch_size, steps)
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Change the micro-batches per step; the size of each stays.
-
-        Raises:
-            ConfigError: not positive.
-        """
+        """Change the micro-batches per step; the size of each stays. Raises ConfigError: not positive."""
         _check_positive("set_gradient_accumulation_steps", steps)
         micro, world_size = self._run.config.train_micro_batch_size_per_gpu, self._run.config.world_size
         self._run.set_batch(micro * steps * world_size, micro, steps)
@@ -103,8 +95,6 @@ class ClientCalls:
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the gradients of the last step, before clipping; None before the first."""
         return self._run.parts.stepper.norm
-
-    # ---- param groups ---------------------------------------------------------------------------
 
     def set_lr(self, lr: float) -> None:
         """Give every param group this learning rate."""
@@ -119,13 +109,10 @@ class ClientCalls:
         """Of each param group its betas, or its momentum."""
         return momentum_of(self._run.updater)
 
-    # ---- the device -----------------------------------------------------------------------------
-
     def empty_partition_cache(self) -> None:
         """Let go of every gathered weight that nothing uses; what a later forward needs is fetched again.
 
-        Raises:
-            StateError: the engine is closed, or a forward or backward is running.
+        Raises StateError: the engine is closed, or a forward or backward is running.
         """
         self._steps.ready("empty_partition_cache", frozenset())
         self._run.parts.coordinator.release_all()
@@ -134,8 +121,7 @@ class ClientCalls:
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Have torch compile the model in place, as `engine.module.compile(backend=backend, **compile_kwargs)`.
 
-        Raises:
-            ConfigError: `schedule` or `compiled_autograd_enabled`: DeepCompile is not available.
+        Raises ConfigError: `schedule` or `compiled_autograd_enabled`: DeepCompile is not available.
         """
         asked = [name for name, value in more.items() if value]
         if asked:

@@ -128,7 +128,6 @@ class ZeroEngine(EngineNames, nn.Module):
             raise
 
     def _add_collaborators(self, events: Events) -> None:
-        """Those that need the parts."""
         run, steps, state = self.run, self.steps, self.checkpoint_state
         changes = self.model_changes = ModelChanges(run, steps, events)
         self.offloading = OffloadStates(run, steps, self._away)
@@ -302,13 +301,11 @@ class ZeroEngine(EngineNames, nn.Module):
             self.close()
 
     def __enter__(self) -> ZeroEngine:
-        """The engine itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
         self.close()
 
     def __getattr__(self, name: str) -> Any:

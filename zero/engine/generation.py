@@ -10,13 +10,6 @@ from zero.assembly.steps import Steps
 
 
 class Generation:
-    """Of one engine.
-
-    Args:
-        run: what the collaborators share.
-        steps: of the engine.
-    """
-
     def __init__(self, run: Run, steps: Steps) -> None:
         self._run, self._steps = run, steps
 

@@ -41,12 +41,7 @@ class InferenceEngine(ZeroEngine):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `generate`.
-
-        Raises:
-            AttributeError: it has none.
-            StateError: the engine is closed.
-        """
+        """The model's own `generate`. Raises AttributeError: it has none; StateError: the engine is closed."""
         with self.generation():
             generate: Callable[..., Any] = self.module.generate  # type: ignore[assignment]
             return generate(*args, **kwargs)
@@ -107,8 +102,7 @@ def init_inference(
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Floating parameters to `dtype`, one at a time. Those that `zero.Init` has cut become bf16 when they are stored.
 
-    Raises:
-        ConfigError: a parameter is on disk already and would have to be cast to another dtype than bf16.
+    Raises ConfigError: a parameter is on disk already and would have to be cast to another dtype than bf16.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.dtype == dtype:

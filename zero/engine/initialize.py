@@ -29,8 +29,7 @@ from zero.ranks.joining import join_or_stay_alone
 
 logger = logging.getLogger("zero")
 
-PIPELINE_MARKS = ("forward_funcs", "_layer_specs", "_topo")
-"""Attributes of DeepSpeed's PipelineModule."""
+PIPELINE_MARKS = ("forward_funcs", "_layer_specs", "_topo")  # Attributes of DeepSpeed's PipelineModule.
 
 
 @names_file_limit("initialize")
@@ -99,8 +98,8 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
         raise
     given = loaded.origin("activation_checkpointing") == "user"
     checkpointing.follow(engine.activations, configured=given)
-    engine.collate_fn = collate_fn
-    engine.training_dataloader = None if training_data is None else engine.deepspeed_io(training_data)
+    engine.run.collate_fn = collate_fn
+    engine.run.training_dataloader = None if training_data is None else engine.deepspeed_io(training_data)
     return engine, engine.updater, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -27,8 +27,7 @@ from zero.plan.planner import Planner
 
 TIERS = ("nvme", "cpu", "none")
 FP32_BYTES = 4
-LAYERS = 8
-"""Of a model of which only the size is known: the cover cuts no unit smaller than an eighth without need."""
+LAYERS = 8  # Of a model of which only the size is known: the cover cuts no unit smaller than an eighth without need.
 ENDLESS = Machine(
     available_bytes=1 << 62, available_source="no limit", memlock_bytes=None, device_bytes=None, rss_bytes=0
 )
@@ -36,23 +35,16 @@ ENDLESS = Machine(
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One line of the table."""
-
     offload_param: str
     offload_optimizer: str
     zero_init: bool
-    host_bytes: int
-    """Of a node."""
-    device_bytes: int
-    """Of a rank."""
-    nvme_bytes: int
-    """Of a rank."""
+    host_bytes: int  # Of a node.
+    device_bytes: int  # Of a rank.
+    nvme_bytes: int  # Of a rank.
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The hardware."""
-
     num_gpus_per_node: int = 1
     num_nodes: int = 1
     additional_buffer_factor: float = 1.0
@@ -63,23 +55,19 @@ class Setup:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
         return self.num_gpus_per_node * self.num_nodes
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> list[Estimate]:
-    """Print what stage 3 takes for a model, for every offload combination.
+    """Print what stage 3 takes for a model, for every offload combination. Returns the lines.
 
     Args:
         model: on any device, the meta device too.
         num_gpus_per_node: ranks of a node.
         num_nodes: nodes.
         additional_buffer_factor: multiplies host memory.
-
-    Returns:
-        The lines.
     """
     setup = Setup(num_gpus_per_node, num_nodes, additional_buffer_factor)
     largest = max((sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)
@@ -97,18 +85,14 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 ) -> list[Estimate]:
     """As `..._all_live` for a model of which only two numbers are known: it is taken to consist of such layers.
 
+    Returns the lines. Raises ConfigError: the largest layer is larger than the model, or a number is not positive.
+
     Args:
         total_params: elements of all parameters.
         largest_layer_params: elements of the largest layer.
         num_gpus_per_node: ranks of a node.
         num_nodes: nodes.
         additional_buffer_factor: multiplies host memory.
-
-    Returns:
-        The lines.
-
-    Raises:
-        ConfigError: the largest layer is larger than the model, or a number is not positive.
     """
     total, largest = int(total_params), int(largest_layer_params)
     if not 0 < largest <= total:
@@ -127,10 +111,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 ) -> list[Estimate]:
     """Print what stage 2 takes for a model, for every place of the states; arguments as for stage 3.
 
-    Stage 2 keeps all weights on each device and shards gradients and states.
-
-    Returns:
-        The lines.
+    Stage 2 keeps all weights on each device and shards gradients and states. Returns the lines.
     """
     return _live_table(2, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
@@ -140,11 +121,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 ) -> list[Estimate]:
     """As `..._all_live` for a model of which only the size is known.
 
-    Returns:
-        The lines.
-
-    Raises:
-        ConfigError: a number is not positive.
+    Returns the lines. Raises ConfigError: a number is not positive.
     """
     return _cold_table(2, int(total_params), Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
@@ -155,10 +132,8 @@ def estimate_zero1_model_states_mem_needs_all_live(
     """Print what stage 1 takes for a model, for every place of the states; arguments as for stage 3.
 
     Stage 1 keeps all weights on each device and shards states. With several micro-batches a step, which is what is
-    counted, each device also has the fp32 sums of all gradients; with one it takes what stage 2 does.
-
-    Returns:
-        The lines.
+    counted, each device also has the fp32 sums of all gradients; with one it takes what stage 2 does. Returns the
+    lines.
     """
     return _live_table(1, model, Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
@@ -168,11 +143,7 @@ def estimate_zero1_model_states_mem_needs_all_cold(
 ) -> list[Estimate]:
     """As `..._all_live` for a model of which only the size is known.
 
-    Returns:
-        The lines.
-
-    Raises:
-        ConfigError: a number is not positive.
+    Returns the lines. Raises ConfigError: a number is not positive.
     """
     return _cold_table(1, int(total_params), Setup(num_gpus_per_node, num_nodes, additional_buffer_factor))
 

@@ -13,21 +13,16 @@ from offload.sizes import format_bytes
 from zero.plan.machine import read_machine
 from zero.values.parameters import ParameterValues
 
+# Stage -> DeepSpeed's name for each param group's part of the fp32 values.
 MASTERS = {
     1: "single_partition_of_fp32_groups",
     2: "single_partition_of_fp32_groups",
     3: "fp32_partitioned_groups_flat",
 }
-"""Stage -> DeepSpeed's name for each param group's part of the fp32 values."""
 
 
 class EngineStates:
-    """See `zero.optim.optimizer.KeptStates`.
-
-    Args:
-        values_of: the engine's.
-        device: of the engine.
-    """
+    """See `zero.optim.optimizer.KeptStates`."""
 
     def __init__(self, values_of: Callable[..., ParameterValues], device: torch.device) -> None:
         self._values_of, self._device = values_of, device

@@ -16,8 +16,7 @@ class HooksHandle:
     """Takes all hooks of a model off, like a handle of torch's."""
 
     def __init__(self, remove: Callable[[], None]) -> None:
-        self.remove = remove
-        """Idempotent."""
+        self.remove = remove  # Idempotent.
 
 
 class Trace:
@@ -35,7 +34,6 @@ class ParameterOffload:
     """`engine.optimizer.parameter_offload` at stage 3.
 
     Args:
-        module: the model.
         hooks: of the engine as it is now; parts change when the model does.
 
     Attributes:

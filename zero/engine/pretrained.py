@@ -17,6 +17,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.files.safetensors_file import Entry, SafetensorsFile, open_checkpoint
+from zero.checkpoint.load import mismatch
 from zero.engine.engine import ZeroEngine
 from zero.params.buffers import persistent_buffers
 from zero.params.released import is_kept
@@ -27,21 +28,16 @@ from zero.store.adoption import Adoption, Piece
 from zero.values.access import EngineKeeper
 
 CHUNK_NUMEL = 4 << 20
-NAMES_SHOWN = 4
 
 
 class LoadedKeys(NamedTuple):
     """What did not fit together; torch's names."""
 
-    missing_keys: list[str]
-    """Parameters and buffers of the model that the checkpoint does not have."""
-    unexpected_keys: list[str]
-    """Names in the checkpoint that the model does not have."""
+    missing_keys: list[str]  # Parameters and buffers of the model that the checkpoint does not have.
+    unexpected_keys: list[str]  # Names in the checkpoint that the model does not have.
 
 
 class _Source(NamedTuple):
-    """Where one tensor comes from."""
-
     name: str
     file: SafetensorsFile
     entry: Entry
@@ -87,7 +83,8 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], strict: bo
     known = {name for leaf in leaves for name in leaf.names} | buffers.keys()
     unexpected = [name for name in files if name not in known]
     if strict and (missing or unexpected):
-        raise ConfigError(_mismatch(Path(folder), missing, unexpected))
+        advice = "Build the model from the checkpoint's own config, or pass strict=False to load what fits"
+        raise ConfigError(mismatch(f"{Path(folder)} and the model", missing, unexpected, advice))
     _load_parameters([leaf for leaf in leaves if leaf.index in sources], sources)
     for name, source in of_buffers.items():
         _fill(buffers[name], source)
@@ -150,13 +147,3 @@ def _checked(name: str, file: SafetensorsFile, wanted: torch.Tensor) -> _Source:
             "checkpoint that was saved from a model of this kind"
         )
     return _Source(name, file, entry)
-
-
-def _mismatch(folder: Path, missing: list[str], unexpected: list[str]) -> str:
-    said = [f"{folder} and the model do not fit together."]
-    for words, names in (("missing in the checkpoint", missing), ("unknown to the model", unexpected)):
-        if names:
-            more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-            said.append(f"{len(names)} {words}: {', '.join(names[:NAMES_SHOWN])}{more}.")
-    said.append("Build the model from the checkpoint's own config, or pass strict=False to load what fits")
-    return " ".join(said)

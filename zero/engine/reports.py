@@ -31,18 +31,12 @@ from zero.reports.statistics import LoopCounters, Statistics, collect
 
 logger = logging.getLogger("zero")
 
+# Of `wait`, the seconds for which the training thread waited for bytes; they are in the other three too.
 TIMES = ("forward", "backward", "step", "wait")
-"""Of `wait`, the seconds for which the training thread waited for bytes; they are in the other three too."""
 
 
 class Reporter:
-    """Says what was asked for, on the first rank.
-
-    Args:
-        run: whose steps are reported.
-        config: what is asked for.
-        monitor: where values go.
-    """
+    """Says what was asked for, on the first rank. `run`: whose steps are reported."""
 
     def __init__(self, run: Run, config: Config, monitor: Monitors) -> None:
         self.config, self.monitor = config, monitor
@@ -55,7 +49,6 @@ class Reporter:
 
     @staticmethod
     def wanted(config: Config, monitor: Monitors) -> bool:
-        """Whether there is anything to say."""
         comms = config.comms_logger
         asked = (config.steps_per_print, config.wall_clock_breakdown, config.memory_breakdown, config.dump_state)
         return monitor.enabled or any(asked) or (comms is not None and comms.enabled and comms.verbose)
@@ -67,7 +60,6 @@ class Reporter:
             self.loss = part if self.loss is None else self.loss + part
 
     def step_taken(self, run: Run, reports: Reports) -> None:
-        """Say what there is to say of the step just taken."""
         self._measure(reports)
         config, loss, self.loss = self.config, self.loss, None
         if self.monitor.writers:
@@ -149,18 +141,9 @@ def memory_line(run: Run, reports: Reports) -> str:
 
 
 class Reports:
-    """Of one engine.
+    """Of one engine. Raises ConfigError: what is enabled cannot be opened.
 
-    Args:
-        run: what the collaborators share.
-        steps: of the engine.
-
-    Attributes:
-        forward: what forwards have taken.
-        backward: what backwards have taken.
-
-    Raises:
-        ConfigError: what is enabled cannot be opened.
+    `forward`: what forwards have taken; `backward`: what backwards have taken.
     """
 
     def __init__(self, run: Run, steps: Steps) -> None:
@@ -182,12 +165,10 @@ class Reports:
         return one.measuring(self._run.module, self._run.global_steps)
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """A micro-batch's loss, as its gradients are made of it."""
         if self._reporter is not None:
             self._reporter.note_loss(loss)
 
     def report_step(self) -> None:
-        """A step may have been taken."""
         if self._reporter is not None and self._run.global_steps != self._reported_steps:
             self._reported_steps = self._run.global_steps
             self._reporter.step_taken(self._run, self)
@@ -205,15 +186,12 @@ class Reports:
         return {name: 1e3 * seconds for name, seconds in self._reporter.times.items()}
 
     def wall_clock_breakdown(self) -> bool:
-        """As configured."""
         return self._run.config.wall_clock_breakdown
 
     def memory_breakdown(self) -> bool:
-        """As configured."""
         return self._run.config.memory_breakdown
 
     def flops_profiler_enabled(self) -> bool:
-        """As configured."""
         return self._run.config.flops_profiler is not None and self._run.config.flops_profiler.enabled
 
     @property

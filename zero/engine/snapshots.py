@@ -20,11 +20,7 @@ logger = logging.getLogger("zero")
 
 
 class SnapshotTurns(StepListener):
-    """Begins a snapshot when a step is due for one, and commits it before the next step.
-
-    Args:
-        run: what the collaborators share.
-    """
+    """Begins a snapshot when a step is due for one, and commits it before the next step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -89,14 +85,7 @@ class SnapshotTurns(StepListener):
 
 
 class SnapshotCalls:
-    """`engine.save_snapshot` and `engine.load_snapshot`.
-
-    Args:
-        run: what the collaborators share.
-        steps: of the engine.
-        accumulation: of micro-batches.
-        turns: of the snapshots.
-    """
+    """`engine.save_snapshot` and `engine.load_snapshot`."""
 
     def __init__(self, run: Run, steps: Steps, accumulation: Accumulation, turns: SnapshotTurns) -> None:
         self._run, self._steps, self._accumulation, self._turns = run, steps, accumulation, turns

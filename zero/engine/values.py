@@ -13,13 +13,6 @@ from zero.values.access import EngineKeeper
 
 
 class Values:
-    """Of one engine.
-
-    Args:
-        run: what the collaborators share.
-        steps: of the engine.
-    """
-
     def __init__(self, run: Run, steps: Steps) -> None:
         self._run, self._steps = run, steps
 

@@ -7,67 +7,44 @@ are taken in the same order on every rank, and exchanged in that order, whatever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload.kernels import kernels
 from offload.memory.byte_tensors import bytes_of, tensor_of
 from offload.streams import Fence
-from zero.params.layout import Layout, SubGroup, Unit
+from zero.params.layout import Layout, Unit
 from zero.params.placement import ONE_RANK, Placement
 from zero.ranks.comm import Comm
 from zero.ranks.rank_group import Payload
 from zero.store.storage import Storage
 from zero.store.whole_gradients import SharedPlaces
 
-Turn = tuple[Any, ...]
-"""What an exchange needs to know of its place in the order."""
+if TYPE_CHECKING:
+    from zero.optim.pending_updates import DueUpdates
 
-NEAR = "gather inside nodes"
-"""What a gather among neighbours is for."""
+Turn = tuple[Any, ...]  # What an exchange needs to know of its place in the order.
 
-HOST_CHUNK_BYTES = 16 << 20
-"""Of a slice, at a time, where values are read on the host."""
+NEAR = "gather inside nodes"  # What a gather among neighbours is for.
 
-
-class Updates(Protocol):
-    """What an exchange needs of the updates behind the step: other ranks may wait for what they store."""
-
-    stored: Callable[[int], None]
-    """To be called, on the mover's loop, with a unit whose weights of the last step are where they live."""
-    stopped: bool
-    """The engine closes: no further update begins."""
-
-    @property
-    def all_settled(self) -> bool:
-        """True when nothing is due or under way."""
-
-    def at_home(self, index: int) -> bool:
-        """True when the unit's weights of the last step are where they live."""
-
-    def groups_of(self, units: Iterable[int] | None) -> list[SubGroup]:
-        """The sub-groups of these units (None: all) that are due or under way. For any thread."""
-
-    async def bring(self, groups: Iterable[SubGroup]) -> None:
-        """Update sub-groups now. Raises StorageError if one of them is still due."""
+HOST_CHUNK_BYTES = 16 << 20  # Of a slice, at a time, where values are read on the host.
 
 
-class Exchange(Protocol):
-    """What an engine asks of the other ranks."""
+class Exchange:
+    """What an engine asks of the other ranks. Whatever an exchange leaves out is as with one rank, which has none."""
 
-    placement: Placement
-    scale: float
-    """What the sum over ranks has to be multiplied by to give their mean."""
-    overlaps: bool
-    """False: whoever starts a reduction waits for it."""
-    memory: SharedPlaces | None
-    """Where what all ranks see is to be allocated; None: nothing is shared."""
+    scale: float = 1.0  # What the sum over ranks has to be multiplied by to give their mean.
+    overlaps: bool = True  # False: whoever starts a reduction waits for it.
+    memory: SharedPlaces | None = None  # Where what all ranks see is to be allocated; None: nothing is shared.
 
-    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
+    def __init__(self, placement: Placement = ONE_RANK) -> None:
+        self.placement = placement
+
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """The storage is made, on every rank. All ranks come here."""
 
     def adopted(self) -> None:
@@ -75,6 +52,7 @@ class Exchange(Protocol):
 
     def turn(self, what: str, unit: Unit) -> Turn:
         """Take the next turn for `what` ("gather", `NEAR` or "reduce"); it must be used, or given up."""
+        return ()
 
     def give_up(self, turn: Turn, error: BaseException) -> None:
         """This rank cannot use a turn that it has taken: who waits for it is told why. Any thread."""
@@ -84,34 +62,35 @@ class Exchange(Protocol):
 
         With a turn for `NEAR` it is this rank's part among its neighbours that is there.
         """
+        return after[0] if after else None
 
-    def reduce(
+    @asynccontextmanager
+    async def reduce(
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
-    ) -> AbstractAsyncContextManager[list[torch.Tensor]]:
+    ) -> AsyncIterator[list[torch.Tensor]]:
         """What has to be added up, in that order, to get the sum of this rank's slice over all ranks' `flat`.
 
         Args:
             turn: for "reduce".
-            unit: whose gradient.
             flat: (unit.numel,) this rank's; must stay as it is until the context ends, and may be used for sums.
             after: fences behind what filled it.
         """
+        yield [flat]
 
     def sees(self, flat: torch.Tensor) -> bool:
         """True if `flat` lies in memory that `reduce` can work with."""
+        return True
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
         """A step is fixed on every rank: what is gathered from now on is as of that step.
 
-        Args:
-            changing: will this rank's slice of a unit (an index) change?
+        `changing`: will this rank's slice of a unit (an index) change?.
         """
 
     def rewritten(self, unstored: Collection[int] = ()) -> None:
         """Weights have changed on every rank by other means than a step; what is gathered from now on is as of that.
 
-        Args:
-            unstored: units (indices) whose new weights are not yet where they live, until `stored` says so.
+        `unstored`: units (indices) whose new weights are not yet where they live, until `stored` says so.
         """
 
     def stored(self, index: int) -> None:
@@ -119,6 +98,7 @@ class Exchange(Protocol):
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
         """Every rank's `payload`, in rank order. Blocks until all have called it."""
+        return [payload]
 
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
         """Give every rank the values of `source_rank`, in place. Blocks."""
@@ -128,9 +108,11 @@ class Exchange(Protocol):
 
     def payload(self) -> Mapping[str, Payload]:
         """What collectives have handled so far, by what they were for."""
+        return {}
 
     def renewed(self) -> Exchange:
         """An exchange with the same ranks for another storage; this one serves its own until it is released."""
+        return self
 
     def release(self) -> None:
         """Let go of what belongs to the storage; its renewed one goes on."""
@@ -139,75 +121,8 @@ class Exchange(Protocol):
         """Let go of what the exchange holds. The other ranks are told that this one is gone, and of `error`."""
 
 
-class Alone:
+class Alone(Exchange):
     """One rank: there is nobody to exchange anything with."""
-
-    scale, overlaps = 1.0, True
-    memory: SharedPlaces | None = None
-
-    def __init__(self, placement: Placement = ONE_RANK) -> None:
-        self.placement = placement
-
-    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
-        """See `Exchange`."""
-
-    def adopted(self) -> None:
-        """See `Exchange`."""
-
-    def turn(self, what: str, unit: Unit) -> Turn:
-        """See `Exchange`."""
-        return ()
-
-    def give_up(self, turn: Turn, error: BaseException) -> None:
-        """See `Exchange`."""
-
-    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
-        """See `Exchange`."""
-        return after[0] if after else None
-
-    @asynccontextmanager
-    async def reduce(
-        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
-    ) -> AsyncIterator[list[torch.Tensor]]:
-        """See `Exchange`."""
-        yield [flat]
-
-    def sees(self, flat: torch.Tensor) -> bool:
-        """See `Exchange`."""
-        return True
-
-    def step_taken(self, changing: Callable[[int], bool]) -> None:
-        """See `Exchange`."""
-
-    def rewritten(self, unstored: Collection[int] = ()) -> None:
-        """See `Exchange`."""
-
-    def stored(self, index: int) -> None:
-        """See `Exchange`."""
-
-    def agree(self, what: str, payload: bytes) -> list[bytes]:
-        """See `Exchange`."""
-        return [payload]
-
-    def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
-        """See `Exchange`."""
-
-    def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
-        """See `Exchange`."""
-
-    def payload(self) -> Mapping[str, Payload]:
-        """See `Exchange`."""
-        return {}
-
-    def renewed(self) -> Alone:
-        """See `Exchange`."""
-        return self
-
-    def release(self) -> None:
-        """See `Exchange`."""
-
-    def close(self, error: BaseException | None = None) -> None:
-        """See `Exchange`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,60 +144,39 @@ class Wire:
     overlaps: bool = True
 
 
-class AmongRanks:
-    """What every exchange between several ranks leaves to their comm.
+class AmongRanks(Exchange):
+    """What every exchange between several ranks leaves to their comm."""
 
-    Args:
-        comm: of this engine.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
+        super().__init__(placement)
+        self._comm, self._wire, self.overlaps = comm, wire, wire.overlaps
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
-        """See `Exchange`."""
         return self._comm.agree(what, payload)
 
     def broadcast(self, tensor: torch.Tensor, source_rank: int) -> None:
-        """See `Exchange`."""
         self._comm.broadcast(tensor, source_rank)
 
     def broadcast_all(self, tensors: Sequence[torch.Tensor], source_rank: int) -> None:
-        """See `Exchange`."""
         self._comm.broadcast_coalesced(tensors, source_rank)
 
 
 class Collectives(AmongRanks):
-    """Exchange by collectives of torch.distributed.
-
-    Args:
-        comm: of this engine.
-        placement: of this rank.
-        wire: how gradients travel.
-    """
-
-    memory: SharedPlaces | None = None
+    """Exchange by collectives of torch.distributed. `wire`: how gradients travel."""
 
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        super().__init__(comm)
-        self.placement, self._wire = placement, wire
+        super().__init__(comm, placement, wire)
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
         self._near = comm.group(placement.near_ranks)
         self._before = placement.world_size if wire.prescale else wire.predivide_factor
         self.scale = self._before / placement.world_size if wire.averages else 1.0
-        self.overlaps = wire.overlaps
         self._room = asyncio.Lock()
         self._arriving: Callable[[int], torch.Tensor] | None = None
 
-    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
-        """See `Exchange`."""
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         self._arriving = storage.whole_gradients.arriving
 
-    def adopted(self) -> None:
-        """See `Exchange`."""
-
     def turn(self, what: str, unit: Unit) -> Turn:
-        """See `Exchange`."""
         kinds = ["gather persistent" if unit.persistent and self.placement.weights_sharded else "gather"]
         if what == "gather":
             kinds *= self._shard.size > 1
@@ -294,12 +188,10 @@ class Collectives(AmongRanks):
         return tuple(self._comm.ticket(kind, unit.index, unit.name) for kind in kinds)
 
     def give_up(self, turn: Turn, error: BaseException) -> None:
-        """See `Exchange`."""
         for ticket in turn:
             self._comm.cancel(ticket, error)
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
-        """See `Exchange`."""
         if not turn:
             return after[0] if after else None
         group = self._near if turn[0].kind == NEAR else self._shard
@@ -345,32 +237,13 @@ class Collectives(AmongRanks):
             return None
         return self._arriving(flat.nbytes).view(flat.dtype)
 
-    def sees(self, flat: torch.Tensor) -> bool:
-        """See `Exchange`."""
-        return True
-
-    def step_taken(self, changing: Callable[[int], bool]) -> None:
-        """See `Exchange`."""
-
-    def rewritten(self, unstored: Collection[int] = ()) -> None:
-        """See `Exchange`."""
-
-    def stored(self, index: int) -> None:
-        """See `Exchange`."""
-
     def payload(self) -> Mapping[str, Payload]:
-        """See `Exchange`."""
         return self._comm.payload
 
     def renewed(self) -> Collectives:
-        """See `Exchange`."""
         return Collectives(self._comm, self.placement, self._wire)
 
-    def release(self) -> None:
-        """See `Exchange`."""
-
     def close(self, error: BaseException | None = None) -> None:
-        """See `Exchange`."""
         self._comm.close(error)
 
 

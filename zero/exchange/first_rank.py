@@ -22,10 +22,7 @@ from zero.plan.machine import Machine
 def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> Machine:
     """What every rank can have: the least of each. All ranks come here, and so make the same plan.
 
-    Args:
-        exchange: with the other ranks.
-        machine: as this rank finds it.
-        on_cpu: the device's memory is the host's.
+    `machine`: as this rank finds it; `on_cpu`: the device's memory is the host's.
     """
     if exchange.placement.alone:
         return machine
@@ -50,8 +47,7 @@ def agree_on_machine(exchange: Exchange, machine: Machine, *, on_cpu: bool) -> M
 def take_first_ranks_values(exchange: Exchange, parameters: Iterable[nn.Parameter]) -> None:
     """Give every rank the first one's initial values: the others may have drawn other random numbers.
 
-    Raises:
-        StateError: ranks that share a file of values have built different parameters.
+    Raises StateError: ranks that share a file of values have built different parameters.
     """
     if exchange.placement.alone:
         return
@@ -78,12 +74,8 @@ class CommonBuffers:
     """The model's buffers: running statistics and the like are the first rank's, as with DistributedDataParallel.
 
     Most buffers are tables that never change; only what has changed on some rank travels. Statistics of torch's norms
-    always do: its kernels change them without a new version.
-
-    Args:
-        exchange: with the other ranks.
-        model: the whole tree.
-        before: of the model before a change of it; None: there is no such.
+    always do: its kernels change them without a new version. `before`: of the model before a change of it; None: there
+    is no such.
     """
 
     def __init__(self, exchange: Exchange, model: nn.Module, before: CommonBuffers | None = None) -> None:
@@ -93,8 +85,7 @@ class CommonBuffers:
     def share(self, *, new_only: bool = False) -> None:
         """Give every rank the first one's buffers. All ranks come here.
 
-        Args:
-            new_only: of those alone that have come with the model, or with a change of it.
+        `new_only`: of those alone that have come with the model, or with a change of it.
         """
         if self._exchange.placement.alone:
             return

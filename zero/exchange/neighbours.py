@@ -19,20 +19,12 @@ from zero.store.storage import Storage
 
 
 class Neighbours:
-    """See above. Without hpZ it does nothing.
-
-    Args:
-        layout: units.
-        storage: which has memory for this rank's parts.
-        exchange: with the other ranks.
-    """
+    """See above. Without hpZ it does nothing. `storage`: which has memory for this rank's parts."""
 
     def __init__(self, layout: Layout, storage: Storage, exchange: Exchange) -> None:
         self._storage, self._exchange, self._placement = storage, exchange, exchange.placement
-        self._current: set[int] = set()
-        """Units whose part is that of their weights once all gathers decided so far are over."""
-        self._filled: set[int] = set()
-        """Those of them whose part is there; the mover adds to it."""
+        self._current: set[int] = set()  # Their part is current once all gathers decided so far are over.
+        self._filled: set[int] = set()  # Those of them whose part is there; the mover adds to it.
 
     def turn(self, unit: Unit) -> Turn | None:
         """A turn for gathering the unit from the neighbours; None: it has to come from all ranks, and is kept then."""

@@ -24,12 +24,8 @@ logger = logging.getLogger("zero")
 def open_exchange(config: Config, device: torch.device) -> Exchange:
     """What the engine of a configuration exchanges with other ranks. All ranks come here.
 
-    Args:
-        config: validated for the number of ranks.
-        device: where units are computed on.
-
-    Raises:
-        ConfigError: a group that the configuration asks for cannot be made of the ranks.
+    Raises ConfigError: a group that the configuration asks for cannot be made of the ranks. `config`: validated for the
+    number of ranks.
     """
     comm = Comm(device, open_streams(device), fixed_order=config.sums_16_bit_in_fp32)
     shares_memory = _can_share(comm, config, device)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import astuple
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,30 +33,26 @@ from offload.planes.planes import Disk, Home, Plane, settle_all
 from offload.planes.two_slots import TwoSlotPlane
 from offload.streams import Fence
 from offload.system.descriptors import Share, exchange_descriptors
-from zero.exchange.exchange import AmongRanks, Turn, Updates, Wire
+from zero.exchange.exchange import AmongRanks, Turn, Wire
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
 from zero.ranks.comm import Comm
-from zero.ranks.rank_group import Payload
 from zero.store.storage import Storage
-from zero.store.whole_gradients import SharedPlaces
 
+if TYPE_CHECKING:
+    from zero.optim.pending_updates import DueUpdates
+
+# As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds.
 WAIT_SECONDS_MAX = 1800.0
-"""As torch.distributed waits. A rank may be slow for a long time; one that has failed or left is noticed in seconds."""
-LOOK_SECONDS = 0.01
-"""Between looks whether somebody waits for an update of this rank's."""
-AGAIN_SECONDS = 0.5
-"""After an update that failed."""
+LOOK_SECONDS = 0.01  # Between looks whether somebody waits for an update of this rank's.
+AGAIN_SECONDS = 0.5  # After an update that failed.
 
 
 class Regions:
-    """Allocates shared memory, and keeps it until it is closed."""
-
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._regions: list[SharedRegion] = []
-        self.pools: list[SharedRegion] = []
-        """What each rank has made its own, in rank order."""
+        self.pools: list[SharedRegion] = []  # What each rank has made its own, in rank order.
 
     def common(self, nbytes: int, what: str) -> SharedRegion:
         """See `SharedPlaces`. The first rank's file, mapped by all."""
@@ -64,7 +61,6 @@ class Regions:
         return regions[0]
 
     def own(self, nbytes: int, what: str) -> SharedRegion:
-        """See `SharedPlaces`."""
         self.pools = self.each(nbytes, what)
         return self.pools[self._comm.rank]
 
@@ -98,35 +94,26 @@ def _ranks_named(what: str) -> Iterator[None]:
 class SharedMemory(AmongRanks):
     """See above. All ranks are on one node.
 
-    Args:
-        comm: of this engine.
-        placement: of this rank.
-        wire: how gradients travel; they are added up in fp32, so only `averages` and `overlaps` matter.
+    `wire`: how gradients travel; they are added up in fp32, so only `averages` and `overlaps` matter.
     """
 
-    memory: SharedPlaces | None
-
     def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        super().__init__(comm)
-        self.placement, self._wire = placement, wire
+        super().__init__(comm, placement, wire)
         self.scale = 1.0 / placement.world_size if wire.averages else 1.0
-        self.overlaps = wire.overlaps
         self.memory = self._regions = Regions(comm)
         self._board: NodeBoard | None = None
         self._reducer: SharedExchange | None = None
-        self._planes: dict[int, list[Plane]] = {}
-        """Rank -> its weight planes, one per space; of ranks whose slices this one reads."""
+        self._planes: dict[int, list[Plane]] = {}  # Rank whose slices this one reads -> its weight planes, by space.
         self._swaps: list[PeerSwap] = []
+        # Unit that is always bound -> which bytes of every rank's `_slices` hold a copy of its slice.
         self._copies: dict[int, tuple[int, int]] = {}
-        """Unit that is always bound -> which bytes of every rank's `_slices` hold a copy of its slice."""
         self._slices: list[SharedRegion] = []
         self._slots: list[SharedRegion] = []
         self._slot_ranges: list[tuple[int, int]] = []
-        self._first_slots: list[list[Home]] = []
-        """Per space, what is on the disk, where the planes have two slots."""
+        self._first_slots: list[list[Home]] = []  # Per space, what is on the disk, where the planes have two slots.
         self._epoch, self._reductions, self._ended = 0, 0, False
 
-    def attach(self, layout: Layout, storage: Storage, updates: Updates) -> None:
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """Find the others' slices. All ranks come here, once their storage is made."""
         comm, placement = self._comm, self.placement
         share = partial(comm.agree, "sharing")
@@ -152,23 +139,17 @@ class SharedMemory(AmongRanks):
         updates.stored = self._publish
 
     def adopted(self) -> None:
-        """The planes hold the initial values of this rank's slices."""
         self.rewritten()
 
-    # ---- see Exchange -----------------------------------------------------------------------------
-
     def turn(self, what: str, unit: Unit) -> Turn:
-        """See `Exchange`."""
         if what == "gather":
             return (self._epoch,)
         self._reductions += 1
         return (self._reductions, self._comm.ticket(what, unit.index, unit.name))
 
-    def give_up(self, turn: Turn, error: BaseException) -> None:
-        """See `Exchange`. Who waits for a slice gets it once it is there, whenever that is."""
+    # A turn that is given up changes nothing: who waits for a slice gets it once it is there, whenever that is.
 
     async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
-        """See `Exchange`."""
         others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
         await settle_all([self._fetch(rank, turn[0], unit, flat) for rank in others])
         return None
@@ -210,7 +191,6 @@ class SharedMemory(AmongRanks):
     async def reduce(
         self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
     ) -> AsyncIterator[list[torch.Tensor]]:
-        """See `Exchange`."""
         if self._reducer is None:
             raise StateError("reduce: nothing is shared yet")
         own = self._regions.pools[self._comm.rank]
@@ -220,12 +200,9 @@ class SharedMemory(AmongRanks):
                 yield [part.view(flat.dtype) for part in slices]
 
     def sees(self, flat: torch.Tensor) -> bool:
-        """See `Exchange`."""
         return _lies_in(flat, self._regions.pools[self._comm.rank])
 
     def rewritten(self, unstored: Collection[int] = ()) -> None:
-        """See `Exchange`."""
-
         async def advance() -> None:
             self._advance(lambda index: index in unstored or not self._updates.at_home(index), frozen_too=True)
 
@@ -233,11 +210,9 @@ class SharedMemory(AmongRanks):
         self._storage.mover.run("telling other ranks what was rewritten", advance())
 
     def stored(self, index: int) -> None:
-        """See `Exchange`."""
         self._publish(index, frozen_too=True)
 
     def step_taken(self, changing: Callable[[int], bool]) -> None:
-        """See `Exchange`."""
         self._advance(changing)
 
     def _advance(self, changing: Callable[[int], bool], *, frozen_too: bool = False) -> None:
@@ -252,21 +227,14 @@ class SharedMemory(AmongRanks):
         if waiting:
             self._storage.mover.post("updates that other ranks wait for", self._listen(self._epoch))
 
-    def payload(self) -> Mapping[str, Payload]:
-        """See `Exchange`. None of it goes through collectives."""
-        return {}
-
     def renewed(self) -> SharedMemory:
-        """See `Exchange`."""
         return SharedMemory(self._comm, self.placement, self._wire)
 
     def close(self, error: BaseException | None = None) -> None:
-        """See `Exchange`."""
         self.release()
         self._comm.close(error)
 
     def release(self) -> None:
-        """See `Exchange`."""
         self._end()
         self._let_go()
 
@@ -319,8 +287,6 @@ class SharedMemory(AmongRanks):
             return PeerSlotPlane(name, width, self._first_slots[number], self._slots[rank].data[begin:end], disk)
         homes = [PeerHome(home.begin, home.end, -1, home.swap_offset) for home in plane.homes if home.memory is None]
         return peer_plane(name, width, homes, region=None, disk=disk)
-
-    # ---- inside -----------------------------------------------------------------------------------
 
     @property
     def _there(self) -> NodeBoard:

@@ -17,9 +17,6 @@ GOOD, FAILED = b"\0", b"\1"
 class Together:
     """Work of all ranks. What fails on one fails on all: there with its own error, elsewhere with one that names it.
 
-    Args:
-        exchange: with the other ranks.
-
     Attributes:
         keeps: kinds of errors that are of the same kind elsewhere. That a checkpoint is damaged all have to know, also
             those with an error of their own, so that all can take another one.
@@ -50,13 +47,12 @@ class Together:
     def exchange(self, what: str, payload: bytes = b"", failure: Exception | None = None) -> list[bytes]:
         """Every rank's payload, in rank order.
 
+        Raises ZeroInfinityError: a rank has failed; says which and why. This one's own failure is raised as it is.
+
         Args:
             what: the same words on every rank.
             payload: any bytes.
             failure: what this rank has not been able to do.
-
-        Raises:
-            ZeroInfinityError: a rank has failed; says which and why. This one's own failure is raised as it is.
         """
         answers = self._exchange.agree(what, GOOD + payload if failure is None else FAILED + self._told(failure))
         told = {rank: json.loads(answer[1:]) for rank, answer in enumerate(answers) if answer[:1] == FAILED}
@@ -106,5 +102,4 @@ class Relay(Together):
         return self._failure is not None
 
     def exchange(self, what: str, payload: bytes = b"", failure: Exception | None = None) -> list[bytes]:
-        """See `Together`."""
         return super().exchange(what, payload, failure or self._failure)

@@ -15,13 +15,12 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 def visible_devices(slots: Sequence[int], visible: str | None, device_count: int) -> str | None:
     """What `visible_variable` has to say for the ranks of a node; None: leave it, there is no GPU.
 
+    Raises ConfigError: a slot beyond what is visible.
+
     Args:
         slots: of the node; they count what is visible, from 0.
         visible: what it says now; None if it is not set.
         device_count: GPUs that torch sees.
-
-    Raises:
-        ConfigError: a slot beyond what is visible.
     """
     if device_count == 0:
         return None
@@ -40,13 +39,12 @@ def visible_devices(slots: Sequence[int], visible: str | None, device_count: int
 def cores_by_rank(cpus: Sequence[int], core_of: Sequence[object], ranks: int) -> tuple[list[list[int]], list[int]]:
     """CPU numbers and number of cores for each rank: equal shares of whole cores, neighbours together.
 
+    Raises ConfigError: fewer cores than ranks.
+
     Args:
         cpus: numbers to share out.
         core_of: of each of them, the core it is a hardware thread of.
         ranks: on this node.
-
-    Raises:
-        ConfigError: fewer cores than ranks.
     """
     threads: dict[object, list[int]] = {}
     for cpu, core in sorted(zip(cpus, core_of, strict=True), key=lambda pair: pair[0]):
@@ -63,13 +61,9 @@ def cores_by_rank(cpus: Sequence[int], core_of: Sequence[object], ranks: int) ->
 
 
 def usable_cpus(wanted: Sequence[int]) -> list[int]:
-    """CPU numbers that this process may use.
+    """CPU numbers that this process may use. Raises ConfigError: one of them cannot be used.
 
-    Args:
-        wanted: of the user; empty: all.
-
-    Raises:
-        ConfigError: one of them cannot be used.
+    `wanted`: of the user; empty: all.
     """
     allowed = sorted(os.sched_getaffinity(0))
     missing = [cpu for cpu in wanted if cpu not in allowed]

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 
 from offload.errors import ConfigError
 
-DEFAULT_HOSTFILE = "/job/hostfile"
-"""Read when it exists, as the deepspeed command does."""
-DEFAULT_PORT = 29500
-"""Of a job on several nodes; on one node a free port is taken."""
+DEFAULT_HOSTFILE = "/job/hostfile"  # Read when it exists, as the deepspeed command does.
+DEFAULT_PORT = 29500  # Of a job on several nodes; on one node a free port is taken.
 LAUNCHERS = ("pdsh", "ssh", "slurm", "mpi", "local")
 ALIASES = {"openmpi": "mpi", "nossh": "--no_ssh"}
-HYDRA = ("mpich", "mvapich", "impi")
-"""MPI launchers that take mpich's flags."""
+HYDRA = ("mpich", "mvapich", "impi")  # MPI launchers that take mpich's flags.
 REFUSED = {
     "autotuning": "zero tune measures disks; other settings are not searched for",
     "elastic_training": "the number of nodes is fixed; --max_restarts N starts the same ranks again",
@@ -28,14 +25,9 @@ WITH_VALUE = ("autotuning", "venv_script")
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What each rank runs."""
-
-    words: tuple[str, ...]
-    """Script, module or program, and its arguments."""
-    kind: str = "script"
-    """script, module or program."""
-    local_rank: bool = True
-    """Whether --local_rank=i is put before the arguments."""
+    words: tuple[str, ...]  # Script, module or program, and its arguments.
+    kind: str = "script"  # script, module or program.
+    local_rank: bool = True  # Whether --local_rank=i is put before the arguments.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,11 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def program_of(options: argparse.Namespace) -> Program:
-    """What each rank runs.
-
-    Raises:
-        ConfigError: --module and --no_python together.
-    """
+    """What each rank runs. Raises ConfigError: --module and --no_python together."""
     if options.module and options.no_python:
         raise ConfigError("--module and --no_python: expected one of them, got both; a module needs Python")
     kind = "module" if options.module else "program" if options.no_python else "script"
@@ -99,11 +87,7 @@ def program_of(options: argparse.Namespace) -> Program:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Settle aliases in place, and refuse what cannot be.
-
-    Raises:
-        ConfigError: names the flag and what to do.
-    """
+    """Settle aliases in place, and refuse what cannot be. Raises ConfigError: names the flag and what to do."""
     for name, reason in REFUSED.items():
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name}: not available: {reason}; leave it out")

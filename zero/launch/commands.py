@@ -13,17 +13,14 @@ from zero.launch.job import Job
 
 PDSH_FANOUT = 1024
 NODE_MODULE = "zero.launch.node"
+# Launchers with which a node's standard input closes when the launcher ends, however it ends.
 CONNECTED = ("ssh", "local", "pdsh")
-"""Launchers with which a node's standard input closes when the launcher ends, however it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How nodes are reached."""
-
     launcher: str
-    args: tuple[str, ...] = ()
-    """Further words of the user for the launcher; for `local` the prefix, with {host} to be filled in."""
+    args: tuple[str, ...] = ()  # Further words for the launcher; for `local` the prefix, with {host} to be filled in.
     ssh_port: int | None = None
     comment: str = ""
     account: str = ""
@@ -31,25 +28,16 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process to start here."""
-
     words: tuple[str, ...]
-    environment: Mapping[str, str]
-    """On top of this process's own."""
-    host: str
-    """Which node, or all of them."""
-    feeds: bool = False
-    """Standard input reaches the node: closing it ends the node's ranks."""
+    environment: Mapping[str, str]  # On top of this process's own.
+    host: str  # Which node, or all of them.
+    feeds: bool = False  # Standard input reaches the node: closing it ends the node's ranks.
 
 
 def torchrun_words(job: Job, node_rank: int, entry: Sequence[str], log_folder: str) -> list[str]:
     """Arguments of torch.distributed.run for one node.
 
-    Args:
-        job: what to start.
-        node_rank: which node.
-        entry: the program of each rank and its arguments.
-        log_folder: for torchrun's own files.
+    `entry`: the program of each rank and its arguments; `log_folder`: for torchrun's own files.
     """
     words = [f"--nproc-per-node={len(job.nodes[node_rank].slots)}", f"--max-restarts={job.max_restarts}"]
     if job.master_port is None:
@@ -65,7 +53,6 @@ def torchrun_words(job: Job, node_rank: int, entry: Sequence[str], log_folder: s
 
 
 def node_words(job: Job, *which: str) -> list[str]:
-    """The command that runs a node's part of the job, there."""
     return [sys.executable, "-u", "-m", NODE_MODULE, *which, job.to_word()]
 
 
@@ -74,15 +61,13 @@ def build_commands(
 ) -> list[Command]:
     """What to start here so that every node runs its part.
 
+    Raises ConfigError: a launcher that does not exist, or words for it that do not fit.
+
     Args:
-        job: what to start.
         transport: how to reach the nodes.
         variables: what ranks get of this process's environment.
         folder: where the program runs, on every node.
         as_root: whether the user is root; OpenMPI asks.
-
-    Raises:
-        ConfigError: a launcher that does not exist, or words for it that do not fit.
     """
     job = replace(job, quiet=True, watch_stdin=transport.launcher in CONNECTED)
     if transport.launcher == "ssh":

@@ -9,17 +9,16 @@ from pathlib import Path
 
 from offload.errors import ConfigError
 
+# What libraries of a training job read; everything else stays on this machine.
 PREFIXES = ("NCCL", "GLOO", "UCX", "TORCH", "PYTHON", "PYTORCH", "OMP", "MKL", "HF_", "ZERO_", "DS_", "MLFLOW", "MV2")
-"""What libraries of a training job read; everything else stays on this machine."""
+# Beginnings of what a launcher further out has set for its own ranks.
 OF_THIS_NODE = ("ZERO_RUN_FOLDER", "ZERO_RUN_ID", "ZERO_RANK_OPTIONS", "TORCHELASTIC_")
-"""Beginnings of what a launcher further out has set for its own ranks."""
 SHELL_FUNCTION = "BASH_FUNC_"
 FILE_NAME = ".deepspeed_env"
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of `environment` that go to other nodes."""
     return {
         name: value
         for name, value in environment.items()
@@ -30,8 +29,7 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 def find_file(environment: Mapping[str, str], here: Path, home: Path) -> Path | None:
     """The file of further variables: DS_ENV_FILE names it, else .deepspeed_env in the current folder, else at home.
 
-    Raises:
-        ConfigError: DS_ENV_FILE names a file that is not there.
+    Raises ConfigError: DS_ENV_FILE names a file that is not there.
     """
     wish = environment.get("DS_ENV_FILE", "")
     if not wish:
@@ -48,8 +46,7 @@ def find_file(environment: Mapping[str, str], here: Path, home: Path) -> Path | 
 def parse_file(text: str, name: str) -> dict[str, str]:
     """Variables of lines NAME=value; blank lines and lines that begin with # are skipped, quotes around a value go.
 
-    Raises:
-        ConfigError: a line is something else; names file and line.
+    Raises ConfigError: a line is something else; names file and line.
     """
     found: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -73,8 +70,7 @@ def parse_file(text: str, name: str) -> dict[str, str]:
 def for_other_nodes(environment: Mapping[str, str], here: Path, home: Path) -> dict[str, str]:
     """All that ranks on other nodes get; the file wins over this process's own variables.
 
-    Raises:
-        ConfigError: the file is missing or malformed.
+    Raises ConfigError: the file is missing or malformed.
     """
     variables = exported(environment)
     # The program is looked for in the current folder, as it would be here.

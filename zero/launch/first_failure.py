@@ -7,41 +7,28 @@ import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+# Signals that a rank does not get because another one has failed.
 CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
-"""Signals that a rank does not get because another one has failed."""
+# Words in an error that a rank gets when another one is gone.
 OF_A_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Dist(Backend|Network|Store)Error|gloo|NCCL|process group|TCPStore"
 )
-"""Words in an error that a rank gets when another one is gone."""
 RULE = "=" * 72
-
-
-class TorchFailure(Protocol):
-    """What torch's ProcessFailure says of a rank."""
-
-    local_rank: int
-    pid: int
-    exitcode: int
-    error_file_data: dict[str, Any]
-    timestamp: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rank that ended badly."""
-
     rank: int
     host: str
-    exitcode: int
-    """Negative: the signal that ended it."""
-    seconds: float
-    """Since the epoch, when it was noticed or raised."""
-    text: str = ""
-    """Traceback or message."""
-    cause: str = ""
-    """What the kernel knows of it."""
+    exitcode: int  # Negative: the signal that ended it.
+    seconds: float  # Since the epoch, when it was noticed or raised.
+    text: str = ""  # Traceback or message.
+    cause: str = ""  # What the kernel knows of it.
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -53,7 +40,6 @@ class Failure:
 
     @property
     def ending(self) -> str:
-        """How the process ended."""
         if self.exitcode >= 0:
             return f"exit code {self.exitcode}"
         try:
@@ -63,17 +49,11 @@ class Failure:
         return f"killed by {name}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return dataclasses.asdict(self)
 
 
-def from_torch(failures: Mapping[int, TorchFailure], host: str) -> list[Failure]:
-    """The ranks of this node that failed, by torchrun's account.
-
-    Args:
-        failures: by rank.
-        host: this node.
-    """
+def from_torch(failures: Mapping[int, ProcessFailure], host: str) -> list[Failure]:
+    """The ranks of this node that failed, by torchrun's account."""
     found = []
     for rank, failure in failures.items():
         message = failure.error_file_data.get("message", "")
@@ -85,17 +65,11 @@ def from_torch(failures: Mapping[int, TorchFailure], host: str) -> list[Failure]
 
 
 def first_of(failures: Iterable[Failure]) -> Failure:
-    """The failure that the others follow from."""
     return min(failures, key=lambda failure: failure.order)
 
 
 def describe(failure: Failure, others: int) -> str:
-    """The last words of a job.
-
-    Args:
-        failure: the first one.
-        others: how many more ranks ended badly; they follow from it, most likely.
-    """
+    """The last words of a job. `others`: how many more ranks ended badly; they follow from it, most likely."""
     head = f"zero run: rank {failure.rank} on {failure.host} failed first: {failure.ending}"
     if others:
         head += f"; {others} other rank{'s' * (others != 1)} ended after it"

@@ -16,20 +16,15 @@ from offload.system.process import die_with_parent
 from zero.launch.commands import Command
 
 LOOK_SECONDS = 0.1
-GRACE_SECONDS = 20.0
-"""After a node has failed, what the others have to tell each other and end by themselves."""
-END_SECONDS = 45.0
-"""After they were told to end: more than torchrun gives ranks that were asked from outside."""
+GRACE_SECONDS = 20.0  # After a node has failed, what the others have to tell each other and end by themselves.
+END_SECONDS = 45.0  # After they were told to end: more than torchrun gives ranks that were asked from outside.
 
 
 def run_commands(commands: Sequence[Command]) -> int:
     """Start the commands and wait for them.
 
-    Returns:
-        0 if all succeeded, else the status of the first that did not (128 + signal if one ended it).
-
-    Raises:
-        ConfigError: the launcher's program is not installed here.
+    Returns 0 if all succeeded, else the status of the first that did not (128 + signal if one ended it). Raises
+    ConfigError: the launcher's program is not installed here.
     """
     children: list[subprocess.Popen[bytes]] = []
     try:

@@ -19,15 +19,13 @@ class Node:
     """One machine of the job; its place in the list of nodes is its node rank."""
 
     host: str
-    slots: tuple[int, ...]
-    """One rank each; with GPUs a slot is the number of a visible one."""
+    slots: tuple[int, ...]  # One rank each; with GPUs a slot is the number of a visible one.
 
 
 def read_hostfile(path: str | Path) -> dict[str, int]:
     """Slots by host, in the order of the file.
 
-    Raises:
-        ConfigError: no such file, or a bad line; names file, line, what was expected and what to do.
+    Raises ConfigError: no such file, or a bad line; names file, line, what was expected and what to do.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -44,14 +42,11 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
 
 
 def parse_hostfile(text: str, name: str) -> dict[str, int]:
-    """Slots by host.
+    """Slots by host. Raises ConfigError: a malformed line, a host twice, no slots, or no host at all.
 
     Args:
         text: lines of HOST slots=N; blank lines and what follows a # are skipped.
         name: of the file, for errors.
-
-    Raises:
-        ConfigError: a malformed line, a host twice, no slots, or no host at all.
     """
     slots: dict[str, int] = {}
     seen: dict[str, int] = {}
@@ -84,14 +79,12 @@ def choose(
 ) -> list[Node]:
     """The nodes of a job, in the order of `pool`.
 
+    Raises ConfigError: both given, an unknown host, a slot that is not there or named twice, or nothing left.
+
     Args:
-        pool: slots by host.
         include: NODE[@NODE...] with NODE = HOST[:SLOT[,SLOT...]]; empty takes everything.
         exclude: the same, of what is left out.
         pool_name: where the hosts come from, for errors.
-
-    Raises:
-        ConfigError: both given, an unknown host, a slot that is not there or named twice, or nothing left.
     """
     if include and exclude:
         raise ConfigError(
@@ -153,11 +146,7 @@ def _parse_slots(words: Sequence[str], where: str, count: int) -> tuple[int, ...
 
 
 def first_nodes(nodes: Sequence[Node], count: int) -> list[Node]:
-    """The first `count` nodes.
-
-    Raises:
-        ConfigError: there are fewer.
-    """
+    """The first `count` nodes. Raises ConfigError: there are fewer."""
     if not 1 <= count <= len(nodes):
         raise ConfigError(
             f"--num_nodes: expected 1 to {len(nodes)} (the nodes there are), got {count}; "
@@ -167,11 +156,7 @@ def first_nodes(nodes: Sequence[Node], count: int) -> list[Node]:
 
 
 def first_slots(nodes: Sequence[Node], count: int) -> list[Node]:
-    """The nodes with their first `count` slots each.
-
-    Raises:
-        ConfigError: a node has fewer.
-    """
+    """The nodes with their first `count` slots each. Raises ConfigError: a node has fewer."""
     if count < 1:
         raise ConfigError(f"--num_gpus: expected at least 1, got {count}; leave it out to use every slot")
     for node in nodes:

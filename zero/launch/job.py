@@ -26,21 +26,15 @@ LOCAL_NAMES = ("localhost", LOOPBACK, "::1")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a node has to know to start its ranks."""
-
     nodes: tuple[Node, ...]
     program: Program
     master_addr: str = LOOPBACK
-    master_port: int | None = None
-    """None: one node, which finds a free one."""
-    cores: tuple[int, ...] | None = None
-    """Shared out among the ranks of a node; None: ranks are not bound, (): all that may be used."""
+    master_port: int | None = None  # None: one node, which finds a free one.
+    cores: tuple[int, ...] | None = None  # Shared by a node's ranks; None: not bound, (): all that may be used.
     max_restarts: int = 0
     log_folder: str | None = None
-    watch_stdin: bool = False
-    """End when standard input closes: then whoever started the node is gone."""
-    quiet: bool = False
-    """All nodes print to one terminal, so only node 0 says at the end what failed."""
+    watch_stdin: bool = False  # End when standard input closes: then whoever started the node is gone.
+    quiet: bool = False  # All nodes print to one terminal, so only node 0 says at the end what failed.
 
     @property
     def ranks(self) -> int:
@@ -53,11 +47,7 @@ class Job:
 
     @staticmethod
     def from_word(word: str) -> Job:
-        """The inverse of `to_word`.
-
-        Raises:
-            ConfigError: it is something else.
-        """
+        """The inverse of `to_word`. Raises ConfigError: it is something else."""
         try:
             values: dict[str, Any] = json.loads(base64.urlsafe_b64decode(word.encode()))
             values["nodes"] = tuple(Node(node["host"], tuple(node["slots"])) for node in values["nodes"])
@@ -72,14 +62,9 @@ class Job:
 
 
 def plan_job(options: argparse.Namespace, device_count: int) -> Job:
-    """Who runs where.
+    """Who runs where. Raises ConfigError: a flag or a file that cannot be; says what to do.
 
-    Args:
-        options: of the command line, checked.
-        device_count: GPUs that this machine shows; 0 on a CPU-only machine.
-
-    Raises:
-        ConfigError: a flag or a file that cannot be; says what to do.
+    `device_count`: GPUs that this machine shows; 0 on a CPU-only machine.
     """
     pool, name = _pool(options, device_count)
     nodes = choose(pool, options.include, options.exclude, name)
@@ -126,7 +111,6 @@ def _is_here(host: str) -> bool:
 
 
 def _pool(options: argparse.Namespace, device_count: int) -> tuple[Mapping[str, int], str]:
-    """Slots by host, and where they come from."""
     if options.hostfile is not None:
         return read_hostfile(options.hostfile), options.hostfile
     if Path(DEFAULT_HOSTFILE).is_file():
@@ -176,8 +160,7 @@ def _cores(options: argparse.Namespace) -> tuple[int, ...] | None:
 def parse_cores(words: str) -> tuple[int, ...]:
     """Core numbers of a list such as 0-7,16.
 
-    Raises:
-        ConfigError: a word that is neither a number nor a range, or a core named twice.
+    Raises ConfigError: a word that is neither a number nor a range, or a core named twice.
     """
     found: list[int] = []
     for word in words.split(","):

@@ -18,14 +18,10 @@ class MemoryState:
     """One place that limits memory: a cgroup, or the machine."""
 
     name: str
-    limit_bytes: int | None
-    """None: no limit here."""
-    peak_bytes: int | None
-    """The most that was in use; None: not told."""
-    kills: int
-    """Processes killed for memory since it exists."""
-    hits: int
-    """How often the limit was hit."""
+    limit_bytes: int | None  # None: no limit here.
+    peak_bytes: int | None  # The most that was in use; None: not told.
+    kills: int  # Processes killed for memory since it exists.
+    hits: int  # How often the limit was hit.
 
 
 def read_states(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[MemoryState]:

@@ -37,24 +37,16 @@ from zero.launch.rank import OPTIONS
 from zero.launch.reaper import RUN_ID, Reaper
 
 RANK_FILE = Path(__file__).with_name("rank.py")
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that torchrun takes over."""
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # Signals that torchrun takes over.
+# Where launchers that start one process a node say which one it is.
 FROM_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_RANKID", "SLURM_PROCID")
-"""Where launchers that start one process a node say which one it is."""
 
 
 def run_node(job: Job, node_rank: int) -> int:
     """Start this node's ranks and stay until they have ended.
 
-    Args:
-        job: whole.
-        node_rank: which node this is.
-
-    Returns:
-        The exit status: 0, the first failed rank's, or 128 + signal.
-
-    Raises:
-        ConfigError: the node does not have what it should: GPUs, cores, the port.
+    Returns the exit status: 0, the first failed rank's, or 128 + signal. Raises ConfigError: the node does not have
+    what it should: GPUs, cores, the port.
     """
     run_id = uuid.uuid4().hex
     with (
@@ -198,11 +190,7 @@ def _environment(job: Job, node_rank: int, run_id: str, folder: str) -> Iterator
 
 
 def which_node(job: Job, options: argparse.Namespace) -> int:
-    """The node that this process is.
-
-    Raises:
-        ConfigError: it is none of the job's.
-    """
+    """The node that this process is. Raises ConfigError: it is none of the job's."""
     hosts = [node.host for node in job.nodes]
     if options.host is not None:
         if options.host not in hosts:

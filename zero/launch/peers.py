@@ -20,24 +20,16 @@ from zero.launch.first_failure import Failure
 from zero.launch.job import Job
 
 LOOK_SECONDS = 0.5
-SETTLE_SECONDS = 10.0
-"""How long nodes wait for each other's reports."""
-MEET_SECONDS = 600
-"""As long as torchrun waits for all nodes."""
-LOST_SECONDS = 3.0
-"""After the store has gone, what the ranks get to end by themselves."""
+SETTLE_SECONDS = 10.0  # How long nodes wait for each other's reports.
+MEET_SECONDS = 600  # As long as torchrun waits for all nodes.
+LOST_SECONDS = 3.0  # After the store has gone, what the ranks get to end by themselves.
 FAILED, DONE, READ = "zero/failed", "zero/done", "zero/read"
 
 
 class Peers:
-    """This node's view of the others.
+    """This node's view of the others. Raises ConfigError: the port is taken, or node 0 is not there in time.
 
-    Args:
-        job: on several nodes.
-        node_rank: this one.
-
-    Raises:
-        ConfigError: the port is taken, or node 0 is not there in time.
+    `job`: on several nodes.
     """
 
     def __init__(self, job: Job, node_rank: int) -> None:
@@ -88,12 +80,11 @@ class Peers:
     def settle(self, own: Failure | None, more: int) -> tuple[list[Failure], int] | None:
         """Exchange failures with the other nodes.
 
+        Returns all nodes' first failures and the number of further ones; None when the store is gone.
+
         Args:
             own: this node's first one; None if it has none.
             more: how many further ranks of it have failed.
-
-        Returns:
-            All nodes' first failures and the number of further ones; None when the store is gone.
         """
         count = len(self._job.nodes)
         try:

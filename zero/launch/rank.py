@@ -50,12 +50,7 @@ def _tie_to_launcher(launcher: int) -> None:
 
 
 def run(kind: str, words: list[str]) -> None:
-    """Run the program in this interpreter, or become it.
-
-    Args:
-        kind: script, module or program.
-        words: the program and its arguments.
-    """
+    """Run the program in this interpreter, or become it. `kind`: script, module or program."""
     if kind == "program":
         try:
             os.execvp(words[0], words)
@@ -96,7 +91,6 @@ def of_program(trace: TracebackType | None) -> TracebackType | None:
 
 
 def main() -> NoReturn:
-    """Become the program that the arguments name."""
     options = json.loads(os.environ.pop(OPTIONS))
     prepare(options, os.environ)  # type: ignore[arg-type]
     words = sys.argv[1:]

@@ -9,10 +9,8 @@ import threading
 
 import psutil
 
-RUN_ID = "ZERO_RUN_ID"
-"""Environment variable that all processes of a node's run inherit."""
-KILL_AFTER_SECONDS = 5.0
-"""How long ranks have to end after another one has failed; torchrun alone would give them 30."""
+RUN_ID = "ZERO_RUN_ID"  # Environment variable that all processes of a node's run inherit.
+KILL_AFTER_SECONDS = 5.0  # How long ranks have to end after another one has failed; torchrun alone would give them 30.
 TORCHRUN_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 AGENT_LOGGER = "torch.distributed.elastic.agent.server.api"
 
@@ -20,11 +18,9 @@ AGENT_LOGGER = "torch.distributed.elastic.agent.server.api"
 class Reaper(logging.Handler):
     """Kills what is left of a run.
 
-    It listens to torchrun, which says when it asks ranks to end. When the user or a scheduler asked, ranks have as
-    long as torchrun gives them (TORCH_ELASTIC_SHUTDOWN_TIMEOUT): they may be writing a checkpoint.
-
-    Args:
-        run_id: value of RUN_ID in the environment of the run's processes.
+    It listens to torchrun, which says when it asks ranks to end. When the user or a scheduler asked, ranks have as long
+    as torchrun gives them (TORCH_ELASTIC_SHUTDOWN_TIMEOUT): they may be writing a checkpoint. `run_id`: value of RUN_ID
+    in the environment of the run's processes.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -60,16 +56,13 @@ class Reaper(logging.Handler):
 
     @property
     def is_ending(self) -> bool:
-        """True once ranks were told to end because of a failure."""
         return self._timer is not None
 
     def sweep(self) -> None:
-        """Kill everything that is left of the run, now."""
         kill(processes_of(self._run_id))
 
 
 def processes_of(run_id: str) -> list[psutil.Process]:
-    """The processes of a run, this one left out."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -20,14 +20,8 @@ from zero.launch.node import run_node
 def launch(options: argparse.Namespace) -> int:
     """Run the program on all ranks of the job, or of this node with --no_ssh.
 
-    Args:
-        options: from `zero.launch.arguments.add_arguments`.
-
-    Returns:
-        The exit status: 0, or that of the first rank that failed.
-
-    Raises:
-        ConfigError: a flag or file that cannot be; says where, what was expected and what to do.
+    Returns the exit status: 0, or that of the first rank that failed. Raises ConfigError: a flag or file that cannot
+    be; says where, what was expected and what to do. `options`: from `zero.launch.arguments.add_arguments`.
     """
     check(options)
     job = plan_job(options, device_count())

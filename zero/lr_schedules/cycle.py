@@ -12,8 +12,7 @@ from zero.lr_schedules.schedule import PerGroup, Schedule, integer
 
 logger = logging.getLogger("zero")
 
-SECOND_BETA = 0.99
-"""OneCycle cycles the first beta, and sets the second to this."""
+SECOND_BETA = 0.99  # OneCycle cycles the first beta, and sets the second to this.
 
 
 class LRRangeTest(Schedule):
@@ -49,7 +48,6 @@ class LRRangeTest(Schedule):
         self.begin(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """As above."""
         interval = float(self.last_batch_iteration + 1) / self.step_size
         increase = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [lr * increase for lr in self.min_lr]
@@ -125,7 +123,6 @@ class OneCycle(Schedule):
             self._write_momentum(self.min_moms)
 
     def get_lr(self) -> list[float]:
-        """Rising, falling, or decaying."""
         if self.last_batch_iteration < self.total_size:
             scale = self._scale()
             return [least + (most - least) * scale for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]

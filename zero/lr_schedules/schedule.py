@@ -60,7 +60,6 @@ class Schedule:
         self.write(self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """What DeepSpeed's have."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
@@ -74,11 +73,7 @@ class Schedule:
         return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
 
     def per_group(self, name: str, value: PerGroup) -> list[float]:
-        """One value for each param group.
-
-        Raises:
-            ConfigError: a list of another length.
-        """
+        """One value for each param group. Raises ConfigError: a list of another length."""
         groups = len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
             return [value] * groups  # type: ignore[list-item]
@@ -90,11 +85,7 @@ class Schedule:
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer itself, or the one inside a wrapper.
-
-    Raises:
-        TypeError: there is none.
-    """
+    """The optimizer itself, or the one inside a wrapper. Raises TypeError: there is none."""
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, torch.optim.Optimizer):
             return candidate

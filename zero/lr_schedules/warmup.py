@@ -173,6 +173,5 @@ class WarmupCosineLR(_Warmup):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
 
     def get_lr(self) -> list[float]:
-        """The share of each group's learning rate."""
         ratio = self.get_lr_ratio()
         return [lr * ratio for lr in self.org_lrs]

@@ -17,12 +17,9 @@ from torch import Tensor
 from offload.accelerator import KINDS, kind_of, use
 from offload.system.interrupts import uninterrupted
 
-Handle: TypeAlias = Any
-"""A torch process group."""
-Work: TypeAlias = Any
-"""A collective under way."""
-POLL_SECONDS = 0.25
-"""Between looks of who waits whether the ranks still work together."""
+Handle: TypeAlias = Any  # A torch process group.
+Work: TypeAlias = Any  # A collective under way.
+POLL_SECONDS = 0.25  # Between looks of who waits whether the ranks still work together.
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
@@ -39,7 +36,6 @@ def ranks_of(group: Handle | None) -> list[int]:
 
 
 def own_rank() -> int:
-    """This process's global rank."""
     return int(dist.get_rank())
 
 
@@ -68,12 +64,10 @@ def new_group(
     moments and may raise; then the thread is left alone and ends when it may.
 
     Args:
-        ranks: its members.
         name: of its backend.
         parent: the group whose timeout it has; None: the default group.
         timeout: for making it, instead.
         device: the calling thread's.
-        check: see above.
     """
     made: Future[Handle] = Future()
 
@@ -91,7 +85,6 @@ def new_group(
 
 
 def inherit_timeout(handle: Handle, parent: Handle | None) -> None:
-    """Give a gloo group the timeout of `parent`."""
     timeout = _timeout_of(parent)
     if timeout is not None:
         handle._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
@@ -154,7 +147,6 @@ def end_group(handle: Handle) -> None:
 
 
 def store_of(group: Handle | None) -> Any:
-    """The store that the group's ranks share."""
     c10d: Any = dist.distributed_c10d
     return c10d._get_default_store() if group is None else c10d._get_process_group_store(group)
 
@@ -172,11 +164,6 @@ def reduce_scatter(own: Tensor, whole: Tensor, handle: Handle) -> Work:
 def exchange(received: Tensor, sent: Tensor, handle: Handle) -> Work:
     """Begin: slice r of `sent` goes to rank r, slice r of `received` comes from it."""
     return dist.all_to_all_single(received, sent, group=handle, async_op=True)
-
-
-def all_reduce(tensor: Tensor, handle: Handle) -> Work:
-    """Begin; sums."""
-    return dist.all_reduce(tensor, group=handle, async_op=True)
 
 
 def broadcast(tensor: Tensor, source: int, handle: Handle) -> Work:

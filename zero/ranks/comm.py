@@ -39,8 +39,7 @@ from zero.ranks.watch import Wait, Watch
 __all__ = ["Comm", "Group", "Payload", "Ticket"]
 
 
-GIVE_UP_SECONDS = 10.0
-"""How long work under way may take to end once its connections are shut."""
+GIVE_UP_SECONDS = 10.0  # How long work under way may take to end once its connections are shut.
 
 
 class Comm:
@@ -91,13 +90,10 @@ class Comm:
             self._members, self.rank, control, self._log, self._fate, self._waiting, self._explained
         )
 
-    # ---- groups -------------------------------------------------------------------------------
-
     def group(self, ranks: Sequence[int]) -> Group:
         """This rank's group. All ranks call it together, each with the group that it is in; groups do not overlap.
 
-        Args:
-            ranks: in the order of their slices. Where every rank is a group of its own, nothing is exchanged.
+        `ranks`: in the order of their slices. Where every rank is a group of its own, nothing is exchanged.
         """
         key = tuple(ranks)
         if self.rank not in key or len(set(key)) != len(key) or not set(key) <= set(range(self.world_size)):
@@ -140,17 +136,12 @@ class Comm:
     async def all_gather(self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence) -> Fence:
         """Fill `flat` with every rank's slice.
 
+        Returns behind the gathering. Raises RankDivergenceError: the ranks do not do the same; this and every later
+        call raise it.
+
         Args:
-            ticket: its place.
             flat: (size * N,), contiguous; slice `group.index` of N elements is valid on entry, all are on exit.
-            group: the ranks.
             after: fences behind which `flat` may be read and written.
-
-        Returns:
-            Behind the gathering.
-
-        Raises:
-            RankDivergenceError: the ranks do not do the same; this and every later call raise it.
         """
         if group.size == 1:
             return self._alone(ticket, after)
@@ -165,16 +156,13 @@ class Comm:
     ) -> list[Tensor]:
         """What adds up, in this order, to this rank's slice of the sum over the group.
 
+        Returns (N,) each: one a rank, in rank order, or one in all where the backend may add (`fixed_order` False).
+        Ready for the stream that is current on the mover.
+
         Args:
-            ticket: its place.
             flat: (size * N,), contiguous; stays as it is.
-            group: the ranks.
             after: fences behind which `flat` may be read, and `into` written.
             into: (size * N,) of the same dtype for what arrives; None allocates. With `fixed_order` False its first N.
-
-        Returns:
-            (N,) each: one a rank, in rank order, or one in all where the backend may add (`fixed_order` False). Ready
-            for the stream that is current on the mover.
         """
         if group.size == 1:
             self.streams.wait(self._alone(ticket, after))
@@ -186,34 +174,6 @@ class Comm:
             start: Callable[[], Any] = lambda: backend.reduce_scatter(arrived, flat, group.handle)  # noqa: E731
         else:
             start = lambda: backend.exchange(backend.as_bytes(arrived), backend.as_bytes(flat), group.handle)  # noqa: E731
-        self.streams.wait(await self._run(ticket, group, flat, (*after, self.streams.fence()), start))
-        return list(backend.slices(arrived, numel))
-
-    async def all_reduce(
-        self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence, into: Tensor | None = None
-    ) -> list[Tensor]:
-        """What adds up, in this order, to the sum over the group.
-
-        Args:
-            ticket: its place.
-            flat: (N,), contiguous; with `fixed_order` False it becomes the sum itself.
-            group: the ranks.
-            after: fences behind which `flat` may be used, and `into` written.
-            into: (size * N,) of the same dtype for what arrives, used with `fixed_order`; None allocates.
-
-        Returns:
-            (N,) each, as `reduce_scatter`.
-        """
-        if group.size == 1:
-            self.streams.wait(self._alone(ticket, after))
-            return [flat]
-        arrived, numel = flat, flat.numel()
-        if self.fixed_order:
-            arrived = into if into is not None else flat.new_empty(group.size * numel)
-            whole, own = backend.as_bytes(arrived), backend.as_bytes(flat)
-            start: Callable[[], Any] = lambda: backend.all_gather(whole, own, group.handle)  # noqa: E731
-        else:
-            start = lambda: backend.all_reduce(flat, group.handle)  # noqa: E731
         self.streams.wait(await self._run(ticket, group, flat, (*after, self.streams.fence()), start))
         return list(backend.slices(arrived, numel))
 
@@ -290,7 +250,6 @@ class Comm:
             raise await self._explained_later(parted, str(ticket))
 
     async def _done(self, work: Any, what: str) -> None:
-        """Return when the work has ended on the host."""
         ended = backend.completion(work)
         self._moving.add(ended)
         try:
@@ -312,12 +271,9 @@ class Comm:
     def agree(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Every rank's payload, in rank order. Blocks; any thread but the mover's; all ranks call it at the same place.
 
-        Args:
-            what: the same words on every rank.
-            payload: any bytes, up to a few hundred at the price of one message.
+        Raises RankDivergenceError: what the ranks have decided to do up to here differs.
 
-        Raises:
-            RankDivergenceError: what the ranks have decided to do up to here differs.
+        `what`: the same words on every rank; `payload`: any bytes, up to a few hundred at the price of one message.
         """
         return self._meeting.agree(what, payload)
 
@@ -333,8 +289,6 @@ class Comm:
     def broadcast_coalesced(self, tensors: Sequence[Tensor], source_rank: int) -> None:
         """As `broadcast`, many tensors in few messages."""
         self._meeting.broadcast(tensors, source_rank)
-
-    # ---- failure ------------------------------------------------------------------------------
 
     def _waiting(self, place: int, what: str) -> AbstractContextManager[Any]:
         return nullcontext(Wait(place, what, 0.0)) if self._watch is None else self._watch.waiting(place, what)
@@ -352,7 +306,6 @@ class Comm:
         return again(self._fate.end(error))
 
     def _failed(self, error: BaseException, ticket: Ticket) -> None:
-        """This rank does not take part in `ticket`."""
         if not isinstance(error, RankDivergenceError):
             error = RankDivergenceError(
                 f"rank {self.rank} could not take part in {ticket}: {type(error).__name__}: {error}"

@@ -22,22 +22,18 @@ from zero.ranks import backend
 from zero.ranks.failure import Fate
 from zero.ranks.sequence import HEADER, Log, pack_header
 
-CHUNK_BYTES = 64 << 20
-"""Largest message of a broadcast."""
-INLINE_BYTES = 480
-"""A payload of `agree` up to this size goes with its header."""
+CHUNK_BYTES = 64 << 20  # Largest message of a broadcast.
+INLINE_BYTES = 480  # A payload of `agree` up to this size goes with its header.
 LENGTH = struct.Struct("<q")
 
+# (error of the backend, what failed) -> the error to raise in its place. Blocks until more is known.
 Explain: TypeAlias = Callable[[BaseException, str], BaseException]
-"""(error of the backend, what failed) -> the error to raise in its place. Blocks until more is known."""
 
 
 class Meeting:
     """One rank's side. Any thread that may block; all ranks in the same order.
 
     Args:
-        members: global rank of each rank.
-        rank: this one.
         handle: a gloo group of the members; None for one rank.
         log: where each is written down.
         fate: checked before and while waiting.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.errors import ConfigError
@@ -21,15 +21,12 @@ LOOPBACK = "127.0.0.1"
 class RankPlace:
     """One process among all that train together."""
 
-    source: str
-    """Who said so; "" if nobody did: one process alone."""
+    source: str  # Who said so; "" if nobody did: one process alone.
     rank: int = 0
     world_size: int = 1
-    local_rank: int | None = None
-    """Among the processes of its machine; None: not known."""
+    local_rank: int | None = None  # Among the processes of its machine; None: not known.
     local_world_size: int | None = None
-    master_addr: str = ""
-    """Host of rank 0; empty: not known."""
+    master_addr: str = ""  # Host of rank 0; empty: not known.
     master_port: int = 0
 
     @property
@@ -40,8 +37,6 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The variables of a launcher."""
-
     launcher: str
     rank: str
     world_size: str
@@ -52,19 +47,9 @@ class Names:
 TORCHRUN = Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SLURM = Names("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 MPI = (
-    Names(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Names(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
+    *(
+        Names(launcher, *(f"{begin}_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+        for launcher, begin in (("Open MPI", "OMPI"), ("MVAPICH", "MV2"))
     ),
     Names("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
@@ -73,13 +58,9 @@ MPI = (
 def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> RankPlace:
     """What the environment says of this process.
 
-    Args:
-        environ: as os.environ.
-        port: of rank 0, where MASTER_PORT does not say.
-        mpi: look for MPI too.
+    Raises ConfigError: variables that are missing, are no numbers, or contradict each other; all of them at once.
 
-    Raises:
-        ConfigError: variables that are missing, are no numbers, or contradict each other; all of them at once.
+    `port`: of rank 0, where MASTER_PORT does not say; `mpi`: look for MPI too.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _with_master(environ, port, _read(environ, TORCHRUN), "")
@@ -172,9 +153,7 @@ def _with_master(environ: Mapping[str, str], port: int, place: RankPlace, known:
     text = environ.get("MASTER_PORT") or str(port)
     if not text.isdigit() or not 0 <= int(text) < 1 << 16:
         raise ConfigError(f"MASTER_PORT: expected a port number, got {text!r}")
-    return RankPlace(
-        place.source, place.rank, place.world_size, place.local_rank, place.local_world_size, address, int(text)
-    )
+    return replace(place, master_addr=address, master_port=int(text))
 
 
 def _mpi() -> Any:

@@ -15,8 +15,7 @@ class Fate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._told: list[weakref.WeakMethod[Callable[[BaseException], None]]] = []
-        self.failure: BaseException | None = None
-        """What ended it."""
+        self.failure: BaseException | None = None  # What ended it.
         self.closed = False
 
     def tell(self, listener: Callable[[BaseException], None]) -> None:

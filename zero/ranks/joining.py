@@ -79,10 +79,8 @@ def join_if_started(port: int = PORT) -> None:
     """`init_distributed` for a process that torchrun or MPI has started as one of several, if nobody has called it yet.
 
     Slurm's variables are also there in an interactive step whose other tasks run nothing: there it has to be called.
-
-    Raises:
-        ConfigError: the environment is incomplete or contradicts itself.
-        StateError: the ranks did not come together.
+    Raises ConfigError: the environment is incomplete or contradicts itself; StateError: the ranks did not come
+    together.
     """
     if not dist.is_available() or dist.is_initialized():
         return
@@ -106,13 +104,10 @@ def join_or_stay_alone(port: int = PORT) -> None:
 
 
 def choose_backend(wish: str | None) -> str:
-    """The backend of the default group.
+    """The backend of the default group. Raises ConfigError: it is not there, or has no device here.
 
     Args:
         wish: the user's; None: the fitting one.
-
-    Raises:
-        ConfigError: it is not there, or has no device here.
     """
     kind = chosen_kind()
     if wish is None:
@@ -185,11 +180,7 @@ def _join(place: RankPlace, backend: str, init_method: str | None, timeout: time
         init_method = where if place.source == ARGUMENTS else "env://"  # torchrun's store may be its own
     try:
         dist.init_process_group(
-            backend,
-            init_method=init_method,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
+            backend, init_method=init_method, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
     except (RuntimeError, ValueError) as error:
         # ConnectionError and torch's own are RuntimeErrors; what they print names neither the rank nor the source.

@@ -17,11 +17,7 @@ class Order:
         self._failure: BaseException | None = None
 
     async def turn(self, number: int) -> None:
-        """Return once every smaller number has passed.
-
-        Raises:
-            RankDivergenceError: what `fail` was told.
-        """
+        """Return once every smaller number has passed. Raises RankDivergenceError: what `fail` was told."""
         if self._failure is not None:
             raise again(self._failure)
         if number == self.next:

@@ -13,8 +13,7 @@ from zero.ranks import backend
 from zero.ranks.failure import Fate
 from zero.ranks.status import StatusBoard
 
-OPENING_SECONDS = 20.0
-"""For ranks that are all known to come."""
+OPENING_SECONDS = 20.0  # For ranks that are all known to come.
 
 
 class Lines:
@@ -24,7 +23,6 @@ class Lines:
         device: where NCCL's collectives run.
         parent: whose ranks and timeout they have; None: torch's default group.
         board: where ranks show their connections.
-        fate: of the engine.
     """
 
     def __init__(self, device: torch.device, parent: Any, board: StatusBoard, fate: Fate) -> None:
@@ -35,9 +33,7 @@ class Lines:
     def open(self, ranks: Sequence[int], name: str) -> Any:
         """A new group of global ranks; every rank opens the same ones in the same order, after all have met.
 
-        Args:
-            ranks: its members.
-            name: of its backend.
+        `name`: of its backend.
         """
         before = connections()
         timeout = timedelta(seconds=OPENING_SECONDS) if name == "gloo" and backend.has_cpu(self._parent) else None

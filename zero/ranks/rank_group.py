@@ -8,17 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks, this one among them."""
-
     ranks: tuple[int, ...]
-    index: int
-    """Of this rank in `ranks`."""
-    handle: Any = field(default=None, repr=False, compare=False)
-    """Torch's process group; None for a group of one."""
+    index: int  # Of this rank in `ranks`.
+    handle: Any = field(default=None, repr=False, compare=False)  # Torch's process group; None for a group of one.
 
     @property
     def size(self) -> int:
-        """How many ranks."""
         return len(self.ranks)
 
 

@@ -19,8 +19,7 @@ from zero.ranks.status import Position, StatusBoard, home
 from zero.ranks.watch import Watch
 
 PRESENCE = struct.Struct("<q256s")
-CONNECTING_SECONDS = 10.0
-"""For one more connection to a store that has answered just before."""
+CONNECTING_SECONDS = 10.0  # For one more connection to a store that has answered just before.
 
 
 def open_lines(
@@ -28,16 +27,11 @@ def open_lines(
 ) -> tuple[Lines, Watch, Any]:
     """The groups, the watch and the group for meetings of an engine with several ranks. All ranks come here.
 
+    Raises RankLostError: a rank has ended meanwhile.
+
     Args:
-        log: of this rank.
-        fate: of this engine.
-        members: global rank of each rank.
-        device: of collectives.
         parent: the group of the members; None: torch's default group.
         deadline_seconds: see `Watch`.
-
-    Raises:
-        RankLostError: a rank has ended meanwhile.
     """
     rank = members.index(backend.own_rank())
     try:

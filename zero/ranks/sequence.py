@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ENTRIES_KEPT = 2048
-DIGEST_EVERY = 64
-"""Every so many entries the digest is kept, to be compared while nobody waits."""
+DIGEST_EVERY = 64  # Every so many entries the digest is kept, to be compared while nobody waits.
 DIGESTS_KEPT = 32
 DIGEST_BYTES = 8
 
@@ -25,8 +24,7 @@ class SequenceEntry(NamedTuple):
     """One thing that all ranks do together."""
 
     kind: str
-    unit: int
-    """Index of the unit it is about; -1: none."""
+    unit: int  # Index of the unit it is about; -1: none.
     name: str
 
     def __str__(self) -> str:
@@ -37,15 +35,12 @@ class SequenceEntry(NamedTuple):
 class Ticket:
     """The place of one collective in the agreed order."""
 
-    number: int
-    """Among the collectives of the mover; they are launched in this order."""
+    number: int  # Among the collectives of the mover; they are launched in this order.
     kind: str
     unit: int
     name: str
-    place: int = field(default=0, repr=False)
-    """In the log of everything."""
-    digest: bytes = field(default=b"", repr=False)
-    """Of everything up to and with it."""
+    place: int = field(default=0, repr=False)  # In the log of everything.
+    digest: bytes = field(default=b"", repr=False)  # Of everything up to and with it.
 
     def __str__(self) -> str:
         return str(SequenceEntry(self.kind, self.unit, self.name))
@@ -75,7 +70,6 @@ class Log:
 
     @property
     def count(self) -> int:
-        """How many are written down."""
         return self._count
 
     def last(self) -> str:
@@ -114,8 +108,7 @@ def pack_header(place: int, digest: bytes) -> bytes:
 def difference(tails: Mapping[int, tuple[int, Sequence[SequenceEntry]]]) -> str | None:
     """Where the logs of ranks first differ, in words; None while what they share is equal.
 
-    Args:
-        tails: of each rank, what `Log.tail` gave there.
+    `tails`: of each rank, what `Log.tail` gave there.
     """
     if len(tails) < 2:
         return None

@@ -22,26 +22,16 @@ WORKS, FAILED, GONE = "works", "failed", "gone"
 
 @dataclass(slots=True)
 class Position:
-    """Where a rank is."""
-
-    state: str = WORKS
-    """WORKS, FAILED, or GONE once it has closed its engine or ended."""
-    error: str = ""
-    """Why it has failed."""
-    lost: bool = False
-    """It failed because of a rank that has left."""
-    count: int = 0
-    """Entries of its log."""
-    last: str = "nothing"
-    """The last of them, in words."""
-    digests: list[tuple[int, str]] = field(default_factory=list)
-    """(count, digest) at some places of its log."""
+    state: str = WORKS  # WORKS, FAILED, or GONE once it has closed its engine or ended.
+    error: str = ""  # Why it has failed.
+    lost: bool = False  # It failed because of a rank that has left.
+    count: int = 0  # Entries of its log.
+    last: str = "nothing"  # The last of them, in words.
+    digests: list[tuple[int, str]] = field(default_factory=list)  # (count, digest) at some places of its log.
+    # (place, what, seconds so far) of the collectives it is in, the oldest first.
     waits: list[tuple[int, str, float]] = field(default_factory=list)
-    """(place, what, seconds so far) of the collectives it is in, the oldest first."""
-    beat: int = 0
-    """Grows while the process lives."""
-    home: str = ""
-    """Where its process id means something."""
+    beat: int = 0  # Grows while the process lives.
+    home: str = ""  # Where its process id means something.
     pid: int = 0
 
     def __str__(self) -> str:
@@ -60,7 +50,6 @@ class StatusBoard:
 
     Args:
         store: torch's, with keys of its own for the engine, and a connection of its own if possible.
-        rank: this one.
         world_size: ranks in all.
     """
 
@@ -71,7 +60,6 @@ class StatusBoard:
         self._silence: Exception | None = None
 
     def tell(self, position: Position) -> None:
-        """Replace what was told of this rank."""
         self._ask("set", f"zero/position/{self._rank}", json.dumps(asdict(position)))
 
     def positions(self, ranks: Sequence[int] | None = None) -> dict[int, Position]:
@@ -102,11 +90,9 @@ class StatusBoard:
         }
 
     def tell_ends(self, name: str, ends: Sequence[tuple[str, str]]) -> None:
-        """Show the connections of this rank's group `name`."""
         self._ask("set", f"zero/ends/{name}/{self._rank}", json.dumps(ends))
 
     def ends(self, name: str) -> set[tuple[str, str]]:
-        """The connections of the other ranks in a group."""
         told = self._read([f"zero/ends/{name}/{rank}" for rank in range(self._world_size) if rank != self._rank])
         return {tuple(pair) for text in told if text is not None for pair in json.loads(text)}
 

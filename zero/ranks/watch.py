@@ -33,14 +33,10 @@ from zero.ranks.status import FAILED, GONE, WORKS, Position, StatusBoard, has_di
 
 logger = logging.getLogger("zero")
 
-LOG_SECONDS = 5.0
-"""How long the logs of other ranks are waited for once it is certain that something is wrong."""
-EVIDENCE_SECONDS = 4.0
-"""How long a lost connection may stay without an explanation; ranks that fail tell the board first."""
-COMPARE_SECONDS = 5.0
-"""How often digests are compared with a neighbour's while all is well."""
-STORE_SECONDS = 5.0
-"""A store that has not answered for so long has ended."""
+LOG_SECONDS = 5.0  # How long the logs of other ranks are waited for once it is certain that something is wrong.
+EVIDENCE_SECONDS = 4.0  # A lost connection may stay unexplained so long; ranks that fail tell the board first.
+COMPARE_SECONDS = 5.0  # How often digests are compared with a neighbour's while all is well.
+STORE_SECONDS = 5.0  # A store that has not answered for so long has ended.
 
 
 @dataclass(slots=True)
@@ -50,8 +46,7 @@ class Wait:
     place: int
     what: str
     since: float
-    fence: Fence = None
-    """Of collectives of a device: passed when it is over."""
+    fence: Fence = None  # Of collectives of a device: passed when it is over.
     warned: float = 0.0
 
 
@@ -59,10 +54,7 @@ class Watch:
     """Of one engine on this rank.
 
     Args:
-        board: this rank's.
-        log: this rank's.
         fate: ended with the error once there is proof.
-        rank: this one.
         world_size: ranks in all.
         deadline_seconds: a wait is warned about after so long; the board is looked at after a tenth of it.
     """
@@ -116,7 +108,6 @@ class Watch:
 
     @property
     def under_way(self) -> bool:
-        """True while this rank is in a collective."""
         return bool(self._in_progress())
 
     def wait(self, seconds: float) -> None:
@@ -192,7 +183,6 @@ class Watch:
                     breaking()
 
     def _in_progress(self) -> list[Wait]:
-        """The collectives that this rank is in, the oldest first."""
         for key, wait in list(self._waits.items()):
             try:
                 passed = wait.fence is not None and wait.fence.query()
@@ -286,8 +276,6 @@ class Watch:
             told.append(f"rank {rank} {position}" + (" and shows no sign of life" if silent else ""))
         where, self._seen = "; ".join(told), positions
         logger.warning("rank %d has waited %.0f s in %s: %s", self._rank, now - wait.since, wait.what, where)
-
-    # ---- explanations -------------------------------------------------------------------------
 
     def _answer_all(self) -> None:
         while self._questions:

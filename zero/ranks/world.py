@@ -6,8 +6,7 @@ import os
 
 from zero.ranks import backend
 
-LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-"""torchrun's name for the ranks of a node, and DeepSpeed's launcher's."""
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torchrun's name for the ranks of a node, and DeepSpeed's launcher's.
 
 
 def is_distributed() -> bool:

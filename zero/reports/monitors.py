@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from offload.errors import ConfigError
 from zero.config.logging_block import Comet, CsvMonitor, TensorBoard, Wandb
 
-Event = tuple[str, float, int]
-"""Tag, value, samples that steps had used by then."""
+Event = tuple[str, float, int]  # Tag, value, samples that steps had used by then.
 
 
 class Monitor(Protocol):
@@ -34,7 +33,6 @@ class CsvFiles:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """See `Monitor`."""
         for tag, value, samples in events:
             with (self.folder / f"{tag.replace('/', '_').replace(' ', '_')}.csv").open("a", newline="") as file:
                 rows = csv.writer(file)
@@ -47,20 +45,16 @@ class CsvFiles:
 
 
 class TensorBoardFiles:
-    """Event files of TensorBoard."""
-
     def __init__(self, block: TensorBoard) -> None:
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         self.writer = tensorboard.SummaryWriter(log_dir=str(Path(block.output_path) / block.job_name))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """See `Monitor`."""
         for event in events:
             self.writer.add_scalar(*event)
         self.writer.flush()
 
     def close(self) -> None:
-        """See `Monitor`."""
         self.writer.close()
 
 
@@ -73,7 +67,6 @@ class WandbRun:
             self.wandb.init(project=block.project, group=block.group, entity=block.team)
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """See `Monitor`."""
         for tag, value, samples in events:
             self.wandb.log({tag: value}, step=samples)
 
@@ -93,36 +86,33 @@ class CometExperiment:
         self.interval, self.last = block.samples_log_interval, dict[str, int]()
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """See `Monitor`."""
         for tag, value, samples in events:
             if tag not in self.last or samples - self.last[tag] >= self.interval:
                 self.last[tag] = samples
                 self.experiment.log_metric(tag, value, step=samples)
 
     def close(self) -> None:
-        """See `Monitor`."""
         self.experiment.flush()
 
 
+# Block -> the package it needs, and what writes.
 KINDS: dict[str, tuple[str | None, Callable[[Any], Monitor]]] = {
     "tensorboard": ("tensorboard", TensorBoardFiles),
     "wandb": ("wandb", WandbRun),
     "csv_monitor": (None, CsvFiles),
     "comet": ("comet_ml", CometExperiment),
 }
-"""Block -> the package it needs, and what writes."""
 
 
 class Monitors:
     """All that are enabled; `engine.monitor`.
 
+    Raises ConfigError: one is enabled and its package is not installed. A run whose numbers go nowhere is found out too
+    late for a warning.
+
     Args:
         config: with the four blocks as attributes; None: not there.
         writes: this rank is the one that writes. Whether what is enabled can be is checked on every rank.
-
-    Raises:
-        ConfigError: one is enabled and its package is not installed. A run whose numbers go nowhere is found out too
-            late for a warning.
     """
 
     def __init__(self, config: Any, *, writes: bool) -> None:
@@ -145,7 +135,6 @@ class Monitors:
             writer.write_events(events)
 
     def close(self) -> None:
-        """No more will be written."""
         for writer in self.writers.values():
             writer.close()
         self.writers = {}

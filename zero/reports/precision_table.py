@@ -22,13 +22,7 @@ def dtype_table(
 ) -> str:
     """One line for the parameters of each dtype, trained or not; then what else decides about precision.
 
-    Args:
-        layout: of the model.
-        plan: made for it.
-        config: validated configuration.
-        placement: who shares what.
-        device: where units are computed on.
-        scaler: of the loss.
+    `placement`: who shares what.
     """
     rows = [COLUMNS, *(_row(space, plan, config, placement) for space in layout.spaces)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
@@ -64,7 +58,6 @@ def _row(space: Space, plan: Plan, config: Config, placement: Placement) -> tupl
 
 
 def _between(dtype: torch.dtype, config: Config) -> str:
-    """What gradients travel in."""
     wish = config.communication_data_type
     return _name(dtype if wish is None or DTYPES[wish].itemsize > dtype.itemsize else DTYPES[wish])
 

@@ -95,8 +95,6 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class LoopCounters:
-    """What the training loop counted."""
-
     steps: int
     micro_steps: int
     forward_seconds: float
@@ -107,7 +105,6 @@ class LoopCounters:
 
 
 def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], loop: LoopCounters) -> Statistics:
-    """One snapshot."""
     disk = storage.disk
     aio = disk.aio.stats() if disk else None
     kept = storage.activations

@@ -23,8 +23,7 @@ from zero.store.storage import Storage
 logger = logging.getLogger("zero")
 
 PATH_VARIABLE, STEPS_VARIABLE = "ZERO_TRACE", "ZERO_TRACE_STEPS"
-STEPS = "3-5"
-"""Recorded when only PATH_VARIABLE is set: the first steps learn the order of uses."""
+STEPS = "3-5"  # Recorded when only PATH_VARIABLE is set: the first steps learn the order of uses.
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,8 +61,6 @@ class _Counters:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """A recording under way."""
-
     path: Path
     steps_before: int
     counters: _Counters
@@ -73,10 +70,8 @@ class _Trace:
 class Tracer:
     """Starts and ends the recordings of one engine; holds no engine.
 
-    With several engines in a process, the file of the environment is that of the last to end.
-
-    Raises:
-        ConfigError: the environment asks for a trace and names steps or a path that cannot be.
+    With several engines in a process, the file of the environment is that of the last to end. Raises ConfigError: the
+    environment asks for a trace and names steps or a path that cannot be.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -180,11 +175,7 @@ class Tracer:
 
 
 def wanted_steps(text: str) -> tuple[int, int]:
-    """First and last step, counted from 1: "3-5", or "4" for a single one.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """First and last step, counted from 1: "3-5", or "4" for a single one. Raises ConfigError: it is neither."""
     first, dash, last = text.partition("-")
     try:
         steps = int(first), int(last if dash else first)

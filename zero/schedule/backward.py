@@ -25,7 +25,6 @@ class BackwardWatch:
 
     Args:
         ahead: updates units inside backward, or None.
-        events: of the engine.
 
     Attributes:
         generation: steps taken so far; a graph made before the last one is stale.
@@ -34,11 +33,7 @@ class BackwardWatch:
     """
 
     def __init__(
-        self,
-        coordinator: Coordinator,
-        gradients: Gradients,
-        ahead: UpdatesInBackward | None,
-        events: Events,
+        self, coordinator: Coordinator, gradients: Gradients, ahead: UpdatesInBackward | None, events: Events
     ) -> None:
         self._coordinator, self._gradients, self._ahead = coordinator, gradients, ahead
         self._events = events
@@ -47,11 +42,9 @@ class BackwardWatch:
         self._handles: list[RemovableHandle] = []
         self.generation = 0
         self.torn = self.scaled = False
-        self._parts = 1
-        """Of the backward under way; see `Events.parts_of_backward`."""
+        self._parts = 1  # Of the backward under way; see `Events.parts_of_backward`.
 
     def on_end(self, hear: Callable[[], None]) -> None:
-        """Call `hear` whenever a backward is over."""
         self._at_end.append(hear)
 
     def install(self, bound: list[BoundUnit]) -> None:
@@ -67,7 +60,6 @@ class BackwardWatch:
                     self._handles.append(handle)
 
     def remove(self) -> None:
-        """Leave the parameters alone."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -96,8 +88,7 @@ class BackwardWatch:
     def before_backward(self, generation: int) -> None:
         """Gradients reach a graph that was made in step `generation`.
 
-        Raises:
-            StateError: it is stale, or the engine is closed.
+        Raises StateError: it is stale, or the engine is closed.
         """
         self._events.check_open("backward")
         if generation != self.generation:

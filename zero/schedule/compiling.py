@@ -66,9 +66,7 @@ def register(registration: Callable[..., RemovableHandle], hook: Callable[..., A
 
     Args:
         registration: `module.register_forward_hook`, say.
-        hook: what to register.
         number: taken from `RemovableHandle.next_id` once; used once for each kind of hook of a module.
-        how: passed on.
     """
     following = max(RemovableHandle.next_id, number + 1)
     RemovableHandle.next_id = number

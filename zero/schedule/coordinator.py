@@ -34,10 +34,9 @@ class Coordinator:
     ) -> None:
         self.trace = Trace(siblings(layout.units))
         self.counters = FetchCounters()
+        # True while the weights will stay as they are after this backward: its prefetch may cross the boundary.
         self.accumulating = False
-        """True while the weights will stay as they are after this backward: its prefetch may cross the boundary."""
-        self.persistent_bound = False
-        """What is always on the device is bound; False between `release_all` and `bind_persistent`."""
+        self.persistent_bound = False  # False between `release_all` and `bind_persistent`.
         self._layout, self._bound, self._storage, self._limits = layout, bound, storage, limits
         self._loader = loader
         self._numel = {unit.index: unit.numel for unit in layout.units}
@@ -45,18 +44,13 @@ class Coordinator:
         self._hot = HotUnits(movable, limits.live_numel_max)
         self._units = Residency(layout.units)
         self._in_backward = False
-        self._lent_numel = 0
-        """Rows of packed experts that are in use."""
-
-    # ---- uses ---------------------------------------------------------------------------------
+        self._lent_numel = 0  # Rows of packed experts that are in use.
 
     @property
     def device(self) -> torch.device:
-        """Where units are computed on."""
         return self._storage.device
 
     def unit(self, index: int) -> Unit:
-        """The unit of that index."""
         return self._layout.units[index]
 
     def in_forward_use(self, index: int) -> bool:
@@ -123,9 +117,7 @@ class Coordinator:
     def begin_recompute(self, index: int, *, by_call: bool = False) -> None:
         """A forward inside backward uses the unit: it stays until a backward use of it ends, where there is room.
 
-        Args:
-            index: the unit.
-            by_call: a call does, and `end_recompute` will say when it returns.
+        `by_call`: a call does, and `end_recompute` will say when it returns.
         """
         one = self._units[index]
         one.recomputing += by_call
@@ -174,8 +166,7 @@ class Coordinator:
     def end_forward(self, next_phase: str | None = None) -> None:
         """The root's forward is over, well or not: no forward use is open.
 
-        Args:
-            next_phase: a forward of that phase may follow at once, with no backward between.
+        `next_phase`: a forward of that phase may follow at once, with no backward between.
         """
         self.trace.end_forward()
         open_uses = [one for one in self._units if one.forward_uses]
@@ -228,11 +219,9 @@ class Coordinator:
     def release_all(self) -> None:
         """Let every unit go: its values are about to change, or the engine closes.
 
-        Persistent units stay on the device, but their parameters look away until `bind_persistent`:
-        where torch cannot swap storages they look at a copy.
-
-        Raises:
-            StateError: a unit is in use, or a parameter was given another shape; it keeps its values.
+        Persistent units stay on the device, but their parameters look away until `bind_persistent`: where torch cannot
+        swap storages they look at a copy. Raises StateError: a unit is in use, or a parameter was given another shape;
+        it keeps its values.
         """
         self.check_idle()
         self.persistent_bound = False
@@ -260,8 +249,6 @@ class Coordinator:
             for bound in self._bound:
                 bound.leave_device(poison)
 
-    # ---- editors --------------------------------------------------------------------------------
-
     def let_go(self, index: int) -> None:
         """Release the unit if no use of it is open, so that an editor may bind it to memory of its own."""
         self._loader.drain()
@@ -281,7 +268,6 @@ class Coordinator:
         self._units.move(self._units[index], UnitState.AWAY)
 
     def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
-        """See `Loader.rewritten`."""
         self._loader.rewritten(indices, unstored)
 
     # ---- rows of packed experts, which come and go apart from their unit ------------------------
@@ -289,8 +275,7 @@ class Coordinator:
     def lease_rows(self, unit: Unit, numel: int) -> Block:
         """Memory for rows of the unit; what is not in use makes room. Give it back with `return_rows`.
 
-        Raises:
-            BudgetError: what is in use leaves no room.
+        Raises BudgetError: what is in use leaves no room.
         """
         nbytes, block = numel * unit.dtype.itemsize, None
         limit_numel = self._limits.live_numel_max - self._lent_numel - numel
@@ -312,11 +297,8 @@ class Coordinator:
         return block
 
     def return_rows(self, block: Block, numel: int) -> None:
-        """The rows are used no longer."""
         self._lent_numel -= numel
         block.release(self._storage.streams.fence())
-
-    # ---- movement -----------------------------------------------------------------------------
 
     def _bring(self, one: UnitOnDevice) -> None:
         """Bind the unit now, waiting for its values if they are not here."""
@@ -349,11 +331,7 @@ class Coordinator:
         self._units.move(one, UnitState.LIVE, arrival)
 
     def _load(self, one: UnitOnDevice) -> Arrival:
-        """Start the unit's way in, evicting what must go.
-
-        Raises:
-            BudgetError: what is in use now leaves no room.
-        """
+        """Start the unit's way in, evicting what must go. Raises BudgetError: what is in use now leaves no room."""
         index, unit = one.index, one.unit
         resident, upcoming = self._units.resident(), self._horizon(with_backward=True)
         live_numel_max = self._limits.live_numel_max - self._lent_numel
@@ -463,7 +441,6 @@ class Coordinator:
             self._discard(one)
 
     def _release(self, one: UnitOnDevice) -> None:
-        """Let go of a unit if it is live."""
         arrival = one.arrival
         if one.state != UnitState.LIVE or arrival is None:
             return

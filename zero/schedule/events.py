@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from zero.optim.pipeline import StepArguments
-
-
-class WaitsForUnits(Protocol):
-    """Signature of `Events.current`."""
-
-    def __call__(self, what: str, units: Iterable[int] | None = None) -> None:
-        """Raise StateError if the engine is closed; wait until these units (None: all) are as of the last step."""
-
-
-class HearsOfChanges(Protocol):
-    """Signature of `Events.changed`."""
-
-    def __call__(self, index: int | None = None) -> None:
-        """A unit (None: all) changes by other means than a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Events:
     """The only way from the parts up to their engine. Parts that replace others get the same object."""
 
-    check_open: Callable[[str], None]
-    """Raise StateError if the engine is closed; given what was attempted."""
-    ready_to_run: Callable[[str], None]
-    """`check_open`; weights are on the device and what is always bound is bound when it returns."""
-    module_called: Callable[[], None]
-    """A module is called by itself: weights are on the device when it returns."""
-    backward_begins: Callable[[], None]
-    """What a backward needs is on the device when it returns."""
-    states_are_away: Callable[[], bool]
-    """`offload_states` has put something away: it can be read, and no update is due."""
-    current: WaitsForUnits
-    changed: HearsOfChanges
-    edit_begins: Callable[[], None]
-    """Weights may be edited where they live: no checkpoint is being written when it returns."""
-    arguments_now: Callable[[], StepArguments]
-    """What a step would use now that does not clip."""
-    at_boundary: Callable[[], bool]
-    """True when the next step updates the parameters."""
-    reduces: Callable[[], bool]
-    """True when gradients of the backward under way are reduced as soon as they can be."""
+    check_open: Callable[[str], None]  # Raise StateError if the engine is closed; given what was attempted.
+    ready_to_run: Callable[[str], None]  # `check_open`; weights are there, and what is always bound is bound.
+    module_called: Callable[[], None]  # A module is called by itself: weights are on the device when it returns.
+    backward_begins: Callable[[], None]  # What a backward needs is on the device when it returns.
+    states_are_away: Callable[[], bool]  # `offload_states` has put something away; no update is due.
+    # (what, units=None): StateError if the engine is closed; else these units (None: all) are as of the last step.
+    current: Callable[..., None]
+    changed: Callable[..., None]  # (index=None): a unit (None: all) changes by other means than a step.
+    edit_begins: Callable[[], None]  # Weights may be edited: no checkpoint is being written when it returns.
+    arguments_now: Callable[[], StepArguments]  # What a step would use now that does not clip.
+    at_boundary: Callable[[], bool]  # True when the next step updates the parameters.
+    reduces: Callable[[], bool]  # True when gradients of the backward under way are reduced as soon as they can be.
+    # What gradients of a backward that the engine has not started are divided by; raises if it had to start it.
     parts_of_backward: Callable[[bool], int]
-    """What gradients of a backward that the engine has not started are divided by; raises if it had to start it."""
-    values_of: Callable[..., Any]
-    """A parameter's exact values; see `Values.values_of`."""
-    rest: Callable[[], Any]
-    """The parts as the model is now, at rest, to rewrite their planes."""
+    values_of: Callable[..., Any]  # A parameter's exact values; see `Values.values_of`.
+    rest: Callable[[], Any]  # The parts as the model is now, at rest, to rewrite their planes.
     close: Callable[[], None]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,24 +27,10 @@ from offload.system.interrupts import whole
 from offload.timeline import COMPUTE, Timeline
 from zero.params.binding import BoundUnit
 from zero.params.units import can_root
+from zero.schedule.backward import BackwardWatch
 from zero.schedule.compiling import apart, edge, inside, register, transformed
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, exchange, open_frame, tensors_in
-
-
-class BackwardEvents(Protocol):
-    """What somebody else wants to know about backward."""
-
-    generation: int
-
-    def before_backward(self, generation: int) -> None:
-        """Gradients reach a graph made in step `generation`; raises if it is stale."""
-
-    def unit_passed(self, index: int) -> None:
-        """Gradients have passed a whole call that uses the unit."""
-
-    def forward_begins(self) -> None:
-        """The root's forward is called, outside any backward."""
 
 
 def in_backward() -> bool:
@@ -58,16 +44,13 @@ class OpenCall:
 
     module: nn.Module
     recompute: bool
-    units: list[int] = field(default_factory=list)
-    """Units that the call uses, borrowed ones included."""
-    forward_ns: int = 0
-    """When its units were there; `backward_ns`: when gradients had reached it and they were there again."""
+    units: list[int] = field(default_factory=list)  # Units that the call uses, borrowed ones included.
+    forward_ns: int = 0  # When its units were there; `backward_ns`: the same for its backward.
     backward_ns: int = 0
-    begun: list[int] = field(default_factory=list)
-    """Forward uses that end with the call."""
+    begun: list[int] = field(default_factory=list)  # Forward uses that end with the call.
     sentinel: torch.Tensor | None = None
+    # Inputs, their version counters and grad_fns, to see which the call modifies in place.
     versions: list[tuple[torch.Tensor, int, Any]] = field(default_factory=list)
-    """Inputs, their version counters and grad_fns, to see which the call modifies in place."""
 
     def close(self) -> None:
         """Let go of the graph: its nodes hold this object, and nobody would ever free the circle."""
@@ -96,9 +79,7 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 def _outside(root: nn.Module, fetched: dict[nn.Module, set[int]]) -> set[nn.Module]:
     """Modules around fetched units or beside them: what one of them borrows is in use until it returns.
 
-    Args:
-        root: the model.
-        fetched: scope -> its units that come and go.
+    `fetched`: scope -> its units that come and go.
     """
     if not any(fetched.values()):
         return set()
@@ -126,7 +107,6 @@ class ModuleHooks:
     Args:
         root: the model; its forward bounds the trace.
         scopes: module -> indices of the units its calls use.
-        bound: all units.
     """
 
     def __init__(
@@ -135,26 +115,23 @@ class ModuleHooks:
         scopes: dict[nn.Module, list[int]],
         bound: list[BoundUnit],
         coordinator: Coordinator,
-        events: BackwardEvents,
+        events: BackwardWatch,
         timeline: Timeline,
     ) -> None:
         self._root, self._bound = root, bound
         fetched = {module: {i for i in units if not bound[i].unit.persistent} for module, units in scopes.items()}
         outside = _outside(root, fetched)
         self._scopes = {root: [], **{module: [] for module in outside}, **scopes}
+        # Modules inside a fetched one, with nothing but what is always bound: they matter when called alone.
         self._quiet = {module for module, units in fetched.items() if not units} - outside - {root}
-        """Modules inside a fetched one, with nothing but what is always bound: they matter when called alone."""
         self._coordinator, self._events, self._timeline = coordinator, events, timeline
         self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
         self._unit_of = {id(p): unit.unit.index for unit in bound for p in unit.parameters}
         self._calls: list[OpenCall] = []
-        self._look: OpenCall | None = None
-        """The operation under way that reads parameters of units which no open call uses."""
+        self._look: OpenCall | None = None  # An operation that reads units which no open call uses.
         self._handles: list[RemovableHandle] = []
-        self._watched: list[nn.Module] = []
-        """Modules whose parameters are watched; some may have left the tree since."""
-        self.at_install: list[Callable[[], Callable[[], None]]] = []
-        """What else is done with the hooks; each returns what undoes it."""
+        self._watched: list[nn.Module] = []  # Modules whose parameters are watched; some may have left the tree since.
+        self.at_install: list[Callable[[], Callable[[], None]]] = []  # Each returns what undoes it.
         self._undo: list[Callable[[], None]] = []
         self._suspended = False
         self._root_depth = 0
@@ -162,12 +139,10 @@ class ModuleHooks:
 
     @property
     def in_forward(self) -> bool:
-        """True while the root's forward runs."""
         return self._root_depth > 0
 
     @property
     def in_call(self) -> bool:
-        """True while a module's forward runs."""
         return bool(self._calls)
 
     def install(self) -> None:
@@ -217,7 +192,6 @@ class ModuleHooks:
         }
 
     def remove(self) -> None:
-        """Take every hook off for good."""
         self._suspended = False
         while self._undo:
             self._undo.pop()()

@@ -10,29 +10,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-STREAMED_AT_ONCE = 2
-"""Units that must find room beside what is kept: one in use, one on its way."""
-MUCH_HOTTER = 2
-"""A unit used more than this many times as often takes another's place."""
+STREAMED_AT_ONCE = 2  # Units that must find room beside what is kept: one in use, one on its way.
+MUCH_HOTTER = 2  # A unit used more than this many times as often takes another's place.
 
 
 class HotUnits:
     """The units that stay between the forwards of a generation.
 
-    Args:
-        numel: elements of every unit that comes and goes.
-        live_numel_max: what may be on the device at once.
+    `numel`: elements of every unit that comes and goes; `live_numel_max`: what may be on the device at once.
     """
 
     def __init__(self, numel: Mapping[int, int], live_numel_max: int) -> None:
         self._numel, self._live_numel_max = numel, live_numel_max
         self._uses: Counter[int] = Counter()
         self.kept: set[int] = set()
-        self.on = False
-        """Inside a generation."""
+        self.on = False  # Inside a generation.
 
     def begin(self) -> None:
-        """A generation begins; nothing is kept yet."""
         self.on = True
         self._uses.clear()
 
@@ -44,20 +38,16 @@ class HotUnits:
         return kept
 
     def used(self, unit: int) -> None:
-        """A use of the unit begins."""
         if self.on:
             self._uses[unit] += 1
 
     def forget(self, unit: int) -> None:
-        """The unit has left the device."""
         self.kept.discard(unit)
 
     def offer(self, unit: int, in_use: Collection[int]) -> tuple[int, ...] | None:
         """A use of the unit has ended. Units to let go so that it may stay; None: it does not stay.
 
-        Args:
-            unit: is on the device.
-            in_use: units that cannot be let go now.
+        `in_use`: units that cannot be let go now.
         """
         if not self.on:
             return None
@@ -68,7 +58,11 @@ class HotUnits:
         rest_numel = sum(self._numel.values()) - held_numel
         largest_numel = max((n for other, n in self._numel.items() if other not in held), default=0)
         colder = sorted(
-            (other for other in self.kept if other not in in_use and self._much_hotter(unit, other)),
+            (
+                other
+                for other in self.kept
+                if other not in in_use and self._uses[unit] > MUCH_HOTTER * self._uses[other]
+            ),
             key=lambda other: self._uses[other],
         )
         leave: list[int] = []
@@ -83,6 +77,3 @@ class HotUnits:
         self.kept.add(unit)
         self.kept.difference_update(leave)
         return tuple(leave)
-
-    def _much_hotter(self, unit: int, other: int) -> bool:
-        return self._uses[unit] > MUCH_HOTTER * self._uses[other]

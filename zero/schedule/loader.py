@@ -28,13 +28,10 @@ from zero.store.storage import Storage
 class Arrival:
     """A unit's values on their way, or waiting to be bound."""
 
-    data: torch.Tensor
-    """uint8, the unit's bytes, its storage exactly as long."""
-    block: Block | None
-    """What to give back on release; None when the values are used where they live."""
+    data: torch.Tensor  # uint8, the unit's bytes, its storage exactly as long.
+    block: Block | None  # What to give back on release; None when the values are used where they live.
     transfer: Transfer[Any] | None
-    fence: Fence = None
-    """On a device the values are there behind it; known once the transfer has settled."""
+    fence: Fence = None  # On a device the values are there behind it; known once the transfer has settled.
 
     @property
     def settled(self) -> bool:
@@ -54,8 +51,7 @@ class Draining:
     unit: Unit
     block: Block
     transfer: Transfer[Any] | None
-    fence: Fence = None
-    """Behind its last use on a device."""
+    fence: Fence = None  # Behind its last use on a device.
 
 
 class _Ways:
@@ -97,8 +93,6 @@ class Loader:
 
     Args:
         in_place: values in memory that the device can address are used where they live.
-        events: of the engine.
-        exchange: with the other ranks.
 
     Attributes:
         in_step: all ranks fetch together; see `Placement.in_step`.
@@ -121,8 +115,7 @@ class Loader:
         self.in_step = exchange.placement.in_step
         self._draining: list[Draining] = []
         self._persistent_fences: list[Fence] = []
-        self._partial = set(storage.plan.whole)
-        """Units whose home has room for all slices, but only this rank's is up to date."""
+        self._partial = set(storage.plan.whole)  # Their home has room for all slices; only this rank's is current.
 
     def begin(self, unit: Unit) -> Arrival | None:
         """Start the unit's way in; None if no block is free."""
@@ -150,9 +143,7 @@ class Loader:
     def rewritten(self, indices: Collection[int] | None = None, unstored: Collection[int] = ()) -> None:
         """The stored weights of these units (None: all) change on every rank, by other means than a step.
 
-        Args:
-            indices: of the units.
-            unstored: those of them that this rank could not store yet.
+        `unstored`: those of them that this rank could not store yet.
         """
         indices = range(len(self._layout.units)) if indices is None else indices
         self._near.forget(indices)
@@ -180,8 +171,7 @@ class Loader:
     def await_values(self, arrival: Arrival) -> None:
         """Return once the values are on their way to the device, if not there: what follows on it waits for them.
 
-        Raises:
-            StorageError: they are not.
+        Raises StorageError: they are not.
         """
         streams = self._storage.streams
         if arrival.transfer is not None:
@@ -212,14 +202,13 @@ class Loader:
     def end(self, unit: Unit, arrival: Arrival, *, modified: bool) -> None:
         """The unit is let go; waits until no byte moves into its memory.
 
+        Raises StorageError: what was modified could not be stored; the plane keeps it in memory. Raises StateError:
+        what was modified is memory of other ranks too.
+
         Args:
             unit: was bound, or on its way.
             arrival: what `begin` returned for it.
             modified: the model has changed a weight inside its forward (a clamped temperature, a codebook): keep it.
-
-        Raises:
-            StorageError: what was modified could not be stored; the plane keeps it in memory.
-            StateError: what was modified is memory of other ranks too.
         """
         try:
             if arrival.transfer is not None and arrival.transfer.settle() is None:

@@ -24,6 +24,7 @@ class UnitState(Enum):
     HOME = "always there; its parameters look away while a step changes it"
 
 
+# State -> those that may follow.
 MOVES = {
     UnitState.AWAY: {UnitState.COMING, UnitState.EDITED},
     UnitState.COMING: {UnitState.LIVE, UnitState.AWAY},
@@ -31,7 +32,6 @@ MOVES = {
     UnitState.EDITED: {UnitState.AWAY},
     UnitState.HOME: set[UnitState](),
 }
-"""State -> those that may follow."""
 
 
 class UnitOnDevice:
@@ -55,7 +55,6 @@ class UnitOnDevice:
 
     @property
     def index(self) -> int:
-        """Of the unit, in model order."""
         return self.unit.index
 
     @property
@@ -70,11 +69,7 @@ class UnitOnDevice:
 
 
 class Residency:
-    """All units of one engine.
-
-    Args:
-        units: in model order.
-    """
+    """All units of one engine. `units`: in model order."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = [UnitOnDevice(unit) for unit in units]
@@ -91,8 +86,7 @@ class Residency:
     def move(self, one: UnitOnDevice, state: UnitState, arrival: Arrival | None = None) -> None:
         """The unit is there from now on; with `arrival`, if it comes or is live.
 
-        Raises:
-            StateError: the table has no such move.
+        Raises StateError: the table has no such move.
         """
         if state not in MOVES[one.state]:
             raise StateError(f"unit {one.unit.name}: cannot go from {one.state.name} to {state.name}")
@@ -113,5 +107,4 @@ class Residency:
         return {one.index for one in self._listed[UnitState.LIVE].values() if one.used or one.seen}
 
     def waiting(self) -> set[int]:
-        """See `UnitOnDevice.waits`."""
         return {one.index for one in self._units if one.waits}

@@ -11,20 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-FIRST_SYMBOL = -10
-"""Symbols of routed siblings count down from here; units are not negative."""
+FIRST_SYMBOL = -10  # Symbols of routed siblings count down from here; units are not negative.
 
-CERTAIN_SHARE = 0.75
-"""Used in so many of the recent forwards, a sibling is fetched ahead: at most one fetch in four is for nothing."""
-FORK_USES_MAX = 1.25
-"""If so few of the less certain ones are used in a forward they are branches, of which all likely ones are fetched."""
-FORK_SHARE = 0.25
-"""Of branches, those used at least so often are likely: there are few of them. One expert of many never is."""
-DARK_USES = 0.5
-"""So many uses of unknown siblings in a forward are too many to plan across."""
+CERTAIN_SHARE = 0.75  # Used in so many recent forwards, a sibling is fetched ahead: one fetch in four may be in vain.
+FORK_USES_MAX = 1.25  # So few of the less certain ones used in a forward: branches, of which all likely ones come.
+FORK_SHARE = 0.25  # Of branches, those used so often are likely. One expert of many never is.
+DARK_USES = 0.5  # So many uses of unknown siblings in a forward are too many to plan across.
 RECENT_FORWARDS = 16
-PRIOR_FORWARDS = 4
-"""Before anything is known all siblings are alike; that counts as much as so many forwards."""
+PRIOR_FORWARDS = 4  # Before anything is known all siblings are alike; that counts as much as so many forwards.
 
 
 @dataclass(slots=True)
@@ -38,8 +32,7 @@ class _Shares:
 class Routing:
     """What is known of siblings; units and groups are ints.
 
-    Args:
-        group_of: unit -> its group of siblings; units without siblings are absent.
+    `group_of`: unit -> its group of siblings; units without siblings are absent.
     """
 
     def __init__(self, group_of: Mapping[int, int]) -> None:
@@ -47,18 +40,15 @@ class Routing:
         self._members: dict[int, list[int]] = {}
         for unit, group in sorted(self._group_of.items()):
             self._members.setdefault(group, []).append(unit)
-        self._incomplete: Counter[int] = Counter()
-        """Of each group, how many more forwards have used some of it than all of it."""
+        self._incomplete: Counter[int] = Counter()  # By group: forwards that used some of it, less those that used all.
         self._routed: set[int] = set()
         self._used: dict[int, set[int]] = {}
         self._shares: dict[tuple[str, int], _Shares] = {}
 
     def begin_forward(self) -> None:
-        """Nothing has been used in this forward."""
         self._used = {}
 
     def use(self, unit: int) -> None:
-        """`unit` is used in this forward."""
         group = self._group_of.get(unit)
         if group is not None:
             self._used.setdefault(group, set()).add(unit)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,26 +21,11 @@ from offload.sizes import ALIGN_BYTES, align_up
 from offload.system.interrupts import uninterrupted, whole
 from zero.optim.pending_updates import DueUpdates
 from zero.params.binding import BoundUnit
-from zero.params.layout import Unit
+from zero.schedule.backward import BackwardWatch
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.frame import close_frame, open_frame
 from zero.schedule.hooks import in_backward
 from zero.store.storage import Storage
-
-
-class RowEvents(Protocol):
-    """Who takes the gradients of rows."""
-
-    generation: int
-
-    def before_backward(self, generation: int) -> None:
-        """Gradients reach a graph made in step `generation`; raises if it is stale."""
-
-    def receive_rows(self, unit: Unit, position: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take the gradient of rows of one slot."""
-
-    def rows_passed(self, index: int) -> None:
-        """Gradients have passed a call that used rows of the unit."""
 
 
 class Loan:
@@ -69,8 +54,7 @@ class Loan:
         self.storage = FlatStorage(self.numel, unit.dtype, cuts, bound.poison, bound.flat.device)
         self.block: Block | None = None
         self.forward_uses = self.backward_uses = 0
-        self.recomputed = False
-        """A recomputation has used it; it stays until a backward use ends, or the backward."""
+        self.recomputed = False  # A recomputation has used it; it stays until a backward use ends, or the backward.
 
     @property
     def views(self) -> list[torch.Tensor]:
@@ -86,14 +70,16 @@ class Loan:
 class RowLender:
     """Lends rows of one engine's packed experts.
 
-    Args:
-        bound: all units.
-        updates: bring rows up to date before they are read.
-        events: take gradients.
+    `updates`: bring rows up to date before they are read; `events`: take gradients.
     """
 
     def __init__(
-        self, bound: list[BoundUnit], storage: Storage, coordinator: Coordinator, updates: DueUpdates, events: RowEvents
+        self,
+        bound: list[BoundUnit],
+        storage: Storage,
+        coordinator: Coordinator,
+        updates: DueUpdates,
+        events: BackwardWatch,
     ) -> None:
         self._bound, self._storage, self._coordinator = bound, storage, coordinator
         self._updates, self._events = updates, events
@@ -105,8 +91,7 @@ class RowLender:
         }
         # A graph keeps its loans; a recomputation of the same call finds them here.
         self._loans: weakref.WeakValueDictionary[tuple[int, tuple[int, ...]], Loan] = weakref.WeakValueDictionary()
-        self._in_backward: dict[int, Loan] = {}
-        """Loans that a backward uses, by id."""
+        self._in_backward: dict[int, Loan] = {}  # Loans that a backward uses, by id.
 
     def lends(self, parameter: nn.Parameter) -> bool:
         """True if rows of the parameter can be had, and it is not here as a whole."""
@@ -121,14 +106,12 @@ class RowLender:
     ) -> Any:
         """What `compute` returns, given the rows of each parameter; their gradients go where the parameters' go.
 
+        Raises StorageError: rows could not be read; BudgetError: what is in use leaves no room for them.
+
         Args:
             parameters: by name; `lends` is true of each.
             rows: of the first dimension, ascending.
             compute: a function of {name: [len(rows), ...]} and of whatever else it holds.
-
-        Raises:
-            StorageError: rows could not be read.
-            BudgetError: what is in use leaves no room for them.
         """
         units = dict.fromkeys(self._place_of[id(p)][0] for p in parameters.values())
         loans = {index: self._loan(index, rows) for index in units}
@@ -158,8 +141,6 @@ class RowLender:
             _, loan = self._in_backward.popitem()
             loan.backward_uses, loan.recomputed = 0, False
             self._settle(loan)
-
-    # ---- inside -------------------------------------------------------------------------------
 
     def _loan(self, index: int, rows: tuple[int, ...]) -> Loan:
         loan = self._loans.get((index, rows))
@@ -223,7 +204,6 @@ class RowLender:
         return passed
 
     def _fetch(self, loan: Loan) -> None:
-        """Bring the values in."""
         unit, storage = loan.unit, self._storage
         block = self._coordinator.lease_rows(unit, loan.numel)
         try:

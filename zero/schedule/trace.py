@@ -14,16 +14,12 @@ from collections.abc import Iterator, Mapping
 
 from zero.schedule.routing import Routing
 
-START = -1
-"""Stands for "before the first use" of a forward."""
-END = -2
-"""Stands for "the forward is over"."""
+START = -1  # Stands for "before the first use" of a forward.
+END = -2  # Stands for "the forward is over".
 
-FORWARDS_MAX = 16
-"""Forwards remembered for their backward; older ones cost a miss per unit if their backward comes after all."""
+FORWARDS_MAX = 16  # Remembered for their backward; an older one costs a miss per unit if it comes after all.
 
-GENERATE = "generate"
-"""The phase in which forward follows forward."""
+GENERATE = "generate"  # The phase in which forward follows forward.
 
 Key = tuple[int, int]
 
@@ -31,27 +27,23 @@ Key = tuple[int, int]
 class Trace:
     """Successors of uses, per phase ("train", "eval", "generate"); units are ints.
 
-    Args:
-        group_of: unit -> its group of siblings; None: no unit has any.
+    `group_of`: unit -> its group of siblings; None: no unit has any.
     """
 
     def __init__(self, group_of: Mapping[int, int] | None = None) -> None:
         self._routing = Routing(group_of or {})
-        self._uses: list[int] = []
-        """Of the forward under way, or of the last one."""
+        self._uses: list[int] = []  # Of the forward under way, or of the last one.
         self._tables: dict[str, dict[Key, list[int]]] = {}
-        self._turns: dict[tuple[str, Key, int], int] = {}
-        """(phase, key, what followed it) -> what followed it the next time."""
+        self._turns: dict[tuple[str, Key, int], int] = {}  # (phase, key, what followed) -> what followed next time.
+        # Units that a backward has used though no forward with gradients had: reentrant checkpointing.
         self._recomputed: set[int] = set()
-        """Units that a backward has used though no forward with gradients had: reentrant checkpointing."""
         self._backward_follows = True
         self._phase = "train"
         self._key: Key = (START, START)
         self._forward: list[int] = []
         self._position: int | None = None
         self._consumed = False
-        self._starts: list[int] = []
-        """Where in `_forward` each forward begins."""
+        self._starts: list[int] = []  # Where in `_forward` each forward begins.
 
     def begin_forward(self, phase: str, *, backward_follows: bool = True) -> None:
         """A forward of the model begins; `backward_follows` unless gradients are off for all of it."""
@@ -88,7 +80,6 @@ class Trace:
                 self._forward.append(self._forward.pop(last))
 
     def end_forward(self) -> None:
-        """The forward is over."""
         changed = self._routing.end_forward(self._phase)
         if not changed:
             self._learn(END)

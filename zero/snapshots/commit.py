@@ -39,10 +39,8 @@ from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
 
-WARY_SNAPSHOTS = 10
-"""After a void one so many are committed inside their step."""
-NAMES_MAX = 4
-"""Parameters that an error names."""
+WARY_SNAPSHOTS = 10  # After a void one so many are committed inside their step.
+NAMES_MAX = 4  # Parameters that an error names.
 
 
 @dataclass(slots=True)
@@ -51,10 +49,8 @@ class Pending:
 
     step: int
     state: bytes
-    bound: bool = False
-    """What is always on the device is written."""
-    written: bool = False
-    """Everything that lives in memory is."""
+    bound: bool = False  # What is always on the device is written.
+    written: bool = False  # Everything that lives in memory is.
     void: bool = False
 
 
@@ -68,15 +64,12 @@ class Snapshots:
     """The snapshots of one engine.
 
     Args:
-        files: held.
         every: steps.
-        exchange: with the other ranks.
         facts: what the layout is, for those who come later.
         found: a snapshot that counts, of this layout.
 
     Attributes:
         unloaded: there is a snapshot of before that this engine has not gone on from; nothing is committed.
-        pending: to be committed.
         committed_step: of the last one; None: none.
     """
 
@@ -90,8 +83,7 @@ class Snapshots:
         self.pending: Pending | None = None
         self.committed_step: int | None = None if found is None else int(found.body["step"])
         self._missed, self._frozen, self._wary = False, False, 0
-        self.seconds = 0.0
-        """Spent on snapshots so far, on the training thread."""
+        self.seconds = 0.0  # Spent on snapshots so far, on the training thread.
 
     def open_swap(self, capacity_bytes: int, speeds: Sequence[float] | None) -> SnapshotSwap:
         """The swap space in the snapshot's files; see `zero.store.storage.OpenSnapshot`."""
@@ -109,8 +101,6 @@ class Snapshots:
         """Let go of the files, where no storage does."""
         self._files.close()
 
-    # ---- taking -------------------------------------------------------------------------------
-
     def due(self, step: int) -> bool:
         """Is the step that was just fixed to have a snapshot?"""
         return self._missed or step % self._every == 0
@@ -121,12 +111,7 @@ class Snapshots:
         return self.pending is not None and self._wary > 0
 
     def begin(self, step: int, state: bytes) -> None:
-        """A step is fixed; nobody has seen its weights yet.
-
-        Args:
-            step: its number.
-            state: what goes with the planes.
-        """
+        """A step is fixed; nobody has seen its weights yet. `state`: what goes with the planes."""
         self.pending = Pending(step, state)
 
     def void(self) -> None:
@@ -145,11 +130,8 @@ class Snapshots:
     def commit(self) -> None:
         """Make the pending snapshot, if there is one, the one that counts. All updates of its step are stored.
 
-        All ranks come here.
-
-        Raises:
-            StorageError: something could not be written, here or on another rank; the one before still counts. The
-                next call tries again.
+        All ranks come here. Raises StorageError: something could not be written, here or on another rank; the one
+        before still counts. The next call tries again.
         """
         pending = self.pending
         if pending is None:
@@ -191,9 +173,7 @@ class Snapshots:
     def _meet(self, what: str, failure: StorageError | None, pending: Pending) -> bool:
         """Are all ranks as far? False: the snapshot is void somewhere.
 
-        Raises:
-            StorageError: this rank's failure.
-            StateError: another rank's.
+        Raises StorageError: this rank's failure; StateError: another rank's.
         """
         mine = {"step": pending.step, "void": pending.void, "error": None if failure is None else str(failure)}
         answers = [json.loads(answer) for answer in self._exchange.agree(what, json.dumps(mine).encode())]
@@ -254,16 +234,12 @@ class Snapshots:
                 job = plane.write_through(pairs, storage.arena, seldom=seldom)
                 storage.mover.run("writing a snapshot of what is in memory", job)
 
-    # ---- going on -----------------------------------------------------------------------------
-
     def load(self) -> bytes | None:
         """Let the planes hold what the last snapshot holds; returns what was kept with it. None: there is none.
 
         The engine is at rest; all ranks come here. Weights that other ranks or devices hold are to be brought in anew.
-
-        Raises:
-            StorageError: something cannot be read, or is damaged; the planes hold nothing of use.
-            ConfigError: so it is on another rank.
+        Raises StorageError: something cannot be read, or is damaged; the planes hold nothing of use. Raises
+        ConfigError: so it is on another rank.
         """
         if self._frozen:
             self.commit()
@@ -337,9 +313,8 @@ def _names(space: Space, begin: int, end: int) -> str:
 def open_snapshots(config: Config, layout: Layout, plan: Plan, exchange: Exchange) -> Snapshots | None:
     """The snapshots that a configuration asks for; None: none. All ranks come here, before their storage is made.
 
-    Raises:
-        ConfigError: the folder cannot be used, another job uses it, or it holds a snapshot of another layout.
-        StorageError: what is there cannot be read.
+    Raises ConfigError: the folder cannot be used, another job uses it, or it holds a snapshot of another layout;
+    StorageError: what is there cannot be read.
     """
     wish = config.zero_optimization.offload_optimizer.snapshot
     if not plan.snapshots or wish is None:

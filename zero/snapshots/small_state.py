@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,37 +18,17 @@ from offload.accelerator import is_accelerator, rng_state, set_rng_state
 from offload.archives import pack_any, unpack_any
 from offload.errors import ConfigError
 from zero.config import Config
-from zero.optim.loss_scale import LossScaler
 from zero.optim.optimizer import ZeroOptimizer
 from zero.params.units import Leaf
+
+if TYPE_CHECKING:
+    from zero.assembly.run import Run
 
 logger = logging.getLogger("zero")
 
 
-class Counted(Protocol):
-    """What of an engine is captured here."""
-
-    global_steps: int
-    global_samples: int
-    micro_steps: int
-    skipped_steps: int
-    scaler: LossScaler
-    device: torch.device
-    updater: Any
-    lr_scheduler: Any
-    training_dataloader: Any
-    data_position: Any
-
-
-def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """The part that all ranks have in common.
-
-    Args:
-        engine: at rest.
-        config: its configuration.
-        leaves: the model's parameters.
-        dtypes: first name of each parameter -> what it is computed in.
-    """
+def common_state(engine: Run, config: Config, leaves: Iterable[Leaf], dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """The part that all ranks have in common. `dtypes`: first name of each parameter -> what it is computed in."""
     leaves = list(leaves)
     return {
         "global_steps": engine.global_steps,
@@ -65,9 +45,9 @@ def common_state(engine: Counted, config: Config, leaves: Iterable[Leaf], dtypes
     }
 
 
-def rank_state(engine: Counted, accumulated: dict[str, Any] | None) -> dict[str, Any]:
+def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any]:
     """The part of one rank: random numbers, where it is in its data, and what it says of collected gradients."""
-    loader = engine.training_dataloader
+    loader: Any = engine.training_dataloader
     return {
         "rng": random_state(engine.device),
         "data": pack_any(loader.state_dict() if hasattr(loader, "state_dict") else None),
@@ -75,7 +55,7 @@ def rank_state(engine: Counted, accumulated: dict[str, Any] | None) -> dict[str,
     }
 
 
-def client_part(engine: Counted, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def client_part(engine: Run, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """The part that may be any object."""
     scheduler = engine.lr_scheduler
     return {
@@ -84,27 +64,22 @@ def client_part(engine: Counted, client_state: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def restore_counters(engine: Counted, state: Mapping[str, Any]) -> None:
-    """Go on counting where the saved engine stopped."""
+def restore_counters(engine: Run, state: Mapping[str, Any]) -> None:
     engine.global_steps, engine.micro_steps = int(state["global_steps"]), int(state["micro_steps"])
     engine.global_samples = int(state.get("global_samples", 0))
     engine.skipped_steps = int(state.get("skipped_steps", 0))
 
 
-def restore_rank(engine: Counted, state: Mapping[str, Any], *, own: bool) -> None:
-    """Random numbers go on, and so does the data.
+def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
+    """Random numbers go on, and so does the data. Raises ConfigError: the loader does not take the position.
 
     Args:
         engine: its `training_dataloader` is told.
-        state: from `rank_state`.
         own: it is this rank's; False takes the position in the data alone.
-
-    Raises:
-        ConfigError: the loader does not take the position.
     """
     if own:
         restore_random_state(state["rng"], engine.device)
-    loader = engine.training_dataloader
+    loader: Any = engine.training_dataloader
     engine.data_position = position = unpack_any(state["data"], "the position in the data")
     if position is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(position)

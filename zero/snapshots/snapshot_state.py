@@ -3,47 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from offload.archives import bytes_tensor, make_archive, pack_any, read_archive, unpack_any
 from offload.errors import StateError
 from zero.activations.rng_tracker import get_cuda_rng_tracker
-from zero.optim.loss_scale import LossScaler
-from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.rules import Progress, Rules, Scalar
+from zero.optim.rules import Progress, Scalar
 from zero.snapshots.small_state import rank_state, restore_counters, restore_groups, restore_rank
+
+if TYPE_CHECKING:
+    from zero.assembly.run import Run
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class Captured(Protocol):
-    """What is captured, of an engine."""
-
-    module: nn.Module
-    rules: Rules
-    updater: ZeroOptimizer | None
-    lr_scheduler: Any
-    training_dataloader: Any
-    device: torch.device
-    global_steps: int
-    global_samples: int
-    micro_steps: int
-    skipped_steps: int
-    scaler: LossScaler
-    data_position: Any
-
-
-def capture(run: Captured, names: dict[int, str], norm: float | None) -> bytes:
-    """All of it, as `restore` takes it.
-
-    Args:
-        run: the engine.
-        names: id(parameter) -> its first name.
-        norm: of the last step's gradients.
-    """
+def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
+    """All of it, as `restore` takes it. `names`: id(parameter) -> its first name."""
     state: dict[str, Any] = {
         "counters": {name: getattr(run, name) for name in COUNTERS},
         "loss_scaler": run.scaler.state_dict(),
@@ -67,11 +44,10 @@ def capture(run: Captured, names: dict[int, str], norm: float | None) -> bytes:
     return make_archive(state).numpy().tobytes()
 
 
-def restore(run: Captured, names: dict[int, str], data: bytes) -> float | None:
+def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
     """Put back what `capture` has taken; returns the norm of the last step's gradients.
 
-    Raises:
-        StateError: the param groups are others. Nothing has changed.
+    Raises StateError: the param groups are others. Nothing has changed.
     """
     state = read_archive(bytes_tensor(data), "the state of a snapshot")
     _check_groups(run, names, state["groups"])
@@ -111,7 +87,7 @@ def _unpacked(packed: tuple[Any, ...], scalars: Mapping[str, Scalar]) -> Progres
     return Progress((*known, *((n, Scalar(None)) for n in (rest[0] if rest else []))), tuple(present))
 
 
-def _check_groups(run: Captured, names: dict[int, str], saved: list[dict[str, Any]]) -> None:
+def _check_groups(run: Run, names: dict[int, str], saved: list[dict[str, Any]]) -> None:
     groups = run.updater.param_groups if run.updater is not None else []
     mine = [[names.get(id(p), "") for p in group["params"]] for group in groups]
     theirs = [group["params"] for group in saved]

@@ -24,6 +24,7 @@ from zero.tools import (
     tune_command,
 )
 
+# Name -> module, in the order of the help.
 COMMANDS: Mapping[str, ModuleType] = {
     "run": run_command,
     "plan": plan_command,
@@ -34,7 +35,6 @@ COMMANDS: Mapping[str, ModuleType] = {
     "doctor": doctor_command,
     "export": export_command,
 }
-"""Name -> module, in the order of the help."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,10 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, module in COMMANDS.items():
         text = (module.__doc__ or "").strip()
         command = commands.add_parser(
-            name,
-            help=text.splitlines()[0],
-            description=text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)

@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from offload.errors import ConfigError
@@ -27,7 +27,6 @@ from zero.tools.config_schema import json_schema
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `zero config`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser("show", help="every value that holds, and where it comes from")
     show.add_argument("config", metavar="FILE", help="a configuration; - reads it from the standard input")
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was asked for; the exit status."""
     action: Callable[[argparse.Namespace], int] = options.action
     return action(options)
 
@@ -52,7 +50,8 @@ def shown_config(config: Config) -> dict[str, Any]:
     Keys that are None (the engine derives them, or they are off) are left out.
     """
     effective = _without_nones(config.as_dict())
-    origins = {path: config.origin(path) for path in _paths_in(effective)}
+    leaves = [key.path for key in known_keys(Config) if block_of(key.field) is None]
+    origins = {path: config.origin(path) for path in leaves if value_at(effective, path) is not None}
     return {ORIGINS_KEY: origins, **effective}
 
 
@@ -94,9 +93,3 @@ def _without_nones(value: Mapping[str, Any]) -> dict[str, Any]:
         for key, item in value.items()
         if item is not None
     }
-
-
-def _paths_in(effective: Mapping[str, Any]) -> Iterator[str]:
-    for key in known_keys(Config):
-        if value_at(effective, key.path) is not None and block_of(key.field) is None:
-            yield key.path

@@ -18,14 +18,12 @@ MARKS = {OK: "", UNKNOWN: "?"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `zero doctor`."""
     parser.add_argument("paths", nargs="*", metavar="PATH", help="folders for nvme_path (the current one)")
     parser.add_argument("--probe", action="store_true", help="measure the disks, up to half a minute each")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look and print; the exit status."""
     facts = list(collect([Path(path) for path in options.paths] or [Path.cwd()], probe=options.probe))
     if options.json:
         listed: dict[str, list[dict[str, str]]] = {section: [] for section in SECTIONS}

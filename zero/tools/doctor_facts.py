@@ -41,23 +41,23 @@ FREE_LITTLE_BYTES = 20 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line."""
-
     section: str
     name: str
     value: str
     verdict: str = OK
-    note: str = ""
-    """What it costs and what to do, if it is not OK."""
+    note: str = ""  # What it costs and what to do, if it is not OK.
 
 
-Answer = tuple[str, str, str]
-"""Value, verdict, note."""
+Answer = tuple[str, str, str]  # Value, verdict, note.
 
 
 def good(value: str) -> Answer:
-    """An answer with which all is well."""
     return value, OK, ""
+
+
+def _unless(trouble: str, value: str, note: str, well: str) -> Answer:
+    """What is slower where there is trouble, and why; else that all is well."""
+    return (value, SLOWER, f"{trouble}{note}") if trouble else good(well)
 
 
 def ask(section: str, name: str, question: Callable[[], Answer]) -> Fact:
@@ -75,12 +75,7 @@ def _untold(section: str, name: str, error: Exception) -> Fact:
 
 
 def collect(paths: Sequence[Path], *, probe: bool = False) -> Iterator[Fact]:
-    """All facts, section by section.
-
-    Args:
-        paths: folders that swap files could be in.
-        probe: measure their disks.
-    """
+    """All facts, section by section. `paths`: folders that swap files could be in; `probe`: measure their disks."""
     for section, questions in (
         ("software", software()),
         ("cpu", cpu()),
@@ -101,7 +96,6 @@ Questions = Iterator[tuple[str, Callable[[], Answer]]]
 
 
 def software() -> Questions:
-    """Versions."""
     yield "zero-infinity", lambda: good(f"{zero.__version__} in {Path(zero.__file__).parent}")
     yield "system", lambda: good(f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
     for name in LIBRARIES:
@@ -120,7 +114,6 @@ def _optional() -> Answer:
 
 
 def cpu() -> Questions:
-    """The processor and who updates weights on it."""
     yield "processor", lambda: good(_cpuinfo("model name") or platform.processor() or platform.machine())
     yield "cores", _cores
     yield (
@@ -146,18 +139,11 @@ def _cpuinfo(key: str) -> str:
 
 
 def _kernels() -> Answer:
-    trouble = health.cpu_library_trouble()
-    if trouble:
-        return (
-            "torch operations",
-            SLOWER,
-            f"{trouble}. Results are the same; an optimizer update takes about twenty times as long",
-        )
-    return good(f"native, {kernels.isa()}")
+    note = ". Results are the same; an optimizer update takes about twenty times as long"
+    return _unless(health.cpu_library_trouble(), "torch operations", note, f"native, {kernels.isa()}")
 
 
 def memory() -> Questions:
-    """What there is and what limits it."""
     yield "host memory", _host_memory
     for state in read_states()[:-1]:
         if state.limit_bytes is not None:
@@ -191,14 +177,11 @@ def _lockable() -> Answer:
 
 
 def _shared() -> Answer:
-    trouble = health.shared_memory_trouble()
-    if trouble:
-        return "none", SLOWER, f"{trouble}. Ranks of one node cannot share host memory and copy to each other"
-    return good("memfd works: ranks of one node can share host memory")
+    note = ". Ranks of one node cannot share host memory and copy to each other"
+    return _unless(health.shared_memory_trouble(), "none", note, "memfd works: ranks of one node can share host memory")
 
 
 def file_io() -> Questions:
-    """Which code reads and writes swap files."""
     yield "backends", _backends
     yield "in use", _io_choice
 
@@ -222,7 +205,6 @@ def _io_choice() -> Answer:
 
 
 def disks(paths: Sequence[Path], probe: bool) -> Questions:
-    """Where swap files could be."""
     for path in paths:
         yield str(path), lambda path=path: _disk(path)  # type: ignore[misc]
         if _usable(path):
@@ -250,11 +232,8 @@ def _disk(path: Path) -> Answer:
 
 
 def _direct(path: Path) -> Answer:
-    trouble = health.direct_io_trouble(path)
-    if trouble:
-        note = f"{trouble}; the page cache sits between: it takes host memory and a copy of every byte"
-        return "no", SLOWER, note
-    return good("yes")
+    note = "; the page cache sits between: it takes host memory and a copy of every byte"
+    return _unless(health.direct_io_trouble(path), "no", note, "yes")
 
 
 def _speed(path: Path, probe: bool) -> Answer:
@@ -270,7 +249,6 @@ _RATES = ("read", "write", "mixed")
 
 
 def gpus() -> Questions:
-    """Devices that torch sees."""
     yield "torch's CUDA", lambda: good(torch.version.cuda or "none: a CPU build of torch")
     visible = os.environ.get(visible_variable())
     if visible is not None:
@@ -292,21 +270,16 @@ def _gpu(module: Any, index: int) -> Answer:
 
 
 def _cuda_kernels() -> Answer:
-    trouble = health.cuda_library_trouble()
-    if trouble:
-        return "torch operations", SLOWER, f"{trouble}. Updates on the GPU and block sums run as several torch kernels"
-    return good("native")
+    note = ". Updates on the GPU and block sums run as several torch kernels"
+    return _unless(health.cuda_library_trouble(), "torch operations", note, "native")
 
 
 def _pinned() -> Answer:
-    trouble = health.pinning_trouble()
-    if trouble:
-        return "no", SLOWER, f"{trouble}; copies to and from the GPU are slower and stop its stream"
-    return good("works")
+    note = "; copies to and from the GPU are slower and stop its stream"
+    return _unless(health.pinning_trouble(), "no", note, "works")
 
 
 def several_ranks() -> Questions:
-    """What ranks talk over and how they are started."""
     yield "collectives", _collectives
     yield "this host's name", _host_name
     yield "interfaces", lambda: good(", ".join(name for _, name in socket.if_nameindex()))

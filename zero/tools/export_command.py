@@ -17,7 +17,6 @@ from zero.checkpoint.weights_files import MAX_SHARD_SIZE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `zero export`."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of checkpoints, or one of them")
     parser.add_argument("out", metavar="OUT", help="folder for the files; made if it is not there")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="fp32: the exact masters (bf16)")
@@ -26,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Export and say what was written; the exit status."""
     out = Path(options.out)
     with open_folder(options.checkpoint) as opened:
         shards = export(

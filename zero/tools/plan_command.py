@@ -55,20 +55,14 @@ class Rates:
 class StepTime:
     """Seconds of a step beside the model's own computation."""
 
-    update_disk_seconds: float | None
-    """Reading and writing for the updates."""
-    update_seconds: float | None
-    """The CPU's arithmetic; overlaps with the disk's work."""
-    fetch_seconds: float | None
-    """Reading units for backward and further forwards."""
-    copy_seconds: float | None
-    """To and from a GPU; overlaps with all of it."""
-    expected_seconds: float | None
-    """None while one of them is not known."""
+    update_disk_seconds: float | None  # Reading and writing for the updates.
+    update_seconds: float | None  # The CPU's arithmetic; overlaps with the disk's work.
+    fetch_seconds: float | None  # Reading units for backward and further forwards.
+    copy_seconds: float | None  # To and from a GPU; overlaps with all of it.
+    expected_seconds: float | None  # None while one of them is not known.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `zero plan`."""
     parser.add_argument("model", metavar="MODEL", help="config.json of a Hugging Face model, or module:callable")
     parser.add_argument("config", metavar="CONFIG", help="DeepSpeed JSON file")
     parser.add_argument("--model-args", metavar="JSON", default="{}", help="keyword arguments of the callable")
@@ -89,7 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan and print; the exit status."""
     config = _config(options)
     model = build_on_meta(options.model, options.model_args)
     device = planned_device() if options.device is not None else compute_device()
@@ -109,7 +102,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    """CONFIG as the options change it."""
     if options.ranks < 1:
         raise ConfigError(f"--world-size: expected at least 1, got {options.ranks}")
     if options.nodes < 1 or options.ranks % options.nodes:
@@ -122,19 +114,15 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _of_node(options: argparse.Namespace) -> int:
-    """Ranks of one node."""
     return int(options.ranks // options.nodes)
 
 
 def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
     """The model that `source` stands for, on the meta device.
 
-    Args:
-        source: a json file, or `module:callable`.
-        arguments: JSON object, keyword arguments of the callable.
+    Raises ConfigError: it stands for no model; says what is wrong.
 
-    Raises:
-        ConfigError: it stands for no model; says what is wrong.
+    `source`: a json file, or `module:callable`; `arguments`: JSON object, keyword arguments of the callable.
     """
     try:
         keywords = json.loads(arguments)

@@ -13,10 +13,8 @@ from zero.launch import arguments, starting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `zero run`."""
     arguments.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start the job and wait for it; the exit status."""
     return starting.launch(options)

@@ -16,7 +16,6 @@ from offload.sizes import format_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `zero snapshots`."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="name, step, age and size of each")
     listing.add_argument("path", metavar="PATH", help="first folder of nvme_path")
@@ -27,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """List or remove; the exit status."""
     if options.action == "rm":
         freed = remove_snapshot(options.path, options.name)
         print(f"{options.name}: removed, {format_bytes(freed)} are free again")

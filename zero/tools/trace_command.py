@@ -27,7 +27,6 @@ from zero.tools.trace_plot import draw, require_matplotlib, summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `zero trace`."""
     add = parser.add_argument
     add("--json", type=Path, default=Path("trace.json"), metavar="FILE", help="write the timeline there (%(default)s)")
     add("--png", type=Path, metavar="FILE", help="draw it too; needs matplotlib")
@@ -53,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Record, and draw if asked to; the exit status of the script where there is one.
 
-    Raises:
-        ConfigError: options that contradict each other, or a file that cannot be written.
+    Raises ConfigError: options that contradict each other, or a file that cannot be written.
     """
     _check(options)
     if options.draw is not None:

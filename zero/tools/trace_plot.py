@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 
 WIDTH_PIXELS, HEIGHT_PIXELS = 1600, 900
 DOTS_PER_INCH = 100
-LEVELS_MAX = 3
-"""Of nested computation: the call, the unit's module, and one below."""
-LABEL_SHARE, LABEL_HEIGHT_MIN = 0.0042, 0.12
-"""Part of the picture's width that a letter takes, and of a lane's height that it needs."""
-EMPTY_HEIGHT = 0.3
-"""Of a lane without spans, in lanes."""
+LEVELS_MAX = 3  # Of nested computation: the call, the unit's module, and one below.
+LABEL_SHARE, LABEL_HEIGHT_MIN = 0.0042, 0.12  # Of the picture's width a letter takes, of a lane's height it needs.
+EMPTY_HEIGHT = 0.3  # Of a lane without spans, in lanes.
+# By the first word of a span's name in the compute lane, by lane elsewhere.
 COLOURS = {
     "forward": "#4c78a8",
     "backward": "#54a24b",
@@ -34,13 +32,10 @@ COLOURS = {
     "copies": "#9d755d",
     "collectives": "#ff9da6",
 }
-"""By the first word of a span's name in the compute lane, by lane elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One span in the picture."""
-
     lane: str
     row: int
     name: str
@@ -49,7 +44,6 @@ class Bar:
 
     @property
     def colour(self) -> str:
-        """Of its kind."""
         return COLOURS.get(self.name.partition(" ")[0] if self.lane == COMPUTE else self.lane, "0.6")
 
 
@@ -67,8 +61,7 @@ def require_matplotlib() -> None:
 def summary(document: Mapping[str, Any]) -> str:
     """One line: steps, seconds, share of exposed wait, bytes and GB/s (while at least one transfer was in flight).
 
-    Raises:
-        ConfigError: the document is not one that an engine has written.
+    Raises ConfigError: the document is not one that an engine has written.
     """
     try:
         facts = document["otherData"]
@@ -92,8 +85,7 @@ _DIRECTIONS = (("read", "read"), ("write", "written"))
 def draw(document: Mapping[str, Any], path: Path) -> None:
     """Write the picture, WIDTH_PIXELS x HEIGHT_PIXELS, as PNG.
 
-    Raises:
-        ConfigError: matplotlib is missing, or the document is not one that an engine has written.
+    Raises ConfigError: matplotlib is missing, or the document is not one that an engine has written.
     """
     require_matplotlib()
     from matplotlib.figure import Figure

@@ -19,14 +19,12 @@ from offload.sizes import format_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `zero tune`."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="folder of nvme_path")
     parser.add_argument("--force", action="store_true", help="measure again what is known")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure or look up, and print; the exit status."""
     folders = [check_folder(path) for path in options.paths]
     results: dict[str, tuning.Tuning] = {}
     rows = []

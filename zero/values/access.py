@@ -12,20 +12,18 @@ from offload.errors import StateError
 from offload.kernels import masters
 from offload.system.interrupts import whole
 from zero.params.binding import BoundUnit
-from zero.params.layout import Slot, Unit
+from zero.params.layout import Slot
 from zero.params.released import is_kept, name_of, unmark
 from zero.params.tiles import engine_keeper
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
 from zero.schedule.hooks import ModuleHooks, in_backward
 from zero.schedule.rows import RowLender
-from zero.values.editor import Put, UnitEditor
+from zero.values.editor import UnitEditor
 from zero.values.gathered_values import runs_of
 
 
 class SlotPlace(NamedTuple):
-    """Where a parameter, or a tile of it, is."""
-
     bound: BoundUnit
     slot: Slot
 
@@ -33,10 +31,7 @@ class SlotPlace(NamedTuple):
 class EngineKeeper:
     """Knows every parameter's unit and how to bring its values in.
 
-    Attributes:
-        events: of the engine.
-        rows: lends rows of packed experts.
-        partitions: weights are sharded: see `Keeper.partitions`.
+    `rows`: lends rows of packed experts; `partitions`: weights are sharded: see `Keeper.partitions`.
     """
 
     def __init__(
@@ -52,7 +47,7 @@ class EngineKeeper:
         partitions: bool = True,
     ) -> None:
         self.events, self.rows, self.partitions = events, rows, partitions
-        self._bound, self._coordinator, self._hooks, self._editor = bound, coordinator, hooks, editor
+        self._bound, self._coordinator, self._hooks, self.editor = bound, coordinator, hooks, editor
         self._unit_of = {id(p): b.unit.index for b in bound for p in b.parameters}
         self._slot_of = {id(p): s for b in bound for p, s in zip(b.parameters, b.unit.slots, strict=True)}
         self._bound_of = {b.unit.index: b for b in bound}
@@ -66,7 +61,6 @@ class EngineKeeper:
 
     @property
     def device(self) -> torch.device:
-        """Where the engine computes."""
         return self._coordinator.device
 
     def inherit(self, other: EngineKeeper) -> None:
@@ -78,14 +72,11 @@ class EngineKeeper:
         is_fp32 = self._dtype_of[id(self.parameter(name))] == torch.float32
         return self.master(name) if is_fp32 else self.weights(name)
 
-    # ---- the face of released parameters ------------------------------------------------------
-
     @whole
     def touch(self, parameter: nn.Parameter) -> None:
         """Fetch inside forward or backward; elsewhere say what to do.
 
-        Raises:
-            StateError: neither a forward nor a backward is running, or the engine is closed.
+        Raises StateError: neither a forward nor a backward is running, or the engine is closed.
         """
         index = self._unit_of[id(parameter)]
         self.events.ready_to_run(f"parameter {name_of(parameter)}")
@@ -106,7 +97,7 @@ class EngineKeeper:
     def part(self, parameter: nn.Parameter) -> slice:
         """What of it lies in this rank's slice of its unit; it may be empty."""
         bound = self._bound_of[self._unit_of[id(parameter)]]
-        slot, placement = self._slot_of[id(parameter)], self._editor.placement
+        slot, placement = self._slot_of[id(parameter)], self.editor.placement
         run = runs_of(placement, bound.unit, slot, slot.first_numel, slot.first_numel + slot.numel)
         return run[placement.shard_index]
 
@@ -115,35 +106,17 @@ class EngineKeeper:
         """`GatheredParameters` begins."""
         units = self._units_of(parameters)
         self.events.current("GatheredParameters", units)
-        self._editor.open(units)
+        self.editor.open(units)
 
     @whole
     def close(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> None:
         """`GatheredParameters` ends."""
-        self._editor.close(self._units_of(parameters), modifier_rank)
-
-    def store_edits(self) -> None:
-        """Store edits that could not be stored when their context ended. Raises StorageError."""
-        self._editor.store_edits()
-
-    def before_change(self, units: Iterable[int]) -> None:
-        """States or gradients of these units are about to be replaced."""
-        self._editor.before_change(units)
-
-    def rewrite(self, unit: Unit, begin: int, values: torch.Tensor, put: Put) -> None:
-        """As `UnitEditor.rewrite`. Raises StorageError."""
-        self._editor.rewrite(unit, begin, values, put)
-
-    @property
-    def editing(self) -> bool:
-        """True inside `GatheredParameters`."""
-        return self._editor.busy
+        self.editor.close(self._units_of(parameters), modifier_rank)
 
     def give_back(self) -> None:
         """Make every parameter an ordinary one that holds its values, and close the engine.
 
-        Raises:
-            StateError: the engine is closed already; the values are gone.
+        Raises StateError: the engine is closed already; the values are gone.
         """
         if not self.events.states_are_away():  # else they can be read where they are, and no update is due
             self.events.current("taking the model back from the engine that keeps its values")
@@ -170,10 +143,7 @@ class EngineKeeper:
         with torch.no_grad():
             parameter.data = value
 
-    # ---- whole values -------------------------------------------------------------------------
-
     def parameter(self, name: str) -> nn.Parameter:
-        """The model's parameter object."""
         return self._wholes[self._pieces(name)[0].slot.index]
 
     def units_named(self, name: str) -> list[int]:
@@ -183,15 +153,15 @@ class EngineKeeper:
     def weights(self, name: str) -> torch.Tensor:
         """A copy of one parameter's weights, in compute dtype, on the host."""
         return self._whole(
-            name, lambda bound, slot: self._cut(self._editor.read(bound.unit).view(bound.unit.dtype), slot)
+            name, lambda bound, slot: self._cut(self.editor.read(bound.unit).view(bound.unit.dtype), slot)
         )
 
     def master(self, name: str) -> torch.Tensor:
         """A copy of one parameter's fp32 master, on the host."""
 
         def part(bound: BoundUnit, slot: Slot) -> torch.Tensor:
-            weight = self._cut(self._editor.read(bound.unit).view(bound.unit.dtype), slot)
-            remainder = self._editor.read_records(bound.unit).get("remainder") if bound.unit.trainable else None
+            weight = self._cut(self.editor.read(bound.unit).view(bound.unit.dtype), slot)
+            remainder = self.editor.read_records(bound.unit).get("remainder") if bound.unit.trainable else None
             own = None if remainder is None else remainder[slot.offset_numel : slot.end_numel].clone()
             out = torch.empty(slot.numel)
             masters.whole(out, weight.reshape(-1), own)
@@ -204,14 +174,14 @@ class EngineKeeper:
         pieces = self._pieces(name)
         if not pieces[0].bound.unit.trainable:
             raise StateError(f"parameter {name} is not trained by this engine: it has no states")
-        records = [(self._editor.read_records(bound.unit), slot) for bound, slot in pieces]
-        names = self._editor.states_of(pieces[0].bound.unit)
+        records = [(self.editor.read_records(bound.unit), slot) for bound, slot in pieces]
+        names = self.editor.states_of(pieces[0].bound.unit)
         return {key: _joined([self._cut(record[key], slot) for record, slot in records]) for key in names}
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, copy of the weights), one unit or tiled parameter in memory at a time; tied ones under each name."""
         for bound in self._bound:
-            flat = self._editor.read(bound.unit).view(bound.unit.dtype)
+            flat = self.editor.read(bound.unit).view(bound.unit.dtype)
             for slot in bound.unit.slots:
                 tiled = len(self._pieces(slot.name)) > 1
                 if tiled and slot.first_numel:
@@ -237,9 +207,7 @@ class EngineKeeper:
 def take_back(parameters: Iterable[nn.Parameter], but: EngineKeeper | None = None) -> None:
     """The same model may be wrapped again: the engine that kept it gives its values back and closes.
 
-    Args:
-        parameters: any.
-        but: what this one keeps stays with it.
+    `but`: what this one keeps stays with it.
     """
     for parameter in parameters:
         if is_kept(parameter):

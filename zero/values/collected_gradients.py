@@ -16,12 +16,7 @@ from zero.values.gathered_values import CHUNK_NUMEL, join_runs, runs_of
 
 
 class GradientValues:
-    """Gradients of an engine between a backward and the step, by slot.
-
-    Args:
-        gradients: of the engine.
-        exchange: with the other ranks.
-    """
+    """Gradients of an engine between a backward and the step, by slot."""
 
     def __init__(self, gradients: Gradients, exchange: Exchange) -> None:
         self._gradients, self._exchange = gradients, exchange

@@ -14,7 +14,6 @@ from offload.sizes import format_bytes
 from zero.exchange.exchange import Exchange, whole
 from zero.params.binding import BoundUnit
 from zero.params.layout import Layout, Unit
-from zero.params.placement import Placement
 from zero.plan.machine import read_machine
 from zero.plan.record import Record
 from zero.schedule.coordinator import Coordinator
@@ -23,19 +22,16 @@ from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
 from zero.values.edits import Edit, agree_on_edits
 
+# (record of a sub-group, first, last element of it that belong to the unit) -> was it changed?
 Visit = Callable[[Record, int, int], Awaitable[bool]]
-"""(record of a sub-group, first, last element of it that belong to the unit) -> was it changed?"""
 
-Put = Callable[[Record, int, torch.Tensor], None]
-"""(record, first element in it, values): the record is given the values."""
+Put = Callable[[Record, int, torch.Tensor], None]  # (record, first element in it, values) for the record.
 
 
 class UnitEditor:
     """Opens units of one engine for reading and editing, in memory of their own.
 
-    Args:
-        events: of the engine.
-        exchange: with the other ranks; all of them open and close the same units.
+    `exchange`: with the other ranks; all of them open and close the same units.
     """
 
     def __init__(
@@ -49,30 +45,23 @@ class UnitEditor:
     ) -> None:
         self._layout, self._bound, self._storage, self._coordinator = layout, bound, storage, coordinator
         self._events, self._exchange = events, exchange
+        self.states, self.placement = storage.plan.states, exchange.placement
         self._opened: Counter[int] = Counter()
         self._before: dict[int, torch.Tensor] = {}
         self._unstored: list[Edit] = []
 
     def states_of(self, unit: Unit) -> tuple[str, ...]:
-        """Names of the state planes that the unit's parameters have."""
         return self._storage.plan.states_of(unit)
 
     @property
-    def placement(self) -> Placement:
-        """Of the ranks."""
-        return self._exchange.placement
-
-    @property
     def busy(self) -> bool:
-        """True while any unit is open."""
         return any(self._opened.values())
 
     def open(self, indices: Iterable[int]) -> None:
         """Bind each unit to a private copy, unless it is bound already. All of them, or none.
 
-        Raises:
-            BudgetError: they are more than the machine has memory for.
-            StorageError: a unit could not be read; nothing is open that was not before.
+        Raises BudgetError: they are more than the machine has memory for. Raises StorageError: a unit could not be
+        read; nothing is open that was not before.
         """
         indices = list(indices)
         self._check_room(indices)
@@ -121,16 +110,10 @@ class UnitEditor:
     def close(self, indices: Iterable[int], modifier_rank: int | None = None) -> None:
         """Store what changed since `open` and release what it bound. All ranks come here.
 
-        Every unit is released whatever happens; an edit that cannot be written stays in memory.
-
-        Args:
-            indices: units.
-            modifier_rank: whose edits count; None: all ranks must have made the same ones.
-
-        Raises:
-            StateError: a parameter was given another shape; it keeps its values, other edits are kept. Or ranks have
-                made different edits, none of which is kept.
-            StorageError: the first failure.
+        Every unit is released whatever happens; an edit that cannot be written stays in memory. Raises StateError: a
+        parameter was given another shape; it keeps its values, other edits are kept. Or ranks have made different
+        edits, none of which is kept. Raises StorageError: the first failure. `modifier_rank`: whose edits count; None:
+        all ranks must have made the same ones.
         """
         edits: list[Edit] = []
         refused: list[str] = []
@@ -179,8 +162,7 @@ class UnitEditor:
     def store_edits(self) -> None:
         """Store the edits that are not stored yet. What fails stays in memory and is tried again next time.
 
-        Raises:
-            StorageError: the first failure. Nobody may look at the planes before a call succeeds.
+        Raises StorageError: the first failure. Nobody may look at the planes before a call succeeds.
         """
         error: BaseException | None = None
         for change in list(self._unstored):
@@ -271,14 +253,13 @@ class UnitEditor:
     def rewrite(self, unit: Unit, begin: int, values: torch.Tensor, put: Put) -> None:
         """Let `put` change the records of elements of the flat unit from `begin` on, all in this rank's slice.
 
+        Raises StorageError: a record could not be read or written.
+
         Args:
             unit: trained.
             begin: of the flat unit.
             values: 1-D, host; `put` gets the part that belongs to each record.
             put: changes a record.
-
-        Raises:
-            StorageError: a record could not be read or written.
         """
         first = position = unit.origin + begin
 
@@ -295,7 +276,6 @@ class UnitEditor:
         """Call `visit(record, lo, hi)` for each sub-group's part of the unit; True means it was changed.
 
         Args:
-            unit: any.
             visit: called in the order of coordinates.
             part: coordinates [begin, end) of the unit; None: all of this rank's.
         """

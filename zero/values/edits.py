@@ -14,29 +14,23 @@ from zero.params.layout import Unit
 
 
 class Edit(NamedTuple):
-    """What somebody has changed in one unit."""
-
     unit: Unit
-    before: torch.Tensor
-    """uint8, the unit's bytes as they were."""
+    before: torch.Tensor  # uint8, the unit's bytes as they were.
     after: torch.Tensor
 
     @property
     def changed(self) -> bool:
-        """True if anything was."""
         return not torch.equal(self.before, self.after)
 
 
 def agree_on_edits(exchange: Exchange, edits: list[Edit], modifier_rank: int | None) -> list[Edit]:
     """The edits to be stored: the same ones on every rank. All ranks come here with the same units.
 
+    Raises StateError: ranks have made different edits; names the unit and the ranks.
+
     Args:
-        exchange: with the other ranks.
         edits: of this rank, in the same order everywhere; those that changed nothing too.
         modifier_rank: whose edits count; None: all must have made the same ones.
-
-    Raises:
-        StateError: ranks have made different edits; names the unit and the ranks.
     """
     placement = exchange.placement
     if placement.alone:

@@ -26,19 +26,14 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the fp32 value and the weight; `value` has the parameter's shape.
-
-    Raises:
-        StateError: another shape.
-    """
+    """Replace the fp32 value and the weight; `value` has the parameter's shape. Raises StateError: another shape."""
     _write(param, lambda values: values.set_master(value))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """A whole optimizer state such as "exp_avg", fp32, a copy on the engine's device.
 
-    Raises:
-        StateError: there is no such state.
+    Raises StateError: there is no such state.
     """
     return _read(param, lambda values: values.state(optim_state_key))
 
@@ -46,8 +41,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace an optimizer state, rounded to what states are kept in.
 
-    Raises:
-        StateError: there is no such state, or another shape.
+    Raises StateError: there is no such state, or another shape.
     """
     _write(param, lambda values: values.set_state(optim_state_key, value))
 
@@ -65,8 +59,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the gradient that the next step uses, rounded to what gradients are kept in.
 
-    Raises:
-        StateError: another shape.
+    Raises StateError: another shape.
     """
     own = _own_grad(param)
     if own is not None:
@@ -93,8 +86,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's part of the fp32 value, and the weight on all ranks. Every rank calls it.
 
-    Raises:
-        StateError: another length.
+    Raises StateError: another length.
     """
     _write(param, lambda values: values.set_master(values.whole_of(value)))
 

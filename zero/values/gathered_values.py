@@ -21,17 +21,14 @@ from zero.params.placement import Placement
 from zero.store.adoption import Piece
 from zero.store.stored_values import StoredValues
 
-CHUNK_NUMEL = 1 << 20
-"""Elements that travel at once; with their states, 14 bytes each at most."""
+CHUNK_NUMEL = 1 << 20  # Elements that travel at once; with their states, 14 bytes each at most.
 SHOWN = 3
 
 
 class GatheredValues:
     """`StoredValues` of several ranks. All of them read the same, in the same order.
 
-    Args:
-        own: what this rank's planes hold.
-        exchange: with the other ranks.
+    `own`: what this rank's planes hold.
     """
 
     def __init__(self, own: StoredValues, exchange: Exchange) -> None:
@@ -83,7 +80,6 @@ class PlaneReader:
         self._stored, self._relay, self._masters = stored, relay, masters
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """What `read` gives."""
         unit, _ = self._stored.places_of(parameter)[0]
         return torch.float32 if self._masters and unit.trainable else unit.dtype
 
@@ -121,7 +117,6 @@ class PlaneReader:
             yield whole
 
     def _own(self, unit: Unit, slot: Slot, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements that are in this rank's slice."""
         values = torch.empty(end - begin, dtype=dtype)
         for piece in self._stored.pieces_of_slot(unit, slot, begin, end, self._masters):
             remainder = None if piece.remainder is None else piece.remainder.cpu()
@@ -143,7 +138,6 @@ def join_runs(
     """Put every slice's run into each of `wholes`.
 
     Args:
-        placement: of this rank.
         runs: of `runs_of`.
         told: by rank, bytes that begin with its runs, one tensor's after the other's; what is behind them is left.
         wholes: 1-D, of the host.
@@ -158,14 +152,12 @@ def join_runs(
 def agree_on_change(exchange: Exchange, model: nn.Module, held: Collection[int], *, accumulating: bool) -> None:
     """Return if all ranks have changed their model alike, and none is amid an accumulation. All ranks come here.
 
+    Raises StateError: names what differs, per rank; or the ranks that have gradients.
+
     Args:
-        exchange: with the other ranks.
         model: as it is now.
         held: id(parameter) of those in param groups.
         accumulating: this rank has gradients that no step has used.
-
-    Raises:
-        StateError: names what differs, per rank; or the ranks that have gradients.
     """
     if exchange.placement.alone:
         return

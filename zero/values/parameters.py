@@ -33,8 +33,7 @@ class SlotRun(NamedTuple):
 
     unit: Unit
     slot: Slot
-    begin: int
-    """First element, counted from the slot's first."""
+    begin: int  # First element, counted from the slot's first.
     end: int
 
 
@@ -43,7 +42,6 @@ class ParameterValues:
 
     Args:
         parts: of the engine; every update of the last step is complete.
-        exchange: with the other ranks.
         parameter: kept by the engine.
     """
 
@@ -55,10 +53,7 @@ class ParameterValues:
 
     @property
     def trained(self) -> bool:
-        """True when there are states and gradients."""
         return self._places[0][0].trainable
-
-    # ---- values and states ----------------------------------------------------------------------
 
     def master(self) -> torch.Tensor:
         """The whole fp32 value, on the host."""
@@ -125,8 +120,6 @@ class ParameterValues:
             join_runs(placement, runs, told, [flat[slot.first_numel : slot.first_numel + slot.numel]])
         return out
 
-    # ---- gradients ------------------------------------------------------------------------------
-
     def gradient(self) -> torch.Tensor | None:
         """The whole gradient collected since the last step, the mean over ranks, fp32; None if there is none."""
         self._gradients.settle()
@@ -146,8 +139,6 @@ class ParameterValues:
             return None
         filled = [torch.zeros(r.end - r.begin) if p is None else p for p, r in zip(parts, runs, strict=True)]
         return torch.cat(filled) if filled else torch.empty(0)
-
-    # ---- replacing ------------------------------------------------------------------------------
 
     def set_master(self, value: torch.Tensor) -> None:
         """Replace the value: the weights that forward uses, and the exact fp32 beside them. All ranks come here."""
@@ -183,7 +174,7 @@ class ParameterValues:
     def _rewrite(self, value: torch.Tensor, put: Put) -> None:
         """Let `put` change this rank's records; `value` is whole or this rank's part."""
         for run, part in self._parts_of(value):
-            self._parts.keeper.rewrite(run.unit, run.slot.offset_numel + run.begin, part, put)
+            self._parts.keeper.editor.rewrite(run.unit, run.slot.offset_numel + run.begin, part, put)
 
     def _parts_of(self, value: torch.Tensor) -> list[tuple[SlotRun, torch.Tensor]]:
         """What `value`, whole or this rank's part, has for each run of this rank."""

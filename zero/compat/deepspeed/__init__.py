@@ -11,8 +11,8 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
+# Folder with the package `deepspeed` and its dist-info; `bin` in it has the commands.
 ALIAS = str(Path(__file__).resolve().parent.parent / "alias")
-"""Folder with the package `deepspeed` and its dist-info; `bin` in it has the commands."""
 
 
 def export(environment: MutableMapping[str, str]) -> None:
@@ -25,8 +25,7 @@ def export(environment: MutableMapping[str, str]) -> None:
 def activate() -> None:
     """Let `import deepspeed` in this process and its children find the alias.
 
-    Raises:
-        ImportError: another `deepspeed` has been imported already.
+    Raises ImportError: another `deepspeed` has been imported already.
     """
     known = sys.modules.get("deepspeed")
     where = str(getattr(known, "__file__", None) or "")

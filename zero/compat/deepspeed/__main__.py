@@ -16,7 +16,6 @@ USAGE = """usage: python -m zero.compat.deepspeed COMMAND
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One command; the exit status."""
     command, *rest = [*arguments, ""]
     rest = rest[:-1] if rest else []
     if command == "path" and not rest:

@@ -42,12 +42,7 @@ def same(path: str) -> str | None:
 
 
 class Names:
-    """The `__getattr__` of a module.
-
-    Args:
-        path: of the module below `deepspeed`.
-        module: where values are kept.
-    """
+    """The `__getattr__` of a module. `path`: of the module below `deepspeed`."""
 
     def __init__(self, path: str, module: ModuleType) -> None:
         self.path, self.module = path, module
@@ -159,14 +154,12 @@ class Finder(MetaPathFinder, InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Of a module below `deepspeed` that DeepSpeed has."""
         package, _, below = fullname.partition(".")
         if package != PACKAGE or not below or below not in surface():
             return None
         return ModuleSpec(fullname, self, is_package=self.is_package(fullname))
 
     def is_package(self, fullname: str) -> bool:
-        """Whether there are modules below it."""
         return bool(surface()[fullname.partition(".")[2]].get("package"))
 
     def get_source(self, fullname: str) -> str:

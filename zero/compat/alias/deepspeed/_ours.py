@@ -5,6 +5,7 @@ Module below `deepspeed` -> where from -> names; `theirs=ours` where the two dif
 
 from __future__ import annotations
 
+# Modules that are the very module of ours: clients assign into them, or compare classes by them.
 SAME: dict[str, str] = {
     "comm": "zero.compat.comm_names",
     "comm.comm": "zero.compat.comm_names",
@@ -14,7 +15,6 @@ SAME: dict[str, str] = {
     "utils.groups": "zero.compat.groups",
     "utils.logging": "zero.compat.logs",
 }
-"""Modules that are the very module of ours: clients assign into them, or compare classes by them."""
 
 FRAGMENTS = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
@@ -57,22 +57,20 @@ OURS: dict[str, dict[str, str]] = {
         "zero.compat.checkpoint_files": (
             "clone_tensors_for_torch_save get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank "
             "get_zero_ckpt_name_for_rank"
-        ),
+        )
     },
     "comm": {"deepspeed.comm.torch": "TorchBackend", "deepspeed.comm.ccl": "CCLBackend"},
     "comm.reduce_op": {"zero.compat.comm_names": "ReduceOp"},
     "comm.utils": {
         "zero.compat.plain": "get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher"
     },
-    "compression.helper": {
-        "zero.compat.helpers": "convert_conv1d_to_linear recursive_getattr recursive_setattr",
-    },
+    "compression.helper": {"zero.compat.helpers": "convert_conv1d_to_linear recursive_getattr recursive_setattr"},
     "constants": {"zero.compat.comm_names": "default_pg_timeout"},
     "env_report": {"zero.compat.launcher": "cli_main=report main=report"},
     "git_version_info": {
         "zero.compat.operators": (
             "accelerator_name compatible_ops git_branch git_hash installed_ops torch_info version=VERSION"
-        ),
+        )
     },
     "inference.engine": {"zero.engine.inference": "InferenceEngine"},
     "launcher.launch": {"zero.compat.launcher": "main"},
