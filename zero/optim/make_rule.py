@@ -21,6 +21,7 @@ from zero.config import Config
 from zero.config.optimizer_block import OptimizerConfig
 from zero.ops.adam import KernelAdam
 from zero.ops.lion import Lion
+from zero.optim.kernel_rules import ROWS, KernelRule
 from zero.optim.rules import NOT_OF_THE_CLASS, AdamRule, Initial, Rule, Scalar, TiledRule, TileValues, Trained
 
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
@@ -184,7 +185,8 @@ def rule_for(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any
             seen.append(options)
             _check_trains(bare, options)
             _look(bare, options, found)
-    rule = TiledRule(optimizer, initial, tuple(found.planes), found.planes, found.scalars)
+    make = KernelRule if type(optimizer) in ROWS else TiledRule
+    rule = make(optimizer, initial, tuple(found.planes), found.planes, found.scalars)
     for options in seen:
         _try(rule, options)
     return rule
