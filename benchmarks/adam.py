@@ -1,5 +1,7 @@
 """Is the CPU Adam kernel as fast as memory allows, and faster than DeepSpeedCPUAdam and torch's fused AdamW?
 
+The kernels of other optimizers are measured beside it: each of them should move bytes as fast.
+
 Ours updates split masters from bf16 gradients: 26 bytes per parameter. The bound moves the same streams in place
 without the maths, at the best prefetch distance. The rivals update fp32 parameters from fp32 gradients: 28 bytes,
 and no 16-bit weight yet. They are measured as they come, on the memory that torch allocates, and beside that on
@@ -64,6 +66,23 @@ def our_step(numel: int, threads: int) -> Callable[[], None]:
     )
 
 
+def formula_step(formula: kernels.Formula, states: int, numel: int, threads: int) -> Callable[[], None]:
+    """The kernel of another optimizer, with so many of its states."""
+    weight, remainder, gradient = (
+        huge(numel, torch.bfloat16, 0.02),
+        huge(numel, torch.int16),
+        huge(numel, torch.bfloat16, 1e-3),
+    )
+    planes = [huge(numel, torch.float32, 1e-3).square_() if k < states else None for k in range(len(formula.states))]
+    segments = [dataclasses.replace(STEP, end=numel)]
+    return lambda: kernels.update(formula, weight, remainder, planes, gradient, segments, threads=threads)
+
+
+def bytes_split(states: int) -> int:
+    """Per parameter, as BYTES_SPLIT."""
+    return 2 * (2 + 2 + 4 * states) + 2
+
+
 def bound_step(numel: int, threads: int) -> Callable[[], None]:
     """The streaming bound. Raises RivalMissing."""
     bound = StreamingBound()
@@ -110,6 +129,11 @@ CONTENDERS: dict[str, tuple[Callable[[int, int], Callable[[], Any]], int]] = {
     "torch fused": (partial(torch_step, plain), BYTES_FP32),
     "DeepSpeedCPUAdam, huge": (partial(deepspeed_step, huge), BYTES_FP32),
     "torch fused, huge": (partial(torch_step, huge), BYTES_FP32),
+    **{
+        f"{formula.name}, {states} states": (partial(formula_step, formula, states), bytes_split(states))
+        for formula in kernels.Formula
+        for states in range(int(formula is not kernels.Formula.SGD), len(formula.states) + 1)
+    },
 }
 """How each is made, and the bytes it moves per parameter."""
 

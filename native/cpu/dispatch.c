@@ -21,20 +21,23 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256 };
 
 #define ZN_ISA scalar
 #define ZN_FMA(a, b, c) ((a) * (b) + (c))
-#include "adamw_body.inc"
+#define ZN_FMAF zn_fmaf
+#include "update_body.inc"
 #include "moments_body.inc"
 #include "cast_body.inc"
 #include "square_sums_body.inc"
 #include "ranks_body.inc"
 #undef ZN_ISA
 #undef ZN_FMA
+#undef ZN_FMAF
 
 #if ZN_X86_ROWS
 #define ZN_FMA __builtin_fma
+#define ZN_FMAF __builtin_fmaf
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #define ZN_ISA avx2
-#include "adamw_body.inc"
+#include "update_body.inc"
 #include "moments_body.inc"
 #include "cast_body.inc"
 #include "square_sums_body.inc"
@@ -45,7 +48,7 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256 };
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #define ZN_ISA avx512
-#include "adamw_body.inc"
+#include "update_body.inc"
 #include "moments_body.inc"
 #include "cast_body.inc"
 #include "square_sums_body.inc"
@@ -67,14 +70,17 @@ static int supported_avx512(void) {
 
 /* Columns in the order of the dtype constants: f32, bf16, f16. */
 #define ZN_COLUMNS(kernel, isa) {kernel##_f32_##isa, kernel##_bf16_##isa, kernel##_f16_##isa}
-#define ZN_MOMENTS(kernel, isa) {kernel##_m32_##isa, kernel##_m16_##isa}
-#define ZN_ADAMW_COLUMNS(kernel, isa) \
-  {ZN_MOMENTS(kernel##_f32, isa), ZN_MOMENTS(kernel##_bf16, isa), ZN_MOMENTS(kernel##_f16, isa)}
+/* [rule][which states there are, a bit each]; where there is none, the rule has not these. */
+#define ZN_UPDATES(isa)                                                                                   \
+  {[ZN_ADAM][3] = update_adam_##isa,                 [ZN_LION][1] = update_lion_##isa,                    \
+   [ZN_SGD][0] = update_sgd_##isa,                   [ZN_SGD][1] = update_sgd_momentum_##isa,             \
+   [ZN_ADAGRAD][1] = update_adagrad_##isa,           [ZN_RMSPROP][1] = update_rmsprop_##isa,              \
+   [ZN_RMSPROP][3] = update_rmsprop_momentum_##isa,  [ZN_RMSPROP][5] = update_rmsprop_centered_##isa,     \
+   [ZN_RMSPROP][7] = update_rmsprop_both_##isa}
 #define ZN_ROW(isa)                                                                                       \
   {.name = #isa,                                                                                          \
    .supported = supported_##isa,                                                                          \
-   .adamw = {ZN_ADAMW_COLUMNS(adamw_in_weight, isa), ZN_ADAMW_COLUMNS(adamw_split, isa),                  \
-             ZN_ADAMW_COLUMNS(adamw_beside_bf16, isa), ZN_ADAMW_COLUMNS(adamw_beside_f16, isa)},          \
+   .update = ZN_UPDATES(isa),                                                                             \
    .block_load = block_load_##isa,                                                                        \
    .block_store = block_store_##isa,                                                                      \
    .cast = {ZN_COLUMNS(cast_f32, isa), ZN_COLUMNS(cast_bf16, isa), ZN_COLUMNS(cast_f16, isa)},            \

@@ -14,19 +14,21 @@
 enum { ZN_DTYPES = 3 };
 
 /* How the fp32 master is stored: see zn_cpu_adamw. */
-enum { ZN_MASTER_IN_WEIGHT = 0, ZN_MASTER_SPLIT = 1, ZN_MASTER_BESIDE_BF16 = 2, ZN_MASTER_BESIDE_F16 = 3, ZN_MASTERS = 4 };
+enum { ZN_MASTER_IN_WEIGHT = 0, ZN_MASTER_SPLIT = 1, ZN_MASTER_BESIDE_BF16 = 2, ZN_MASTER_BESIDE_F16 = 3 };
 
 typedef struct {
+  int32_t scheme, grad_dtype;
   void *weight, *master;
   const void *grad;
   float grad_scale;
-} zn_adamw_arrays;
+} zn_update_arrays;
 
-/* The moments of a run of elements: pointers to the first one, and the counter whose hash rounds it. */
+/* The states of a run of elements: pointers to the first one. bf16 ones are rounded by the hash of `counter` + element. */
 typedef struct {
-  void *exp_avg, *exp_avg_sq;
+  void *planes[ZN_PLANES];
+  int32_t bf16;
   uint32_t counter;
-} zn_moments_run;
+} zn_states_run;
 
 /* How a block of 8-bit moments is rounded: to nearest, or by the hash of `counter` + element. */
 typedef struct {
@@ -35,8 +37,8 @@ typedef struct {
 } zn_rounding;
 
 /* All kernels work on elements [begin, end) of arrays given by their start. */
-typedef void zn_adamw_kernel(const zn_adamw_arrays *arrays, zn_moments_run run, const zn_adam_segment *segment,
-                             int64_t begin, int64_t end);
+typedef void zn_update_kernel(const zn_update_arrays *arrays, zn_states_run run, const zn_segment *segment,
+                              int64_t begin, int64_t end);
 /* One block of 8-bit moments, from and to fp32. */
 typedef void zn_block_load_kernel(float *exp_avg, float *exp_avg_sq, const zn_moments *moments, int64_t block);
 typedef void zn_block_store_kernel(const zn_moments *moments, const float *exp_avg, const float *exp_avg_sq,
@@ -55,7 +57,7 @@ enum { ZN_REDUCE_SAME = 0, ZN_REDUCE_WIDE = 1, ZN_REDUCE_ADD = 2, ZN_REDUCES = 3
 typedef struct {
   const char *name;
   int (*supported)(void);
-  zn_adamw_kernel *adamw[ZN_MASTERS][ZN_DTYPES][2];            /* [master][grad][fp32 or bf16 moments] */
+  zn_update_kernel *update[ZN_RULES][1 << ZN_PLANES];          /* [rule][which states there are] */
   zn_block_load_kernel *block_load;
   zn_block_store_kernel *block_store;
   zn_cast_kernel *cast[ZN_DTYPES][ZN_DTYPES];                  /* [out][in] */
@@ -107,6 +109,24 @@ ZN_INLINE float zn_float(uint32_t bits) {
 ZN_INLINE uint32_t zn_canonical_bits(float value) { return value == value ? zn_bits(value) : ZN_NAN_F32; }
 
 ZN_INLINE float zn_canonical(float value) { return value == value ? value : zn_float(ZN_NAN_F32); }
+
+/* a * b + c rounded once, without an instruction for it. The product is exact in fp64; their sum is rounded to odd
+ * there, which the rounding to fp32 does not see. */
+ZN_INLINE float zn_fmaf(float a, float b, float c) {
+#ifdef __FP_FAST_FMAF
+  return __builtin_fmaf(a, b, c);
+#else
+  const double product = (double)a * (double)b, sum = product + (double)c, part = sum - product;
+  const double error = (product - (sum - part)) + ((double)c - part);
+  int64_t bits;
+  memcpy(&bits, &sum, sizeof bits);
+  const int64_t away = (error > 0.0) - (error < 0.0); /* none of inf and NaN */
+  bits += bits & 1 ? 0 : sum < 0.0 ? -away : away;
+  double odd;
+  memcpy(&odd, &bits, sizeof odd);
+  return (float)odd;
+#endif
+}
 
 ZN_INLINE float zn_from_bf16(uint16_t half) { return zn_float((uint32_t)half << 16); }
 

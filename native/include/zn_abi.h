@@ -180,18 +180,35 @@ enum { ZN_F32 = 0, ZN_BF16 = 1, ZN_F16 = 2 };
 /* Elements per norm block. Ranges that kernels get start on a multiple of it. */
 enum { ZN_BLOCK_NUMEL = 4096 };
 
+/* Optimizers, with their states in order; what is in brackets may be missing. */
+enum {
+  ZN_ADAM = 0,    /* exp_avg, exp_avg_sq; AdamW too */
+  ZN_LION = 1,    /* exp_avg */
+  ZN_SGD = 2,     /* [momentum_buffer] */
+  ZN_ADAGRAD = 3, /* sum */
+  ZN_RMSPROP = 4, /* square_avg, [momentum_buffer], [grad_avg] */
+  ZN_RULES = 5
+};
+
+/* States of a rule at most. */
+enum { ZN_PLANES = 3 };
+
+/* Of a segment of SGD: its momentum_buffer begins with this update; nesterov. */
+enum { ZN_FIRST = 1, ZN_NESTEROV = 2 };
+
 /* One run of elements that share hyper-parameters. Python derives the fp32 values below from
- * doubles and from the parameter's own step count t = 1, 2, ...:
+ * doubles and from the parameter's own step count t = 1, 2, ... Of Adam:
  *   step_size = lr / (1 - beta1^t) * sqrt(1 - beta2^t), eps = Adam's eps * sqrt(1 - beta2^t): both bias
  *   corrections, and one division less for each element than as they are usually written,
  *   decay = 1 - lr * weight_decay (decoupled), l2 = weight_decay (Adam's L2 term); the unused one
- *   is 1 or 0. A skipped segment (no gradient) leaves weight and state untouched. */
+ *   is 1 or 0. A skipped segment (no gradient) leaves weight and state untouched.
+ * Of the others: see zn_cpu_update. */
 typedef struct {
   int64_t begin, end; /* elements, relative to the pointers of the call; begin <= end */
   int32_t skip;       /* 1: leave the range as it is */
-  int32_t reserved;
+  int32_t flags;
   float step_size, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
-} zn_adam_segment;
+} zn_segment;
 
 /* Where Adam's two moments are, and how they are stored:
  *   ZN_MOMENTS_F32   both are float
@@ -254,8 +271,29 @@ int32_t zn_cpu_isa_select(const char *name);
  * unknown dtype or kind, a NULL that may not be, or segments that do not ascend inside the arrays. */
 int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
                      const zn_moments *moments, const void *grad, int32_t grad_dtype,
-                     const zn_adam_segment *segments, int64_t segment_count, float grad_scale,
+                     const zn_segment *segments, int64_t segment_count, float grad_scale,
                      int32_t threads);
+
+/* As zn_cpu_adamw, for the optimizers beside Adam: `planes` are ZN_PLANES states of `numel` elements, fp32, NULL where
+ * there is none. Results are torch's, bit for bit, where torch has fused multiply-adds: fma(x, y, z) is x * y + z
+ * rounded once.
+ *
+ *   g = (float)grad * grad_scale         g = fma(l2, w, g) (when l2 != 0)
+ *   w = w * decay (when decay != 1)
+ *   LION     w = w - step_size * sign(fma(one_minus_beta1, g, m * beta1))
+ *            m = fma(one_minus_beta2, g, m * beta2)
+ *   SGD      b = fma(one_minus_beta1, g, b * beta1), or g with ZN_FIRST
+ *            w = fma(-step_size, b, w); of fma(beta1, b, g) with ZN_NESTEROV, of g without a momentum_buffer
+ *   ADAGRAD  s = fma(g, g, s)            w = w - step_size * g / (sqrt(s) + eps)
+ *   RMSPROP  v = u = fma(one_minus_beta2 * g, g, v * beta2)
+ *            m = lerp(m, g, one_minus_beta2)   u = fma(-m, m, u)    with a grad_avg
+ *            b = b * beta1 + g / (sqrt(u) + eps)   w = fma(-step_size, b, w)   with a momentum_buffer, else
+ *            w = w - step_size * g / (sqrt(u) + eps)
+ *
+ * -EINVAL also for Adam (which has zn_cpu_adamw), and for planes that the rule has not, or lacks. */
+int32_t zn_cpu_update(int32_t rule, void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
+                      float *const *planes, const void *grad, int32_t grad_dtype, int64_t numel,
+                      const zn_segment *segments, int64_t segment_count, float grad_scale, int32_t threads);
 
 /* Moments as fp32, and fp32 as moments. Storing rounds to nearest, so that what was loaded comes back bit for
  * bit (`origin` and `step` are not used). Each array has `moments->numel` elements. */
@@ -323,11 +361,14 @@ int32_t zn_cuda_poison_map(void **out, int64_t nbytes, int32_t device);
 int32_t zn_cuda_poison_unmap(void *ptr, int64_t nbytes, int32_t device);
 
 /* As the CPU functions of the same name, bit for bit. `segments` is a device pointer (and therefore
- * not checked); `moments` is a host pointer to a struct of device pointers. */
+ * not checked); `moments` and `planes` are host pointers to device pointers. */
 int32_t zn_cuda_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
                       const zn_moments *moments, const void *grad, int32_t grad_dtype,
-                      const zn_adam_segment *segments, int64_t segment_count, float grad_scale,
+                      const zn_segment *segments, int64_t segment_count, float grad_scale,
                       void *stream);
+int32_t zn_cuda_update(int32_t rule, void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
+                       float *const *planes, const void *grad, int32_t grad_dtype, int64_t numel,
+                       const zn_segment *segments, int64_t segment_count, float grad_scale, void *stream);
 int32_t zn_cuda_moments_load(float *exp_avg, float *exp_avg_sq, const zn_moments *moments,
                              void *stream);
 int32_t zn_cuda_moments_store(const zn_moments *moments, const float *exp_avg,

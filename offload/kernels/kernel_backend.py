@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from offload.errors import NativeError
 from offload.kernels.moments import Moments
 from offload.kernels.segment import Segment
 
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
 
@@ -47,17 +49,22 @@ class Backend:
             values[name] = self.native.ffi.NULL if scale is None else self.pointer(scale, "float *")
         return self.native.ffi.new("zn_moments *", values)
 
-    def segments(self, segments: Sequence[Segment]) -> Any:
-        """An array of zn_adam_segment in host memory."""
-        return self.native.ffi.new("zn_adam_segment[]", [_segment_values(segment) for segment in segments])
-
-    def on_device(self, table: Any) -> Tensor | None:
-        """`table` as bytes on a GPU; None on the CPU, where the table itself serves."""
+    @contextlib.contextmanager
+    def table(self, segments: Sequence[Segment]) -> Iterator[Any]:
+        """A pointer to zn_segment of each, where kernels of the device read it; for one call."""
+        table = self.native.ffi.new("zn_segment[]", [_segment_values(segment) for segment in segments])
         if self.device.type == "cpu":
-            return None
+            yield table
+            return
         # Pinned and not waited for: the stream may have to wait for a whole backward, and the caller must not.
         host = torch.frombuffer(bytearray(self.native.ffi.buffer(table)), dtype=torch.uint8).pin_memory()
-        return host.to(self.device, non_blocking=True)
+        on_device = host.to(self.device, non_blocking=True)
+        yield self.pointer(on_device, "zn_segment *")
+
+    def masters(self, weight: Tensor, master: Tensor | None) -> tuple[Any, ...]:
+        """Four arguments of an update: the weights and what they lack of their masters, with their kinds."""
+        stored = (self.native.ffi.NULL, 0) if master is None else (self.pointer(master), master.dtype == torch.float32)
+        return self.pointer(weight), DTYPES[weight.dtype], *stored
 
     def call(self, name: str, *arguments: Any, threads: int) -> None:
         """Call `name` of the device's library. Raises NativeError when it refuses."""
@@ -100,5 +107,6 @@ def _segment_values(segment: Segment) -> dict[str, float | int]:
     names = ("begin", "end", "decay", "l2", "beta1", "beta2")
     values: dict[str, float | int] = {name: getattr(segment, name) for name in names}
     values["skip"], values["step_size"], values["eps"] = int(segment.skip), segment.step_size_hat, segment.eps_hat
+    values["flags"] = segment.first | segment.nesterov << 1
     values["one_minus_beta1"], values["one_minus_beta2"] = segment.one_minus_beta1, segment.one_minus_beta2
     return values

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels.moments import MOMENTS_BLOCK_NUMEL, Moments
+from offload.kernels.segment import Segment
 from offload.kernels.square_sums import row_count
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,6 +41,21 @@ def check_master(weight: Tensor, master: Tensor | None) -> None:
     if not dtypes:
         raise TypeError(f"master: must be None, because {weight.dtype} weights are the master; got {master.dtype}")
     check("master", master, dtypes, weight.numel(), weight.device)
+
+
+def check_update(weight: Tensor, master: Tensor | None, grad: Tensor, segments: Sequence[Segment]) -> None:
+    """Refuse operands of an update that do not go together. Raises TypeError, or ValueError for segments."""
+    numel = weight.numel()
+    check("weight", weight, FLOATS, numel, weight.device)
+    check_master(weight, master)
+    check("grad", grad, FLOATS, numel, weight.device)
+    position = 0
+    for segment in segments:
+        if not 0 <= segment.begin <= segment.end <= numel:
+            raise ValueError(f"segment [{segment.begin}, {segment.end}) is outside tensors of {numel} elements")
+        if segment.begin < position:
+            raise ValueError(f"segment [{segment.begin}, {segment.end}) begins before {position}, where another ends")
+        position = segment.end
 
 
 def check_moments(moments: Moments, numel: int, device: torch.device) -> None:

@@ -12,15 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from offload.errors import NativeError
 from offload.kernels import kernels_fallback as fallback
-from offload.kernels.kernel_backend import backend_for
-from offload.kernels.kernel_checks import FLOATS, check, check_master, check_moments, check_ranks, check_sums
+from offload.kernels.kernel_backend import DTYPES, backend_for
+from offload.kernels.kernel_checks import FLOATS, check, check_moments, check_ranks, check_sums, check_update
 from offload.kernels.moments import Moments
-from offload.kernels.segment import Segment
+from offload.kernels.segment import Formula, Segment
 from offload.sizes import BLOCK_NUMEL
 
 __all__ = [
     "BLOCK_NUMEL",
+    "Formula",
     "Moments",
     "Segment",
     "accumulate",
@@ -33,11 +35,11 @@ __all__ = [
     "join",
     "moments_load",
     "moments_store",
+    "native_on",
     "reduce_ranks",
     "split",
+    "update",
 ]
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def adamw(
@@ -66,39 +68,68 @@ def adamw(
         TypeError: dtype, device, length or layout of a tensor is wrong.
         ValueError: a segment lies outside the tensors or begins before its predecessor ends.
     """
-    numel, device = weight.numel(), weight.device
-    check("weight", weight, FLOATS, numel, device)
-    check_master(weight, master)
-    check_moments(moments, numel, device)
-    check("grad", grad, FLOATS, numel, device)
-    position = 0
-    for segment in segments:
-        if not 0 <= segment.begin <= segment.end <= numel:
-            raise ValueError(f"segment [{segment.begin}, {segment.end}) is outside tensors of {numel} elements")
-        if segment.begin < position:
-            raise ValueError(f"segment [{segment.begin}, {segment.end}) begins before {position}, where another ends")
-        position = segment.end
-    if numel == 0 or not segments:
+    check_update(weight, master, grad, segments)
+    check_moments(moments, weight.numel(), weight.device)
+    if weight.numel() == 0 or not segments:
         return
-    backend = backend_for(device)
+    backend = backend_for(weight.device)
     if backend is None:
         fallback.adamw(weight, master, moments, grad, segments, grad_scale)
         return
-    table = backend.segments(segments)
-    keep_alive = backend.on_device(table)
-    backend.call(
-        "adamw",
-        *(backend.pointer(weight), _DTYPES[weight.dtype]),
-        *(
-            (backend.native.ffi.NULL, 0)
-            if master is None
-            else (backend.pointer(master), int(master.dtype == torch.float32))
-        ),
-        *(backend.moments(moments), backend.pointer(grad), _DTYPES[grad.dtype]),
-        table if keep_alive is None else backend.pointer(keep_alive, "zn_adam_segment *"),
-        *(len(segments), grad_scale),
-        threads=threads,
-    )
+    operands = *backend.masters(weight, master), backend.moments(moments), backend.pointer(grad), DTYPES[grad.dtype]
+    with backend.table(segments) as table:
+        backend.call("adamw", *operands, table, len(segments), grad_scale, threads=threads)
+
+
+def native_on(device: torch.device) -> bool:
+    """True where a native library serves; `update` has no other."""
+    return backend_for(device) is not None
+
+
+def update(
+    formula: Formula,
+    weight: Tensor,
+    master: Tensor | None,
+    states: Sequence[Tensor | None],
+    grad: Tensor,
+    segments: Sequence[Segment],
+    *,
+    grad_scale: float = 1.0,
+    threads: int = 1,
+) -> None:
+    """One update by another formula than Adam's, as `adamw`; the bits of torch's optimizer over the fp32 masters.
+
+    Args:
+        formula: which.
+        weight: as for `adamw`.
+        master: as for `adamw`.
+        states: (N,) fp32 each, in the order of `formula.states`; None where there is none.
+        grad: (N,) fp32, bf16 or fp16.
+        segments: disjoint ranges inside [0, N), in ascending order.
+        grad_scale: multiplies the gradient first.
+        threads: at most this many CPU threads; the result does not depend on it.
+
+    Raises:
+        TypeError: dtype, device, length or layout of a tensor is wrong.
+        ValueError: a segment lies outside the tensors or begins before its predecessor ends.
+        NativeError: the formula lacks a state, or there is no native library.
+    """
+    check_update(weight, master, grad, segments)
+    for name, state in zip(formula.states, states, strict=True):
+        if state is not None:
+            check(name, state, (torch.float32,), weight.numel(), weight.device)
+    if weight.numel() == 0 or not segments:
+        return
+    backend = backend_for(weight.device)
+    if backend is None:
+        raise NativeError(f"update: no native library serves {weight.device}; run torch's optimizer there")
+    ffi = backend.native.ffi
+    planes = [ffi.NULL if state is None else backend.pointer(state, "float *") for state in states]
+    planes += [ffi.NULL] * (backend.native.lib.ZN_PLANES - len(planes))
+    operands = *backend.masters(weight, master), ffi.new("float *[]", planes), backend.pointer(grad), DTYPES[grad.dtype]
+    with backend.table(segments) as table:
+        arguments = weight.numel(), table, len(segments), grad_scale
+        backend.call("update", int(formula), *operands, *arguments, threads=threads)
 
 
 def moments_load(moments: Moments, threads: int = 1) -> tuple[Tensor, Tensor]:
@@ -157,7 +188,7 @@ def cast(out: Tensor, src: Tensor, scale: float = 1.0, threads: int = 1) -> None
     if backend is None:
         fallback.cast(out, src, scale)
         return
-    pointers = backend.pointer(out), _DTYPES[out.dtype], backend.pointer(src), _DTYPES[src.dtype]
+    pointers = backend.pointer(out), DTYPES[out.dtype], backend.pointer(src), DTYPES[src.dtype]
     backend.call("cast", *pointers, src.numel(), scale, threads=threads)
 
 
@@ -183,7 +214,7 @@ def accumulate(total: Tensor, src: Tensor, first: Tensor | None = None, threads:
     if backend is None:
         fallback.accumulate(total, src, first)
         return
-    operands = backend.pointer(first), _DTYPES[first.dtype], backend.pointer(src), _DTYPES[src.dtype]
+    operands = backend.pointer(first), DTYPES[first.dtype], backend.pointer(src), DTYPES[src.dtype]
     backend.call("accumulate", backend.pointer(total, "float *"), *operands, src.numel(), threads=threads)
 
 
@@ -259,7 +290,7 @@ def block_sumsq(src: Tensor, into: Tensor | None = None, threads: int = 1) -> Te
     if backend is None:
         fallback.block_sumsq(sums, src)
         return sums
-    source = backend.pointer(src), _DTYPES[src.dtype], src.numel()
+    source = backend.pointer(src), DTYPES[src.dtype], src.numel()
     backend.call("block_sumsq", backend.pointer(sums, "zn_square_sum *"), *source, threads=threads)
     return sums
 
@@ -289,8 +320,8 @@ def cast_sumsq(out: Tensor, src: Tensor, scale: float = 1.0, into: Tensor | None
     if backend is None:
         fallback.cast_sumsq(out, sums, src, scale)
         return sums
-    outputs = backend.pointer(out), _DTYPES[out.dtype], backend.pointer(sums, "zn_square_sum *")
-    source = backend.pointer(src), _DTYPES[src.dtype], src.numel()
+    outputs = backend.pointer(out), DTYPES[out.dtype], backend.pointer(sums, "zn_square_sum *")
+    source = backend.pointer(src), DTYPES[src.dtype], src.numel()
     backend.call("cast_sumsq", *outputs, *source, scale, threads=threads)
     return sums
 
@@ -330,9 +361,9 @@ def reduce_ranks(
         fallback.reduce_ranks(stored, sources, scale, add)
         return block_sumsq(stored, sums, threads)
     if stored.numel() > 0:
-        outputs = backend.pointer(stored), _DTYPES[stored.dtype], backend.pointer(sums, "zn_square_sum *")
+        outputs = backend.pointer(stored), DTYPES[stored.dtype], backend.pointer(sums, "zn_square_sum *")
         table = backend.native.ffi.new("void *[]", [backend.pointer(source) for source in sources])
-        operands = table, len(sources), _DTYPES[sources[0].dtype], stored.numel(), scale, int(add)
+        operands = table, len(sources), DTYPES[sources[0].dtype], stored.numel(), scale, int(add)
         backend.call("reduce_ranks", *outputs, *operands, threads=threads)
     return sums
 

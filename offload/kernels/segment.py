@@ -1,13 +1,36 @@
-"""What one optimizer update has to know about a run of elements."""
+"""What one optimizer update has to know: the formula, and the numbers of a run of elements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Formula(IntEnum):
+    """Of an element's update, beside Adam's; see `zn_cpu_update` in native/include/zn_abi.h."""
+
+    LION = 1
+    SGD = 2
+    ADAGRAD = 3
+    RMSPROP = 4
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Of each element, as torch names them."""
+        return _STATES[self]
+
+
+_STATES = {
+    Formula.LION: ("exp_avg",),
+    Formula.SGD: ("momentum_buffer",),
+    Formula.ADAGRAD: ("sum",),
+    Formula.RMSPROP: ("square_avg", "momentum_buffer", "grad_avg"),
+}
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One run of elements [begin, end) that share hyper-parameters.
+    """One run of elements [begin, end) that share hyper-parameters. What they are of Adam:
 
     Attributes:
         begin: first element, relative to the tensors of the call.
@@ -20,6 +43,11 @@ class Segment:
         beta1: decay rate of the first moment.
         beta2: decay rate of the second moment.
         eps: added to the denominator.
+        gain: what the first average takes of a gradient; None: 1 - beta1.
+        first: SGD's momentum begins with this update.
+        nesterov: SGD's.
+
+    Of the others step_size is the learning rate, beta1 also SGD's and RMSprop's momentum, beta2 also RMSprop's alpha.
     """
 
     begin: int
@@ -32,6 +60,9 @@ class Segment:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    gain: float | None = None
+    first: bool = False
+    nesterov: bool = False
 
     @property
     def step_size_hat(self) -> float:
@@ -48,8 +79,8 @@ class Segment:
 
     @property
     def one_minus_beta1(self) -> float:
-        """1 - beta1 in double precision; rounded to fp32 only afterwards."""
-        return 1.0 - self.beta1
+        """`gain`, or 1 - beta1 in double precision; rounded to fp32 only afterwards."""
+        return 1.0 - self.beta1 if self.gain is None else self.gain
 
     @property
     def one_minus_beta2(self) -> float:

@@ -27,7 +27,7 @@ DISPATCH = ("operators.cpp", "fallback.cpp")
 FLAGS = ("-std=c++20", "-g0", "-fPIC", "-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas")
 KERNEL_FLAGS = ("-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fvisibility=hidden")
 LAUNCH = re.compile(r"(\w+(?:<[^;{}]*?>)?)\s*<<<(.*?)>>>\s*\(", re.S)
-BLOCKS, FEW_BLOCKS = "ADAMW_BLOCKS = 2048", "ADAMW_BLOCKS = 8"
+BLOCKS, FEW_BLOCKS = "UPDATE_BLOCKS = 2048", "UPDATE_BLOCKS = 8"
 """Every block walks over the whole array, and 2048 of them do so one after the other here."""
 
 
@@ -120,7 +120,7 @@ def _kernel_units(scratch: Path) -> list[tuple[Path, list[str]]]:
     includes = [f"-I{SOURCES}", f"-I{package / 'cuda'}", f"-I{package / 'include'}"]
     for path in build.expand(build.LIBZN_CUDA.sources, package):
         text = path.read_text().replace('"../include/', f'"{package}/include/')
-        assert (BLOCKS in text) == (path.name == "adamw.cu"), f"{path.name}: {BLOCKS} has moved"
+        assert (BLOCKS in text) == (path.name == "update.cu"), f"{path.name}: {BLOCKS} has moved"
         text = LAUNCH.sub(r"pretend_launch(\1, \2)(", text.replace(BLOCKS, FEW_BLOCKS))
         source = scratch / f"kernels_{path.stem}.cpp"
         source.write_text(f'#line 1 "{path}"\n{text}')

@@ -67,7 +67,7 @@ def stored(values: np.ndarray, dtype: int) -> np.ndarray:
 def segments(numel: int) -> Any:
     """AdamW, a skipped run, Adam with L2, and a gap that belongs to nobody."""
     cuts = [0, numel // 3, numel // 2, numel - numel // 5, numel]
-    table = ffi.new("zn_adam_segment[]", 3)
+    table = ffi.new("zn_segment[]", 3)
     for row, (begin, end) in zip(table, [cuts[0:2], cuts[1:3], cuts[3:5]], strict=True):
         row.begin, row.end = begin, end
         row.step_size, row.decay, row.eps = 3e-3, 1.0 - 1e-4, 1e-8
@@ -331,7 +331,7 @@ def test_selecting_an_unknown_isa_is_refused_and_changes_nothing() -> None:
 
 def test_arguments_that_fit_no_scheme_are_refused_before_anything_is_written() -> None:
     data = np.ones(4, np.float32)
-    floats, table = pointer(data, "float *"), ffi.new("zn_adam_segment[]", [{"begin": 0, "end": 4, "step_size": 1.0}])
+    floats, table = pointer(data, "float *"), ffi.new("zn_segment[]", [{"begin": 0, "end": 4, "step_size": 1.0}])
     moments = fp32_moments(data, data)
 
     def update(weight_dtype: int, master: Any, master_f32: int, grad_dtype: int = 0, threads: int = 1) -> int:

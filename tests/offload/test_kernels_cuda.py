@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels import kernels
-from offload.kernels.kernels import Moments, Segment
+from offload.kernels.kernels import Formula, Moments, Segment
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
@@ -62,6 +62,33 @@ def test_adamw_gives_the_bits_of_the_cpu(numel: int, grad_dtype: torch.dtype, mo
         kernels.adamw(w, m, Moments(a, s), g, segments, grad_scale=0.7)
         results.append([t for t in (w, m, a, s) if t is not None])
     assert same(*results)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4097, 100_003])
+@pytest.mark.parametrize("grad_dtype", FLOATS)
+@pytest.mark.parametrize("mode", ["split", "fp32", "fp16 with fp32 master"])
+def test_other_optimizers_give_the_bits_of_the_cpu(numel: int, grad_dtype: torch.dtype, mode: str) -> None:
+    cut = numel // 3
+    common = {"beta1": 0.9, "beta2": 0.3, "eps": 1e-8}
+    segments = [
+        Segment(0, cut, step_size=1e-2, decay=0.99, first=True, **common),
+        Segment(cut, 2 * cut, skip=True),
+        Segment(2 * cut, numel, step_size=3e-3, l2=0.1, gain=0.4, nesterov=True, **common),
+    ]
+    present = [(Formula.LION, 1), (Formula.SGD, 0), (Formula.SGD, 1), (Formula.ADAGRAD, 1)]
+    present += [(Formula.RMSPROP, bits) for bits in (1, 3, 5, 7)]
+    for formula, bits in present:
+        start = values(numel, 1)
+        master = {"split": torch.zeros(numel, dtype=torch.int16), "fp32": None}.get(mode, start.clone())
+        weight = start.to({"split": torch.bfloat16, "fp32": torch.float32}.get(mode, torch.float16))
+        states = [values(numel, 3 + k).abs() if bits >> k & 1 else None for k in range(len(formula.states))]
+        grad = values(numel, 2, grad_dtype)
+        results = []
+        for device in (torch.device("cpu"), CUDA):
+            w, m, g, *held = on(device, [weight, master, grad, *states])
+            kernels.update(formula, w, m, held, g, segments, grad_scale=0.7)
+            results.append([t for t in (w, m, *held) if t is not None])
+        assert same(*results), formula
 
 
 @pytest.mark.parametrize("numel", [0, 256, 4096 + 512, 100 * 4096])

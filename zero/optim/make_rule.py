@@ -23,6 +23,7 @@ from zero.config.optimizer_block import OptimizerConfig
 from zero.ops.adam import KernelAdam
 from zero.ops.lamb import Lamb
 from zero.ops.lion import Lion
+from zero.optim.kernel_rules import ROWS, KernelRule
 from zero.optim.muon import muon_from
 from zero.optim.rules import NOT_OF_THE_CLASS, AdamRule, Initial, Rule, Rules, Scalar, TiledRule, TileValues, Trained
 
@@ -189,7 +190,7 @@ def rule_for(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any
             _check_trains(bare, options)
             _look(bare, options, found)
     kept = (optimizer, initial, tuple(found.planes), found.planes, found.scalars)
-    rule = TiledRule(*kept)
+    rule = (KernelRule if type(optimizer) in ROWS else TiledRule)(*kept)
     try:
         for options in seen:
             _try(rule, options)

@@ -54,6 +54,7 @@ static inline float __fadd_rn(float a, float b) { return pretend_result(a + b); 
 static inline float __fsub_rn(float a, float b) { return pretend_result(a - b); }
 static inline float __fmul_rn(float a, float b) { return pretend_result(a * b); }
 static inline float __fdiv_rn(float a, float b) { return pretend_result(a / b); }
+static inline float __fmaf_rn(float a, float b, float c) { return pretend_result(fmaf(a, b, c)); }
 static inline float __fsqrt_rn(float a) { return pretend_result(sqrtf(a)); }
 static inline double __dadd_rn(double a, double b) { return pretend_result(a + b); }
 static inline double __dsub_rn(double a, double b) { return pretend_result(a - b); }

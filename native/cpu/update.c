@@ -1,4 +1,4 @@
-/* The exported Adam: check the arguments, walk blocks and segments, widen and round narrow moments. */
+/* The exported updates: check the arguments, walk blocks and segments, widen and round 8-bit moments. */
 #include <errno.h>
 
 #include "kernels.h"
@@ -6,36 +6,36 @@
 
 typedef struct {
   const zn_cpu_kernels *kernels;
-  zn_adamw_kernel *update;
-  zn_adamw_arrays arrays;
-  const zn_moments *moments;
-  const zn_adam_segment *segments;
+  zn_update_kernel *update;
+  zn_update_arrays arrays;
+  void *planes[ZN_PLANES];   /* states, or NULL */
+  const zn_moments *moments; /* Adam's; NULL of others */
+  const zn_segment *segments;
   int64_t segment_count;
-} zn_adamw_call;
+} zn_update_call;
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* fp32 and bf16 moments of elements [begin, end), updated where they are. */
-static void update_in_place(const zn_adamw_call *call, int64_t begin, int64_t end) {
+/* Elements [begin, end), with states that are fp32 or bf16, updated where they are. */
+static void update_in_place(const zn_update_call *call, int64_t begin, int64_t end) {
   const zn_moments *moments = call->moments;
-  const int64_t element_bytes = moments->kind == ZN_MOMENTS_BF16 ? 2 : 4;
+  const int32_t bf16 = moments != NULL && moments->kind == ZN_MOMENTS_BF16;
   for (int64_t k = 0; k < call->segment_count; k++) {
-    const zn_adam_segment *segment = &call->segments[k];
+    const zn_segment *segment = &call->segments[k];
     int64_t from = larger(segment->begin, begin), to = smaller(segment->end, end);
     if (segment->skip || from >= to) continue;
-    zn_moments_run run = {(char *)moments->exp_avg + from * element_bytes,
-                          (char *)moments->exp_avg_sq + from * element_bytes,
-                          zn_counter(moments->origin + from, moments->step)};
+    zn_states_run run = {.bf16 = bf16, .counter = bf16 ? zn_counter(moments->origin + from, moments->step) : 0};
+    for (int p = 0; p < ZN_PLANES; p++) run.planes[p] = (char *)call->planes[p] + from * (bf16 ? 2 : 4);
     call->update(&call->arrays, run, segment, from, to);
   }
 }
 
 /* One block of 8-bit moments, and the segments from `segment` on that reach into it. */
-static void update_block(const zn_adamw_call *call, const zn_adam_segment *segment, int64_t begin) {
+static void update_block(const zn_update_call *call, const zn_segment *segment, int64_t begin) {
   float exp_avg[ZN_MOMENTS_BLOCK_NUMEL], exp_avg_sq[ZN_MOMENTS_BLOCK_NUMEL];
   const zn_moments *moments = call->moments;
-  const zn_adam_segment *last = call->segments + call->segment_count;
+  const zn_segment *last = call->segments + call->segment_count;
   int64_t end = begin + ZN_MOMENTS_BLOCK_NUMEL, block = begin / ZN_MOMENTS_BLOCK_NUMEL;
   int loaded = 0;
   for (; segment < last && segment->begin < end; segment++) {
@@ -43,7 +43,7 @@ static void update_block(const zn_adamw_call *call, const zn_adam_segment *segme
     if (segment->skip || from >= to) continue;
     if (!loaded) call->kernels->block_load(exp_avg, exp_avg_sq, moments, block);
     loaded = 1;
-    zn_moments_run run = {exp_avg + (from - begin), exp_avg_sq + (from - begin), 0};
+    zn_states_run run = {.planes = {exp_avg + (from - begin), exp_avg_sq + (from - begin)}};
     call->update(&call->arrays, run, segment, from, to);
   }
   if (!loaded) return; /* only who is skipped reaches into it, if anybody: not a bit changes */
@@ -51,13 +51,13 @@ static void update_block(const zn_adamw_call *call, const zn_adam_segment *segme
   call->kernels->block_store(moments, exp_avg, exp_avg_sq, block, rounding);
 }
 
-static void adamw_part(const void *context, int64_t begin, int64_t end) {
-  const zn_adamw_call *call = context;
-  if (call->moments->kind != ZN_MOMENTS_8BIT) {
+static void update_part(const void *context, int64_t begin, int64_t end) {
+  const zn_update_call *call = context;
+  if (call->moments == NULL || call->moments->kind != ZN_MOMENTS_8BIT) {
     update_in_place(call, begin, end);
     return;
   }
-  const zn_adam_segment *segment = call->segments, *last = call->segments + call->segment_count;
+  const zn_segment *segment = call->segments, *last = call->segments + call->segment_count;
   for (int64_t i = begin; i < end; i += ZN_MOMENTS_BLOCK_NUMEL) {
     while (segment < last && segment->end <= i) segment++;
     update_block(call, segment, i);
@@ -82,7 +82,7 @@ static int moments_valid(const zn_moments *moments) {
          moments->origin % ZN_MOMENTS_BLOCK_NUMEL == 0;
 }
 
-static int segments_valid(const zn_adam_segment *segments, int64_t segment_count, int64_t numel) {
+static int segments_valid(const zn_segment *segments, int64_t segment_count, int64_t numel) {
   int64_t position = 0;
   for (int64_t k = 0; k < segment_count; k++) {
     if (segments[k].begin < position || segments[k].begin > segments[k].end) return 0;
@@ -91,30 +91,53 @@ static int segments_valid(const zn_adam_segment *segments, int64_t segment_count
   return position <= numel;
 }
 
+/* What is left to check and to fill in; `present` has a bit for each state that there is. */
+static int32_t update(zn_update_call *call, int32_t rule, int present, int32_t weight_dtype, int32_t master_f32,
+                      int64_t numel, int32_t threads) {
+  const zn_update_arrays *a = &call->arrays;
+  call->kernels = zn_cpu_active();
+  call->update = call->kernels->update[rule][present];
+  call->arrays.scheme = master_scheme(weight_dtype, a->master, master_f32);
+  if (a->scheme < 0 || !zn_is_dtype(a->grad_dtype) || !call->update) return -EINVAL;
+  if (call->segment_count < 0 || threads < 1) return -EINVAL;
+  if (call->segment_count == 0 || numel == 0) return 0;
+  if (!a->weight || !a->grad || !call->segments) return -EINVAL;
+  if (!segments_valid(call->segments, call->segment_count, numel)) return -EINVAL;
+  int64_t begin = call->segments[0].begin, end = call->segments[call->segment_count - 1].end;
+  if (call->moments != NULL && call->moments->kind == ZN_MOMENTS_8BIT) {
+    begin -= begin % ZN_MOMENTS_BLOCK_NUMEL;
+    end += (ZN_MOMENTS_BLOCK_NUMEL - end % ZN_MOMENTS_BLOCK_NUMEL) % ZN_MOMENTS_BLOCK_NUMEL;
+  }
+  zn_parallel(update_part, call, begin, end, threads);
+  return 0;
+}
+
 int32_t zn_cpu_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32, const zn_moments *moments,
-                     const void *grad, int32_t grad_dtype, const zn_adam_segment *segments, int64_t segment_count,
+                     const void *grad, int32_t grad_dtype, const zn_segment *segments, int64_t segment_count,
                      float grad_scale, int32_t threads) {
-  int scheme = master_scheme(weight_dtype, master, master_f32);
-  if (scheme < 0 || !zn_is_dtype(grad_dtype) || segment_count < 0 || threads < 1) return -EINVAL;
   if (!moments_valid(moments)) return -EINVAL;
-  if (segment_count == 0 || moments->numel == 0) return 0;
-  if (!weight || !grad || !segments || !segments_valid(segments, segment_count, moments->numel)) return -EINVAL;
-  const zn_cpu_kernels *kernels = zn_cpu_active();
-  zn_adamw_call call = {
-      .kernels = kernels,
-      .update = kernels->adamw[scheme][grad_dtype][moments->kind == ZN_MOMENTS_BF16],
-      .arrays = {weight, master, grad, grad_scale},
+  zn_update_call call = {
+      .arrays = {0, grad_dtype, weight, master, grad, grad_scale},
+      .planes = {moments->exp_avg, moments->exp_avg_sq},
       .moments = moments,
       .segments = segments,
       .segment_count = segment_count,
   };
-  int64_t begin = segments[0].begin, end = segments[segment_count - 1].end;
-  if (moments->kind == ZN_MOMENTS_8BIT) {
-    begin -= begin % ZN_MOMENTS_BLOCK_NUMEL;
-    end += (ZN_MOMENTS_BLOCK_NUMEL - end % ZN_MOMENTS_BLOCK_NUMEL) % ZN_MOMENTS_BLOCK_NUMEL;
-  }
-  zn_parallel(adamw_part, &call, begin, end, threads);
-  return 0;
+  return update(&call, ZN_ADAM, 3, weight_dtype, master_f32, moments->numel, threads);
+}
+
+int32_t zn_cpu_update(int32_t rule, void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
+                      float *const *planes, const void *grad, int32_t grad_dtype, int64_t numel,
+                      const zn_segment *segments, int64_t segment_count, float grad_scale, int32_t threads) {
+  if (rule <= ZN_ADAM || rule >= ZN_RULES || !planes || numel < 0) return -EINVAL;
+  zn_update_call call = {
+      .arrays = {0, grad_dtype, weight, master, grad, grad_scale},
+      .planes = {planes[0], planes[1], planes[2]},
+      .segments = segments,
+      .segment_count = segment_count,
+  };
+  int present = (planes[0] != NULL) | (planes[1] != NULL) << 1 | (planes[2] != NULL) << 2;
+  return update(&call, rule, present, weight_dtype, master_f32, numel, threads);
 }
 
 /* ---- moments alone ------------------------------------------------------------------------ */

@@ -1,16 +1,24 @@
-/* Adam / AdamW over flat device ranges: zn_cpu_adamw, bit for bit. */
+/* Optimizer updates over flat device ranges: zn_cpu_adamw and zn_cpu_update, bit for bit. */
 #include "moments.cuh"
+
+#define ZN_NAME(name) name
+#define ZN_INLINE __device__ static inline
+#define ZN_FMAF __fmaf_rn
+#define ZN_SQRTF __fsqrt_rn
+#include "../include/zn_rules.h"
 
 namespace {
 
 /* Fills any present GPU. */
-constexpr unsigned ADAMW_BLOCKS = 2048;
+constexpr unsigned UPDATE_BLOCKS = 2048;
 
 enum Master { IN_WEIGHT, SPLIT, BESIDE_BF16, BESIDE_F16 };
 
 struct Arrays {
   void *weight, *master;
-  zn_moments moments;
+  int32_t rule, present;   /* the optimizer, and a bit for each of its states */
+  void *planes[ZN_PLANES]; /* of 8-bit codes only in `moments` */
+  zn_moments moments;      /* Adam's */
   const void *grad;
   float grad_scale;
   bool aligned; /* runs of WIDE elements can be moved at once */
@@ -76,55 +84,53 @@ __device__ void store_masters(const Arrays &a, int64_t i, const float (&w)[WIDTH
   }
 }
 
-__device__ void update_one(const zn_adam_segment &s, float &w, float g, float &m, float &v) {
-  if (s.l2 != 0.0f) g = __fadd_rn(g, __fmul_rn(s.l2, w));
-  if (s.decay != 1.0f) w = __fmul_rn(w, s.decay);
-  m = __fadd_rn(m, __fmul_rn(s.one_minus_beta1, __fsub_rn(g, m)));
-  v = __fadd_rn(__fmul_rn(v, s.beta2), __fmul_rn(s.one_minus_beta2, __fmul_rn(g, g)));
-  w = __fsub_rn(w, __fmul_rn(s.step_size, __fdiv_rn(m, __fadd_rn(__fsqrt_rn(v), s.eps))));
-  m = __uint_as_float(zn_canonical_bits(m));
-  v = __uint_as_float(zn_canonical_bits(v));
-}
-
-/* Elements from `i` on; their moments are in registers. */
+/* Elements from `i` on; their states are in registers. */
 template <int MASTER, int GRAD_DTYPE, int WIDTH>
-__device__ void update(const Arrays &a, const zn_adam_segment &s, int64_t i, float (&m)[WIDTH], float (&v)[WIDTH]) {
+__device__ void update(const Arrays &a, int rule, int present, const zn_segment &s, int64_t i,
+                       float (&states)[ZN_PLANES][WIDTH]) {
   float w[WIDTH], g[WIDTH];
   load_masters<MASTER>(w, a, i);
   load<GRAD_DTYPE>(g, a.grad, i);
-  for (int k = 0; k < WIDTH; k++) update_one(s, w[k], __fmul_rn(g[k], a.grad_scale), m[k], v[k]);
+  for (int k = 0; k < WIDTH; k++) {
+    const float scaled = __fmul_rn(g[k], a.grad_scale);
+    update_one(rule, present, &s, &w[k], scaled, &states[0][k], &states[1][k], &states[2][k]);
+    for (int p = 0; p < ZN_PLANES; p++) states[p][k] = __uint_as_float(zn_canonical_bits(states[p][k]));
+  }
   store_masters<MASTER>(a, i, w);
 }
 
-/* The same, with fp32 or bf16 moments. */
-template <int MASTER, int GRAD_DTYPE, int MOMENT_DTYPE, int WIDTH>
-__device__ void update_in_place(const Arrays &a, const zn_adam_segment &s, int64_t i) {
-  float m[WIDTH], v[WIDTH];
-  load<MOMENT_DTYPE>(m, a.moments.exp_avg, i);
-  load<MOMENT_DTYPE>(v, a.moments.exp_avg_sq, i);
-  update<MASTER, GRAD_DTYPE>(a, s, i, m, v);
-  if (MOMENT_DTYPE == ZN_F32) {
-    store<ZN_F32>(a.moments.exp_avg, i, m);
-    store<ZN_F32>(a.moments.exp_avg_sq, i, v);
-  } else {
-    Run<uint16_t, WIDTH> averages, squares;
-    for (int k = 0; k < WIDTH; k++) {
-      const uint32_t noise = zn_noise_at(a.moments, i + k);
-      averages.at[k] = zn_round_bf16(m[k], noise & 0xFFFFu);
-      squares.at[k] = zn_round_bf16(v[k], noise >> 16);
+/* The same, with fp32 or bf16 states. Of Adam the compiler knows the formula; the others, which memory bounds as well,
+ * share a kernel. */
+template <bool ADAM, int MASTER, int GRAD_DTYPE, int STATE_DTYPE, int WIDTH>
+__device__ void update_in_place(const Arrays &a, const zn_segment &s, int64_t i) {
+  const int rule = ADAM ? (int)ZN_ADAM : a.rule, present = ADAM ? 3 : a.present;
+  float states[ZN_PLANES][WIDTH] = {};
+  for (int p = 0; p < ZN_PLANES; p++) {
+    if (present >> p & 1) load<STATE_DTYPE>(states[p], a.planes[p], i);
+  }
+  update<MASTER, GRAD_DTYPE>(a, rule, present, s, i, states);
+  for (int p = 0; p < ZN_PLANES; p++) {
+    if (!(present >> p & 1)) continue;
+    if (STATE_DTYPE == ZN_F32) {
+      store<ZN_F32>(a.planes[p], i, states[p]);
+    } else {
+      Run<uint16_t, WIDTH> run;
+      for (int k = 0; k < WIDTH; k++) {
+        const uint32_t noise = zn_noise_at(a.moments, i + k);
+        run.at[k] = zn_round_bf16(states[p][k], p == 0 ? noise & 0xFFFFu : noise >> 16);
+      }
+      run_at<uint16_t, WIDTH>(a.planes[p], i) = run;
     }
-    run_at<uint16_t, WIDTH>(a.moments.exp_avg, i) = averages;
-    run_at<uint16_t, WIDTH>(a.moments.exp_avg_sq, i) = squares;
   }
 }
 
 /* Every block strides through every segment: the host does not see them (they lie on the device), and so a long one
  * gets the whole GPU whatever the others are. */
-template <int MASTER, int GRAD_DTYPE, int MOMENT_DTYPE>
-__global__ void in_place_kernel(Arrays arrays, const zn_adam_segment *segments, int64_t segment_count) {
+template <bool ADAM, int MASTER, int GRAD_DTYPE, int STATE_DTYPE>
+__global__ void in_place_kernel(Arrays arrays, const zn_segment *segments, int64_t segment_count) {
   const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, stride = (int64_t)gridDim.x * blockDim.x;
   for (int64_t n = 0; n < segment_count; n++) {
-    const zn_adam_segment segment = segments[n];
+    const zn_segment segment = segments[n];
     if (segment.skip) continue;
     /* Elements before the first whole run, whole runs, elements behind the last one. */
     int64_t first = segment.end, last = segment.end;
@@ -133,16 +139,16 @@ __global__ void in_place_kernel(Arrays arrays, const zn_adam_segment *segments, 
       last = max(segment.end / WIDE * WIDE, first);
     }
     for (int64_t i = segment.begin + thread; i < first; i += stride)
-      update_in_place<MASTER, GRAD_DTYPE, MOMENT_DTYPE, 1>(arrays, segment, i);
+      update_in_place<ADAM, MASTER, GRAD_DTYPE, STATE_DTYPE, 1>(arrays, segment, i);
     for (int64_t i = first + thread * WIDE; i < last; i += stride * WIDE)
-      update_in_place<MASTER, GRAD_DTYPE, MOMENT_DTYPE, WIDE>(arrays, segment, i);
+      update_in_place<ADAM, MASTER, GRAD_DTYPE, STATE_DTYPE, WIDE>(arrays, segment, i);
     for (int64_t i = last + thread; i < segment.end; i += stride)
-      update_in_place<MASTER, GRAD_DTYPE, MOMENT_DTYPE, 1>(arrays, segment, i);
+      update_in_place<ADAM, MASTER, GRAD_DTYPE, STATE_DTYPE, 1>(arrays, segment, i);
   }
 }
 
 /* The first segment that ends after element `i`; `segment_count` if none does. */
-__device__ int64_t segment_after(const zn_adam_segment *segments, int64_t segment_count, int64_t i) {
+__device__ int64_t segment_after(const zn_segment *segments, int64_t segment_count, int64_t i) {
   int64_t low = 0, high = segment_count;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
@@ -154,7 +160,7 @@ __device__ int64_t segment_after(const zn_adam_segment *segments, int64_t segmen
 
 /* 8-bit moments: one CUDA block for one block of elements at a time, one thread for each of them. */
 template <int MASTER, int GRAD_DTYPE>
-__global__ void blocks_kernel(Arrays arrays, const zn_adam_segment *segments, int64_t segment_count) {
+__global__ void blocks_kernel(Arrays arrays, const zn_segment *segments, int64_t segment_count) {
   const int64_t block_count = arrays.moments.numel / ZN_MOMENTS_BLOCK_NUMEL;
   for (int64_t block = blockIdx.x; block < block_count; block += gridDim.x) {
     const int64_t begin = block * ZN_MOMENTS_BLOCK_NUMEL, i = begin + threadIdx.x;
@@ -162,10 +168,10 @@ __global__ void blocks_kernel(Arrays arrays, const zn_adam_segment *segments, in
     while (k < segment_count && segments[k].end <= i) k++;
     const bool mine = k < segment_count && segments[k].begin <= i && !segments[k].skip;
     if (!__syncthreads_or(mine)) continue; /* not a bit changes */
-    float m[1], v[1];
-    zn_block_load(m[0], v[0], arrays.moments, block);
-    if (mine) update<MASTER, GRAD_DTYPE>(arrays, segments[k], i, m, v);
-    zn_block_store(arrays.moments, m[0], v[0], block, zn_noise_at(arrays.moments, i));
+    float states[ZN_PLANES][1] = {};
+    zn_block_load(states[0][0], states[1][0], arrays.moments, block);
+    if (mine) update<MASTER, GRAD_DTYPE>(arrays, ZN_ADAM, 3, segments[k], i, states);
+    zn_block_store(arrays.moments, states[0][0], states[1][0], block, zn_noise_at(arrays.moments, i));
   }
 }
 
@@ -184,15 +190,16 @@ __global__ void store_kernel(zn_moments moments, const float *exp_avg, const flo
 }
 
 template <int MASTER>
-int32_t launch(const Arrays &arrays, int32_t grad_dtype, const zn_adam_segment *segments, int64_t segment_count,
+int32_t launch(const Arrays &arrays, int32_t grad_dtype, const zn_segment *segments, int64_t segment_count,
                cudaStream_t stream) {
   static_assert(ZN_THREADS == ZN_MOMENTS_BLOCK_NUMEL, "one thread for each element of a block");
   zn_with_dtype(grad_dtype, [&](auto dtype) {
     constexpr int GRAD_DTYPE = decltype(dtype)::value;
     auto kernel = blocks_kernel<MASTER, GRAD_DTYPE>;
-    if (arrays.moments.kind == ZN_MOMENTS_F32) kernel = in_place_kernel<MASTER, GRAD_DTYPE, ZN_F32>;
-    if (arrays.moments.kind == ZN_MOMENTS_BF16) kernel = in_place_kernel<MASTER, GRAD_DTYPE, ZN_BF16>;
-    kernel<<<ADAMW_BLOCKS, ZN_THREADS, 0, stream>>>(arrays, segments, segment_count);
+    if (arrays.moments.kind == ZN_MOMENTS_F32) kernel = in_place_kernel<true, MASTER, GRAD_DTYPE, ZN_F32>;
+    if (arrays.moments.kind == ZN_MOMENTS_BF16) kernel = in_place_kernel<true, MASTER, GRAD_DTYPE, ZN_BF16>;
+    if (arrays.rule != ZN_ADAM) kernel = in_place_kernel<false, MASTER, GRAD_DTYPE, ZN_F32>;
+    kernel<<<UPDATE_BLOCKS, ZN_THREADS, 0, stream>>>(arrays, segments, segment_count);
   });
   return zn_launched();
 }
@@ -207,25 +214,46 @@ bool moments_valid(const zn_moments *moments) {
          moments->origin % ZN_MOMENTS_BLOCK_NUMEL == 0;
 }
 
-}  // namespace
+/* Which states a rule may have: bit n says that those whose bits make n are right. */
+constexpr int32_t PRESENT[ZN_RULES] = {1 << 3, 1 << 1, 1 << 0 | 1 << 1, 1 << 1, 1 << 1 | 1 << 3 | 1 << 5 | 1 << 7};
 
-int32_t zn_cuda_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32, const zn_moments *moments,
-                      const void *grad, int32_t grad_dtype, const zn_adam_segment *segments, int64_t segment_count,
-                      float grad_scale, void *stream) {
+/* What is left to check; `arrays` lacks only what follows from the rest. */
+int32_t start(Arrays &arrays, int32_t weight_dtype, int32_t master_f32, int32_t grad_dtype, int64_t numel,
+              const zn_segment *segments, int64_t segment_count, void *stream) {
   if (!zn_is_dtype(weight_dtype) || !zn_is_dtype(grad_dtype) || segment_count < 0) return -EINVAL;
-  if ((weight_dtype == ZN_F32) != (master == nullptr)) return -EINVAL;
+  if ((weight_dtype == ZN_F32) != (arrays.master == nullptr)) return -EINVAL;
   if (weight_dtype == ZN_F16 && !master_f32) return -EINVAL;
-  if (!moments_valid(moments)) return -EINVAL;
-  if (segment_count == 0 || moments->numel == 0) return 0;
-  if (!weight || !grad || !segments) return -EINVAL;
-  const uintptr_t address = (uintptr_t)weight | (uintptr_t)master | (uintptr_t)moments->exp_avg |
-                            (uintptr_t)moments->exp_avg_sq | (uintptr_t)grad;
-  const Arrays arrays = {weight, master, *moments, grad, grad_scale, address % (WIDE * sizeof(float)) == 0};
+  if (!(PRESENT[arrays.rule] >> arrays.present & 1)) return -EINVAL;
+  if (segment_count == 0 || numel == 0) return 0;
+  if (!arrays.weight || !arrays.grad || !segments) return -EINVAL;
+  uintptr_t address = (uintptr_t)arrays.weight | (uintptr_t)arrays.master | (uintptr_t)arrays.grad;
+  for (const void *plane : arrays.planes) address |= (uintptr_t)plane;
+  arrays.aligned = address % (WIDE * sizeof(float)) == 0;
   const cudaStream_t on = (cudaStream_t)stream;
   if (weight_dtype == ZN_F32) return launch<IN_WEIGHT>(arrays, grad_dtype, segments, segment_count, on);
   if (weight_dtype == ZN_F16) return launch<BESIDE_F16>(arrays, grad_dtype, segments, segment_count, on);
   if (master_f32) return launch<BESIDE_BF16>(arrays, grad_dtype, segments, segment_count, on);
   return launch<SPLIT>(arrays, grad_dtype, segments, segment_count, on);
+}
+
+}  // namespace
+
+int32_t zn_cuda_adamw(void *weight, int32_t weight_dtype, void *master, int32_t master_f32, const zn_moments *moments,
+                      const void *grad, int32_t grad_dtype, const zn_segment *segments, int64_t segment_count,
+                      float grad_scale, void *stream) {
+  if (!moments_valid(moments)) return -EINVAL;
+  Arrays arrays = {weight, master, ZN_ADAM, 3, {moments->exp_avg, moments->exp_avg_sq}, *moments, grad, grad_scale,
+                   false};
+  return start(arrays, weight_dtype, master_f32, grad_dtype, moments->numel, segments, segment_count, stream);
+}
+
+int32_t zn_cuda_update(int32_t rule, void *weight, int32_t weight_dtype, void *master, int32_t master_f32,
+                       float *const *planes, const void *grad, int32_t grad_dtype, int64_t numel,
+                       const zn_segment *segments, int64_t segment_count, float grad_scale, void *stream) {
+  if (rule <= ZN_ADAM || rule >= ZN_RULES || !planes || numel < 0) return -EINVAL;
+  const int32_t present = (planes[0] != nullptr) | (planes[1] != nullptr) << 1 | (planes[2] != nullptr) << 2;
+  Arrays arrays = {weight, master, rule, present, {planes[0], planes[1], planes[2]}, {}, grad, grad_scale, false};
+  return start(arrays, weight_dtype, master_f32, grad_dtype, numel, segments, segment_count, stream);
 }
 
 int32_t zn_cuda_moments_load(float *exp_avg, float *exp_avg_sq, const zn_moments *moments, void *stream) {
