@@ -314,7 +314,6 @@ def _aliases(head: Contents, stage: int) -> dict[str, str]:
 
 
 def _described(head: Contents, trained: set[str], frozen: Found, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Which parameters there are, what they are computed in, and how it was trained."""
     still = [name.removeprefix(MODEL) for name in frozen]
     module, names = head["module"], trained | set(still)
     return {

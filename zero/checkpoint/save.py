@@ -94,7 +94,6 @@ class CheckpointSave:
         return self._part
 
     def say_failed(self, error: BaseException) -> None:
-        """Tell the first rank that this one's part will not come."""
         with suppress(StorageError):
             path = self._folders.partial_folder(self.tag) / failure_file(self.placement.rank)
             self._files.write_bytes(path, f"{type(error).__name__}: {error}")

@@ -140,7 +140,6 @@ class Extents:
         self._others += [Part(name, dtype, box, shape, OTHER, 0, unit, unit.begin + box.begin, plane) for box in boxes]
 
     def add_blob(self, name: str, archive: torch.Tensor) -> None:
-        """Bytes that are an archive already."""
         box = Box((0,), (archive.numel(),), 0)
         self._others += [Part(name, archive.dtype, box, (), OTHER, 0, None, 0, archive, is_blob=True)]
 
@@ -171,7 +170,6 @@ class Extents:
                 yield None, [part for slot in unit.slots for part in self._parts(unit, slot, unit.begin, unit.end)]
 
     def _parts(self, unit: Unit, slot: Slot, begin: int, end: int) -> Iterator[Part]:
-        """The boxes of what a slot has in coordinates [begin, end)."""
         if not self._wanted(slot.index):
             return
         lo, hi = unit.within(slot)
@@ -449,7 +447,6 @@ class RankPart:
 
 
 def written_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, int]]) -> list[WrittenBox]:
-    """What is in a data file, in order."""
     found = []
     for extent in extents:
         for run in extent.runs:

@@ -251,7 +251,6 @@ class SharedMemory(AmongRanks):
         self._regions.close()
 
     def _open_swaps(self, own: Disk, share: Share) -> None:
-        """Open the planes of the other ranks of the shard group in their swap files."""
         comm = self._comm
         given = [SwapGeometry(*json.loads(answer)) for answer in share(json.dumps(astuple(own.swap.geometry)).encode())]
         with _ranks_named("sharing swap files"):
