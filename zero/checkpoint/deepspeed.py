@@ -69,9 +69,7 @@ class Spread:
     flattened together and then shared out have one `part_numel` and each a `first`; tensors of which each was shared
     out have each a `base`, and `first` 0.
 
-    Attributes:
-        parts: a region a rank.
-        dtype: what it is read as; at least as wide as the regions.
+    `parts`: a region a rank. `dtype`: what it is read as; at least as wide as the regions.
     """
 
     parts: Sequence[Region]

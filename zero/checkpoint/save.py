@@ -60,9 +60,7 @@ class CheckpointSave:
 
         Raises StorageError: there is no room; StateError: it failed on another rank.
 
-        Args:
-            extents: what this rank writes; ended.
-            state: what all ranks have in common.
+        `extents`: what this rank writes; ended. `state`: what all ranks have in common.
         """
         self._global_steps = state["global_steps"]
         self._aliases = {MODEL + alias: MODEL + name for alias, name in state.get("aliases", {}).items()}

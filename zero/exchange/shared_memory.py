@@ -56,9 +56,7 @@ class Regions:
 
     def common(self, nbytes: int, what: str) -> SharedRegion:
         """See `SharedPlaces`. The first rank's file, mapped by all."""
-        mine = SharedRegion(nbytes if self._comm.rank == 0 else 1, what, touched=False)
-        regions = self._exchange(mine)
-        return regions[0]
+        return self._exchange(SharedRegion(nbytes if self._comm.rank == 0 else 1, what, touched=False))[0]
 
     def own(self, nbytes: int, what: str) -> SharedRegion:
         self.pools = self.each(nbytes, what)
