@@ -52,9 +52,7 @@ _ALLOWING = threading.Lock()
 class Stranger:
     """In place of an object of a class that is not loaded: what it was made of. Nothing of that class runs.
 
-    Attributes:
-        args: what it was called with.
-        state: what it was then given; None if nothing.
+    `args`: what it was called with. `state`: what it was then given; None if nothing.
     """
 
     name: ClassVar[str] = ""

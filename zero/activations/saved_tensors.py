@@ -87,7 +87,6 @@ class Activations:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The engine's forward runs inside."""
         token = _current.set(self)
         self._look_at_buffers()
         try:
@@ -98,7 +97,6 @@ class Activations:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What autograd saves inside is kept by the store."""
         if self.store is None or not torch.is_grad_enabled():
             yield
             return
@@ -150,7 +148,6 @@ def current() -> Activations | None:
 
 @contextmanager
 def within(activations: Activations | None) -> Iterator[None]:
-    """`current` inside."""
     token = _current.set(activations)
     try:
         yield

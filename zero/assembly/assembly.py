@@ -201,7 +201,6 @@ class Assembly:
         )
 
     def _by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The parameters whose values are in memory, and those that `Init` has cut."""
         kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
         for leaf in self.leaves:
             kinds[provisional_source(leaf.parameter) is not None].append(leaf.parameter)

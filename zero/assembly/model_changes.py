@@ -104,11 +104,7 @@ def _held(optimizer: ZeroOptimizer | None) -> set[int]:
 
 
 class ModelChanges:
-    """Of one engine.
-
-    Args:
-        events: handed to all parts.
-    """
+    """Of one engine. `events`: handed to all parts."""
 
     def __init__(self, run: Run, steps: Steps, events: Events) -> None:
         self._run, self._steps, self._events = run, steps, events

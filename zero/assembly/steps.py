@@ -268,7 +268,6 @@ class Steps:
         self.ready(what, TO_RUN)
 
     def ready_to_train(self) -> None:
-        """A backward begins: what it needs comes back."""
         if self._away.kinds & TO_TRAIN:
             self.ready("backward", TO_TRAIN)
 
@@ -300,7 +299,6 @@ class Steps:
             ahead.void_all() if index is None else ahead.void(index)
 
     def edit_begins(self) -> None:
-        """Planes are about to be moved, or edited where they live."""
         for listener in self._listeners:
             listener.edit_begins()
 

@@ -130,7 +130,6 @@ class BackgroundSave:
         await asyncio.wait([self._take(extent)])  # if it fails the save does, and not the step
 
     async def _assemble(self) -> None:
-        """The first rank: all parts are written, soon."""
         until = time.monotonic() + PATIENCE_SECONDS
         while (missing := await self._worker.run(self._save.missing_parts)) != []:
             if time.monotonic() > until:

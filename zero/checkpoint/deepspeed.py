@@ -69,9 +69,7 @@ class Spread:
     flattened together and then shared out have one `part_numel` and each a `first`; tensors of which each was shared
     out have each a `base`, and `first` 0.
 
-    Attributes:
-        parts: a region a rank.
-        dtype: what it is read as; at least as wide as the regions.
+    `parts`: a region a rank. `dtype`: what it is read as; at least as wide as the regions.
     """
 
     parts: Sequence[Region]
@@ -314,7 +312,6 @@ def _aliases(head: Contents, stage: int) -> dict[str, str]:
 
 
 def _described(head: Contents, trained: set[str], frozen: Found, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Which parameters there are, what they are computed in, and how it was trained."""
     still = [name.removeprefix(MODEL) for name in frozen]
     module, names = head["module"], trained | set(still)
     return {

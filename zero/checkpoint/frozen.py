@@ -45,8 +45,6 @@ Sums = Mapping[str, tuple[str, int, int]]  # Parameter's name -> dtype, bytes an
 
 @dataclass(frozen=True, slots=True)
 class FrozenPart:
-    """What one save does with the weights that are not trained."""
-
     inside: bool  # They are in the checkpoint itself.
     # Files that several checkpoints share, and the boxes in them.
     beside: tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]] = field(default_factory=lambda: ({}, {}))
@@ -54,12 +52,10 @@ class FrozenPart:
 
 
 def frozen_indices(parts: Assembly) -> frozenset[int]:
-    """Of the parameters that are not trained."""
     return frozenset(slot.index for unit in parts.layout.units if not unit.trainable for slot in unit.slots)
 
 
 def frozen_extents(parts: Assembly, exchange: Exchange) -> Extents:
-    """What this rank has of the weights that are not trained, as extents to write."""
     wanted = frozen_indices(parts)
     extents = Extents(parts.layout, (), parts.leaves, exchange.placement, wanted.__contains__)
     extents.end()
@@ -143,7 +139,6 @@ class SharedFrozen:
             source.close()
 
     def entries(self, digest: str) -> tuple[dict[str, FileEntry], dict[str, list[WrittenBox]]]:
-        """Their files and boxes, as a checkpoint beside them names them."""
         folder = self.folders.save_dir / digest
         manifest = read_manifest(self._files, folder)
         path = folder / METADATA_FILE
@@ -157,7 +152,6 @@ class SharedFrozen:
         return files, boxes
 
     def remove_unused(self, checkpoints: Iterable[Path]) -> None:
-        """Remove those that none of these checkpoints points to."""
         used = set()
         for folder in checkpoints:
             names = read_manifest(self._files, folder).files

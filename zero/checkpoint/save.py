@@ -60,9 +60,7 @@ class CheckpointSave:
 
         Raises StorageError: there is no room; StateError: it failed on another rank.
 
-        Args:
-            extents: what this rank writes; ended.
-            state: what all ranks have in common.
+        `extents`: what this rank writes; ended. `state`: what all ranks have in common.
         """
         self._global_steps = state["global_steps"]
         self._aliases = {MODEL + alias: MODEL + name for alias, name in state.get("aliases", {}).items()}
@@ -94,7 +92,6 @@ class CheckpointSave:
         return self._part
 
     def say_failed(self, error: BaseException) -> None:
-        """Tell the first rank that this one's part will not come."""
         with suppress(StorageError):
             path = self._folders.partial_folder(self.tag) / failure_file(self.placement.rank)
             self._files.write_bytes(path, f"{type(error).__name__}: {error}")

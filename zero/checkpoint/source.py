@@ -185,7 +185,6 @@ class FolderSource:
         self._boxes[name] = [box for box in boxes if box.begin < box.end]
 
     def _stored(self, file: str, box: WrittenBox, payloads: Mapping[str, list[int]]) -> StoredBox:
-        """Where the payload of an archive is."""
         known = payloads.get(file, [])
         at = bisect_left(known, box.begin)
         if at == len(known) or known[at] >= box.begin + box.nbytes:

@@ -115,16 +115,11 @@ class Extents:
         with torch._C.DisableTorchFunctionSubclass():
             self._shapes = [tuple(leaf.parameter.shape) for leaf in leaves]
         turn = placement.replica_ranks.index(placement.rank)
-        self._end = 0
+        self.nbytes = 0  # Of the file so far: whole pages.
         self._others: list[Part] = []
         everything = [*self._trained(groups), *self._frozen()]
         mine = [self._placed(*found) for found in everything[turn :: len(placement.replica_ranks)]]
         self.extents = [extent for extent in mine if extent.runs]
-
-    @property
-    def nbytes(self) -> int:
-        """Of the file so far: whole pages."""
-        return self._end
 
     def add(self, name: str, values: torch.Tensor) -> None:
         """A tensor of its own, in host memory, which stays as it is until it is written."""
@@ -140,7 +135,6 @@ class Extents:
         self._others += [Part(name, dtype, box, shape, OTHER, 0, unit, unit.begin + box.begin, plane) for box in boxes]
 
     def add_blob(self, name: str, archive: torch.Tensor) -> None:
-        """Bytes that are an archive already."""
         box = Box((0,), (archive.numel(),), 0)
         self._others += [Part(name, archive.dtype, box, (), OTHER, 0, None, 0, archive, is_blob=True)]
 
@@ -152,9 +146,9 @@ class Extents:
             self.extents.append(extent)
 
     def _placed(self, group: SubGroup | None, parts: Sequence[Part]) -> Extent:
-        runs = tuple(pack(((part, archive(part), part.nbytes) for part in parts), self._end, RUN_BYTES))
+        runs = tuple(pack(((part, archive(part), part.nbytes) for part in parts), self.nbytes, RUN_BYTES))
         if runs:
-            self._end = runs[-1].offset + runs[-1].nbytes
+            self.nbytes = runs[-1].offset + runs[-1].nbytes
         return Extent(group, runs)
 
     def _trained(self, groups: Sequence[SubGroup]) -> Iterator[tuple[SubGroup, list[Part]]]:
@@ -171,7 +165,6 @@ class Extents:
                 yield None, [part for slot in unit.slots for part in self._parts(unit, slot, unit.begin, unit.end)]
 
     def _parts(self, unit: Unit, slot: Slot, begin: int, end: int) -> Iterator[Part]:
-        """The boxes of what a slot has in coordinates [begin, end)."""
         if not self._wanted(slot.index):
             return
         lo, hi = unit.within(slot)
@@ -397,9 +390,7 @@ def plan_extents(
 class RankPart:
     """One rank's data file on its way to the disk. Raises StorageError: the disk has no room; nothing is left.
 
-    Args:
-        extents: what is written; ended.
-        folder: of the checkpoint in the making.
+    `extents`: what is written; ended. `folder`: of the checkpoint in the making.
     """
 
     def __init__(self, parts: Assembly, extents: Extents, folder: Path, rank: int, files: Files) -> None:
@@ -449,7 +440,6 @@ class RankPart:
 
 
 def written_boxes(extents: Sequence[Extent], checksums: Mapping[int, tuple[int, int]]) -> list[WrittenBox]:
-    """What is in a data file, in order."""
     found = []
     for extent in extents:
         for run in extent.runs:

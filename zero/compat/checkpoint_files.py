@@ -79,7 +79,6 @@ def _made() -> tempfile.TemporaryDirectory[str]:
 
 
 def _shown(folder: Path, suffix: str) -> str:
-    """A file in the form of DeepSpeed's, with what is small."""
     with open_folder(folder) as opened:
         counts = {name: opened.state[name] for name in ("global_steps", "global_samples", "skipped_steps")}
         content: dict[str, Any] = {**opened.client()["client_state"], **counts}

@@ -14,13 +14,14 @@ from zero.ranks.joining import init_distributed as init_distributed
 
 FROM_TORCH = """
     P2POp ProcessGroup ReduceOp all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all
-    all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather get_backend get_global_rank group
-    irecv is_available isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send
+    all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list destroy_process_group gather get_backend
+    get_global_rank get_rank get_world_size group irecv is_available isend monitored_barrier new_group recv reduce
+    reduce_scatter reduce_scatter_tensor scatter send
 """
 FROM_HERE = """
-    allgather_fn default_pg_timeout destroy_process_group get_all_ranks_from_group get_local_rank get_rank
-    get_world_group get_world_size has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
-    has_reduce_scatter_tensor inference_all_reduce init_distributed is_initialized reduce_scatter_fn
+    allgather_fn default_pg_timeout get_all_ranks_from_group get_local_rank get_world_group has_all_gather_into_tensor
+    has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor inference_all_reduce init_distributed
+    is_initialized reduce_scatter_fn
 """
 __all__ = [*FROM_TORCH.split(), *FROM_HERE.split()]
 
@@ -30,14 +31,6 @@ default_pg_timeout = timedelta(minutes=TIMEOUT_MINUTES)
 
 def is_initialized() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
-
-
-def get_rank(group: Any = None) -> int:
-    return dist.get_rank(group)
-
-
-def get_world_size(group: Any = None) -> int:
-    return dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
@@ -51,11 +44,6 @@ def get_world_group() -> Any:
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return dist.get_process_group_ranks(group)
-
-
-def destroy_process_group(group: Any = None) -> None:
-    """End a group; None: all."""
-    dist.destroy_process_group(group)
 
 
 def inference_all_reduce(

@@ -112,28 +112,20 @@ class ConfigGetters:
     dp_world_size = attribute(lambda c: c.world_size, "Number of ranks that see different data: all.")
     mp_world_size = attribute(lambda c: 1, "Number of ranks that share one sample: 1.")
     global_rank = attribute(lambda c: world.rank(), "This rank, 0 <= rank < world_size.")
-    local_rank = attribute(
-        lambda c: world.local_rank(), "This rank among those of its node, as the launcher says; 0 without one."
-    )
+    local_rank = attribute(lambda c: world.local_rank(), "This rank on its node, as the launcher says; 0 without one.")
 
     # ---- batches and gradients --------------------------------------------------------------------
 
     train_batch_size = method(lambda c: c.train_batch_size, "Samples per optimizer step over all ranks.")
-    train_micro_batch_size_per_gpu = method(
-        lambda c: c.train_micro_batch_size_per_gpu, "Samples per forward on one rank."
-    )
+    train_micro_batch_size_per_gpu = method(lambda c: c.train_micro_batch_size_per_gpu, "Samples of a rank's forward.")
     gradient_accumulation_steps = method(lambda c: c.gradient_accumulation_steps, "Micro-batches per optimizer step.")
     gradient_clipping = method(lambda c: c.gradient_clipping, "Largest global norm; 0 is off.")
-    postscale_gradients = method(
-        lambda c: not c.prescale_gradients, "True: gradients are divided by the number of ranks after their sum."
-    )
+    postscale_gradients = method(lambda c: not c.prescale_gradients, "True: gradients are divided after their sum.")
     gradient_predivide_factor = method(
         lambda c: c.gradient_predivide_factor,
         "Gradients are divided by it before their sum, and by the rest of the number of ranks after it.",
     )
-    dataloader_drop_last = method(
-        lambda c: c.dataloader_drop_last, "True: loaders drop what does not fill a batch on every rank."
-    )
+    dataloader_drop_last = method(lambda c: c.dataloader_drop_last, "True: loaders drop what does not fill a batch.")
     steps_per_print = method(lambda c: c.steps_per_print, "As configured; None: never.")
     optimizer_name = method(
         lambda c: None if c.optimizer is None else c.optimizer.type,
@@ -144,61 +136,36 @@ class ConfigGetters:
 
     bfloat16_enabled = method(lambda c: c.bf16.enabled, "True when weights are bf16 with an exact fp32 master.")
     fp16_enabled = method(lambda c: c.fp16.enabled, "True when weights are fp16 with an fp32 master.")
-    fp16_auto_cast = method(
-        lambda c: c.fp16.auto_cast, "True: floating positional arguments of forward are cast to fp16."
-    )
+    fp16_auto_cast = method(lambda c: c.fp16.auto_cast, "True: floating positional arguments of forward become fp16.")
     fp16_master_weights_and_gradients = method(lambda c: False, "False: masters are fp32.")
     bf16_master_weights_and_gradients = method(lambda c: False, "False: masters are fp32.")
     bf16_optimizer_states = zero(lambda z: z.offload_optimizer.state_dtype == "bf16", "True: moments are kept in bf16.")
-    torch_autocast_enabled = method(
-        lambda c: c.torch_autocast.enabled, "True: the engine's forward runs under torch.autocast."
-    )
+    torch_autocast_enabled = method(lambda c: c.torch_autocast.enabled, "True: forward runs under torch.autocast.")
     torch_autocast_dtype = method(_autocast_dtype, "What torch.autocast is told to cast to; None: its own choice.")
     torch_autocast_lower_precision_safe_modules = method(_safe_modules, IDLE)
-    get_data_types = method(
-        _dtypes, "What weights are computed in where the configuration casts them, and what gradients are added up in."
-    )
+    get_data_types = method(_dtypes, "What weights are computed in, if cast, and what gradients are added up in.")
     communication_data_type = attribute(_exchange_dtype, "What gradients are exchanged in.")
-    dynamic_loss_scale = method(
-        lambda c: c.fp16.enabled and c.fp16.dynamic, "True: weights are fp16 and a loss scale follows the overflows."
-    )
-    loss_scale = method(
-        lambda c: c.fp16.loss_scale,
-        "The configured static scale, 0 for a dynamic one; what counts now is `optimizer.cur_scale`.",
-    )
+    dynamic_loss_scale = method(lambda c: c.fp16.enabled and c.fp16.dynamic, "True: the fp16 scale follows overflows.")
+    loss_scale = method(lambda c: c.fp16.loss_scale, "The static scale, 0: dynamic; it is `optimizer.cur_scale` now.")
     initial_dynamic_scale = method(_first_scale, "What a dynamic loss scale begins at.")
     dynamic_loss_scale_args = method(_scale_arguments, "How a dynamic loss scale moves, by DeepSpeed's names.")
 
     # ---- the block zero_optimization --------------------------------------------------------------
 
     zero_optimization = zero(lambda z: z.stage > 0, "True: the stage is above 0.")
-    zero_optimization_stage = zero(
-        lambda z: z.stage, "What is sharded over the ranks: 0 nothing, 1 states, 2 gradients too, 3 weights too."
-    )
-    zero_optimization_partition_gradients = zero(
-        lambda z: z.stage >= 2, "True: each rank keeps the sums of its part of the gradients only."
-    )
-    zero_optimization_partition_weights = zero(
-        lambda z: z.stage >= 3, "True: each rank keeps its part of the weights only."
-    )
+    zero_optimization_stage = zero(lambda z: z.stage, "0: nothing is sharded; 1 states, 2 gradients, 3 weights too.")
+    zero_optimization_partition_gradients = zero(lambda z: z.stage >= 2, "True: gradients are sharded.")
+    zero_optimization_partition_weights = zero(lambda z: z.stage >= 3, "True: weights are sharded.")
     zero_offload_param = zero(lambda z: _if_used(z.offload_param), "The block, if weights are offloaded.")
     zero_offload_optimizer = zero(lambda z: _if_used(z.offload_optimizer), "The block, if states are offloaded.")
-    zero_use_cpu_optimizer = zero(
-        lambda z: z.offload_optimizer.device != "none", "True: states are offloaded, so they are updated by the CPU."
-    )
+    zero_use_cpu_optimizer = zero(lambda z: z.offload_optimizer.device != "none", "True: the CPU updates.")
     zero_cpu_offload = zero(lambda z: z.offload_optimizer.device == "cpu", "True: states are offloaded to host memory.")
-    zero_nvme_offload_optimizer = zero(
-        lambda z: z.offload_optimizer.device == "nvme", "True: states are offloaded to NVMe."
-    )
-    zero_partial_offload = zero(
-        lambda z: z.offload_optimizer.ratio, "Share of the states that is offloaded, where they are."
-    )
+    zero_nvme_offload_optimizer = zero(lambda z: z.offload_optimizer.device == "nvme", "True: states are on NVMe.")
+    zero_partial_offload = zero(lambda z: z.offload_optimizer.ratio, "Share of the states that is offloaded.")
     zero_sub_group_size = zero(lambda z: z.sub_group_size, "Most elements of one update.")
     zero_max_live_parameters = zero(lambda z: z.stage3_max_live_parameters, "Most elements on the device at once.")
     zero_max_reuse_distance = zero(lambda z: z.stage3_max_reuse_distance, "A unit that is used again sooner stays.")
-    zero_prefetch_bucket_size = zero(
-        lambda z: z.stage3_prefetch_bucket_size, "Elements read ahead beyond the next unit."
-    )
+    zero_prefetch_bucket_size = zero(lambda z: z.stage3_prefetch_bucket_size, "Elements read ahead of the next unit.")
     zero_param_persistence_threshold = zero(
         lambda z: z.stage3_param_persistence_threshold, "Parameters up to this size stay on the device."
     )
@@ -213,9 +180,7 @@ class ConfigGetters:
         "False: a step without a gradient for every trained parameter is an error.",
     )
     zero_overlap_comm = zero(lambda z: z.overlap_comm, "False: whoever starts a reduction of gradients waits for it.")
-    zero_hpz_partition_size = zero(
-        lambda z: z.zero_hpz_partition_size, "Ranks that share a second copy of the weights; 1: there is none."
-    )
+    zero_hpz_partition_size = zero(lambda z: z.zero_hpz_partition_size, "Ranks that share a second copy of weights.")
     zero_reduce_scatter = zero(lambda z: z.reduce_scatter, IDLE)
     zero_reduce_bucket_size = zero(lambda z: z.reduce_bucket_size, IDLE)
     zero_multi_rank_bucket_allreduce = zero(lambda z: z.use_multi_rank_bucket_allreduce, IDLE)

@@ -98,7 +98,6 @@ class Init(OurInit):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop watching; cut and cast what is left."""
         for name, fn in self._before.items():
             setattr(torch, name, fn)
         self._before.clear()

@@ -32,7 +32,6 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]])
 
 
 def convert_size(size_bytes: int) -> str:
-    """Bytes as one would say them, such as 1.5 GB."""
     if size_bytes == 0:
         return "0B"
     step = math.floor(math.log(size_bytes, 1024))

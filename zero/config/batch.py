@@ -17,9 +17,7 @@ def resolve_batch(given: Mapping[str, int], world_size: int) -> dict[str, int]:
     Returns all three. Any two give the third; one gives the others with one accumulation step; none gives 1 sample a
     rank. Raises PydanticCustomError: they contradict each other or do not divide.
 
-    Args:
-        given: those of the three keys that the user set; each at least 1.
-        world_size: number of ranks.
+    `given`: those of the three keys that the user set; each at least 1. `world_size`: number of ranks.
     """
     train, micro, steps = given.get(TRAIN), given.get(MICRO), given.get(STEPS)
     if train is None:

@@ -91,7 +91,6 @@ class ZeroEngine(EngineNames, nn.Module):
         self.train(model.training)
 
     def _events(self) -> Events:
-        """What parts may ask of the engine."""
         steps, accumulation = self.steps, self.accumulation
         return Events(
             check_open=steps.check_open,

@@ -231,7 +231,6 @@ def _live_plan(model: nn.Module, config: Config, setup: Setup) -> Plan:
 
 
 def _cold_plan(total: int, largest: int, config: Config, setup: Setup) -> Plan:
-    """As `_live_plan`, for layers of `largest` elements."""
     placement = place(config, 0, setup.world_size)
     sizes: Sequence[int] = [largest] * (total // largest) + ([total % largest] if total % largest else [])
     persistent = not placement.weights_sharded

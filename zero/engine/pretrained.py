@@ -109,7 +109,6 @@ def _load_parameters(leaves: list[Leaf], sources: dict[int, _Source]) -> None:
 
 
 def _load_engine(keeper: EngineKeeper, sources: dict[int, _Source]) -> None:
-    """Rewrite the planes that the keeper's engine has."""
     parts = keeper.events.rest()
     indices = {parts.index_of[key] for key in sources if key in parts.index_of}
 

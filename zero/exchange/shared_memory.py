@@ -56,9 +56,7 @@ class Regions:
 
     def common(self, nbytes: int, what: str) -> SharedRegion:
         """See `SharedPlaces`. The first rank's file, mapped by all."""
-        mine = SharedRegion(nbytes if self._comm.rank == 0 else 1, what, touched=False)
-        regions = self._exchange(mine)
-        return regions[0]
+        return self._exchange(SharedRegion(nbytes if self._comm.rank == 0 else 1, what, touched=False))[0]
 
     def own(self, nbytes: int, what: str) -> SharedRegion:
         self.pools = self.each(nbytes, what)
@@ -251,7 +249,6 @@ class SharedMemory(AmongRanks):
         self._regions.close()
 
     def _open_swaps(self, own: Disk, share: Share) -> None:
-        """Open the planes of the other ranks of the shard group in their swap files."""
         comm = self._comm
         given = [SwapGeometry(*json.loads(answer)) for answer in share(json.dumps(astuple(own.swap.geometry)).encode())]
         with _ranks_named("sharing swap files"):

@@ -44,9 +44,7 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
 def parse_hostfile(text: str, name: str) -> dict[str, int]:
     """Slots by host. Raises ConfigError: a malformed line, a host twice, no slots, or no host at all.
 
-    Args:
-        text: lines of HOST slots=N; blank lines and what follows a # are skipped.
-        name: of the file, for errors.
+    `text`: lines of HOST slots=N; blank lines and what follows a # are skipped. `name`: of the file, for errors.
     """
     slots: dict[str, int] = {}
     seen: dict[str, int] = {}

@@ -139,7 +139,6 @@ def _visible_note() -> str:
 
 
 def _master_addr(options: argparse.Namespace, nodes: list[Node]) -> str:
-    """Where the ranks of several nodes meet."""
     address = options.master_addr or nodes[0].host.rpartition("@")[2]
     if options.no_ssh and not options.master_addr and options.hostfile is None:
         raise ConfigError("--master_addr: expected the address of node 0 with --no_ssh, got none; add it on every node")

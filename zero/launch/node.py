@@ -92,7 +92,6 @@ def _run_ranks(job: Job, node_rank: int, folder: str) -> tuple[list[Failure], in
 
 
 def _with_cause(failure: Failure, before: Sequence[MemoryState], folder: Path) -> Failure:
-    """With what the kernel and the plan say, if the rank was killed."""
     if failure.exitcode != -signal.SIGKILL:
         return failure
     return replace(failure, cause=explain_kill(before, read_states(), read_notes(folder, "plan")))

@@ -82,9 +82,7 @@ class Peers:
 
         Returns all nodes' first failures and the number of further ones; None when the store is gone.
 
-        Args:
-            own: this node's first one; None if it has none.
-            more: how many further ranks of it have failed.
+        `own`: this node's first one; None if it has none. `more`: how many further ranks of it have failed.
         """
         count = len(self._job.nodes)
         try:

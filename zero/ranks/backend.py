@@ -119,9 +119,7 @@ def keys_of(store: Any, prefix: str) -> Any:
 def own_connection(store: Any, seconds: float) -> Any:
     """The store through another connection, so that a thread that waits for a key holds up nobody else.
 
-    Args:
-        store: any; one that cannot be cloned is returned as it is.
-        seconds: for connecting.
+    `store`: any; one that cannot be cloned is returned as it is. `seconds`: for connecting.
     """
     if not hasattr(store, "clone"):
         return store

@@ -280,9 +280,7 @@ class Comm:
     def broadcast(self, tensor: Tensor, source_rank: int) -> None:
         """Make `tensor` on every rank what it is on `source_rank`. Blocks, as `agree`.
 
-        Args:
-            tensor: any device, dtype and shape; the same on all ranks.
-            source_rank: where the values come from.
+        `tensor`: any device, dtype and shape; the same on all ranks. `source_rank`: where the values come from.
         """
         self._meeting.broadcast([tensor], source_rank)
 

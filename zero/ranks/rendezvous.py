@@ -29,9 +29,7 @@ def open_lines(
 
     Raises RankLostError: a rank has ended meanwhile.
 
-    Args:
-        parent: the group of the members; None: torch's default group.
-        deadline_seconds: see `Watch`.
+    `parent`: the group of the members; None: torch's default group. `deadline_seconds`: see `Watch`.
     """
     rank = members.index(backend.own_rank())
     try:

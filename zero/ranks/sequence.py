@@ -52,7 +52,7 @@ class Log:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: deque[SequenceEntry] = deque(maxlen=ENTRIES_KEPT)
-        self._count, self._digest = 0, b"\0" * DIGEST_BYTES
+        self.count, self._digest = 0, b"\0" * DIGEST_BYTES
         self._digests: deque[tuple[int, str]] = deque(maxlen=DIGESTS_KEPT)
         self._tickets = 0
 
@@ -68,33 +68,29 @@ class Log:
             number, self._tickets = self._tickets, self._tickets + 1
             return Ticket(number, kind, unit, name, place, digest)
 
-    @property
-    def count(self) -> int:
-        return self._count
-
     def last(self) -> str:
         """The last entry in words, with its place."""
         with self._lock:
-            return f"number {self._count - 1}, {self._kept[-1]}" if self._kept else "nothing"
+            return f"number {self.count - 1}, {self._kept[-1]}" if self._kept else "nothing"
 
     def digests(self) -> list[tuple[int, str]]:
         """(count, digest of so many entries) at regular places, and now."""
         with self._lock:
-            return [*self._digests, (self._count, self._digest.hex())]
+            return [*self._digests, (self.count, self._digest.hex())]
 
     def tail(self) -> tuple[int, list[SequenceEntry]]:
         """(place of the first one, the last ENTRIES_KEPT of them)."""
         with self._lock:
-            return self._count - len(self._kept), list(self._kept)
+            return self.count - len(self._kept), list(self._kept)
 
     def _add(self, entry: SequenceEntry) -> tuple[int, bytes]:
         text = f"{entry.kind}\0{entry.unit}\0{entry.name}".encode()
         self._digest = hashlib.blake2b(self._digest + text, digest_size=DIGEST_BYTES).digest()
         self._kept.append(entry)
-        self._count += 1
-        if self._count % DIGEST_EVERY == 0:
-            self._digests.append((self._count, self._digest.hex()))
-        return self._count - 1, self._digest
+        self.count += 1
+        if self.count % DIGEST_EVERY == 0:
+            self._digests.append((self.count, self._digest.hex()))
+        return self.count - 1, self._digest
 
 
 HEADER = struct.Struct(f"<q{DIGEST_BYTES}s")

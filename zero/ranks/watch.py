@@ -315,7 +315,6 @@ class Watch:
         return RankLostError(f"rank {self._rank}: {what} failed: {error}; {known}: {others}")
 
     def _without_board(self, what: str, silence: BaseException) -> RankLostError:
-        """What can be said when the store does not answer."""
         dead = [rank for rank, position in sorted(self._met.items()) if has_died(position)]
         known = f"the process of rank {_listed(dead)} has died" if dead else "no rank can be asked"
         return RankLostError(

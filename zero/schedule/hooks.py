@@ -104,9 +104,7 @@ def _outside(root: nn.Module, fetched: dict[nn.Module, set[int]]) -> set[nn.Modu
 class ModuleHooks:
     """Installs and removes the hooks of one model.
 
-    Args:
-        root: the model; its forward bounds the trace.
-        scopes: module -> indices of the units its calls use.
+    `root`: the model; its forward bounds the trace. `scopes`: module -> indices of the units its calls use.
     """
 
     def __init__(

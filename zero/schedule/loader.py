@@ -61,7 +61,6 @@ class _Ways:
         self._storage, self._updates, self._exchange, self._near = storage, updates, exchange, near
 
     async def fetch(self, unit: Unit, flat: torch.Tensor, fences: tuple[Fence, ...], turn: Turn) -> Fence:
-        """Into memory of the unit's use."""
         try:
             own = await self._updates.fetch(unit, unit.own(flat), fences)
         except BaseException as error:
@@ -262,7 +261,6 @@ class Loader:
         return self._storage.streams.shared and self._updates.borrows(leaving.unit.index)
 
     def _drain_one(self) -> None:
-        """Wait for the one that was let go first."""
         leaving = self._draining[0]
         if leaving.transfer is not None:
             leaving.transfer.settle()

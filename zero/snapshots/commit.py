@@ -102,7 +102,6 @@ class Snapshots:
         self._files.close()
 
     def due(self, step: int) -> bool:
-        """Is the step that was just fixed to have a snapshot?"""
         return self._missed or step % self._every == 0
 
     @property
@@ -296,7 +295,6 @@ class Snapshots:
 
 
 def _space_of(storage: Storage, plane: TwoSlotPlane) -> Space:
-    """Whose weights or states are in the plane."""
     pairs = zip(storage.layout.spaces, storage.weights, storage.records, strict=True)
     return next(space for space, weights, records in pairs if plane in (weights, records))
 

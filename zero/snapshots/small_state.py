@@ -73,9 +73,7 @@ def restore_counters(engine: Run, state: Mapping[str, Any]) -> None:
 def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
     """Random numbers go on, and so does the data. Raises ConfigError: the loader does not take the position.
 
-    Args:
-        engine: its `training_dataloader` is told.
-        own: it is this rank's; False takes the position in the data alone.
+    `engine`: its `training_dataloader` is told. `own`: it is this rank's; False takes the position in the data alone.
     """
     if own:
         restore_random_state(state["rng"], engine.device)

@@ -54,7 +54,6 @@ def _block(block: type[ConfigBlock]) -> dict[str, Any]:
 
 
 def _forms_of(allowed: tuple[object, ...]) -> list[dict[str, Any]]:
-    """What may be written where all other values are refused."""
     forms: list[dict[str, Any]] = [{"const": AUTO}, {"type": "null"}]
     for value in allowed:
         if isinstance(value, (bool, str)):
@@ -67,7 +66,6 @@ def _forms_of(allowed: tuple[object, ...]) -> list[dict[str, Any]]:
 
 
 def _leaf(kinds: set[Any], bounds: dict[str, Any], words: list[str]) -> dict[str, Any]:
-    """What a type of Python is written as, by clients and people."""
     if Any in kinds:
         return {}
     forms: list[dict[str, Any]] = [{"const": AUTO}, {"type": "null"}]

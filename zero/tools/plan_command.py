@@ -182,7 +182,6 @@ def _from_json(path: Path) -> Any:
 
 
 def _machine(options: argparse.Namespace, device: torch.device) -> Machine:
-    """What one rank can have, here or on the machine that the options describe."""
     described = options.host is not None or options.device is not None
     here = read_machine(torch.device("cpu") if options.device is not None else device)
     changes: dict[str, Any] = {"rss_bytes": 0, "memlock_bytes": None} if described else {}

@@ -64,7 +64,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def describe(folder: Path, result: tuning.Tuning, source: str) -> str:
-    """What was measured on one device, what was chosen, and why; several lines."""
     when = f"measured in {result.probe_seconds:.0f} s" if source == "measured" else f"known since {result.measured_at}"
     lines = [f"{folder}: {result.device}, {when}"]
     lines.append(f"  {'question':<14}{'candidate':<28}{'mixed':>12}{'ratio':>8}{'wins':>6}")

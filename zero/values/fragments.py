@@ -112,7 +112,6 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _keeper_of(param: nn.Parameter) -> EngineKeeper | None:
-    """Of the engine that keeps the parameter, if one does."""
     keeper = engine_keeper(param) if is_kept(param) else None
     return keeper if isinstance(keeper, EngineKeeper) else None
 

@@ -180,7 +180,6 @@ def agree_on_change(exchange: Exchange, model: nn.Module, held: Collection[int],
 
 
 def _differences(lists: list[list[str]]) -> str:
-    """What each rank has that others have not."""
     common = set(lists[0]).intersection(*lists[1:])
     found = []
     for rank, lines in enumerate(lists):

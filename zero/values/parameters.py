@@ -40,9 +40,7 @@ class SlotRun(NamedTuple):
 class ParameterValues:
     """Values of one parameter that an engine trains.
 
-    Args:
-        parts: of the engine; every update of the last step is complete.
-        parameter: kept by the engine.
+    `parts`: of the engine; every update of the last step is complete. `parameter`: kept by the engine.
     """
 
     def __init__(self, parts: Assembly, exchange: Exchange, parameter: nn.Parameter) -> None:

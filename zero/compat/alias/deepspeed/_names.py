@@ -135,7 +135,6 @@ def fill(name: str, module: ModuleType) -> None:
 
 
 def _first_of(tables: list[Names]) -> Callable[[str], Any]:
-    """A `__getattr__` for a module of several names."""
 
     def __getattr__(name: str) -> Any:
         for table in tables:
