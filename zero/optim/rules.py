@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.kernels import kernels, masters
+from offload.kernels import kernels, masters, tile_threads
 from zero.plan.record import ADAM_STATES, States
 
 TILE_NUMEL = 32768
@@ -316,11 +316,23 @@ class TiledRule:
         return result
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
-        """Tile by tile; `threads` has no effect, torch uses one for so few elements."""
-        numel = TILE_NUMEL if run.weight.device.type == "cpu" else TILE_NUMEL_GPU
-        for begin, end, values in run.segments:
-            for lo in range(begin, end, numel):
-                self._update_tile(run, slice(lo, min(lo + numel, end)), values, grad_scale)
+        """Tile by tile; on the host several at a time, if the class is torch's or ours."""
+        on_host = run.weight.device.type == "cpu"
+        many = sum(end - begin for begin, end, _ in run.segments) >= tile_threads.WORTH_THREADS_NUMEL
+        alone = on_host and many and tile_threads.can_run_alone()
+        numel = tile_threads.TILE_NUMEL if alone else TILE_NUMEL if on_host else TILE_NUMEL_GPU
+        todo = iter([(at, v) for begin, end, v in run.segments for at in tile_threads.tiles_of(begin, end, numel)])
+
+        def take_tiles() -> None:
+            for at, values in todo:
+                self._update_tile(run, at, values, grad_scale)
+
+        if alone:
+            # A class of somebody else's may have memory that two steps at a time would share.
+            known = self.kind.__module__.startswith(("torch.optim.", "zero.ops."))
+            tile_threads.run_alone(take_tiles, threads if known else 1)
+        else:
+            take_tiles()
 
     def _update_tile(self, run: UpdateRun, at: slice, values: TileValues, grad_scale: float) -> None:
         weight, planes = run.weight[at], {n: p[at] for n, p in zip(self.states, run.states.planes, strict=True)}
