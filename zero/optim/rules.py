@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.kernels import kernels, masters
+from offload.kernels import kernels, masters, tile_threads
 from zero.plan.record import ADAM_STATES, States
 
 TILE_NUMEL = 32768
@@ -363,17 +363,33 @@ class TiledRule:
         return result
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
-        """Tile by tile; `threads` has no effect, torch uses one for so few elements, and its own for whole matrices."""
+        """Tile by tile; on the host several at a time, if the class is torch's or ours."""
         if self.whole:
-            for (begin, end, values), shape in zip(run.segments, run.shapes, strict=True):
-                shape = self.tile_shape(shape)
-                for lo in range(begin, end, math.prod(shape)):
-                    self._update_tile(run, slice(lo, lo + math.prod(shape)), values, grad_scale, shape)
+            self._update_whole(run, grad_scale)
             return
-        numel = TILE_NUMEL if run.weight.device.type == "cpu" else TILE_NUMEL_GPU
-        for begin, end, values in run.segments:
-            for lo in range(begin, end, numel):
-                self._update_tile(run, slice(lo, min(lo + numel, end)), values, grad_scale, (-1,))
+        on_host = run.weight.device.type == "cpu"
+        many = sum(end - begin for begin, end, _ in run.segments) >= tile_threads.WORTH_THREADS_NUMEL
+        alone = on_host and many and tile_threads.can_run_alone()
+        numel = tile_threads.TILE_NUMEL if alone else TILE_NUMEL if on_host else TILE_NUMEL_GPU
+        todo = iter([(at, v) for begin, end, v in run.segments for at in tile_threads.tiles_of(begin, end, numel)])
+
+        def take_tiles() -> None:
+            for at, values in todo:
+                self._update_tile(run, at, values, grad_scale, (-1,))
+
+        if alone:
+            # A class of somebody else's may have memory that two steps at a time would share.
+            known = self.kind.__module__.startswith(("torch.optim.", "zero.ops."))
+            tile_threads.run_alone(take_tiles, threads if known else 1)
+        else:
+            take_tiles()
+
+    def _update_whole(self, run: UpdateRun, grad_scale: float) -> None:
+        """Parameter by parameter; torch uses its own threads for what is so large."""
+        for (begin, end, values), whole in zip(run.segments, run.shapes, strict=True):
+            shape = self.tile_shape(whole)
+            for lo in range(begin, end, math.prod(shape)):
+                self._update_tile(run, slice(lo, lo + math.prod(shape)), values, grad_scale, shape)
 
     def tile_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of what is updated at once of a whole parameter; a parameter is one or more such, end to end."""
