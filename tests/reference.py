@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -142,6 +144,12 @@ class LossScaleRule:
         self.step += 1
 
 
+def _contributed(reference: weakref.ref[Reference], name: str, parameter: Tensor) -> None:
+    """The garbage collector does not look into torch's hooks: one that held the reference would keep it for ever."""
+    if (held := reference()) is not None:
+        held._contribute(name, parameter)
+
+
 @dataclass
 class Reference:
     """Trains `model` the slow way.
@@ -178,7 +186,7 @@ class Reference:
                 parameter.data = self._weight(master)
             if parameter.requires_grad:
                 self.states[name] = State(master, torch.zeros_like(master), torch.zeros_like(master))
-                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._contribute(name, p))
+                parameter.register_post_accumulate_grad_hook(partial(_contributed, weakref.ref(self), name))
 
     def _weight(self, master: Tensor) -> Tensor:
         if self.fp16:
