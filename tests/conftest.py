@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ hypothesis.settings.load_profile("patient")
 # Threads that wait for the next small loop sleep, in this process and in those it starts: there are more tests, and
 # perhaps other work, to do on these cores. It changes no number.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+LATE = ("torch._dynamo", "zero.api")
+"""An engine imports them when it is made; every worker would, and its collections would look through them."""
 
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS))  # importlib mode leaves it out; tests import `models` and `reference` by name
@@ -41,6 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     import side_by_side
 
+    if session.config.getoption("--workers") > 1:
+        for name in LATE:
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what has been imported stays: neither tests' collections nor the interpreter's look through it
     return side_by_side.run(session, session.config.getoption("--workers"))

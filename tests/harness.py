@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from models import ADAMW, build, tokens, trainability
+from probe import units_read_once
 from reference import Hyper, Reference, differences, snapshot
 from torch import Tensor, nn
 
@@ -87,6 +88,13 @@ def values(trainer: Any, model: str = "gpt") -> dict[str, Tensor]:
 def unequal(ours: Any, theirs: Any, model: str = "gpt") -> list[str]:
     """What two trainers of the model do not have in common, to the bit."""
     return differences(values(ours, model), values(theirs, model))
+
+
+def masters(engine: Any, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Of every parameter, or of these."""
+    wanted = [name for name, _ in engine.module.named_parameters()] if names is None else names
+    with units_read_once(engine):
+        return {name: engine.full_master(name) for name in wanted}
 
 
 def same_bits(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:

@@ -7,7 +7,9 @@ the inside can be rebuilt with changes here alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -70,6 +72,30 @@ def updates_ahead_of(engine: Any) -> Any:
 def spare_of(engine: Any) -> Any:
     """The memory of gradients that results are lent."""
     return engine.run.parts.stepper.pipeline.spare
+
+
+@contextmanager
+def units_read_once(trainer: Any) -> Iterator[None]:
+    """Inside, an engine reads each unit and its states once, whatever is asked of its parameters; nothing is trained.
+
+    Who looks at all of them would otherwise read a unit, and ask the other ranks for it, several times a parameter.
+    """
+    if not hasattr(trainer, "run"):  # a reference
+        yield
+        return
+    held: dict[tuple[Any, int], Any] = {}
+
+    def once(read: Callable[[Any], Any], unit: Any) -> Any:
+        if (read, unit.index) not in held:
+            held[read, unit.index] = read(unit)
+        return held[read, unit.index]
+
+    editor = keeper_of(trainer)._editor
+    editor.read, editor.read_records = partial(once, editor.read), partial(once, editor.read_records)
+    try:
+        yield
+    finally:
+        del editor.read, editor.read_records
 
 
 def put_exchange(engine: Any, exchange: Any) -> None:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import HYPER
+from harness import HYPER, train
 from models import build, make_config, tokens
 from probe import disk_of, is_waiting, put_disk, storage_of, updates_of
 from reference import Hyper, Reference
@@ -48,7 +49,7 @@ def scheduled(model: Any, pair: tuple[str, str], nvme_path: Path, **more: Any) -
     }
 
 
-def scheduled_reference(engine: Any, accumulation: int = 1, model: str = "gpt") -> Reference:
+def scheduled_reference(accumulation: int = 1, model: str = "gpt") -> Reference:
     done = 0
 
     def stepped() -> None:
@@ -59,6 +60,21 @@ def scheduled_reference(engine: Any, accumulation: int = 1, model: str = "gpt") 
         return replace(HYPER, lr=HYPER.lr * 0.5**done)
 
     return Reference(build(model), hyper_of, accumulation=accumulation, on_step=stepped)
+
+
+@cache
+def scheduled_run(steps: int, accumulation: int = 1) -> Reference:
+    """The same after so many steps, to be compared with and not to be trained: all have one."""
+    return train(scheduled_reference(accumulation), *range(steps * accumulation))  # type: ignore[no-any-return]
+
+
+@cache
+def early_exit_run() -> Reference:
+    """As that: three steps, of which the second one leaves out the blocks behind the first."""
+    reference = train(scheduled_reference(model="early_exit"), 0)
+    reference.backward(reference(tokens(1), 1))
+    reference.step()
+    return train(reference, 2)  # type: ignore[no-any-return]
 
 
 # ---- whoever looks at what a step has left to do --------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A plain-torch trainer that says what the engine's numbers must be, bit for bit.
 
-Slow, whole and obvious: every tensor in memory, one operation a line, nothing of the product imported. It has the
+Slow, whole and obvious: every tensor in memory, one operation a line, nothing of the product used. It has the
 engine's verbs, so one training loop drives both:
 
     loss = trainer(batch); trainer.backward(loss); trainer.step()
@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from probe import units_read_once
 from torch import Tensor, nn
 
 
@@ -90,8 +93,16 @@ def norm_of(grads: Mapping[str, Tensor]) -> float:
     exponent = math.frexp(np.abs(values).max())[1]
     unit = 48 * (2 * exponent // 48 - 1) if values.any() else 0
     # Halves of a unit go to the even neighbour; what is scaled by a power of two stays exact.
-    total = sum(map(int, np.rint(np.ldexp(values * values, -unit)).tolist()))
+    total = exact_sum(np.rint(np.ldexp(values * values, -unit)))
     return math.sqrt(math.ldexp(float(total), unit))
+
+
+def exact_sum(whole: np.ndarray) -> int:
+    """Of whole numbers below 2^96: of their halves of 48 bits, which int64 can add 2^14 of."""
+    high = np.floor(np.ldexp(whole, -48))
+    halves = ((high, 48), (whole - np.ldexp(high, 48), 0))
+    pieces = range(0, whole.size, 2**14)
+    return sum(int(half[at : at + 2**14].astype(np.int64).sum()) << shift for half, shift in halves for at in pieces)
 
 
 def norm_exact(grads: Mapping[str, Tensor]) -> float:
@@ -133,6 +144,12 @@ class LossScaleRule:
         self.step += 1
 
 
+def _contributed(reference: weakref.ref[Reference], name: str, parameter: Tensor) -> None:
+    """The garbage collector does not look into torch's hooks: one that held the reference would keep it for ever."""
+    if (held := reference()) is not None:
+        held._contribute(name, parameter)
+
+
 @dataclass
 class Reference:
     """Trains `model` the slow way.
@@ -169,7 +186,7 @@ class Reference:
                 parameter.data = self._weight(master)
             if parameter.requires_grad:
                 self.states[name] = State(master, torch.zeros_like(master), torch.zeros_like(master))
-                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._contribute(name, p))
+                parameter.register_post_accumulate_grad_hook(partial(_contributed, weakref.ref(self), name))
 
     def _weight(self, master: Tensor) -> Tensor:
         if self.fp16:
@@ -247,15 +264,16 @@ class Reference:
 def snapshot(trainer: Any, model_names: Iterable[tuple[str, bool]]) -> dict[str, Tensor]:
     """Everything a trainer holds, by "name/plane": weights of all, master, moments and step count of trainable ones."""
     held: dict[str, Tensor] = {}
-    for name, trainable in model_names:
-        held[f"{name}/weight"] = trainer.full_parameter(name)
-        if not trainable:
-            continue
-        state = trainer.full_state(name)
-        held[f"{name}/master"] = trainer.full_master(name)
-        held[f"{name}/exp_avg"] = state["exp_avg"]
-        held[f"{name}/exp_avg_sq"] = state["exp_avg_sq"]
-        held[f"{name}/step"] = torch.tensor(int(state["step"]))
+    with units_read_once(trainer):
+        for name, trainable in model_names:
+            held[f"{name}/weight"] = trainer.full_parameter(name)
+            if not trainable:
+                continue
+            state = trainer.full_state(name)
+            held[f"{name}/master"] = trainer.full_master(name)
+            held[f"{name}/exp_avg"] = state["exp_avg"]
+            held[f"{name}/exp_avg_sq"] = state["exp_avg_sq"]
+            held[f"{name}/step"] = torch.tensor(int(state["step"]))
     return held
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from models import build, make_config, tokens
+from probe import units_read_once
 from ranks import RankError, RankPool
 from torch import nn
 
@@ -73,11 +74,11 @@ def job(made: dict[str, Any], steps: int, progress: str) -> tuple[int | None, in
 
 def digest_of(engine: Any) -> str:
     digest = hashlib.sha256()
-    for name, parameter in Noisy().named_parameters():
-        state = engine.full_state(name)
-        for value in (engine.full_master(name), state["exp_avg"], state["exp_avg_sq"], torch.tensor(state["step"])):
-            digest.update(name.encode() + value.contiguous().numpy().tobytes())
-        del parameter
+    with units_read_once(engine):
+        for name, _ in Noisy().named_parameters():
+            state = engine.full_state(name)
+            for value in (engine.full_master(name), state["exp_avg"], state["exp_avg_sq"], torch.tensor(state["step"])):
+                digest.update(name.encode() + value.contiguous().numpy().tobytes())
     digest.update(engine.module.seen.float().numpy().tobytes() + torch.rand(2).numpy().tobytes())
     digest.update(f"{random.random()} {np.random.rand()} {engine.get_lr()}".encode())
     return digest.hexdigest()

@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from offload.errors import BudgetError, ConfigError, StateError
 
-STEPS = 10
+STEPS, FEW_STEPS = 10, 4
 TIERS = ("none", "cpu", "nvme")
 MODES = ("no checkpointing", "torch, reentrant", "torch, non-reentrant", "cpu checkpointing")
 
@@ -75,7 +75,9 @@ class Mismatch(Exception):
 # ---- one run ----------------------------------------------------------------------------------
 
 
-def train(trainer: Any, model: torch.nn.Module, row: Row, after_step: Callable[[Gradients], None]) -> History:
+def train(
+    trainer: Any, model: torch.nn.Module, row: Row, steps: int, after_step: Callable[[Gradients], None]
+) -> History:
     """The one loop: `trainer` is an engine or the reference around `model`."""
     history, seen = History(), Counter[str]()
     gradients: Gradients = {}
@@ -86,7 +88,7 @@ def train(trainer: Any, model: torch.nn.Module, row: Row, after_step: Callable[[
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_hook(receiver(name))
-    for step in range(STEPS):
+    for step in range(steps):
         with seeded(step):  # the same dropout on both sides
             loss = loss_in(trainer(**row.feed(step)))
             trainer.backward(loss)
@@ -103,7 +105,7 @@ def train(trainer: Any, model: torch.nn.Module, row: Row, after_step: Callable[[
 
 
 @cache
-def expected(name: str, mode: str) -> tuple[History, dict[str, Tensor], dict[str, Tensor]]:
+def expected(name: str, mode: str, steps: int) -> tuple[History, dict[str, Tensor], dict[str, Tensor]]:
     """The run without an engine: history, final state, buffers."""
     row = ROWS[name]
     model = row.make(reference_checkpoint(mode))
@@ -113,11 +115,11 @@ def expected(name: str, mode: str) -> tuple[History, dict[str, Tensor], dict[str
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[key] = buffer.bfloat16()
     reference = reference_of(model, opaque=lambda name: name.endswith(row.opaque))
-    history = train(reference, model, row, lambda gradients: None)
+    history = train(reference, model, row, steps, lambda gradients: None)
     return history, snapshot(reference, names), buffers_of(model)
 
 
-def run(cell: Cell, nvme_path: Any) -> None:
+def run(cell: Cell, nvme_path: Any, count: int) -> None:
     """Train the cell and compare it with the run without an engine.
 
     Raises:
@@ -148,19 +150,19 @@ def run(cell: Cell, nvme_path: Any) -> None:
             if kept:
                 raise Mismatch(f"not released in this step: {', '.join(kept)}")
 
-        history = train(engine, model, row, check)
+        history = train(engine, model, row, count, check)
         statistics = engine.statistics()
         if not statistics.gathered_bytes or (cell.tier == "nvme" and not statistics.nvme_read_bytes):
             raise Mismatch("no bytes were fetched")
         state, buffers = snapshot(engine, names), buffers_of(model)
-    compare((history, state, buffers), expected(cell.row, cell.mode))
+    compare((history, state, buffers), expected(cell.row, cell.mode, count))
 
 
 def compare(ours: tuple[History, Any, Any], theirs: tuple[History, Any, Any]) -> None:
     """Everything, bit for bit."""
     found: list[str] = []
     mine, other = ours[0], theirs[0]
-    for step in range(STEPS):
+    for step in range(len(mine.losses)):
         found += [f"step {step}: loss"] * (not torch.equal(mine.losses[step], other.losses[step]))
         found += [f"step {step}: norm"] * (mine.norms[step] != other.norms[step])
         flat = [dict(flattened(history.gradients[step])) for history in (mine, other)]
@@ -230,13 +232,13 @@ def configure_checkpointing(mode: str, engine: Any, config: dict[str, Any]) -> N
 # ---- verdicts ---------------------------------------------------------------------------------
 
 
-def verdict(cell: Cell, nvme_path: Any) -> str:
+def verdict(cell: Cell, nvme_path: Any, steps: int = STEPS) -> str:
     """What the table says of a cell: works, works (how), refused (why), or not yet (what happens)."""
     row = ROWS[cell.row]
     if cell.mode == "cpu checkpointing" and checkpointing_module() is None:
         return "not yet (zero.checkpointing is missing)"
     try:
-        run(cell, nvme_path)
+        run(cell, nvme_path, steps)
     except (BudgetError, ConfigError, StateError) as refusal:
         return f"refused ({first_sentence(refusal)})"
     except Mismatch as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from probe import units_read_once
 from reference import clip_coefficient, fp32, norm_of, round_half_away
 from torch import Tensor, nn
 
@@ -116,12 +117,13 @@ def held_by(engine: Any, model: nn.Module) -> dict[str, Any]:
     """
     adagrad = engine.plan.states == (("sum",),)
     found: dict[str, Any] = {}
-    for name, _ in model.named_parameters():
-        found[f"{name}/weight"], found[f"{name}/master"] = engine.full_parameter(name), engine.full_master(name)
-        state = engine.full_state(name)
-        count = state.pop("step")
-        for kind, value in state.items() if count or adagrad else ():
-            found[f"{name}/{kind}"] = value if isinstance(value, Tensor) else float(value)
+    with units_read_once(engine):
+        for name, _ in model.named_parameters():
+            found[f"{name}/weight"], found[f"{name}/master"] = engine.full_parameter(name), engine.full_master(name)
+            state = engine.full_state(name)
+            count = state.pop("step")
+            for kind, value in state.items() if count or adagrad else ():
+                found[f"{name}/{kind}"] = value if isinstance(value, Tensor) else float(value)
     return found
 
 

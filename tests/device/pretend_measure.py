@@ -70,6 +70,7 @@ def steps(engine: Any, micro_steps: int) -> None:
 def measured(label: str, folder: Path) -> dict[str, Any]:
     """One engine's life."""
     gc.collect()
+    gc.freeze()  # the next collections look at what this engine makes, not at all of torch
     pretend.settle()
     before = pretend.statistics()
     place, name = label.split()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fuzz.blocks import Stumble, batch, made
 from fuzz.cases import Case
 from fuzz.sides import STATES, Side, Told, changed, inputs_of_a_block
+from probe import units_read_once
 from ranks_runs import quiet
 from torch import Tensor
 
@@ -150,6 +151,10 @@ class Trained(Side):
             value = getattr(utils, f"safe_get_{scope}_{what}")(p, *key)
             getattr(utils, f"safe_set_{scope}_{what}")(p, changed(value, plane, factor), *key)
         return before
+
+    def everything(self) -> Told:
+        with units_read_once(self.engine):
+            return super().everything()
 
     def read_one(self, name: str) -> Told:
         p = self.parameters[name]

@@ -23,7 +23,7 @@ from offload.errors import BudgetError
 
 DEVICES = ("none", "cpu", "nvme")
 PAIRS = tuple(itertools.product(DEVICES, DEVICES))
-STEPS = 6
+STEPS = 4
 
 Open = Callable[..., Any]
 
@@ -160,7 +160,7 @@ def test_the_whole_product_trains_to_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("pair", [("none", "none"), ("cpu", "nvme"), ("nvme", "cpu"), ("nvme", "nvme")], ids="-".join)
-@pytest.mark.parametrize("scenario", [SCENARIOS["plain"], Scenario("two_losses", clipping=0.3)], ids=lambda s: s.model)
+@pytest.mark.parametrize("scenario", [Scenario(), Scenario("two_losses", clipping=0.3)], ids=lambda s: s.model)
 def test_copying_gathered_units_instead_of_aliasing_them_changes_nothing(
     open_engine: Open, nvme_path: Any, monkeypatch: pytest.MonkeyPatch, scenario: Scenario, pair: tuple[str, str]
 ) -> None:
@@ -258,7 +258,7 @@ def test_every_live_limit_trains_to_the_bits_of_the_reference(
 def test_looking_ahead_and_keeping_units_changes_no_number(
     open_engine: Open, nvme_path: Any, bucket_numel: int, reuse_numel: int
 ) -> None:
-    scenario = Scenario(clipping=0.3, steps=6)
+    scenario = Scenario(clipping=0.3)
     keys = {"stage3_prefetch_bucket_size": bucket_numel, "stage3_max_reuse_distance": reuse_numel}
     trained(open_engine, scenario, scenario.config(("nvme", "nvme"), nvme_path, zero=keys))
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from harness import reference_of, train
 from models import GPT, LoraLinear, freeze, make_config, seeded, tokens
+from pairwise import in_pairs
 from reference import differences, snapshot
 from torch import Tensor, nn
 
@@ -205,10 +206,7 @@ def is_storage(name: str) -> bool:
     return re.search(r"up\.base\.(weight|qweight|scales)$", name) is not None
 
 
-@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32 adapters on a bf16 base"])
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("alias", [True, False], ids=["alias", "copy"])
+@in_pairs(storage=STORAGES, bf16=(True, False), device=("none", "cpu", "nvme"), alias=(True, False))
 def test_adapters_on_a_quantised_base_train_as_without_the_engine(
     open_engine: Open,
     nvme_path: Any,

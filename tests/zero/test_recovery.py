@@ -13,17 +13,20 @@ import pytest
 import torch
 from harness import HYPER, reference_run, train, unequal
 from models import ADAMW, VOCAB, build, make_config, seeded, tokens, trainability
+from pairwise import in_pairs
 from probe import updates_of, used_bytes
 from recovery import (
     LOOKS,
     NVME,
     Open,
     break_gradients,
+    early_exit_run,
     failing,
     once_more,
     released,
     scheduled,
     scheduled_reference,
+    scheduled_run,
     spilling,
 )
 from reference import Reference, differences, snapshot
@@ -233,15 +236,14 @@ def test_a_step_inside_gathered_parameters_is_refused_and_changes_nothing(
 # ---- an update that failed ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("skip", [0, 3])
-@pytest.mark.parametrize("operation,accumulation", [("read", 2), ("write", 1)])
-@pytest.mark.parametrize("look", LOOKS)
+@in_pairs(look=tuple(LOOKS), operation=("read", "write"), skip=(0, 3))
 def test_an_update_that_fails_is_told_to_whoever_looks_and_is_done_once(
-    open_engine: Open, nvme_path: Path, operation: str, look: str, accumulation: int, skip: int
+    open_engine: Open, nvme_path: Path, operation: str, look: str, skip: int
 ) -> None:
+    accumulation = 2 if operation == "read" else 1
     more = {"accumulation": accumulation, "zero": {"sub_group_size": 8192}}
     engine = open_engine(**scheduled(build("gpt"), NVME, nvme_path, **more))
-    reference = train(scheduled_reference(engine, accumulation), *range(3 * accumulation))
+    reference = scheduled_run(3, accumulation)
     train(engine, *range(2 * accumulation - 1))
     engine.backward(engine(tokens(2 * accumulation - 1)))
     engine.synchronize()
@@ -287,24 +289,19 @@ RETRIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def with_the_last_step_half_done(engine: Any, reference: Any) -> None:
+def with_the_last_step_half_done(engine: Any) -> None:
     """Step 2 can be fixed only once step 1 is complete, and the forward between has left some of it due."""
     train(engine, 0)
-    train(reference, 0)
-    for trainer in (engine, reference):
-        trainer.backward(trainer(tokens(1), 1))
+    engine.backward(engine(tokens(1), 1))
     assert not updates_of(engine).all_settled
 
 
-@pytest.mark.parametrize("call", ["engine.step", "optimizer.step"])
-@pytest.mark.parametrize("retry", RETRIES)
-@pytest.mark.parametrize("operation", ["read", "write"])
+@in_pairs(retry=tuple(RETRIES), operation=("read", "write"), call=("engine.step", "optimizer.step"))
 def test_a_step_that_raises_for_the_one_before_is_taken_once_by_whatever_comes_next(
     open_engine: Open, nvme_path: Path, operation: str, retry: str, call: str
 ) -> None:
     engine = open_engine(**scheduled(build("early_exit"), NVME, nvme_path, zero={"sub_group_size": 8192}))
-    reference = scheduled_reference(engine, model="early_exit")
-    with_the_last_step_half_done(engine, reference)
+    with_the_last_step_half_done(engine)
     engine.inject(failing(operation))
     for _ in range(3):
         with pytest.raises(StorageError):
@@ -312,11 +309,9 @@ def test_a_step_that_raises_for_the_one_before_is_taken_once_by_whatever_comes_n
     assert engine.global_steps == 1
     engine.inject(None)
     once_more(lambda: RETRIES[retry](engine))
-    reference.step()
     train(engine, 2)
-    train(reference, 2)
     assert engine.global_steps == engine.lr_scheduler.last_epoch == 3
-    assert unequal(engine, reference, "early_exit") == []
+    assert unequal(engine, early_exit_run(), "early_exit") == []
 
 
 def test_a_micro_step_that_raises_for_the_step_before_is_counted_once(open_engine: Open, nvme_path: Path) -> None:
@@ -342,7 +337,7 @@ def test_a_step_after_one_whose_updates_fail_is_a_step_of_its_own(
 ) -> None:
     """The first one returned, so it was taken; the second one has no gradient, but it counts."""
     engine = open_engine(**scheduled(build("gpt"), NVME, nvme_path, zero={"sub_group_size": 8192}))
-    reference = scheduled_reference(engine)
+    reference = scheduled_reference()
     train(engine, 0)
     engine.backward(engine(tokens(1)))
     engine.synchronize()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import GPT, VOCAB, build, make_config, seeded, tokens, trainability
+from pairwise import in_pairs
 from probe import layout_of
 from reference import differences, snapshot
 from torch import Tensor, nn
@@ -55,10 +56,12 @@ def expected(state_dtype: str, model: str, clipping: float) -> dict[str, Tensor]
         return snapshot(trained(engine), trainability(build(model)))
 
 
-@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
-@pytest.mark.parametrize("model", ["gpt", "mixed", "branching"])
-@pytest.mark.parametrize("pair", [("none", "cpu"), ("cpu", "none"), ("cpu", "nvme"), ("nvme", "cpu"), NVME])
-@pytest.mark.parametrize("sub_group_numel", [4096, 10**9])
+@in_pairs(
+    state_dtype=("bf16", "8bit"),
+    model=("gpt", "mixed", "branching"),
+    pair=(("none", "cpu"), ("cpu", "none"), ("cpu", "nvme"), ("nvme", "cpu"), NVME),
+    sub_group_numel=(4096, 10**9),
+)
 def test_where_narrow_moments_live_and_how_they_are_cut_changes_no_bit(
     open_engine: Open, nvme_path: Path, state_dtype: str, model: str, pair: tuple[str, str], sub_group_numel: int
 ) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import micro_batch, reference_of, unequal
+from harness import micro_batch, reference_of, reference_run, unequal
 from models import build, make_config, tokens
+from pairwise import in_pairs
 from probe import keeper_of, layout_of, settle_updates_ahead, updates_ahead_of
 
 import zero
@@ -39,23 +40,18 @@ def committed(engine: Any) -> int:
     return int(engine.statistics().updated_in_backward_numel)
 
 
-@pytest.mark.parametrize("model", ["gpt", "mixed", "tied"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("sub_group_numel", [4096, 10**9])
-@pytest.mark.parametrize("waits", [True, False])
+@in_pairs(model=("gpt", "mixed", "tied"), accumulation=(1, 3), sub_group_numel=(4096, 10**9), waits=(True, False))
 def test_updates_inside_backward_are_bit_equal_to_the_plain_order(
     open_engine: Open, nvme_path: Path, model: str, accumulation: int, sub_group_numel: int, waits: bool
 ) -> None:
     engine = opened(open_engine, nvme_path, model, keys={"sub_group_size": sub_group_numel}, accumulation=accumulation)
-    reference = reference_of(model, accumulation=accumulation)
     for index in range(4 * accumulation):
         if waits:
             after_backward(engine, index)
             engine.step()
         else:
             micro_batch(engine, index)
-        micro_batch(reference, index)
-    assert unequal(engine, reference, model) == []
+    assert unequal(engine, reference_run(*range(4 * accumulation), model=model, accumulation=accumulation), model) == []
     if waits:
         trained = sum(u.numel for u in engine.units if u.trainable)
         assert 0 < committed(engine) <= 4 * trained

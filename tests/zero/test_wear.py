@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from models import build, make_config, tokens
+from pairwise import in_pairs
 from probe import layout_of
 
 from offload.errors import BudgetError
@@ -31,9 +32,11 @@ def measured(engine: Any, accumulation: int) -> Any:
     return marks[1].wear_since(marks[0])
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("spare_bytes", [None, 0, 100_000, 400_000])
-@pytest.mark.parametrize("pair", [("nvme", "nvme"), ("none", "nvme"), ("nvme", "cpu"), ("cpu", "cpu")], ids="-".join)
+@in_pairs(
+    pair=(("nvme", "nvme"), ("none", "nvme"), ("nvme", "cpu"), ("cpu", "cpu")),
+    spare_bytes=(None, 0, 100_000, 400_000),
+    accumulation=(1, 2),
+)
 def test_a_step_writes_what_the_plan_says(
     open_engine: Open, nvme_path: Path, pair: tuple[str, str], spare_bytes: int | None, accumulation: int
 ) -> None:

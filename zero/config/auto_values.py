@@ -92,8 +92,9 @@ def resolve_auto(config: Config, facts: Facts) -> Config:
 
 def auto_lines(config: Config) -> Iterator[str]:
     """A line "auto: path = value (from ...)" for every acting key that was "auto"."""
-    effective = config.as_dict()
-    for key in _autos(config):
+    autos = list(_autos(config))
+    effective = config.as_dict() if autos else {}
+    for key in autos:
         if key.path in config.chosen:
             yield f"auto: {key.path} = {shown(config.chosen[key.path].value)} (from {config.chosen[key.path].source})"
             continue
@@ -115,9 +116,9 @@ def _ranks(config: Config) -> str:
 
 def _autos(config: Config) -> Iterator[Key]:
     """Keys with a value, that act or that something is chosen for, and that are "auto" in the source."""
-    for key in known_keys(Config):
-        given = config.origins.get(key.path) == "auto" and block_of(key.field) is None
-        if given and (key.role != "inert" or key.path in _CHOICES):
+    given = {path for path, origin in config.origins.items() if origin == "auto"}
+    for key in known_keys(Config) if given else ():  # there are hundreds
+        if key.path in given and block_of(key.field) is None and (key.role != "inert" or key.path in _CHOICES):
             yield key
 
 

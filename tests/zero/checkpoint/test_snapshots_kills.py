@@ -14,7 +14,7 @@ from snapshot_jobs import config, job, killed_after
 from snapshot_runs import committed, folder
 
 Pool = Callable[[int], RankPool]
-STEPS = 40
+STEPS = 30
 PAIRS = [("nvme", "nvme"), ("cpu", "nvme")]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness import masters
 from models import seeded
 from ranks import RankPool
 from ranks_runs import CLIPPING, HYPER, Place, Run, engine_config, quiet
@@ -37,7 +38,7 @@ class Heads(nn.Module):
 
 
 def trained(place: Place, nvme_path: str, accumulation: int, threshold: int) -> dict[int, dict[str, torch.Tensor]]:
-    """Masters after each step of a run, and of runs that each were resumed once (0: of all steps in one)."""
+    """Masters of a run (0), of one that saves (STEPS), and of one resumed after each of its steps RESUMED."""
     import zero
 
     quiet()
@@ -45,24 +46,26 @@ def trained(place: Place, nvme_path: str, accumulation: int, threshold: int) -> 
     config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
 
     def run(first: int, last: int, folder: str | None = None) -> dict[str, torch.Tensor]:
+        """Goes on from what `folder` has of step `first`; from none, it leaves that of each step of RESUMED there."""
         with seeded(3):
             model = Heads()
         with zero.initialize(model=model, config=config)[0] as engine:
             if first:
-                engine.load_checkpoint(folder)
+                engine.load_checkpoint(folder, tag=f"step {first}")
             for index in range(first * accumulation, last * accumulation):
                 generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
                 x = torch.randn(4, WIDTH, generator=generator).bfloat16().requires_grad_()
                 engine.backward(engine(x, (index + index // 4) % 3))
                 engine.step()
-            if folder is not None and not first:
-                engine.save_checkpoint(folder)
-            return {name: engine.full_master(name) for name, _ in model.named_parameters()}
+                done, micro_steps = divmod(index + 1, accumulation)
+                if folder is not None and not first and not micro_steps and done in RESUMED:
+                    engine.save_checkpoint(folder, tag=f"step {done}")
+            return masters(engine)
 
     told = {0: run(0, STEPS)}
-    for step in RESUMED if not threshold else ():
-        run(0, step, f"{nvme_path}/saved-{step}")
-        told[step] = run(step, STEPS, f"{nvme_path}/saved-{step}")
+    if not threshold:
+        told[STEPS] = run(0, STEPS, f"{nvme_path}/saved")
+        told |= {step: run(step, STEPS, f"{nvme_path}/saved") for step in RESUMED}
     return told
 
 
@@ -73,7 +76,7 @@ def test_a_run_goes_on_as_it_would_have_without_a_stop_and_whatever_is_persisten
 ) -> None:
     pool = rank_pool(3 if (place.stage, accumulation) in ((2, 2), (3, 1)) and place.states != "nvme" else 2)
     told = pool.run(trained, place, str(nvme_path), accumulation, 0)[0]
-    for step in RESUMED:
+    for step in (*RESUMED, STEPS):
         assert differences(told[step], told[0]) == [], f"resumed after step {step}"
     for threshold in (100, 100_000) if place.stage == 3 else ():
         other = pool.run(trained, place, str(nvme_path), accumulation, threshold)[0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness import masters
 from models import seeded, trainability
 from ranks import RankPool
 from ranks_model import batch, motley
@@ -19,7 +20,7 @@ from torch import nn
 
 Pool = Callable[[int], RankPool]
 
-STEPS = 6
+STEPS = 4
 PLACES = (Place(0), Place(1, "none", "cpu"), Place(2, "none", "nvme"), Place(3, "nvme", "nvme"))
 of_every_stage = pytest.mark.parametrize("place", PLACES, ids=lambda place: f"stage {place.stage}")
 
@@ -321,7 +322,7 @@ def two_forwards(place: Place, nvme_path: str) -> dict[str, torch.Tensor]:
         for step in range(STEPS):
             engine.backward(engine(normed_batch(2 * step)) + engine(normed_batch(2 * step + 1)))
             engine.step()
-        return {name: engine.full_parameter(name).detach().clone() for name, _ in model.named_parameters()}
+        return dict(engine.named_full_parameters())
 
 
 @of_every_stage
@@ -361,7 +362,7 @@ def in_turns(place: Place, nvme_path: str, bare: bool) -> dict[str, torch.Tensor
             loss = engine(batch(index, dist.get_rank()))
             loss.backward() if bare else engine.backward(loss)
             engine.step()
-        return {name: engine.full_master(name) for name, trained in trainability(model) if trained}
+        return masters(engine)
 
 
 @of_every_stage

@@ -23,7 +23,7 @@ Pool = Callable[[int], RankPool]
 
 RANKS = (1, 2, 4)
 TIERS = ("none", "cpu", "nvme")
-FEW_STEPS = 5
+FEW_STEPS = 4
 WHERE = (
     Place(0),
     *(Place(stage, "none", states) for stage in (1, 2) for states in TIERS),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import train
+from harness import masters, train
 from models import seeded, trainability
 from pairwise import each_once
 from ranks import RankPool
@@ -46,7 +46,7 @@ def first_values(place: Place, nvme_path: str, construction: str) -> Values:
         model = Motley()
     names = trainability(model)
     with opened(place, nvme_path, model, bf16=True) as engine:
-        return {name: engine.full_master(name) for name, trainable in names if trainable}
+        return masters(engine, [name for name, trainable in names if trainable])
 
 
 @each_once(place=PLACES, construction=("Init", "in memory"))

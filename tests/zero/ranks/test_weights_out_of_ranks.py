@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import train
+from harness import masters, train
 from models import trainability
 from ranks import RankPool
 from ranks_model import motley
@@ -42,10 +42,9 @@ def written(place: Place, nvme_path: str, out: str) -> tuple[Values, Values, Any
         if not (engine.save_16bit_model(f"{out}/16") and engine.save_fp32_model(f"{out}/32", max_shard_size="30KB")):
             raise AssertionError("nothing was saved")
         consolidated = engine._zero3_consolidated_16bit_state_dict()
-        weights = {name: engine.full_parameter(name) for name, _ in names}
-        masters = {name: engine.full_master(name) for name, _ in names}
+        weights, whole = dict(engine.named_full_parameters()), masters(engine)
         train(engine, 0, loss_of=on_batch)
-        return weights, masters, consolidated, engine.global_steps == 3
+        return {name: weights[name] for name, _ in names}, whole, consolidated, engine.global_steps == 3
 
 
 def files_of(folder: Path) -> Values:
@@ -62,10 +61,10 @@ def test_the_first_of_two_ranks_writes_all_of_the_model(
     rank_pool: Pool, nvme_path: Path, tmp_path: Path, place: Place
 ) -> None:
     told = rank_pool(2).run(written, place, str(nvme_path), str(tmp_path / "out"))
-    weights, masters, consolidated, went_on = told[0]
+    weights, whole, consolidated, went_on = told[0]
     assert went_on and told[1][2] is None and told[1][3]
     same(files_of(tmp_path / "out" / "16"), weights)
-    same(files_of(tmp_path / "out" / "32"), masters)
+    same(files_of(tmp_path / "out" / "32"), whole)
     assert len(list((tmp_path / "out" / "32").glob("*.safetensors"))) > 2
     same({name: value for name, value in consolidated.items() if name != "head.weight"}, weights)
     assert list(consolidated) == list(motley().state_dict())
@@ -76,17 +75,15 @@ def taken_in(place: Place, nvme_path: str, folder: str) -> tuple[Values, bool]:
     """Masters after the files were loaded into an engine that has trained, and whether its moments stayed."""
     import zero
 
-    model = motley(seed=5)
-    names = trainability(model)
-    with opened(place, nvme_path, model, bf16=True) as engine:
+    with opened(place, nvme_path, motley(seed=5), bf16=True) as engine:
         train(engine, 0, loss_of=on_batch)
         before = engine.full_state("norm.weight")
         zero.load_pretrained(engine, folder)
         after = engine.full_state("norm.weight")
         stayed = before["step"] == after["step"] and torch.equal(before["exp_avg"], after["exp_avg"])
-        masters = {name: engine.full_master(name) for name, _ in names}
+        loaded = masters(engine)
         train(engine, 0, loss_of=on_batch)
-    return masters, stayed
+    return loaded, stayed
 
 
 def test_what_two_ranks_have_written_loads_at_another_stage_and_tier(
