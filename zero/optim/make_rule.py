@@ -55,7 +55,7 @@ def trained_from(
                 "or leave it out and set optimizer.type in the config"
             )
         groups = _owned(optimizer.param_groups, model)
-        return Trained(groups, _checked(_rule_of(optimizer), config), optimizer)
+        return Trained(groups, rule_of_object(optimizer, config), optimizer)
     if config.optimizer is None:
         return None
     given: list[Any] = (
@@ -65,6 +65,11 @@ def trained_from(
         raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
     as_groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     return _named(config, _owned([{**g, "params": _trainable(g["params"])} for g in as_groups], model))
+
+
+def rule_of_object(optimizer: torch.optim.Optimizer, config: Config) -> Rule:
+    """The rule of an optimizer that has no states yet. Raises ConfigError: there is none, or not with this config."""
+    return _checked(_rule_of(optimizer), config)
 
 
 def rule_of_config(config: Config) -> Rule | None:
