@@ -22,6 +22,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any, NoReturn
 
 import torch
@@ -79,10 +80,11 @@ class OffloadOptimizer(KeptOptimizer):
         self._held: dict[int, tuple[Tensor, int]] = {}
         self._ready: dict[int, dict[str, Tensor]] = {}
         self._finalizers: list[weakref.finalize[Any, Any]] = []
-        self._built, self._closed, self._pid = False, False, os.getpid()
+        self._built, self._closed, self._torn, self._pid = False, False, False, os.getpid()
         self._config = _config_of(offload)
         given, members = _stand_ins(params, optimizer_class, options)
         rule = _rule_of(given, self._config)
+        self._initial = next((dict(state) for state in given.state.values()), {})
         for group, parameters in zip(given.param_groups, members, strict=True):
             group["params"] = parameters
             if "decoupled_weight_decay" in group:  # torch says it itself
@@ -159,6 +161,7 @@ class OffloadOptimizer(KeptOptimizer):
             StorageError: some weights are updated and others are not; the next call goes on.
         """
         self._check_open("step")
+        self._check_loaded("step")
         if any(shelf.remaining for shelf in self._shelves):
             self._check_same_gradients()
             self._finish()
@@ -170,7 +173,7 @@ class OffloadOptimizer(KeptOptimizer):
         self._shelve_newcomers()
         gradients = {self._index_of[id(p)]: _like(p.grad, p) for p in self._parameters() if p.grad is not None}
         values = self.values(self._index_of, gradients)
-        # 8-bit moments are rounded by the number: a run that was resumed goes on with the same one.
+        # bf16 moments are rounded by the number: a run that was resumed goes on with the same one.
         number = 1 + max(self.step_counts.values(), default=0)
         arguments = StepArguments(values, 1.0, number)
         work = [(shelf, shelf.prepare(arguments, gradients)) for shelf in self._shelves]
@@ -253,7 +256,20 @@ class OffloadOptimizer(KeptOptimizer):
             self._ready = {}
         for group in found["param_groups"]:
             group.pop("decoupled", None)
+        places = [place for group in found["param_groups"] for place in group["params"]]
+        paired = zip(places, self._parameters(), strict=True)
+        states = {place: found["state"].get(place) or self._first_state(parameter) for place, parameter in paired}
+        found["state"] = {place: state for place, state in states.items() if state}
         return found
+
+    def _first_state(self, parameter: Tensor) -> dict[str, Any]:
+        """Of a parameter that has taken part in no step: empty, unless the class makes states when it is made."""
+        return {
+            name: torch.full_like(parameter.detach(), value.item(), dtype=torch.float32, device="cpu")
+            if isinstance(value, Tensor) and value.dim()
+            else copy(value)
+            for name, value in self._initial.items()
+        }
 
     def _check_room_for(self, trained: set[int]) -> None:
         """Local shards only: that is what is read."""
@@ -273,9 +289,11 @@ class OffloadOptimizer(KeptOptimizer):
     def take_all(self, given: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
         """Replace the states of these parameters, together: each record is written once."""
         self._check_open("load_state_dict")
-        for shelf in self._shelves:
-            shelf.remaining = None
-        self._held = {}
+        for parameter, states in given:
+            index = self._index_of[id(parameter)]
+            for name in (*self.rule.states, MASTER):
+                if states.get(name) is not None:
+                    self._shelf_of(index).check(index, name, states[name])
         planes: dict[int, dict[str, Tensor]] = {}
         for parameter, states in given:
             key = id(parameter)
@@ -286,7 +304,11 @@ class OffloadOptimizer(KeptOptimizer):
                     found[MASTER] = states[MASTER]
                 planes[self._index_of[key]] = found
         for shelf in self._shelves:
+            shelf.remaining = None
+        self._held, self._torn = {}, True
+        for shelf in self._shelves:
             shelf.write({index: found for index, found in planes.items() if index in shelf.parameters})
+        self._torn = False
 
     def take_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         """As `take_all`, of one."""
@@ -295,7 +317,12 @@ class OffloadOptimizer(KeptOptimizer):
     def _shelf_of(self, index: int) -> ParameterStates:
         return next(shelf for shelf in self._shelves if index in shelf.parameters)
 
+    def _check_loaded(self, what: str) -> None:
+        if self._torn:
+            raise StateError(f"{what}: states were loaded in part, the disk has failed; call load_state_dict again")
+
     def _check_whole(self, what: str) -> None:
+        self._check_loaded(what)
         if any(shelf.remaining for shelf in self._shelves):
             raise StateError(
                 f"{what}: the last step has failed, and some states are new and others are not; call step() again to "
@@ -375,9 +402,14 @@ def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
     Raises:
         ConfigError: the class is not element-wise, or states are to be stored as the kernel alone can.
     """
+    stored = config.zero_optimization.offload_optimizer.state_dtype
+    if stored == "8bit":
+        raise ConfigError(
+            "offload: state_dtype: expected fp32 or bf16, got 8bit: its scales are of 256 elements, and parameters "
+            "that lie in memory of their own are of any length; zero.initialize has it"
+        )
     if isinstance(given, KernelAdam):
         return rule_of_object(given, config)
-    stored = config.zero_optimization.offload_optimizer.state_dtype
     if stored != "fp32":
         raise ConfigError(
             f"offload: state_dtype: {stored} is for zero.ops.adam.DeepSpeedCPUAdam and FusedAdam, got "

@@ -280,11 +280,11 @@ class KeptOptimizer(torch.optim.Optimizer):
         if sizes != wanted:
             raise ConfigError(f"optimizer.load_state_dict: expected groups of {wanted} parameters, got {sizes}")
         self.check_states(state_dict["state"].values())
-        for group, options in zip(self.param_groups, given, strict=True):
-            group.update({key: value for key, value in options.items() if key != "params"})
         places = [place for group in given for place in group["params"]]
         states = [state_dict["state"].get(place, {}) for place in places]
         self.take_all(list(zip(self._parameters(), states, strict=True)))
+        for group, options in zip(self.param_groups, given, strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

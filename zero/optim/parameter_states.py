@@ -234,18 +234,16 @@ class ParameterStates:
     def write(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Replace all states of parameters: index -> by name, as `read` gives them; what is missing becomes zero.
 
-        Without a master the weight is its own.
+        Without a master the weight is its own. Whoever calls has called `check`.
 
         Raises:
-            ConfigError: a state is not of its parameter's shape; nothing has changed.
             StorageError: a read or a write failed; states are partly the new ones.
         """
-        runs: dict[int, dict[str, Callable[[], Tensor]]] = {}
-        for index, given in states.items():
-            unit = self._units.get(index)
-            local = {name: self._checked_state(index, name, value) for name, value in given.items()}
-            if unit is not None:
-                runs[unit.index] = {name: partial(self._run_like, index, value) for name, value in local.items()}
+        runs = {
+            unit.index: {name: partial(self._run_like, index, local_of(value)) for name, value in states[index].items()}
+            for index, unit in self._units.items()
+            if index in states
+        }
         if runs:
             self._run("loading states", partial(self._write, runs))
 
@@ -279,7 +277,8 @@ class ParameterStates:
             master = (weight if run is None else run())[part].to("cpu", torch.float32)
             masters.part(torch.empty_like(master, dtype=unit.dtype), record.remainder[at : at + end - begin], master)
 
-    def _checked_state(self, index: int, name: str, value: Tensor) -> Tensor:
+    def check(self, index: int, name: str, value: Tensor) -> None:
+        """Raise ConfigError if a state is not of its parameter's shape, or not sharded as the parameter is."""
         parameter = self.parameters[index]
         local, own = local_of(value), local_of(parameter)
         if value.shape != parameter.shape or local.shape != own.shape:
@@ -288,7 +287,6 @@ class ParameterStates:
                 f"{tuple(own.shape)} are here, got {tuple(value.shape)} and {tuple(local.shape)}; load sharded states "
                 "with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             )
-        return local
 
     def _run_like(self, index: int, value: Tensor) -> Tensor:
         """The elements of a local tensor in the order of the parameter's."""
