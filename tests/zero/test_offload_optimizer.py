@@ -143,6 +143,45 @@ def test_named_parameters_and_other_memory_formats_train_as_with_torch(nvme_path
         assert "0.weight" in ours.param_groups[0]["param_names"]
 
 
+def test_frozen_parameters_take_no_room_until_they_are_trained(nvme_path: Path) -> None:
+    expected, model = patchy(), patchy()
+    for net in (expected, model):
+        net.branches.requires_grad_(False)
+    plain = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    with zero.OffloadOptimizer(model.parameters(), lr=1e-2, offload=offloaded("nvme", nvme_path)) as ours:
+        (plan,) = ours.plans
+        frozen = sum(p.numel() for p in model.branches.parameters())
+        assert plan.tier_bytes("nvme") < 8 * (sum(p.numel() for p in model.parameters()) - frozen + 4096)
+        for net, optimizer in ((expected, plain), (model, ours)):
+            train(net, optimizer, range(2))
+            net.branches.requires_grad_(True)
+            train(net, optimizer, range(2, 5))
+        assert same(expected, model) == [] and len(ours.plans) == 2
+        for parameter in (resumed := patchy()).parameters():
+            parameter.requires_grad_(parameter.dim() == 1)
+        with zero.OffloadOptimizer(resumed.parameters(), lr=1e-2, offload=offloaded("nvme", nvme_path)) as other:
+            other.load_state_dict(ours.state_dict())
+            assert state_differences(plain.state_dict(), other.state_dict()) == []
+
+
+def test_the_number_of_threads_changes_no_bit(nvme_path: Path) -> None:
+    weights = [nn.Parameter(torch.randn(700, 301, generator=torch.Generator().manual_seed(0))) for _ in range(2)]
+    plain = torch.optim.AdamW(weights[:1], lr=1e-2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        offload = offloaded("nvme", nvme_path, sub_group_size=1 << 20)
+        with zero.OffloadOptimizer(weights[1:], lr=1e-2, offload=offload) as ours:
+            for step in range(4):
+                for weight in weights:
+                    weight.grad = torch.randn(700, 301, generator=torch.Generator().manual_seed(step + 1))
+                for optimizer in (plain, ours):
+                    optimizer.step()
+            assert torch.equal(*weights)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_our_kernel_updates_where_its_class_is_asked_for(nvme_path: Path) -> None:
     with both("nvme", nvme_path, DeepSpeedCPUAdam, lr=1e-2) as (expected, plain, model, ours):
         train(expected, plain, range(5))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import BudgetError, ConfigError, StateError
+from offload.kernels.threads import kernel_threads
 from offload.sizes import format_bytes
 from zero.config import Config, load_config
 from zero.ops.adam import KernelAdam
@@ -77,7 +78,7 @@ class OffloadOptimizer(KeptOptimizer):
     ) -> None:
         self._shelves: list[ParameterStates] = []
         self._index_of: dict[int, int] = {}
-        self._held: dict[int, tuple[Tensor, int]] = {}
+        self._held: dict[int, tuple[Tensor, tuple[int, int]]] = {}
         self._ready: dict[int, dict[str, Tensor]] = {}
         self._finalizers: list[weakref.finalize[Any, Any]] = []
         self._built, self._closed, self._torn, self._pid = False, False, False, os.getpid()
@@ -120,13 +121,18 @@ class OffloadOptimizer(KeptOptimizer):
                 self.param_groups.pop()
                 raise
 
-    def _shelve_newcomers(self) -> None:
-        """Make room for the states of parameters that have none, device by device."""
+    def _shelve_newcomers(self, loaded: Container[int] = ()) -> None:
+        """Make room for the states of parameters that have none and need some, device by device.
+
+        Args:
+            loaded: id of those that need some although they are frozen.
+        """
         by_device: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
         for group in self.param_groups:
             names = group.get("param_names") or [None] * len(group["params"])
             for name, parameter in zip(names, group["params"], strict=True):
-                if id(parameter) not in self._index_of:
+                needs = parameter.requires_grad or id(parameter) in loaded
+                if needs and id(parameter) not in self._index_of:
                     index = len(self._index_of)
                     self._index_of[id(parameter)] = index
                     shown = name or f"parameter {index} of shape {tuple(parameter.shape)}"
@@ -170,22 +176,24 @@ class OffloadOptimizer(KeptOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._shelve_newcomers()
-        gradients = {self._index_of[id(p)]: _like(p.grad, p) for p in self._parameters() if p.grad is not None}
+        self._shelve_newcomers({id(p) for p, _ in self._gradients()})
+        gradients = {self._index_of[id(p)]: _like(gradient, p) for p, gradient in self._gradients()}
         values = self.values(self._index_of, gradients)
         # bf16 moments are rounded by the number: a run that was resumed goes on with the same one.
         number = 1 + max(self.step_counts.values(), default=0)
         arguments = StepArguments(values, 1.0, number)
         work = [(shelf, shelf.prepare(arguments, gradients)) for shelf in self._shelves]
         # From here on the step is taken, whatever fails.
-        self._held = {
-            self._index_of[id(p)]: (p.grad, _version(p.grad)) for p in self._parameters() if p.grad is not None
-        }
+        self._held = {self._index_of[id(p)]: (gradient, _version(gradient)) for p, gradient in self._gradients()}
         self.count_step(self._index_of, values)
         for shelf, remaining in work:
             shelf.remaining = remaining
         self._finish()
         return loss
+
+    def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Of the parameters that have one."""
+        return [(p, p.grad) for p in self._parameters() if p.grad is not None]
 
     def _finish(self) -> None:
         for shelf in self._shelves:
@@ -194,7 +202,7 @@ class OffloadOptimizer(KeptOptimizer):
 
     def _check_same_gradients(self) -> None:
         """Raise StateError unless gradients are those that the unfinished step has begun with."""
-        now = {self._index_of[id(p)]: p.grad for p in self._parameters() if p.grad is not None}
+        now = {self._index_of[id(p)]: gradient for p, gradient in self._gradients()}
         same = now.keys() == self._held.keys() and all(
             now[index] is gradient and _version(gradient) == version
             for index, (gradient, version) in self._held.items()
@@ -289,8 +297,9 @@ class OffloadOptimizer(KeptOptimizer):
     def take_all(self, given: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
         """Replace the states of these parameters, together: each record is written once."""
         self._check_open("load_state_dict")
+        self._shelve_newcomers({id(parameter) for parameter, states in given if states})
         for parameter, states in given:
-            index = self._index_of[id(parameter)]
+            index = self._index_of.get(id(parameter), -1)
             for name in (*self.rule.states, MASTER):
                 if states.get(name) is not None:
                     self._shelf_of(index).check(index, name, states[name])
@@ -415,7 +424,11 @@ def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
             f"offload: state_dtype: {stored} is for zero.ops.adam.DeepSpeedCPUAdam and FusedAdam, got "
             f"{type(given).__name__}; give one of them as optimizer_class, or leave state_dtype out"
         )
-    return rule_for(given, given.param_groups)
+    rule = rule_for(given, given.param_groups)
+    rule.tile_numel *= kernel_threads(
+        on_cpu=True
+    )  # nobody computes meanwhile: torch shares a tile out among its threads
+    return rule
 
 
 def _stand_ins(
@@ -459,6 +472,8 @@ def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
     return moved
 
 
-def _version(gradient: Tensor) -> int:
-    """Changes whenever somebody writes to the gradient."""
-    return local_of(gradient)._version
+def _version(gradient: Tensor) -> tuple[int, int]:
+    """Changes whenever somebody writes to the gradient: of a DTensor to itself, or as FSDP2 does to its shard."""
+    with torch.no_grad():
+        local = getattr(gradient, "to_local", lambda: gradient)()
+    return gradient._version, local._version

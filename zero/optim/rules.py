@@ -269,6 +269,8 @@ class TiledRule:
         self.kind = type(optimizer)
         self.states: tuple[str, ...] = states
         self.scalars: Mapping[str, Scalar] = dict(scalars or {})
+        self.tile_numel = TILE_NUMEL
+        """On the CPU."""
         self._initial, self._dtypes = initial or Initial(), dict(dtypes or {})
         self.fills: Mapping[str, float] = {name: float(fill.value or 0) for name, fill in self._initial.fills.items()}
         self.defaults: Mapping[str, Any] = dict(optimizer.defaults)
@@ -317,7 +319,7 @@ class TiledRule:
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         """Tile by tile; `threads` has no effect, torch uses one for so few elements."""
-        numel = TILE_NUMEL if run.weight.device.type == "cpu" else TILE_NUMEL_GPU
+        numel = self.tile_numel if run.weight.device.type == "cpu" else TILE_NUMEL_GPU
         for begin, end, values in run.segments:
             for lo in range(begin, end, numel):
                 self._update_tile(run, slice(lo, min(lo + numel, end)), values, grad_scale)

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from offload_runs import offloaded
+from probe import storages_behind
 from ranks import RankPool
+from recovery import failing
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zero
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError, StorageError
 
 Pool = Callable[[int], RankPool]
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -183,3 +185,42 @@ def refuses_whole_states(nvme_path: str) -> str:
 def test_whole_states_are_refused_by_a_sharded_parameter(rank_pool: Pool, nvme_path: Path) -> None:
     for told in rank_pool(2).run(refuses_whole_states, str(nvme_path)):
         assert "set_optimizer_state_dict" in told
+
+
+def after_a_fault(nvme_path: str, change: str) -> str:
+    """Rank 0's disk fails in a step; then its gradients are as they were, or `change` happens to them."""
+    expected, model = sharded(), sharded()
+    reference = torch.optim.AdamW(expected.parameters(), **OPTIONS)
+    with zero.OffloadOptimizer(model.parameters(), offload=offloaded("nvme", Path(nvme_path)), **OPTIONS) as ours:
+        train(expected, reference, range(2))
+        train(model, ours, range(2))
+        for net in (expected, model):
+            net(torch.ones(2, 11)).square().mean().backward()
+        reference.step()
+        (storage,) = storages_behind(ours)
+        storage.disk.aio.inject(failing("read") if torch.distributed.get_rank() == 0 else None)
+        told = "taken"
+        try:
+            ours.step()
+        except StorageError:
+            told = "failed"
+        storage.disk.aio.inject(None)
+        if change == "zeroed":
+            ours.zero_grad(set_to_none=False)
+        elif change == "added to":
+            model(torch.ones(2, 11)).square().mean().backward()
+        if told == "failed":
+            try:
+                ours.step()
+            except StateError as error:
+                return str(error)
+        return "same" if same(expected, model) else "different"
+
+
+@pytest.mark.parametrize("change", ["none", "zeroed", "added to"])
+def test_a_step_that_failed_on_one_rank_is_finished_there_unless_its_gradients_have_changed(
+    rank_pool: Pool, nvme_path: Path, change: str
+) -> None:
+    first, second = rank_pool(2).run(after_a_fault, str(nvme_path), change)
+    assert second == "same"
+    assert first == "same" if change == "none" else "its gradients are not there any more" in first
