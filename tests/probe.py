@@ -113,6 +113,14 @@ def config_behind(engine: Any) -> Any:
     return engine.run.config
 
 
+# ---- the optimizer without an engine --------------------------------------------------------------------------------
+
+
+def storages_behind(optimizer: Any) -> list[Any]:
+    """Of an OffloadOptimizer, those of each device and of each group that was added later."""
+    return [shelf.storage for shelf in optimizer._shelves]
+
+
 # ---- the training loop ----------------------------------------------------------------------------------------------
 
 
@@ -133,7 +141,12 @@ def is_torn(engine: Any) -> bool:
 
 def is_waiting(engine: Any) -> bool:
     """The training thread waits for the mover."""
-    return bool(engine.run.parts.storage.mover.exposed._depth > 0)
+    return is_waited_for(engine.run.parts.storage)
+
+
+def is_waited_for(storage: Any) -> bool:
+    """Some thread waits for the storage's mover."""
+    return bool(storage.mover.exposed._depth > 0)
 
 
 def drain_mover(engine: Any) -> None:

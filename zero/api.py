@@ -24,6 +24,7 @@ from zero.engine.memory_estimates import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from zero.engine.pretrained import load_pretrained
+from zero.optim.offload_optimizer import OffloadOptimizer
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init
 from zero.params.leaf_modules import (
@@ -45,6 +46,7 @@ __all__ = [
     "InferenceEngine",
     "Init",
     "OffloadDeviceEnum",
+    "OffloadOptimizer",
     "OffloadStateTypeEnum",
     "RepeatingLoader",
     "Statistics",

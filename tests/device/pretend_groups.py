@@ -48,6 +48,8 @@ AROUND_TRAINING = {
         "gradients_set",
     ),
     "order": (
+        "without_an_engine",
+        "without_an_engine_in_bf16",
         "update_in_backward",
         "streams_of_the_users",
         "two_engines",
@@ -60,6 +62,8 @@ AROUND_TRAINING = {
 LONG = {"rows": ("rows_of_experts",)}
 """These import transformers."""
 ONLY = {
+    "without_an_engine": ("none-nvme", "none-cpu"),  # the states alone are offloaded
+    "without_an_engine_in_bf16": ("none-cpu", "none-nvme"),
     "update_in_backward": ("nvme-nvme",),  # its two slots are for planes on NVMe
     "activations_on_nvme": ("nvme-nvme", "none-nvme"),  # the folder is that of the planes
     "gradients_on_nvme": ("nvme-nvme",),
@@ -106,8 +110,11 @@ OF_RANKS = {
     "between_steps": ("fetched_in_vain", "edited_by_the_first", "generated_between", "lora_saved_and_loaded"),
 }
 """What is there for several ranks' sake."""
-NOT_IN_STEP = ("experts", "rows_of_experts", "update_in_backward")
-"""Refused on several ranks, or routed by each rank's own data."""
+NOT_IN_STEP = (
+    *("experts", "rows_of_experts", "update_in_backward"),
+    *("without_an_engine", "without_an_engine_in_bf16"),
+)
+"""Refused on several ranks, routed by each rank's own data, or without a word to other ranks."""
 RANKS = OF_RANKS | {
     group: tuple(name for name in names if name not in NOT_IN_STEP)
     for group, names in (TRAINING | AROUND_TRAINING).items()

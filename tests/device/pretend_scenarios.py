@@ -18,6 +18,7 @@ from models import build, make_config, tokens
 from torch import Tensor
 
 import zero
+from offload.accelerator import compute_device
 from zero.optim import contributions
 
 Place = tuple[str, str]
@@ -607,3 +608,37 @@ def shortened(place: Place, folder: Path) -> Results:
     step(engine, 1)
     step(engine, 2)
     return closing(engine)
+
+
+def without_engine(dtype: torch.dtype) -> Scenario:
+    """Weights and gradients are the model's own, on the device; the states are loaded into a second optimizer."""
+
+    def run(place: Place, folder: Path) -> Results:
+        device = compute_device()
+        model = build("gpt").to(device, dtype)
+        offload = {"device": place[1], "nvme_path": str(folder), "sub_group_size": 4096}
+        found: Results = {}
+        states: dict[str, Any] = {}
+        for _ in range(2):
+            with zero.OffloadOptimizer(model.parameters(), lr=1e-2, offload=offload) as optimizer:
+                if states:
+                    optimizer.load_state_dict(states)
+                for index in range(3):
+                    ids = batch(index)
+                    model(ids if device.type == "cpu" else ids.pin_memory().to(device, non_blocking=True)).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                states = optimizer.state_dict()
+            found = {name: kept(weight) for name, weight in model.named_parameters()}
+            for place_of, state in states["state"].items():
+                found |= {f"{place_of}/{name}": kept(value) for name, value in state.items()}
+        return found
+
+    return run
+
+
+SCENARIOS |= {
+    "without_an_engine": without_engine(torch.float32),
+    "without_an_engine_in_bf16": without_engine(torch.bfloat16),
+}

@@ -18,7 +18,7 @@ README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding=
 
 def test_the_examples_train_save_and_load(gpt: ModuleType, nvme_path: Path) -> None:
     blocks: list[str] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    code, saving = blocks
+    code, alone, saving = blocks
     assert '"/nvme"' in code
     batch = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
     names: dict[str, Any] = {
@@ -33,6 +33,13 @@ def test_the_examples_train_save_and_load(gpt: ModuleType, nvme_path: Path) -> N
     exec(saving.replace('"checkpoints"', repr(str(nvme_path / "checkpoints"))), names)
     exec(f"engine.close(){ending}", names)
     assert Path(names["path"]).name == "global_step3" and names["client_state"] == {}
+    model = torch.nn.Linear(3, 3)
+    exec(alone, {**names, "torch": torch, "model": model}, made := {})
+    with made["optimizer"] as optimizer:
+        before = model.weight.detach().clone()
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(model.weight, before)
 
 
 def documented_keys(head: str = "| key | meaning | default |") -> list[str]:

@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import build, make_config, tokens
+from recovery import in_a_fork
 
 Open = Callable[..., Any]
-SECONDS_MAX = 60.0
-
-
-def in_a_fork(action: Callable[[], Any]) -> str:
-    """The error of `action` in a child of fork; the test fails if it does not end."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            action()
-            told = "no error"
-        except BaseException as error:
-            told = f"{type(error).__name__}: {error}"
-        os.write(writing, told.encode()[:4000])
-        os._exit(0)
-    os.close(writing)
-    end = time.monotonic() + SECONDS_MAX
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            raise AssertionError(f"the child had not ended after {SECONDS_MAX} s")
-        time.sleep(0.02)
-    with os.fdopen(reading) as file:
-        return file.read()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -62,7 +62,7 @@ def trained_from(
                 "or leave it out and set optimizer.type in the config"
             )
         groups = _owned(optimizer.param_groups, model)
-        return Trained(groups, Rules((_checked(_rule_of(optimizer), config),)), optimizer)
+        return Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer)
     if config.optimizer is None:
         return None
     given: list[Any] = (
@@ -73,6 +73,11 @@ def trained_from(
     as_groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     groups = _owned([{**g, "params": _trainable(g["params"])} for g in as_groups], model)
     return _named(config, config.optimizer, groups, model)
+
+
+def rule_of_object(optimizer: torch.optim.Optimizer, config: Config) -> Rule:
+    """The rule of an optimizer that has no states yet. Raises ConfigError: there is none, or not with this config."""
+    return _checked(_rule_of(optimizer), config)
 
 
 def _named(config: Config, block: OptimizerConfig, groups: list[dict[str, Any]], model: nn.Module) -> Trained:

@@ -56,7 +56,7 @@ class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
         optimizer: whose they are.
     """
 
-    def __init__(self, kept: KeptStates, optimizer: ZeroOptimizer) -> None:
+    def __init__(self, kept: KeptStates, optimizer: KeptOptimizer) -> None:
         self._kept, self._optimizer, self._counts = kept, optimizer, optimizer.step_counts
 
     def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
@@ -65,8 +65,10 @@ class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
             raise KeyError(parameter)
         key = id(parameter)
         numbers = {name: scalar.make() for name, scalar in self._optimizer.numbers(key).items()}
-        planes = self._optimizer.made(key, self._kept.read(parameter))
-        return {**numbers, "step": torch.tensor(float(self._counts[key])), **planes}
+        numbers["step"] = torch.tensor(float(self._counts[key]))
+        if not self._optimizer.counts_steps:
+            del numbers["step"]
+        return {**numbers, **self._optimizer.made(key, self._kept.read(parameter))}
 
     def __setitem__(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         """Replace its states; all ranks come here. Raises as `load_state_dict`."""
@@ -112,64 +114,30 @@ class Groups(Sequence[torch.Tensor]):
         return self._read(self._groups[number])
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
-    """An update rule over states that live wherever the plan put them.
+class KeptOptimizer(torch.optim.Optimizer):
+    """An update rule over states that are kept elsewhere: what it counts, and its states as torch's.
 
     Args:
         trained: param groups, which stay the ones that are read, and the rule.
-        take_step: called by `step()`; the engine's boundary step.
-        clear: called by `zero_grad()`.
-        loss_scaler: the engine's.
 
     Attributes:
-        given: the optimizer object that was handed over, if one was.
-        overflow: the last step was skipped.
-        _global_grad_norm: as `engine.get_global_grad_norm()`, where scripts look for it.
+        counts_steps: a state of the class has `step`.
     """
 
     state: Any
-    overflow = False
-    _global_grad_norm: float | None = None
+    counts_steps = True
     _kept: KeptStates | None = None
 
-    def __init__(
-        self, trained: Trained, take_step: Callable[[], None], clear: Callable[[], None], loss_scaler: LossScaler
-    ) -> None:
+    def __init__(self, trained: Trained) -> None:
         super().__init__(trained.groups, dict(trained.rules.each[-1].defaults))
         self.param_groups = trained.groups
-        self.rules, self.given = trained.rules, trained.given
-        self._take_step, self._clear, self.loss_scaler = take_step, clear, loss_scaler
-        self.offloader: Any = None
-        """The engine."""
+        self.rules = trained.rules
         self.step_counts: dict[int, int] = {}
         """id(parameter) -> updates so far; torch counts per parameter too."""
         self.progress: dict[int, Progress] = {}
         """id(parameter) -> what else its state has besides planes, of rules that keep more."""
         self._numbers: dict[int, int] = {}
         """id(parameter) -> number of its rule; made again when one is missing."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take the step that `engine.step()` takes on an accumulation boundary.
-
-        Raises:
-            StateError: a closure was given: it would run the model inside the step.
-        """
-        if closure is not None:
-            raise StateError(
-                "optimizer.step(closure): closures are not supported; run forward and backward before step()"
-            )
-        with torch.autograd.profiler.record_function(PROFILED):
-            self._take_step()
-
-    step.hooked = True  # type: ignore[attr-defined] # torch would wrap it, to call the hooks that the engine calls
-
-    def mark_stepped(self) -> None:
-        """Tell torch's schedulers that a step was taken before theirs, or they warn of a wrong order."""
-        self._opt_called = True
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that have been accumulated."""
-        self._clear()
 
     def values(self, index_of: dict[int, int], contributed: Container[int]) -> dict[int, Any]:
         """What is fixed of every parameter that has a gradient in the step that would be taken now.
@@ -208,24 +176,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     if progress is not None:
                         self.progress[key] = progress
             group.update(changed)
-
-    # ---- hooks of torch's optimizers -------------------------------------------------------------------
-
-    def before_step(self) -> None:
-        """A step was asked for; what hooks change in param groups and gradients counts."""
-        self._call([(self, hook) for hook in torchs._global_optimizer_pre_hooks.values()] + self._hooks(PRE))
-
-    def after_step(self) -> None:
-        """It was taken."""
-        self._call(self._hooks(POST) + [(self, hook) for hook in torchs._global_optimizer_post_hooks.values()])
-
-    def _hooks(self, kind: str) -> list[tuple[Any, Any]]:
-        optimizers = [self] if self.given is None else [self, self.given]
-        return [(each, hook) for each in optimizers for hook in getattr(each, kind, {}).values()]
-
-    def _call(self, hooks: list[tuple[Any, Any]]) -> None:
-        for optimizer, hook in hooks:
-            hook(optimizer, (), {})
 
     # ---- what a parameter's state has besides planes ---------------------------------------------------
 
@@ -352,23 +302,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if sizes != wanted:
             raise ConfigError(f"optimizer.load_state_dict: expected groups of {wanted} parameters, got {sizes}")
         self.check_states(state_dict["state"].values())
+        places = [place for group in given for place in group["params"]]
+        states = [state_dict["state"].get(place, {}) for place in places]
+        self.take_all(list(zip(self._parameters(), states, strict=True)))
         for group, options in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
-        places = [place for group in given for place in group["params"]]
-        for place, parameter in zip(places, self._parameters(), strict=True):
-            self.take_states(parameter, state_dict["state"].get(place, {}))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def take_all(self, given: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+        """As `take_states`, of several parameters."""
+        for parameter, states in given:
+            self.take_states(parameter, states)
+
     def take_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         """Replace the states of one parameter; empty: it has none, as before its first step."""
+        if self._kept is None:
+            self.forget(id(parameter))
+            return
+        for name, value in self.take_numbers(parameter, states).items():
+            self._kept.write(parameter, name, value)
+
+    def take_numbers(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """As `take_states`, but for what goes into planes: returns that, by name."""
         self.forget(id(parameter))
-        if states and self._kept is not None:
-            rule = self._rule(id(parameter))
-            planes = {name: states[name] for name in rule.states if states.get(name) is not None}
-            self.set_numbers(id(parameter), self._numbers_in(rule, states, planes))
-            for name, value in planes.items():
-                self._kept.write(parameter, name, value)
+        if not states:
+            return {}
+        rule = self._rule(id(parameter))
+        planes = {name: states[name] for name in rule.states if states.get(name) is not None}
+        self.set_numbers(id(parameter), self._numbers_in(rule, states, planes))
+        return planes
 
     def _numbers_in(
         self, rule: Rule, states: Mapping[str, Any], planes: Mapping[str, torch.Tensor]
@@ -402,6 +365,75 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     f"optimizer.load_state_dict: {self.rules.names} keeps {', '.join(sorted(known)) or 'nothing'} of "
                     f"each parameter, got {', '.join(sorted(state))}; load it into the optimizer that was saved"
                 )
+
+
+class ZeroOptimizer(KeptOptimizer):
+    """An engine's: over states that live wherever the plan put them.
+
+    Args:
+        trained: param groups, which stay the ones that are read, and the rule.
+        take_step: called by `step()`; the engine's boundary step.
+        clear: called by `zero_grad()`.
+        loss_scaler: the engine's.
+
+    Attributes:
+        given: the optimizer object that was handed over, if one was.
+        overflow: the last step was skipped.
+        _global_grad_norm: as `engine.get_global_grad_norm()`, where scripts look for it.
+    """
+
+    overflow = False
+    _global_grad_norm: float | None = None
+
+    def __init__(
+        self, trained: Trained, take_step: Callable[[], None], clear: Callable[[], None], loss_scaler: LossScaler
+    ) -> None:
+        super().__init__(trained)
+        self.given = trained.given
+        self._take_step, self._clear, self.loss_scaler = take_step, clear, loss_scaler
+        self.offloader: Any = None
+        """The engine."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take the step that `engine.step()` takes on an accumulation boundary.
+
+        Raises:
+            StateError: a closure was given: it would run the model inside the step.
+        """
+        if closure is not None:
+            raise StateError(
+                "optimizer.step(closure): closures are not supported; run forward and backward before step()"
+            )
+        with torch.autograd.profiler.record_function(PROFILED):
+            self._take_step()
+
+    step.hooked = True  # type: ignore[attr-defined] # torch would wrap it, to call the hooks that the engine calls
+
+    def mark_stepped(self) -> None:
+        """Tell torch's schedulers that a step was taken before theirs, or they warn of a wrong order."""
+        self._opt_called = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that have been accumulated."""
+        self._clear()
+
+    # ---- hooks of torch's optimizers -------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """A step was asked for; what hooks change in param groups and gradients counts."""
+        self._call([(self, hook) for hook in torchs._global_optimizer_pre_hooks.values()] + self._hooks(PRE))
+
+    def after_step(self) -> None:
+        """It was taken."""
+        self._call(self._hooks(POST) + [(self, hook) for hook in torchs._global_optimizer_post_hooks.values()])
+
+    def _hooks(self, kind: str) -> list[tuple[Any, Any]]:
+        optimizers = [self] if self.given is None else [self, self.given]
+        return [(each, hook) for each in optimizers for hook in getattr(each, kind, {}).values()]
+
+    def _call(self, hooks: list[tuple[Any, Any]]) -> None:
+        for optimizer, hook in hooks:
+            hook(optimizer, (), {})
 
     # ---- names of DeepSpeed ----------------------------------------------------------------------------
 

@@ -316,6 +316,7 @@ class TiledRule:
         self.kind = type(optimizer)
         self.states: tuple[str, ...] = states
         self.scalars: Mapping[str, Scalar] = dict(scalars or {})
+        """On the CPU."""
         self._initial, self._dtypes = initial or Initial(), dict(dtypes or {})
         self.fills: Mapping[str, float] = {name: float(fill.value or 0) for name, fill in self._initial.fills.items()}
         self.defaults: Mapping[str, Any] = dict(optimizer.defaults)

@@ -96,6 +96,8 @@ class Plan:
     """Of the optimizer's states; uint8 for 8-bit codes with scales."""
     states: tuple[tuple[str, ...], ...] = (ADAM_STATES,)
     """Names of the state planes of each update rule."""
+    states_only: bool = False
+    """Weights and gradients are in memory of somebody else's, who says where when an update needs them."""
     records_in_flight: int = 4
     arena_bytes: int = 0
     """Host arena: records in flight and staging chunks."""

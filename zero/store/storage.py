@@ -114,7 +114,7 @@ class Storage:
             self._swap_used_bytes = self._unplanned_bytes = 0
             self.weights = [self._weight_plane(space) for space in layout.spaces]
             self.records = [self._record_plane(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
-            self.gradients = [self._gradient_plane(space) if space.trainable else None for space in layout.spaces]
+            self.gradients = [self._gradient_plane(space) for space in layout.spaces]
             self.other_slots = [
                 self._second_slots(i, space) if plan.two_slots and space.trainable else None
                 for i, space in enumerate(layout.spaces)
@@ -308,6 +308,8 @@ class Storage:
 
     def _weight_plane(self, space: Space) -> Plane:
         width = space.dtype.itemsize
+        if self.plan.states_only:
+            return self._plane(f"weights ({space.dtype})", width, [])
         runs = [(unit.begin, unit.end, self.plan.weight_tiers[unit.index]) for unit in space.units]
         pieces = [(begin, end, NVME) for begin, end, _ in runs]
         if (self.plan.two_slots or self.plan.snapshots) and space.trainable:
@@ -361,7 +363,9 @@ class Storage:
             travels=space.whole,  # what else the host keeps of them it updates too
         )
 
-    def _gradient_plane(self, space: Space) -> Plane:
+    def _gradient_plane(self, space: Space) -> Plane | None:
+        if not space.trainable or self.plan.states_only:
+            return None
         width = 4 if self.plan.gradient_wide else space.dtype.itemsize
         runs = [(unit.begin, unit.end, self.plan.gradient_tiers[unit.index]) for unit in space.units]
         return self._plane(f"gradients ({space.dtype})", width, runs)

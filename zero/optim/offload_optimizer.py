@@ -1,0 +1,482 @@
+"""An optimizer for models that no engine holds: its states are in host memory or on NVMe, all else is torch's.
+
+Weights stay where they are, gradients in `.grad`; plain torch, DDP and FSDP2 (the local shards of DTensors) have both.
+Nothing is hooked and ranks exchange nothing: each updates what it has.
+
+[Note: a step] Options of the param groups are fixed for every parameter that has a gradient, then records are read,
+updated over weights and gradients where these lie, and written, a few at a time. When `step()` returns every weight is
+the new one and every state is stored.
+
+[Note: a step that fails] Where a read or a write fails, some weights are new and others are not. The step is counted,
+and the next call of `step()` finishes it, with the gradients it has begun with. If those have changed meanwhile, no
+call can: weights and states are loaded, or training ends.
+
+[Note: 16-bit parameters] A record holds what a bf16 or fp16 weight lacks of its fp32 value, so nothing of an update is
+lost by rounding; `state_dict` has the fp32 value as `master`. Who edits a weight between steps edits its master.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import BudgetError, ConfigError, StateError
+from offload.sizes import format_bytes
+from zero.config import Config, load_config
+from zero.ops.adam import KernelAdam
+from zero.optim.make_rule import rule_for, rule_of_object
+from zero.optim.optimizer import STATE_BYTES, KeptOptimizer, LiveStates
+from zero.optim.parameter_states import MASTER, ParameterStates
+from zero.optim.pipeline import StepArguments
+from zero.optim.rules import Rule, Rules, Trained
+from zero.params.local_tensors import local_of
+from zero.plan.machine import read_machine
+from zero.plan.plan import Plan
+from zero.store.storage import Storage
+
+logger = logging.getLogger("zero")
+
+OFFLOAD_KEYS = ("device", "nvme_path", "pin_memory", "buffer_count", "state_dtype")
+"""Of `zero_optimization.offload_optimizer`."""
+MORE_KEYS = ("sub_group_size", "aio")
+"""Of `zero_optimization`, and a block of its own."""
+
+
+class OffloadOptimizer(KeptOptimizer):
+    """A torch optimizer whose states live in host memory or on NVMe.
+
+    Args:
+        params: as of any torch optimizer; on their device, in their dtype and sharded already.
+        optimizer_class: an element-wise one, whose own step updates the parameters; with
+            `zero.ops.adam.DeepSpeedCPUAdam` or `FusedAdam` our kernel does, which is faster and rounds otherwise.
+        offload: `device` ("cpu" or "nvme"), `nvme_path`, `pin_memory`, `buffer_count` and `state_dtype` as in the
+            block `offload_optimizer`, `sub_group_size`, and the block `aio`.
+        options: of the class: lr, weight_decay, ...
+
+    Raises:
+        ConfigError: an option or a parameter that cannot be; names it.
+        BudgetError: the host has no room for the states.
+        StorageError: the disk has none.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        *,
+        offload: Mapping[str, Any],
+        **options: Any,
+    ) -> None:
+        self._shelves: list[ParameterStates] = []
+        self._index_of: dict[int, int] = {}
+        self._held: dict[int, tuple[Tensor, tuple[int, int]]] = {}
+        self._ready: dict[int, dict[str, Tensor]] = {}
+        self._finalizers: list[weakref.finalize[Any, Any]] = []
+        self._built, self._closed, self._torn, self._pid = False, False, False, os.getpid()
+        self._config = _config_of(offload)
+        given, members = _stand_ins(params, optimizer_class, options)
+        rule = _rule_of(given, self._config)
+        self._initial = next((dict(state) for state in given.state.values()), {})
+        for group, parameters in zip(given.param_groups, members, strict=True):
+            group["params"] = parameters
+            if "decoupled_weight_decay" in group:  # torch says it itself
+                group.pop("decoupled", None)
+        super().__init__(Trained(given.param_groups, Rules((rule,))))
+        self.defaults = dict(given.defaults)
+        self.counts_steps = _counts_steps(optimizer_class, options)
+        self.state = LiveStates(self, self)
+        self._kept = self
+        try:
+            self._shelve_newcomers()
+        except BaseException:
+            self.close()
+            raise
+        self._built = True
+
+    # ---- parameters ----------------------------------------------------------------------------
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """What goes where, in bytes: of the parameters of each device, and of each group that was added later."""
+        return tuple(shelf.plan for shelf in self._shelves)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the newcomers' states have a place of their own. Raises as the constructor."""
+        if self._built:
+            self._check_open("add_param_group")
+        super().add_param_group(param_group)
+        if self._built:
+            try:
+                self._shelve_newcomers()
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    def _shelve_newcomers(self, loaded: Container[int] = ()) -> None:
+        """Make room for the states of parameters that have none and need some, device by device.
+
+        Args:
+            loaded: id of those that need some although they are frozen.
+        """
+        by_device: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
+        for group in self.param_groups:
+            names = group.get("param_names") or [None] * len(group["params"])
+            for name, parameter in zip(names, group["params"], strict=True):
+                needs = parameter.requires_grad or id(parameter) in loaded
+                if needs and id(parameter) not in self._index_of:
+                    index = len(self._index_of)
+                    self._index_of[id(parameter)] = index
+                    shown = name or f"parameter {index} of shape {tuple(parameter.shape)}"
+                    by_device.setdefault(local_of(parameter).device, []).append((index, shown, parameter))
+        made: list[ParameterStates] = []
+        try:
+            for parameters in by_device.values():
+                made.append(ParameterStates(parameters, self.rules, self._config))
+        except BaseException:
+            for shelf in made:
+                shelf.close()
+            for parameters in by_device.values():
+                for _, _, parameter in parameters:
+                    del self._index_of[id(parameter)]
+            raise
+        for shelf in made:
+            logger.info("%s", shelf.plan.table())
+            self._shelves.append(shelf)
+            # An optimizer that is dropped gives its files and threads back too.
+            self._finalizers.append(weakref.finalize(self, Storage.abandon, shelf.storage))
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; a closure is called first, and its result returned.
+
+        Raises:
+            ConfigError: param groups ask for what the class's rule cannot do; nothing has changed.
+            StateError: a parameter or gradient is not what it was; nothing has changed. Or the last step has failed,
+                and cannot be finished any more.
+            StorageError: some weights are updated and others are not; the next call goes on.
+        """
+        self._check_open("step")
+        self._check_loaded("step")
+        if any(shelf.remaining for shelf in self._shelves):
+            self._check_same_gradients()
+            self._finish()
+            return None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._shelve_newcomers({id(p) for p, _ in self._gradients()})
+        gradients = {self._index_of[id(p)]: _like(gradient, p) for p, gradient in self._gradients()}
+        values = self.values(self._index_of, gradients)
+        # bf16 moments are rounded by the number: a run that was resumed goes on with the same one.
+        number = 1 + max(self.step_counts.values(), default=0)
+        arguments = StepArguments(values, 1.0, number)
+        work = [(shelf, shelf.prepare(arguments, gradients)) for shelf in self._shelves]
+        # From here on the step is taken, whatever fails.
+        self._held = {self._index_of[id(p)]: (gradient, _version(gradient)) for p, gradient in self._gradients()}
+        self.count_step(self._index_of, values)
+        for shelf, remaining in work:
+            shelf.remaining = remaining
+        self._finish()
+        return loss
+
+    def _gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Of the parameters that have one."""
+        return [(p, p.grad) for p in self._parameters() if p.grad is not None]
+
+    def _finish(self) -> None:
+        for shelf in self._shelves:
+            shelf.finish()
+        self._held = {}
+
+    def _check_same_gradients(self) -> None:
+        """Raise StateError unless gradients are those that the unfinished step has begun with."""
+        now = {self._index_of[id(p)]: gradient for p, gradient in self._gradients()}
+        same = now.keys() == self._held.keys() and all(
+            now[index] is gradient and _version(gradient) == version
+            for index, (gradient, version) in self._held.items()
+        )
+        if not same:
+            raise StateError(
+                "step: the last one has failed, with some weights updated and others not, and its gradients are not "
+                "there any more to finish it; load weights and states from a checkpoint (load_state_dict of both), and "
+                "after the next failure call step() again before anything else"
+            )
+
+    # ---- states --------------------------------------------------------------------------------
+
+    def read(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Copies of a parameter's states on the host, in its form. Raises StorageError, StateError."""
+        index = self._index_of[id(parameter)]
+        if index in self._ready:
+            return self._ready.pop(index)
+        self._check_whole("optimizer.state")
+        return next(dict(found) for _, found in list(self._shelf_of(index).read([index])))
+
+    def write(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """Not used: states are written together, see `take_all`."""
+        self.take_all([(parameter, {**self.state[parameter], key: value})])
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise BudgetError if the host has no room for so much."""
+        free = read_machine(torch.device("cpu")).available_bytes
+        if nbytes > free:
+            raise BudgetError(
+                f"optimizer.state_dict: the states here are {format_bytes(nbytes)}, {format_bytes(free)} of host "
+                "memory are free; shard the model over more ranks, or read optimizer.state[parameter] one by one"
+            )
+
+    def made(self, key: int, planes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `KeptOptimizer`; the master always."""
+        own = {name: plane for name, plane in planes.items() if name != MASTER}
+        return {**super().made(key, own), **{name: planes[name] for name in planes if name == MASTER}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, of the class: copies on the host, of a DTensor's states DTensors.
+
+        16-bit parameters have fp32 states, and `master`, their fp32 value. Nothing of it is collective.
+
+        Raises:
+            BudgetError: the host has no room for that much.
+            StateError: the last step has failed, and is not finished.
+            StorageError: a state could not be read.
+        """
+        self._check_open("state_dict")
+        self._check_whole("state_dict")
+        trained = {self._index_of[id(p)] for p in self.state}
+        self._check_room_for(trained)
+        try:
+            for shelf in self._shelves:
+                self._ready.update(shelf.read([index for index in shelf.parameters if index in trained]))
+            found = super(KeptOptimizer, self).state_dict()
+        finally:
+            self._ready = {}
+        for group in found["param_groups"]:
+            group.pop("decoupled", None)
+        places = [place for group in found["param_groups"] for place in group["params"]]
+        paired = zip(places, self._parameters(), strict=True)
+        states = {place: found["state"].get(place) or self._first_state(parameter) for place, parameter in paired}
+        found["state"] = {place: state for place, state in states.items() if state}
+        return found
+
+    def _first_state(self, parameter: Tensor) -> dict[str, Any]:
+        """Of a parameter that has taken part in no step: empty, unless the class makes states when it is made."""
+        return {
+            name: torch.full_like(parameter.detach(), value.item(), dtype=torch.float32, device="cpu")
+            if isinstance(value, Tensor) and value.dim()
+            else copy(value)
+            for name, value in self._initial.items()
+        }
+
+    def _check_room_for(self, trained: set[int]) -> None:
+        """Local shards only: that is what is read."""
+        numels = [
+            local_of(p).numel() * (len(self.rules.each[0].states) + (p.dtype != torch.float32)) for p in self.state
+        ]
+        self.check_room(STATE_BYTES * sum(numels))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a `state_dict` of this class, or of the torch optimizer of the class. Weights stay as they are.
+
+        Raises:
+            ConfigError: it has other groups, or states of another class or shape; nothing has changed.
+            StorageError: states could not be stored; load them again.
+        """
+        self._check_open("load_state_dict")
+        super().load_state_dict(state_dict)
+
+    def take_all(self, given: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+        """Replace the states of these parameters, together: each record is written once."""
+        self._check_open("load_state_dict")
+        self._shelve_newcomers({id(parameter) for parameter, states in given if states})
+        for parameter, states in given:
+            index = self._index_of.get(id(parameter), -1)
+            for name in (*self.rules.each[0].states, MASTER):
+                if states.get(name) is not None:
+                    self._shelf_of(index).check(index, name, states[name])
+        planes: dict[int, dict[str, Tensor]] = {}
+        for parameter, states in given:
+            key = id(parameter)
+            known = bool(self.step_counts.get(key))
+            if states or known:  # without either there is nothing to forget
+                found = self.take_numbers(parameter, states)
+                if states.get(MASTER) is not None and parameter.dtype != torch.float32:
+                    found[MASTER] = states[MASTER]
+                planes[self._index_of[key]] = found
+        for shelf in self._shelves:
+            shelf.remaining = None
+        self._held, self._torn = {}, True
+        for shelf in self._shelves:
+            shelf.write({index: found for index, found in planes.items() if index in shelf.parameters})
+        self._torn = False
+
+    def take_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        """As `take_all`, of one."""
+        self.take_all([(parameter, states)])
+
+    def _shelf_of(self, index: int) -> ParameterStates:
+        return next(shelf for shelf in self._shelves if index in shelf.parameters)
+
+    def _check_loaded(self, what: str) -> None:
+        if self._torn:
+            raise StateError(f"{what}: states were loaded in part, the disk has failed; call load_state_dict again")
+
+    def _check_whole(self, what: str) -> None:
+        self._check_loaded(what)
+        if any(shelf.remaining for shelf in self._shelves):
+            raise StateError(
+                f"{what}: the last step has failed, and some states are new and others are not; call step() again to "
+                "finish it, or load weights and states from a checkpoint"
+            )
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give memory, threads and disk space back; the states are gone. Idempotent."""
+        if self._pid != os.getpid():
+            return
+        self._closed = True
+        for finalizer in self._finalizers:
+            finalizer.detach()
+        self._finalizers = []
+        self.lose_states()
+        self.step_counts, self.progress = {}, {}
+        shelves, self._shelves = self._shelves, []
+        for shelf in shelves:
+            shelf.close()
+
+    def __enter__(self) -> OffloadOptimizer:
+        """Closed at the end of a `with` block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self, what: str) -> None:
+        if self._pid != os.getpid():
+            raise StateError(
+                f"OffloadOptimizer.{what}: this process ({os.getpid()}) was forked from the one that has the states "
+                f"({self._pid}); use the optimizer there"
+            )
+        if self._closed:
+            raise StateError(f"OffloadOptimizer.{what}: the optimizer is closed, and its states are gone")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise self._refusal("copied")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise self._refusal("copied or pickled")
+
+    def _refusal(self, what: str) -> StateError:
+        return StateError(
+            f"OffloadOptimizer: it cannot be {what}: its states are in files and memory of this process; save "
+            "state_dict(), and load it into another one"
+        )
+
+
+def _config_of(offload: Mapping[str, Any]) -> Config:
+    """The configuration of an engine with these offload options."""
+    unknown = sorted(set(offload) - {*OFFLOAD_KEYS, *MORE_KEYS})
+    if unknown:
+        raise ConfigError(f"offload: {', '.join(unknown)}: expected of {', '.join((*OFFLOAD_KEYS, *MORE_KEYS))}")
+    block = {key: offload[key] for key in OFFLOAD_KEYS if key in offload}
+    if isinstance(block.get("nvme_path"), os.PathLike):
+        block["nvme_path"] = os.fspath(block["nvme_path"])
+    if block.get("device") not in ("cpu", "nvme"):
+        raise ConfigError(
+            f'offload: device: expected "cpu" or "nvme", got {block.get("device")!r}; without offloading the torch '
+            "optimizer itself does it"
+        )
+    zero: dict[str, Any] = {"stage": 1, "offload_optimizer": block}
+    if "sub_group_size" in offload:
+        zero["sub_group_size"] = offload["sub_group_size"]
+    source: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    if "aio" in offload:
+        source["aio"] = offload["aio"]
+    return load_config(source, world_size=1)
+
+
+def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
+    """Our kernel's where its class is asked for; any other class's own step, over tiles, with the bits it gives alone.
+
+    Raises:
+        ConfigError: the class is not element-wise, or states are to be stored as the kernel alone can.
+    """
+    stored = config.zero_optimization.offload_optimizer.state_dtype
+    if stored == "8bit":
+        raise ConfigError(
+            "offload: state_dtype: expected fp32 or bf16, got 8bit: its scales are of 256 elements, and parameters "
+            "that lie in memory of their own are of any length; zero.initialize has it"
+        )
+    if isinstance(given, KernelAdam):
+        return rule_of_object(given, config)
+    if stored != "fp32":
+        raise ConfigError(
+            f"offload: state_dtype: {stored} is for zero.ops.adam.DeepSpeedCPUAdam and FusedAdam, got "
+            f"{type(given).__name__}; give one of them as optimizer_class, or leave state_dtype out"
+        )
+    rule = rule_for(given, given.param_groups)
+    if rule.whole:
+        raise ConfigError(
+            f"optimizer: {rule.name} is not available here: it looks at whole parameters, and records are cut at any "
+            "element; zero.initialize trains with it, here an element-wise class does, such as torch.optim.AdamW"
+        )
+    return rule
+
+
+def _stand_ins(
+    params: Iterable[Any], kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
+) -> tuple[torch.optim.Optimizer, list[list[Tensor]]]:
+    """The optimizer over one-element parameters in the same groups, and the members of each group.
+
+    A class that makes its states at once would make them in memory.
+    """
+    given = [params] if isinstance(params, Tensor) else list(params)
+    groups: list[dict[str, Any]] = given if given and isinstance(given[0], dict) else [{"params": given}]  # type: ignore[assignment]
+    members: list[list[Tensor]] = []
+    standing = []
+    for group in groups:
+        entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        named = bool(entries) and isinstance(entries[0], tuple)
+        members.append([entry[1] for entry in entries] if named else entries)
+        twins = [nn.Parameter(torch.zeros(1, device="cpu")) for _ in entries]
+        paired = [(entry[0], twin) for entry, twin in zip(entries, twins, strict=True)] if named else twins
+        standing.append({**group, "params": paired})
+    return kind(standing, **options), members
+
+
+def _counts_steps(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+    """Does the class keep `step` of a parameter? So do the states of ours then."""
+    parameter = nn.Parameter(torch.zeros(1, device="cpu"))
+    optimizer = kind([parameter], **options)
+    parameter.grad = torch.zeros_like(parameter)
+    with suppress(Exception):  # such as options that are missing outside of groups
+        optimizer.step()
+        return "step" in optimizer.state[parameter]
+    return True
+
+
+def _like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient, of a DTensor sharded as the parameter is."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None or getattr(gradient, "placements", None) in (None, placements):
+        return gradient
+    moved: Tensor = gradient.redistribute(parameter.device_mesh, placements)  # type: ignore[attr-defined]
+    return moved
+
+
+def _version(gradient: Tensor) -> tuple[int, int]:
+    """Changes whenever somebody writes to the gradient: of a DTensor to itself, or as FSDP2 does to its shard."""
+    with torch.no_grad():
+        local = getattr(gradient, "to_local", lambda: gradient)()
+    return gradient._version, local._version

@@ -1,0 +1,403 @@
+"""States of parameters that are in memory of somebody else's: the planes, and the pipeline that updates over them.
+
+Records lie in host memory or on NVMe as an engine's do, and the same pipeline updates them. Only weights and gradients
+have no homes of their own: for the time of a job their planes look at the parameters' memory and at what is in `.grad`.
+
+[Note: a step that fails] It is taken, whatever fails: what remains of it is kept, with the gradients it has begun with.
+To finish it is the one thing that can be done with these states, or to load others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from offload.errors import ConfigError, StateError, StorageError
+from offload.kernels import masters
+from offload.kernels.threads import kernel_threads, update_threads
+from offload.mover import Transfer
+from offload.planes.planes import Home, Plane, settle_all
+from offload.streams import shares_host_memory
+from zero.config import Config
+from zero.optim.gradients import Gradients, Sealed
+from zero.optim.pipeline import StepArguments, SubGroupPipeline, Told
+from zero.optim.rules import Rule, Rules, UpdateRun
+from zero.params.layout import SubGroup, Unit
+from zero.params.local_tensors import lies_as, local_of, run_of
+from zero.plan.machine import read_machine
+from zero.plan.plan import Plan
+from zero.plan.states_plan import lay_out_tensors, plan_states
+from zero.store.staging import StagedGroup
+from zero.store.storage import Storage
+from zero.store.stored_values import StoredValues
+
+MASTER = "master"
+"""Among the states of a 16-bit parameter: its fp32 value."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EDITS_NUMEL = 1 << 18
+"""Elements that are looked through at once for edits."""
+
+
+@dataclass(slots=True)
+class Remaining:
+    """What is left to do of a step."""
+
+    arguments: StepArguments
+    gradients: Mapping[int, Sealed]
+    """Index of the unit -> where its gradient is."""
+    due: deque[SubGroup]
+
+
+class _TakenGradients:
+    """What the pipeline asks of an engine's gradients."""
+
+    def __init__(self) -> None:
+        self.planes: Mapping[int, Sealed] = {}
+
+    def taken(self, index: int) -> Sealed:
+        return self.planes[index]
+
+
+class _FollowsEdits:
+    """A rule whose fp16 weights may have been edited since the last step: an edited one is its own master again.
+
+    A bf16 weight and its remainder make a master that rounds to the weight, whatever the two are; an fp16 weight's
+    master is stored whole, and would undo an edit.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+
+    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
+        if run.master is not None and run.master.dtype == torch.float32:
+            _follow_edits(run.weight, run.master)
+        self._rule.update(run, grad_scale, threads)
+
+
+class ParameterStates:
+    """The states of some parameters of one device.
+
+    Args:
+        parameters: (index, name, parameter): indices are those of a step's values.
+        rules: the one that updates them.
+        config: whose `offload_optimizer` and `aio` count.
+
+    Raises:
+        ConfigError: a parameter cannot be updated here; names it.
+        BudgetError: the states have no room.
+        StorageError: the swap space cannot be reserved.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[int, str, Tensor]], rules: Rules, config: Config) -> None:
+        self.parameters = {index: parameter for index, _, parameter in parameters}
+        local = [(index, name, _checked(name, local_of(parameter))) for index, name, parameter in parameters]
+        self.device = local[0][2].device
+        self.layout = lay_out_tensors(local)
+        self.plan: Plan = plan_states(self.layout, config, read_machine(self.device), self.device, rules.states)
+        self.storage = Storage(self.layout, self.plan, config, self.device)
+        self._units = {unit.slots[0].index: unit for unit in self.layout.units}
+        self._gradients = _TakenGradients()
+        self._pipeline = SubGroupPipeline(
+            self.layout,
+            self.storage,
+            cast(Gradients, self._gradients),
+            Rules((cast(Rule, _FollowsEdits(rules.each[0])),)),
+        )
+        places = {id(self.parameters[unit.slots[0].index]): [(unit, unit.slots[0])] for unit in self.layout.units}
+        self._stored = StoredValues(self.layout, self.storage, places)
+        on_cpu = shares_host_memory(self.device)
+        self._threads = update_threads(self.layout.numel, kernel_threads(on_cpu=on_cpu))
+        self._transfer: Transfer[Any] | None = None
+        self.remaining: Remaining | None = None
+        """Of a step that has failed."""
+
+    # ---- steps ---------------------------------------------------------------------------------
+
+    def prepare(self, arguments: StepArguments, gradients: Mapping[int, Tensor]) -> Remaining:
+        """What a step has to do here; nothing has changed when this returns or raises.
+
+        Args:
+            arguments: of the step.
+            gradients: of parameters, by their index.
+
+        Raises:
+            StateError: a gradient or a parameter is not what it was when the states were made; names it.
+        """
+        self._weight_homes()
+        homes: list[list[Home]] = [[] for _ in self.layout.spaces]
+        for unit in self.layout.units:
+            gradient = gradients.get(unit.slots[0].index)
+            if gradient is not None:
+                run = self._gradient_of(unit, local_of(gradient))
+                homes[self.layout.space_of(unit)].append(Home(unit.begin, unit.end, run.view(torch.uint8)))
+        planes = self._planes_over("gradients", homes)
+        taken = {unit.index: Sealed(planes[self.layout.space_of(unit)], unit.dtype) for unit in self.layout.units}
+        due = [group for group in self.plan.sub_groups if self._pipeline.trained_units(group, arguments)]
+        fenced = replace(arguments, fence=self.storage.streams.fence())
+        return Remaining(fenced, taken, deque(due))
+
+    def finish(self) -> None:
+        """Do what remains of the step.
+
+        Raises:
+            StorageError: a read or a write failed; what is not done remains.
+        """
+        remaining = self.remaining
+        if remaining is None:
+            return
+        self._gradients.planes = remaining.gradients
+        try:
+            self._run("optimizer step", partial(self._finish, remaining))
+        except StorageError as error:
+            raise error.within(f"update of step {remaining.arguments.number}") from error
+        finally:
+            self._gradients.planes = {}
+            for index in self._units:  # autograd shall notice that a graph from before has lost its weights
+                torch.autograd.graph.increment_version(local_of(self.parameters[index]))
+        self.remaining = None
+
+    async def _finish(self, remaining: Remaining) -> None:
+        await self.storage.rewrite_stranded()
+        due, failed = remaining.due, False
+
+        async def update(group: SubGroup) -> None:
+            changed = False
+
+            def applied(_: frozenset[int]) -> None:
+                nonlocal changed
+                changed = True
+
+            try:
+                told = Told(lambda: None, applied, lambda: None, lambda: None)
+                await self._pipeline.update(group, remaining.arguments, {}, told, self._threads)
+            except BaseException:
+                if not changed:
+                    due.appendleft(group)
+                raise
+
+        async def work() -> None:
+            nonlocal failed
+            while due and not failed:
+                try:
+                    await update(due.popleft())
+                except BaseException:
+                    failed = True
+                    raise
+
+        await settle_all([work() for _ in range(self.plan.records_in_flight)])
+
+    # ---- states --------------------------------------------------------------------------------
+
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """(index, copies of its states by name) of parameters: fp32 on the host, otherwise as the parameter is.
+
+        The order is that in which they are stored. Raises StorageError.
+        """
+        wanted = sorted(indices, key=self._place)
+        self._rest()
+        try:
+            with self._weights_shown():
+                for index in wanted:
+                    yield index, self._read_one(index)
+        finally:
+            self._stored.close()
+
+    def _place(self, index: int) -> tuple[int, int]:
+        unit = self._units.get(index)
+        return (-1, 0) if unit is None else (self.layout.space_of(unit), unit.begin)
+
+    def _read_one(self, index: int) -> dict[str, Tensor]:
+        parameter = self.parameters[index].detach()
+        names = [*self.plan.states[0], *([MASTER] if parameter.dtype != torch.float32 else [])]
+        found = {name: torch.empty_like(parameter, dtype=torch.float32, device="cpu") for name in names}
+        unit = self._units.get(index)
+        if unit is None:
+            return found
+        runs = {name: _run(local_of(values)) for name, values in found.items()}
+        for piece in self._stored.pieces_of_slot(unit, unit.slots[0], 0, unit.numel, True):
+            part = slice(piece.first, piece.first + piece.weight.numel())
+            for name, values in zip(self.plan.states[0], piece.states or (), strict=True):
+                runs[name][part] = values
+            if piece.remainder is not None:
+                weight, remainder = piece.weight.cpu(), piece.remainder.cpu().clone()
+                _follow_edits(weight, remainder)
+                masters.whole(runs[MASTER][part], weight, remainder)
+        return found
+
+    def write(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Replace all states of parameters: index -> by name, as `read` gives them; what is missing becomes zero.
+
+        Without a master the weight is its own. Whoever calls has called `check`.
+
+        Raises:
+            StorageError: a read or a write failed; states are partly the new ones.
+        """
+        runs = {
+            unit.index: {name: partial(self._run_like, index, local_of(value)) for name, value in states[index].items()}
+            for index, unit in self._units.items()
+            if index in states
+        }
+        if runs:
+            self._run("loading states", partial(self._write, runs))
+
+    async def _write(self, runs: Mapping[int, Mapping[str, Callable[[], Tensor]]]) -> None:
+        await self.storage.rewrite_stranded()
+        for group in self.plan.sub_groups:
+            units = [unit for unit in self.layout.units_in(group) if unit.index in runs]
+            if not units:
+                continue
+            staged = StagedGroup(self.storage, self.layout, group, units=())
+            await staged.lease("state record")
+            try:
+                await staged.read()
+                for unit in units:
+                    self._put(staged, unit, runs[unit.index])
+                await staged.state.write()
+            finally:
+                staged.release()
+
+    def _put(self, staged: StagedGroup, unit: Unit, runs: Mapping[str, Callable[[], Tensor]]) -> None:
+        """Give a record the states of its part of a unit."""
+        record, (begin, end) = staged.record(), staged.group.part_of(unit)
+        at, part = begin - staged.group.begin, slice(begin - unit.begin, end - unit.begin)
+        for which, name in enumerate(self.plan.states[0]):
+            run = runs.get(name)
+            values = torch.zeros(end - begin) if run is None else run()[part].to("cpu", torch.float32)
+            record.states.put(which, at, values)
+        if record.remainder is not None:
+            run = runs.get(MASTER)
+            weight = _run(local_of(self.parameters[unit.slots[0].index]))
+            master = (weight if run is None else run())[part].to("cpu", torch.float32)
+            masters.part(torch.empty_like(master, dtype=unit.dtype), record.remainder[at : at + end - begin], master)
+
+    def check(self, index: int, name: str, value: Tensor) -> None:
+        """Raise ConfigError if a state is not of its parameter's shape, or not sharded as the parameter is."""
+        parameter = self.parameters[index]
+        local, own = local_of(value), local_of(parameter)
+        if value.shape != parameter.shape or local.shape != own.shape:
+            raise ConfigError(
+                f"load_state_dict: {name} of {self._name(index)}: expected {tuple(parameter.shape)}, of which "
+                f"{tuple(own.shape)} are here, got {tuple(value.shape)} and {tuple(local.shape)}; load sharded states "
+                "with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
+
+    def _run_like(self, index: int, value: Tensor) -> Tensor:
+        """The elements of a local tensor in the order of the parameter's."""
+        own = local_of(self.parameters[index])
+        run = run_of(value) if lies_as(value, own) else None
+        return _run(torch.empty_like(own, dtype=value.dtype, device="cpu").copy_(value)) if run is None else run
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        self.remaining = None
+        self._stored.close()
+        self.storage.close()
+
+    # ---- weights and gradients -----------------------------------------------------------------
+
+    def _run(self, what: str, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._rest()
+        with self._weights_shown():
+            self._transfer = self.storage.mover.post(what, job())
+            self._transfer.result()
+
+    def _rest(self) -> None:
+        """Wait for what an interrupt has left under way; who was interrupted has been told."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.settle()
+
+    @contextmanager
+    def _weights_shown(self) -> Iterator[None]:
+        """Inside, the planes of weights look at the parameters where they are now."""
+        planes = self._planes_over("weights", self._weight_homes())
+        self.storage.weights[:] = planes
+        try:
+            yield
+        finally:  # who moves a model elsewhere gets its old memory back
+            self.storage.weights[:] = self._planes_over("weights", [[] for _ in planes])
+
+    def _planes_over(self, what: str, homes: Sequence[list[Home]]) -> list[Plane]:
+        streams = self.storage.streams
+        return [
+            Plane(f"{what} ({space.dtype})", space.dtype.itemsize, of_space, None, streams)
+            for space, of_space in zip(self.layout.spaces, homes, strict=True)
+        ]
+
+    def _weight_homes(self) -> list[list[Home]]:
+        homes: list[list[Home]] = [[] for _ in self.layout.spaces]
+        for unit in self.layout.units:
+            weight = local_of(self.parameters[unit.slots[0].index])
+            run = run_of(weight)
+            found = (weight.device, weight.dtype, weight.numel())
+            expected = (self.device, unit.dtype, unit.numel)
+            if found != expected or run is None:
+                raise StateError(
+                    f"{unit.name}: expected {_told(*expected)} as when its states were made, got {_told(*found)}; make "
+                    "the optimizer once the model is on its device, in its dtype and sharded"
+                )
+            homes[self.layout.space_of(unit)].append(Home(unit.begin, unit.end, run.view(torch.uint8)))
+        return homes
+
+    def _gradient_of(self, unit: Unit, gradient: Tensor) -> Tensor:
+        """Its elements in the order of the weight's."""
+        weight = local_of(self.parameters[unit.slots[0].index])
+        found = (gradient.device, gradient.dtype, gradient.numel())
+        expected = (self.device, unit.dtype, unit.numel)
+        if found != expected or gradient.layout != torch.strided:
+            raise StateError(
+                f"gradient of {unit.name}: expected {_told(*expected)}, got {_told(*found)}, {gradient.layout}; "
+                "gradients are dense, of the parameter's dtype and where it is"
+            )
+        run = run_of(gradient) if lies_as(gradient, weight) else None
+        return _run(torch.empty_like(weight).copy_(gradient)) if run is None else run
+
+    def _name(self, index: int) -> str:
+        unit = self._units.get(index)
+        return f"parameter {index}" if unit is None else unit.name
+
+
+def _follow_edits(weight: Tensor, master: Tensor) -> None:
+    """Where the fp16 weight is not its fp32 master rounded, the weight counts; bf16 has no such place."""
+    if master.dtype != torch.float32:
+        return
+    for begin in range(0, weight.numel(), EDITS_NUMEL):
+        part = slice(begin, begin + EDITS_NUMEL)
+        edited = weight[part].view(torch.int16) != master[part].to(weight.dtype).view(torch.int16)
+        if bool(edited.any()):
+            masters.forget_where(edited, weight[part], master[part])
+
+
+def _checked(name: str, local: Tensor) -> Tensor:
+    """Raise ConfigError for a parameter that cannot be updated where it is."""
+    problem = ""
+    if local.dtype not in DTYPES:
+        problem = f"expected float32, bfloat16 or float16, got {local.dtype}; use an optimizer of torch for it"
+    elif local.device.type == "meta":
+        problem = "it is on the meta device; make the optimizer once the model is materialised (model.to_empty)"
+    elif local.layout != torch.strided or run_of(local) is None:
+        problem = "its memory has gaps or overlaps; make it contiguous before the optimizer"
+    if problem:
+        raise ConfigError(f"OffloadOptimizer: {name}: {problem}")
+    return local
+
+
+def _run(tensor: Tensor) -> Tensor:
+    """As `run_of`, of what is known to have one."""
+    run = run_of(tensor)
+    if run is None:
+        raise StateError(f"a tensor of {tuple(tensor.shape)} with strides {tensor.stride()} has gaps")
+    return run
+
+
+def _told(device: torch.device, dtype: torch.dtype, numel: int) -> str:
+    return f"{numel:,} elements of {dtype} on {device}"

@@ -1,0 +1,109 @@
+"""The plan of states alone: parameters and gradients stay in memory of their owner's, records go to a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from offload.errors import BudgetError
+from offload.kernels.moments import MOMENTS_BLOCK_NUMEL
+from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up, format_bytes
+from offload.streams import shares_host_memory
+from zero.config import Config
+from zero.params.layout import Layout, Slot, Space, SubGroup, Unit
+from zero.plan.limits import Limits
+from zero.plan.machine import Machine
+from zero.plan.plan import HOST, NVME, Plan, PlanRow, tier_of
+from zero.plan.plane_sizes import PlaneSizes
+from zero.plan.planner import RECORDS_IN_FLIGHT, STATE_DTYPES, SUB_GROUP_NUMEL_MAX
+
+
+def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]]) -> Layout:
+    """Each tensor is a unit of its own, at its own length; those of one dtype are a space. Empty ones are left out.
+
+    Coordinates begin at whole blocks of moments, so that neighbours share no scale.
+
+    Args:
+        tensors: (index of the parameter, name, tensor).
+    """
+    ends: dict[torch.dtype, int] = {}
+    units: list[Unit] = []
+    for index, name, tensor in tensors:
+        numel = tensor.numel()
+        if not numel:
+            continue
+        begin = ends.get(tensor.dtype, 0)
+        ends[tensor.dtype] = align_up(begin + numel, MOMENTS_BLOCK_NUMEL)
+        slot = Slot((name,), tensor.shape, numel, 0, index)
+        units.append(Unit(len(units), name, (slot,), numel, numel, tensor.dtype, True, True, begin))
+    spaces = (Space(dtype, True, tuple(unit for unit in units if unit.dtype == dtype)) for dtype in ends)
+    return Layout(tuple(spaces), tuple(units))
+
+
+def plan_states(
+    layout: Layout, config: Config, machine: Machine, device: torch.device, states: tuple[tuple[str, ...], ...]
+) -> Plan:
+    """Where the states go, and how many records pass through memory at a time.
+
+    Args:
+        layout: see `lay_out_tensors`.
+        config: whose `offload_optimizer` counts.
+        machine: what can be had.
+        device: of parameters and gradients; they pass through host memory if it is not the host.
+        states: names of the state planes of the one update rule.
+
+    Raises:
+        BudgetError: the host has no room.
+    """
+    offload = config.zero_optimization.offload_optimizer
+    sizes = PlaneSizes(layout, STATE_DTYPES[offload.state_dtype], states, wide=False)
+    groups = _sub_groups(layout, config.zero_optimization.sub_group_size)
+    records = [sizes.record_bytes(group) for group in groups]
+    tier = tier_of(offload.device) if any(records) else HOST  # without states nothing is on a disk
+    passing = [
+        (record if tier == NVME else 0) + (0 if shares_host_memory(device) else _both_bytes(layout, group))
+        for group, record in zip(groups, records, strict=True)
+    ]
+    slot = align_up(max(passing, default=0), PAGE_BYTES)
+    in_flight = offload.buffer_count or RECORDS_IN_FLIGHT
+    plan = Plan(
+        Limits(live_numel_max=0, prefetch_numel=0, reuse_numel_max=0),
+        sub_groups=groups,
+        record_tiers=(tier,) * len(groups),
+        state_dtype=STATE_DTYPES[offload.state_dtype],
+        states=states,
+        states_only=True,
+        records_in_flight=in_flight,
+        arena_bytes=min(in_flight, len(groups)) * slot,
+        swap_bytes=sum(records) if tier == NVME else 0,
+        baseline_bytes=machine.rss_bytes,
+    )
+    rows = (
+        PlanRow(tier, "optimizer states", sum(records)),
+        PlanRow(HOST, "arena: records in flight", plan.arena_bytes),
+    )
+    plan.rows = tuple(row for row in rows if row.nbytes)
+    need = plan.tier_bytes(HOST)
+    if need > machine.available_bytes:
+        raise BudgetError(
+            f"offload: {format_bytes(need)} of host memory are needed ({need:,} bytes), "
+            f"{format_bytes(machine.available_bytes)} are free ({machine.available_source}); "
+            + ('set device to "nvme"' if tier == HOST else "set a smaller sub_group_size")
+            + f"\n{plan.table()}"
+        )
+    return plan
+
+
+def _sub_groups(layout: Layout, wish: int | None) -> tuple[SubGroup, ...]:
+    largest = max((space.numel for space in layout.spaces), default=0)
+    full = min(SUB_GROUP_NUMEL_MAX, align_up(-(-largest // RECORDS_IN_FLIGHT), BLOCK_NUMEL))
+    found = layout.sub_groups(full if wish is None else min(full, wish))
+    # The last one of a space is made whole too: scales go by blocks.
+    return tuple(replace(group, end=align_up(group.end, BLOCK_NUMEL)) for group in found)
+
+
+def _both_bytes(layout: Layout, group: SubGroup) -> int:
+    """Of the weights and gradients in a sub-group."""
+    return 2 * (group.end - group.begin) * layout.spaces[group.space].dtype.itemsize
