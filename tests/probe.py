@@ -90,7 +90,7 @@ def units_read_once(trainer: Any) -> Iterator[None]:
             held[read, unit.index] = read(unit)
         return held[read, unit.index]
 
-    editor = keeper_of(trainer)._editor
+    editor = keeper_of(trainer).editor
     editor.read, editor.read_records = partial(once, editor.read), partial(once, editor.read_records)
     try:
         yield
