@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -30,10 +31,19 @@ def run_alone(work: Callable[[], None], threads: int) -> None:
     Raises:
         Exception: what `work` raised in one of them.
     """
-    with ThreadPoolExecutor(threads, initializer=_take_one) as pool:
-        running = [pool.submit(work) for _ in range(threads)]
+    running = [_pool().submit(work) for _ in range(threads)]
+    wait(running)
     for each in running:
         each.result()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads that stay: each new one would take memory for what it allocates, and leave it with the process."""
+    return ThreadPoolExecutor(os.cpu_count(), "zero-tiles", initializer=_take_one)
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def can_run_alone() -> bool:

@@ -390,7 +390,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an unknown key": (lambda path: {"offload": {"device": "cpu", "ratio": 0.5}}, "ratio: expected of device"),
     "narrow states": (lambda path: {"offload": {"device": "cpu", "state_dtype": "bf16"}}, "DeepSpeedCPUAdam"),
     "8 bits": (lambda path: {"offload": {"device": "cpu", "state_dtype": "8bit"}}, "fp32 or bf16"),
-    "a norm": (lambda path: {"offload": {"device": "cpu"}, "optimizer_class": Doubled}, "not element-wise"),
+    "a norm": (lambda path: {"offload": {"device": "cpu"}, "optimizer_class": Doubled}, "looks at whole parameters"),
     "float64": (lambda path: of_one(torch.ones(2).double()), "float64"),
     "meta": (lambda path: of_one(torch.ones(2, device="meta")), "to_empty"),
     "gaps": (lambda path: of_one(torch.ones(4, 4)[:, :2]), "gaps"),
