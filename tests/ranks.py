@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "cffi.cparser", "zero.api"]
-"""What a rank would import for its first engine: half a second of each."""
+"""With what a rank would import for its first engine, which takes it half a second."""
 GROUP_TIMEOUT_SECONDS = 120.0
 PR_SET_PDEATHSIG = 1
 

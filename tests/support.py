@@ -1,8 +1,9 @@
 """One cell of the support table: a model on a tier under a kind of activation checkpointing, trained and compared.
 
-A cell works if ten steps give the bits of the same model trained without the engine: the loss, every parameter's
-gradient as autograd hands it over and the global norm at every step, and at the end weights, fp32 masters, moments,
-step counts and buffers. It counts only if bytes were fetched and every unit that the step used was released in it.
+A cell works if ten steps (four without --full) give the bits of the same model trained without the engine: the loss,
+every parameter's gradient as autograd hands it over and the global norm at every step, and at the end weights, fp32
+masters, moments, step counts and buffers. It counts only if bytes were fetched and every unit that the step used was
+released in it.
 """
 
 from __future__ import annotations

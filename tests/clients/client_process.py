@@ -35,8 +35,11 @@ PRELOADED = (
     "transformers",
     "transformers.trainer",
     "transformers.models.gpt2.modeling_gpt2",
-    "zero",
+    "torch._dynamo",
+    "cffi.cparser",
+    "zero.api",
 )
+"""What a case would import for itself is here too."""
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE")
 PR_SET_PDEATHSIG = 1
 CASE_SECONDS = 240.0

@@ -15,7 +15,7 @@ import pytest
 HERE = Path(__file__).parent
 TESTS = HERE.parent
 TIMEOUT_SECONDS = 280
-RANKS_TIMEOUT_SECONDS = 580
+SCENARIOS_TIMEOUT_SECONDS = 580
 SHOWN_CHARACTERS = 6_000
 
 
@@ -60,7 +60,8 @@ def verdicts(cells: list[str], tree: Path = TESTS.parent) -> dict[str, str]:
 
     A process that dies is a verdict too: on the first cell that it did not come to.
     """
-    return _said(cells, finished(str(HERE / "pretend_run.py"), *cells, tree=tree))
+    run = ended(started(str(HERE / "pretend_run.py"), *cells, tree=tree), SCENARIOS_TIMEOUT_SECONDS)
+    return _said(cells, run)
 
 
 def verdicts_of_ranks(cells: list[str], way: str, tree: Path = TESTS.parent, ranks: int = 2) -> dict[str, str]:
@@ -80,7 +81,7 @@ def verdicts_of_ranks(cells: list[str], way: str, tree: Path = TESTS.parent, ran
             for rank in range(ranks)
         ]
         for rank, process in enumerate(processes):
-            for cell, said in _said(cells, ended(process, RANKS_TIMEOUT_SECONDS)).items():
+            for cell, said in _said(cells, ended(process, SCENARIOS_TIMEOUT_SECONDS)).items():
                 if said != "same":
                     found[cell] = f"{found[cell] if found[cell] != 'same' else ''} rank {rank}: {said}"
     return found

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 from pretend_groups import AROUND_TRAINING, by_default
-from pretend_process import all_of, needed, verdicts, wrong
+from pretend_process import all_of, wrong
 
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    """The verdicts of all groups, from one process."""
-    needed()
-    return verdicts([cell for group in AROUND_TRAINING for cell in by_default(group)])
+pytestmark = pytest.mark.timeout(600)  # the first of them waits for all scenarios
 
 
 @pytest.mark.parametrize("group", AROUND_TRAINING)

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import logging
+import multiprocessing
 import os
 import re
-import signal
 import subprocess
-import sys
-import textwrap
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from harness import micro_batch
+from harness import HYPER, micro_batch, train
 from models import ADAMW, build, make_config, tokens, trainability
+from ranks import PRELOADED
 from reference import Hyper, Reference, differences, snapshot
 from torch import nn
 
@@ -143,85 +144,59 @@ def test_initialize_that_fails_leaves_no_files_and_no_descriptors(nvme_path: Pat
 
 # ---- other processes ------------------------------------------------------------------------------------------------
 
-JOB = """
-import hashlib, sys, time
-import torch
-torch.set_num_threads(1)
-import zero
-from models import build, make_config, tokens, trainability
 
-path, seed, steps, linger = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "linger"
-model = build("gpt", seed)
-names = [name for name, _ in trainability(model)]
-engine = zero.initialize(model=model, config=make_config(("nvme", "nvme"), path))[0]
-step = 0
-while step < steps or linger:
-    engine.backward(engine(tokens(step)))
-    engine.step()
-    step += 1
-    if step == steps:
-        digest = hashlib.sha256()
-        for name in names:
-            digest.update(engine.full_parameter(name).view(torch.int16).numpy().tobytes())
-        print(digest.hexdigest(), flush=True)
-engine.close()
-"""
+def job(end: Connection, path: str, seed: int, steps: int, linger: bool) -> None:
+    """Trains, and says what the weights are after so many steps; whoever lingers trains on until it is killed."""
+    os.environ["ZERO_DEVICE"] = "cpu"
+    torch.set_num_threads(1)
+    engine = zero.initialize(model=build("gpt", seed), config=make_config(NVME, path))[0]
+    for index in itertools.count() if linger else range(steps):
+        micro_batch(engine, index)
+        if index == steps - 1:
+            end.send(digest_of(engine))
+    engine.close()
 
 
-def start_job(path: Path, seed: int, steps: int, *, linger: bool = False) -> subprocess.Popen[str]:
-    python_path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(JOB), str(path), str(seed), str(steps), "linger" if linger else ""],
-        env={**os.environ, "PYTHONPATH": python_path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def digest_line(job: subprocess.Popen[str]) -> str:
-    """The job's digest; what it printed before (the plan) is skipped."""
-    if job.stdout is None:
-        raise RuntimeError("the job was started without a pipe")
-    for line in job.stdout:
-        if re.fullmatch(r"[0-9a-f]{64}\n", line):
-            return line.strip()
-    raise RuntimeError(f"the job ended early: {job.stderr.read() if job.stderr else ''}")
-
-
-def digest_of_reference(seed: int, steps: int) -> str:
-    hyper = Hyper(ADAMW["lr"], (0.9, 0.95), 1e-8, 0.1)  # type: ignore[arg-type]
-    model = build("gpt", seed)
-    names = [name for name, _ in trainability(model)]
-    reference = Reference(model, lambda name: hyper)
-    for index in range(steps):
-        micro_batch(reference, index)
+def digest_of(trainer: Any) -> str:
     digest = hashlib.sha256()
-    for name in names:
-        digest.update(reference.full_parameter(name).view(torch.int16).numpy().tobytes())
+    for name, _ in trainability(build("gpt")):
+        digest.update(trainer.full_parameter(name).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def start_job(path: Path, seed: int, steps: int, *, linger: bool = False) -> tuple[Any, Connection]:
+    """A process of its own, forked from one that has only imported, and where it says its digest."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=job, args=(theirs, str(path), seed, steps, linger), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 def test_two_jobs_share_one_nvme_path_unharmed(nvme_path: Path) -> None:
     jobs = [start_job(nvme_path, seed, 12) for seed in (3, 4)]
-    digests = [digest_line(job) for job in jobs]
-    for job in jobs:
-        _, errors = job.communicate(timeout=60)
-        assert job.returncode == 0, errors[-2000:]
-    assert digests == [digest_of_reference(seed, 12) for seed in (3, 4)]
+    digests = [end.recv() for _, end in jobs]
+    for process, _ in jobs:
+        process.join(60)
+        assert process.exitcode == 0
+    for seed, digest in zip((3, 4), digests, strict=True):
+        reference = Reference(build("gpt", seed), lambda name: HYPER)
+        assert digest == digest_of(train(reference, *range(12)))
     assert os.listdir(nvme_path) == []
 
 
 @contextmanager
 def killed_while_training(path: Path) -> Iterator[int]:
     """A job that has trained two steps and goes on; killed with SIGKILL on exit. Yields used bytes while it ran."""
-    job = start_job(path, 0, 2, linger=True)
+    process, end = start_job(path, 0, 2, linger=True)
     try:
-        digest_line(job)
+        end.recv()
         yield used_bytes(path)
     finally:
-        job.send_signal(signal.SIGKILL)
-        job.communicate(timeout=60)
+        process.kill()
+        process.join()
 
 
 def used_bytes(path: Path) -> int:

@@ -106,7 +106,7 @@ def train(trainer: Any, steps: int) -> None:
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("whole_batch", [True, False], ids=["two experts a batch", "two experts a token"])
 def test_bytes_follow_the_experts_used(open_engine: Open, nvme_path: Any, device: str, whole_batch: bool) -> None:
-    steps = 24
+    steps = 10
     model = moe(whole_batch=whole_batch)
     watched = Watched(model)
     engine = open_engine(model, make_config((device, device), nvme_path, zero=LIMITS))

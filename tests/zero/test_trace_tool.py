@@ -83,7 +83,7 @@ def test_without_a_config_a_folder_is_enough(nvme_path: Path, tmp_path: Path) ->
     assert spans_in(file, "reads") and spans_in(file, "writes")
 
 
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("status", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_script_is_run_as_it_is_and_its_steps_are_recorded(
     script: Path, nvme_path: Path, tmp_path: Path, status: int
 ) -> None:
