@@ -449,7 +449,7 @@ def _stand_ins(
         twins = [nn.Parameter(torch.zeros(1, device="cpu")) for _ in entries]
         paired = [(entry[0], twin) for entry, twin in zip(entries, twins, strict=True)] if named else twins
         standing.append({**group, "params": paired})
-    return kind(standing, **options), members
+    return kind(standing if given else [], **options), members  # torch refuses an empty list
 
 
 def _counts_steps(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
