@@ -207,11 +207,13 @@ class OffloadOptimizer(KeptOptimizer):
             now[index] is gradient and _version(gradient) == version
             for index, (gradient, version) in self._held.items()
         )
-        if not same:
+        broken = any(shelf.remaining is not None and shelf.remaining.broken for shelf in self._shelves)
+        if broken or not same:
+            why = "an update has ended amid its elements" if broken else "its gradients are not there any more"
             raise StateError(
-                "step: the last one has failed, with some weights updated and others not, and its gradients are not "
-                "there any more to finish it; load weights and states from a checkpoint (load_state_dict of both), and "
-                "after the next failure call step() again before anything else"
+                f"step: the last one has failed, with some weights updated and others not, and {why}, so it cannot "
+                "be finished; load weights and states from a checkpoint (load_state_dict of both), and after the next "
+                "failure call step() again before anything else"
             )
 
     # ---- states --------------------------------------------------------------------------------
