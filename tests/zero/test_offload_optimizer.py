@@ -406,6 +406,27 @@ def test_what_cannot_be_offloaded_is_refused_with_the_alternative(nvme_path: Pat
     assert (movers(), descriptors()) == before
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_states_or_records_that_have_no_room_are_refused_before_anything_is_made(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    from zero.optim import parameter_states
+
+    machine = parameter_states.read_machine(torch.device("cpu"))
+    short = type(machine)(100_000, "MemAvailable", None, None, 0)
+    monkeypatch.setattr(parameter_states, "read_machine", lambda device: short)
+    before = movers(), descriptors()
+    fix = 'set device to "nvme"' if device == "cpu" else "a smaller sub_group_size"
+    with pytest.raises(BudgetError, match=fix):
+        zero.OffloadOptimizer(patchy().parameters(), offload=offloaded(device, nvme_path))
+    assert (movers(), descriptors()) == before
+
+
+def test_an_empty_list_is_refused_by_torch_itself() -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        zero.OffloadOptimizer([], offload={"device": "cpu"})
+
+
 def test_a_parameter_that_has_moved_or_a_gradient_of_another_dtype_is_refused_before_a_bit_changes(
     nvme_path: Path,
 ) -> None:

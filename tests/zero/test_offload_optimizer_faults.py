@@ -22,6 +22,7 @@ import zero
 from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
 from zero.optim import parameter_states
+from zero.optim.rules import TiledRule
 
 
 def inject(optimizer: Any, fault: AioFault | None) -> None:
@@ -159,6 +160,35 @@ def test_a_step_is_refused_whole_where_options_cannot_be(nvme_path: Path) -> Non
         ours.param_groups[1]["momentum"] = 0.9
         with pytest.raises(ConfigError, match="momentum_buffer"):
             ours.step()
+        assert same(expected, model) == []
+
+
+def test_an_update_that_ends_amid_its_elements_is_not_made_again(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with both("nvme", nvme_path, lr=1e-2) as (expected, plain, model, ours):
+        train(expected, plain, range(2))
+        train(model, ours, range(2))
+        backward(model, 2)
+        calls, step = [], TiledRule.step
+
+        def fails(*given: Any) -> Any:
+            calls.append(given)
+            if len(calls) == 5:
+                raise MemoryError("no room for a tile")
+            return step(*given)
+
+        monkeypatch.setattr(TiledRule, "step", fails)
+        with pytest.raises(MemoryError):
+            ours.step()
+        for _ in range(2):
+            with pytest.raises(StateError, match="amid its elements"):
+                ours.step()
+        model.load_state_dict(expected.state_dict())
+        ours.load_state_dict(plain.state_dict())
+        ours.zero_grad()
+        train(expected, plain, range(2, 4))
+        train(model, ours, range(2, 4))
         assert same(expected, model) == []
 
 

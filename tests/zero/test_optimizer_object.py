@@ -13,6 +13,7 @@ from harness import train
 from models import build, make_config, tokens
 from torch import nn
 
+import zero
 from offload.errors import BudgetError, ConfigError, StateError
 from zero.engine import optimizer_states as kept_states
 from zero.plan.machine import Machine, read_machine
@@ -82,6 +83,22 @@ def test_states_that_are_given_back_are_those_of_the_next_step(open_engine: Open
     assert (engine.full_state("head.weight")["exp_avg"] == 1).all()
     with pytest.raises(ConfigError, match="keeps"):
         engine.optimizer.state[weight] = {"momentum_buffer": torch.ones(weight.shape)}
+
+
+@on_every_tier
+def test_states_of_no_step_begin_anew(open_engine: Open, nvme_path: Path, tier: str) -> None:
+    """Also where moments of earlier steps are stored: the next step is the first of a fresh optimizer."""
+    config = make_config(TIERS[tier], nvme_path, bf16=False)
+    engine, fresh = open_engine(build("gpt"), config), open_engine(build("gpt"), config)
+    empty = fresh.optimizer.state_dict()
+    train(engine, 0, 1)
+    with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        for mine, first in zip(engine.module.parameters(), build("gpt").parameters(), strict=True):
+            mine.data.copy_(first)
+    engine.optimizer.load_state_dict(empty)
+    train(engine, 5, 6)
+    train(fresh, 5, 6)
+    assert equal(masters(engine), masters(fresh))
 
 
 def test_a_closed_engine_has_no_states(open_engine: Open, nvme_path: Path) -> None:

@@ -206,11 +206,13 @@ class OffloadOptimizer(KeptOptimizer):
             now[index] is gradient and _version(gradient) == version
             for index, (gradient, version) in self._held.items()
         )
-        if not same:
+        broken = any(shelf.remaining is not None and shelf.remaining.broken for shelf in self._shelves)
+        if broken or not same:
+            why = "an update has ended amid its elements" if broken else "its gradients are not there any more"
             raise StateError(
-                "step: the last one has failed, with some weights updated and others not, and its gradients are not "
-                "there any more to finish it; load weights and states from a checkpoint (load_state_dict of both), and "
-                "after the next failure call step() again before anything else"
+                f"step: the last one has failed, with some weights updated and others not, and {why}, so it cannot "
+                "be finished; load weights and states from a checkpoint (load_state_dict of both), and after the next "
+                "failure call step() again before anything else"
             )
 
     # ---- states --------------------------------------------------------------------------------
@@ -452,7 +454,7 @@ def _stand_ins(
         twins = [nn.Parameter(torch.zeros(1, device="cpu")) for _ in entries]
         paired = [(entry[0], twin) for entry, twin in zip(entries, twins, strict=True)] if named else twins
         standing.append({**group, "params": paired})
-    return kind(standing, **options), members
+    return kind(standing if given else [], **options), members  # torch refuses an empty list
 
 
 def _counts_steps(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:

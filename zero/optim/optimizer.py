@@ -320,7 +320,11 @@ class KeptOptimizer(torch.optim.Optimizer):
         if self._kept is None:
             self.forget(id(parameter))
             return
-        for name, value in self.take_numbers(parameter, states).items():
+        updated = bool(self.step_counts.get(id(parameter)))
+        planes = self.take_numbers(parameter, states)
+        if updated and not states:  # the first update goes on from what is stored
+            planes = {name: torch.zeros_like(plane) for name, plane in self._kept.read(parameter).items()}
+        for name, value in planes.items():
             self._kept.write(parameter, name, value)
 
     def take_numbers(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> dict[str, torch.Tensor]:

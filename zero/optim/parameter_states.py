@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -19,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from offload.errors import ConfigError, StateError, StorageError
+from offload.errors import ConfigError, StateError, StorageError, ZeroInfinityError
 from offload.kernels import masters
 from offload.kernels.threads import kernel_threads, update_threads
 from offload.mover import Transfer
@@ -53,6 +52,8 @@ class Remaining:
     gradients: Mapping[int, Sealed]
     """Index of the unit -> where its gradient is."""
     due: deque[SubGroup]
+    broken: bool = False
+    """An update has ended amid its elements: it can neither be finished nor made again."""
 
 
 class _TakenGradients:
@@ -152,18 +153,17 @@ class ParameterStates:
         remaining = self.remaining
         if remaining is None:
             return
-        self._gradients.planes = remaining.gradients
         try:
             self._run("optimizer step", partial(self._finish, remaining))
         except StorageError as error:
             raise error.within(f"update of step {remaining.arguments.number}") from error
         finally:
-            self._gradients.planes = {}
             for index in self._units:  # autograd shall notice that a graph from before has lost its weights
                 torch.autograd.graph.increment_version(local_of(self.parameters[index]))
         self.remaining = None
 
     async def _finish(self, remaining: Remaining) -> None:
+        self._gradients.planes = remaining.gradients
         await self.storage.rewrite_stranded()
         due, failed = remaining.due, False
 
@@ -177,9 +177,12 @@ class ParameterStates:
             try:
                 told = Told(lambda: None, applied, lambda: None, lambda: None)
                 await self._pipeline.update(group, remaining.arguments, {}, told, self._threads)
-            except BaseException:
+            except ZeroInfinityError:  # of bytes on their way, before or after all elements were updated
                 if not changed:
                     due.appendleft(group)
+                raise
+            except BaseException:
+                remaining.broken = True
                 raise
 
         async def work() -> None:
@@ -202,12 +205,13 @@ class ParameterStates:
         """
         wanted = sorted(indices, key=self._place)
         self._rest()
+        self._show_weights()
         try:
-            with self._weights_shown():
-                for index in wanted:
-                    yield index, self._read_one(index)
+            for index in wanted:
+                yield index, self._read_one(index)
         finally:
             self._stored.close()
+            self._rest()
 
     def _place(self, index: int) -> tuple[int, int]:
         unit = self._units.get(index)
@@ -306,25 +310,25 @@ class ParameterStates:
 
     def _run(self, what: str, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._rest()
-        with self._weights_shown():
-            self._transfer = self.storage.mover.post(what, job())
-            self._transfer.result()
+        self._show_weights()
+        transfer = self._transfer = self.storage.mover.post(what, job())
+        try:
+            transfer.result()
+        finally:
+            if transfer.settled():  # else whoever waited was interrupted, and the job goes on
+                self._rest()
 
     def _rest(self) -> None:
-        """Wait for what an interrupt has left under way; who was interrupted has been told."""
+        """Wait for what an interrupt has left under way, and let go of the parameters' and gradients' memory."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
-            transfer.settle()
+            transfer.settle()  # its error was told, or comes again
+        self._gradients.planes = {}
+        self.storage.weights[:] = self._planes_over("weights", [[] for _ in self.layout.spaces])
 
-    @contextmanager
-    def _weights_shown(self) -> Iterator[None]:
-        """Inside, the planes of weights look at the parameters where they are now."""
-        planes = self._planes_over("weights", self._weight_homes())
-        self.storage.weights[:] = planes
-        try:
-            yield
-        finally:  # who moves a model elsewhere gets its old memory back
-            self.storage.weights[:] = self._planes_over("weights", [[] for _ in planes])
+    def _show_weights(self) -> None:
+        """Until `_rest`, the planes of weights look at the parameters where they are now."""
+        self.storage.weights[:] = self._planes_over("weights", self._weight_homes())
 
     def _planes_over(self, what: str, homes: Sequence[list[Home]]) -> list[Plane]:
         streams = self.storage.streams
