@@ -17,6 +17,7 @@ from reference import differences as reference_differences
 from tiled_optimizers import Plain, differences, held_by, patchy, train
 
 from offload.errors import ConfigError
+from zero.config import load_config, reading_as_deepspeed
 
 STEPS = 8
 TIERS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"))
@@ -143,6 +144,23 @@ def test_a_checkpoint_goes_on_elsewhere_and_torchs_form_of_the_states_too(
     again.optimizer.load_state_dict(states)
     train(again, 5, 9, bf16=True)
     assert differences(held_by(again, third), held_by(engine, model)) == []
+
+
+DEEPSPEEDS = (
+    {"type": "Muon", "params": {"lr": 2e-3, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}},
+    {"type": "Muon", "params": {"muon_lr": 2e-4, "adam_lr": 2e-6, "betas": [0.9, 0.95], "eps": 1e-10}},
+    {"type": "Lamb", "params": {"lr": 11e-3, "weight_decay": 0.01, "bias_correction": False, "max_coeff": 0.3}},
+    {"type": "FusedLamb", "params": {"lr": 1e-3, "min_coeff": 0.01}},
+)
+
+
+@pytest.mark.parametrize("block", DEEPSPEEDS, ids=lambda block: f"{block['type']} {len(block['params'])}")
+def test_deepspeeds_configurations_train(open_engine: Open, nvme_path: Path, block: dict[str, Any]) -> None:
+    with reading_as_deepspeed():
+        config = load_config(make_config(("cpu", "nvme"), nvme_path, optimizer=block), world_size=1)
+    engine = open_engine(build("gpt"), config)
+    first, *_, last = harness.losses_of(engine, *[0] * 8)
+    assert last < first and engine.global_steps == 8
 
 
 def test_what_joins_the_model_later_joins_the_group_of_its_kind(open_engine: Open, nvme_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Show a configuration as it takes effect, the JSON Schema, or every key.
+"""Show a configuration as it takes effect, the JSON Schema, every key or every optimizer.
 
 zero config show FILE   every value that holds, as JSON that loads again to the same; a comment in it says where each
 value comes from: "user", "auto" or "default"
 zero config schema      JSON Schema, for editors
 zero config keys        the table of all keys, as in docs/config-keys.md
+zero config optimizers  the table of all optimizers, as in docs/optimizers-table.md
 zero config defaults    the defaults of a config_version
 """
 
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.set_defaults(action=_show)
     actions.add_parser("schema", help="JSON Schema").set_defaults(action=_schema)
     actions.add_parser("keys", help="the table of all keys, in Markdown").set_defaults(action=_keys)
+    actions.add_parser("optimizers", help="the table of all optimizers, in Markdown").set_defaults(action=_optimizers)
     defaults = actions.add_parser("defaults", help="the defaults of a config_version")
     defaults.add_argument("--config-version", type=int, default=VERSION, metavar="N")
     defaults.set_defaults(action=_defaults)
@@ -78,6 +80,13 @@ def _schema(options: argparse.Namespace) -> int:
 
 def _keys(options: argparse.Namespace) -> int:
     print(key_table(Config), end="")
+    return 0
+
+
+def _optimizers(options: argparse.Namespace) -> int:
+    from zero.tools.optimizer_table import optimizer_table  # tries them all
+
+    print(optimizer_table(), end="")
     return 0
 
 

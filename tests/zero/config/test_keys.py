@@ -22,6 +22,7 @@ from offload.errors import ConfigError
 from zero.config import Config, load_config
 from zero.config.fields import ConfigBlock, Only, block_of, known_keys
 from zero.config.loading import COMMENT_PREFIXES
+from zero.config.optimizer_block import TYPE_KEYS
 from zero.tools import cli
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -176,6 +177,14 @@ def test_the_table_of_keys_in_the_docs_is_current(capsys: pytest.CaptureFixture[
     """If not: zero config keys > docs/config-keys.md"""
     assert cli.main(["config", "keys"]) == 0
     assert (DOCS / "config-keys.md").read_text(encoding="utf-8") == capsys.readouterr().out
+
+
+def test_the_table_of_optimizers_in_the_docs_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    """If not: zero config optimizers > docs/optimizers-table.md"""
+    assert cli.main(["config", "optimizers"]) == 0
+    told = capsys.readouterr().out
+    assert (DOCS / "optimizers-table.md").read_text(encoding="utf-8") == told
+    assert all(f"| `{kind}`" in told for kind in TYPE_KEYS)
 
 
 def test_the_table_has_every_key_with_its_role() -> None:

@@ -1,0 +1,80 @@
+"""The table of all optimizers that a configuration can name: what each looks at, keeps, stores and moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.kernels.masters import remainder_dtype
+from zero.config import load_config
+from zero.config.optimizer_block import TYPE_KEYS
+from zero.optim.kernel_rules import KernelRule
+from zero.optim.make_rule import trained_from
+from zero.optim.rules import AdamRule, Rule
+from zero.plan.planner import STATE_DTYPES
+from zero.plan.record import RecordFormat
+
+HEAD = """# Optimizers in one table
+
+Written by `zero config optimizers > docs/optimizers-table.md` from the rules themselves; a test says whether it is
+current. [What the words mean](optimizers.md).
+
+Every row trains on every tier, at every stage and number of ranks. Bytes are of one parameter in bf16 with its fp32
+master: *stored* counts weight, what the weight lacks of its master, and states; *moved* is what a step with one
+micro-batch reads and writes when all of it is on NVMe: what is stored both ways, and the weight once more for backward.
+*kernel* is ours, for SGD, Lion, Adagrad and RMSprop where it gives torch's bits; torch runs in tiles otherwise.
+
+| `optimizer.type` | looks at | states | stored | moved | updated by |
+|---|---|---|---|---|---|
+"""
+NUMEL = 1 << 20
+"""Elements over which whole pages and scales are spread."""
+VARIANTS: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
+    "AdamW": (
+        ("state_dtype bf16", {}, "bf16"),
+        ("state_dtype 8bit", {}, "8bit"),
+        ("amsgrad", {"amsgrad": True}, "fp32"),
+    ),
+    "SGD": (("momentum", {"momentum": 0.9}, "fp32"),),
+    "RMSprop": (("momentum, centered", {"momentum": 0.9, "centered": True}, "fp32"),),
+}
+"""Type -> (words, options, `state_dtype`) of more rows."""
+
+
+def optimizer_table() -> str:
+    return HEAD + "\n".join(row for kind in sorted(TYPE_KEYS) for row in _rows(kind)) + "\n"
+
+
+def _rows(kind: str) -> Iterator[str]:
+    for words, options, state_dtype in (("", {}, "fp32"), *VARIANTS.get(kind, ())):
+        params = {"lr": 1e-3, **options}
+        config = {
+            "optimizer": {"type": kind, "params": params},
+            "zero_optimization": {"offload_optimizer": {"state_dtype": state_dtype}},
+        }
+        trained = trained_from(None, None, nn.Linear(8, 8), load_config(config, world_size=1))
+        if trained is None:
+            raise ValueError(f"{kind}: a configuration with an optimizer trains nothing")
+        for rule in trained.rules.each:
+            of_two = [f"{rule.name}'s part"] if len(trained.rules.each) > 1 else []
+            name = ", ".join([f"`{kind}`", *filter(None, (words, *of_two))])
+            yield _row(name, rule, STATE_DTYPES[state_dtype])
+
+
+def _row(name: str, rule: Rule, state_dtype: torch.dtype) -> str:
+    record = RecordFormat(remainder_dtype(torch.bfloat16), state_dtype, rule.states)
+    weight = torch.bfloat16.itemsize
+    stored = weight + record.nbytes(NUMEL) / NUMEL
+    states = ", ".join(f"`{state}`" for state in rule.states) or "none"
+    by = (
+        "kernel"
+        if isinstance(rule, (AdamRule, KernelRule))
+        else "torch, whole parameters"
+        if rule.whole
+        else "torch, tiles"
+    )
+    looks_at = "whole parameters" if rule.whole else "elements"
+    return f"| {name} | {looks_at} | {states} | {stored:.4g} | {2 * stored + weight:.4g} | {by} |"
