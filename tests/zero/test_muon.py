@@ -17,7 +17,9 @@ from reference import differences as reference_differences
 from tiled_optimizers import Plain, differences, held_by, patchy, train
 
 from offload.errors import ConfigError
+from zero.assembly.model_plan import plan_model
 from zero.config import load_config, reading_as_deepspeed
+from zero.plan.machine import Machine
 
 STEPS = 8
 TIERS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"))
@@ -174,3 +176,15 @@ def test_what_joins_the_model_later_joins_the_group_of_its_kind(open_engine: Ope
     assert any(p is joined.weight for p in muon["params"]) and any(p is joined.bias for p in adam["params"])
     assert set(engine.full_state("blocks.0.up.1.weight")) == {"step", "momentum_buffer"}
     assert set(engine.full_state("blocks.0.up.1.bias")) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_the_plan_says_how_much_of_several_ranks_slices_is_padding() -> None:
+    """Three matrices of one size: each of four ranks has room for one."""
+    model = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+    config = load_config({"optimizer": BLOCK, "zero_optimization": {"stage": 3}}, world_size=4)
+    machine = Machine(1 << 30, "the test", None, None, 0)
+    layout, plan = plan_model(model, config, machine, torch.device("cpu"), 4)
+    assert [unit.numel for unit in layout.units] == [4 * 4096]
+    assert any(note.startswith("25% of the 16,384 elements that are updated as whole") for note in plan.notes)
+    _, alone = plan_model(model, load_config({"optimizer": BLOCK}), machine, torch.device("cpu"))
+    assert not any("padding" in note for note in alone.notes)

@@ -34,6 +34,8 @@ RECORDS_IN_FLIGHT = 4
 STAGING_CHUNK_BYTES = 2 << 20
 STAGING_CHUNKS = 8
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+PADDING_WORTH_A_NOTE = 0.1
+"""As a part of what is padded."""
 AUTO_SHARE = 0.8
 """Part of the free memory that an "auto" budget takes; the rest is for activations and others."""
 
@@ -166,8 +168,21 @@ class Planner:
         written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)
         if written:
             plan.notes.append(f"each step writes {format_bytes(written)} to NVMe ({written:,} bytes)")
+        plan.notes += self._padding_notes()
         self._check_fits(plan, effort.host_share)
         return plan
+
+    def _padding_notes(self) -> list[str]:
+        """What ranks that have whole parameters each leave empty."""
+        whole = [unit for unit in self.trained if unit.whole]
+        numel = sum(unit.numel for unit in whole)
+        share = 1 - sum(slot.numel for unit in whole for slot in unit.slots) / max(numel, 1)
+        if not whole or share < PADDING_WORTH_A_NOTE:
+            return []
+        return [
+            f"{share:.0%} of the {numel:,} elements that are updated as whole parameters are padding: "
+            f"each of {self.placement.shard_size} ranks has some whole, and not equally many"
+        ]
 
     def _records_in_flight(self) -> int:
         """How deep the sub-group pipeline is. DeepSpeed pipelines only on request, we unless told not to."""
