@@ -16,7 +16,7 @@ from torch import Tensor
 
 import native
 from offload.errors import NativeError
-from offload.kernels import kernels, masters
+from offload.kernels import kernel_backend, kernels, masters
 from offload.kernels.kernels import Formula, Segment
 from zero.ops.lion import Lion
 
@@ -212,6 +212,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_without_the_library_an_update_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_NATIVE", "0")
+    kernel_backend._load.cache_clear()  # it warns once a process
     with pytest.warns(RuntimeWarning, match="no native kernels"):
         assert not kernels.native_on(torch.device("cpu"))
     with pytest.raises(NativeError, match="no native library serves cpu"):
