@@ -353,9 +353,7 @@ REMOVALS = (
     ),
 )
 LAUNCHED = "                with self.streams.collective(*after):\n                    work = start()"
-REDUCED = (
-    "(*after, self.streams.fence()), start))\n        return list(backend.slices(arrived, numel))\n\n    async def all"
-)
+REDUCED = "(*after, self.streams.fence()), start))\n        return list(backend.slices(arrived, numel))"
 BACK = "streams.wait(await self._comm.all_gather(tickets.pop(0), own, self._replicas, streams.fence()))"
 L = ("clipped_and_accumulated:cpu-cpu", "clipped_and_accumulated:none-none", "several_uses:none-none")
 OF_RANKS = (
