@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_roots import with_exact_roots
+from exact_roots import as_torch_fuses, with_exact_roots
 from torch import Tensor
 
 import native
@@ -122,6 +122,7 @@ def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
     )
 
 
+@as_torch_fuses
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_isa_has_the_bits_of_torch_however_weights_and_gradients_are_stored(name: str, isa: str) -> None:
@@ -164,6 +165,7 @@ def test_a_multiply_add_is_rounded_once(isa: str) -> None:
         assert (weight == sign * (1 + 2**-23)).all()
 
 
+@as_torch_fuses
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", CASES)
 def test_values_that_are_not_finite_are_torchs(name: str, isa: str) -> None:

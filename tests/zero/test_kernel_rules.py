@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_roots import rooted, with_exact_roots
+from exact_roots import as_torch_fuses, rooted, with_exact_roots
 from models import make_config
 from tiled_optimizers import Plain, differences, held_by, in_groups, patchy, train
 from torch import Tensor
@@ -96,6 +96,7 @@ def trained(
     return [each for each in (weight, remainder, *planes) if each is not None], lefts
 
 
+@as_torch_fuses
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_rule_has_the_bits_of_the_tiled_one(calls: list[Any], name: str, dtype: torch.dtype) -> None:
@@ -111,6 +112,7 @@ def test_a_kernel_rule_has_the_bits_of_the_tiled_one(calls: list[Any], name: str
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)) and left == expected
 
 
+@as_torch_fuses
 def test_momentum_that_a_schedule_starts_begins_as_torch_begins_it(calls: list[Any]) -> None:
     results = []
     for update in (KernelRule.update, TiledRule.update):
@@ -153,6 +155,7 @@ def test_a_class_of_the_users_own_stays_tiled() -> None:
     assert type(rule_of(torch.optim.RAdam, {"lr": 0.1})[0]) is TiledRule
 
 
+@as_torch_fuses
 @pytest.mark.parametrize("pair", [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")])
 @pytest.mark.parametrize("name", ["SGD", "nesterov", "Adagrad", "RMSprop with all", "Lion"])
 def test_an_engine_trains_with_the_kernel_to_the_bits_of_torch(
