@@ -330,7 +330,7 @@ def make_config(
     *,
     accumulation: int = 1,
     clipping: float = 0.0,
-    bf16: bool = True,
+    bf16: bool | dict[str, Any] = True,
     optimizer: dict[str, Any] | None = None,
     **top_level: Any,
 ) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def make_config(
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": accumulation,
-        "bf16": {"enabled": bf16},
+        "bf16": bf16 if isinstance(bf16, dict) else {"enabled": bf16},
         "gradient_clipping": clipping,
         "optimizer": {"type": "AdamW", "params": dict(ADAMW)} if optimizer is None else optimizer,
         "zero_optimization": {

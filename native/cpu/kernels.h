@@ -14,7 +14,13 @@
 enum { ZN_DTYPES = 3 };
 
 /* How the fp32 master is stored: see zn_cpu_adamw. */
-enum { ZN_MASTER_IN_WEIGHT = 0, ZN_MASTER_SPLIT = 1, ZN_MASTER_BESIDE_BF16 = 2, ZN_MASTER_BESIDE_F16 = 3 };
+enum {
+  ZN_MASTER_IN_WEIGHT = 0,
+  ZN_MASTER_SPLIT = 1,
+  ZN_MASTER_BESIDE_BF16 = 2,
+  ZN_MASTER_BESIDE_F16 = 3,
+  ZN_MASTER_ROUNDED = 4
+};
 
 typedef struct {
   int32_t scheme, grad_dtype;
@@ -23,7 +29,8 @@ typedef struct {
   float grad_scale;
 } zn_update_arrays;
 
-/* The states of a run of elements: pointers to the first one. bf16 ones are rounded by the hash of `counter` + element. */
+/* The states of a run of elements: pointers to the first one. What is rounded to bf16 goes by the hash of `counter` +
+ * element. */
 typedef struct {
   void *planes[ZN_PLANES];
   int32_t bf16;

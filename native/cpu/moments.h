@@ -23,6 +23,10 @@ ZN_INLINE uint32_t zn_counter(int64_t coordinate, int64_t step) {
   return (uint32_t)coordinate + zn_hash((uint32_t)step + 0x9E3779B9u);
 }
 
+/* 16 bits for a master that is rounded to its weight. The complement runs through the hashes from the other end, so that
+ * an element's weight and moments are rounded by different ones. */
+ZN_INLINE uint32_t zn_noise_of_master(uint32_t counter) { return zn_hash(~counter) >> 16; }
+
 /* In place of a hash: half a unit for both moments rounds to nearest. */
 #define ZN_NOISE_NEAREST 0x80008000u
 

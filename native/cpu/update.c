@@ -21,11 +21,12 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static void update_in_place(const zn_update_call *call, int64_t begin, int64_t end) {
   const zn_moments *moments = call->moments;
   const int32_t bf16 = moments != NULL && moments->kind == ZN_MOMENTS_BF16;
+  const int32_t rounds = bf16 || call->arrays.scheme == ZN_MASTER_ROUNDED;
   for (int64_t k = 0; k < call->segment_count; k++) {
     const zn_segment *segment = &call->segments[k];
     int64_t from = larger(segment->begin, begin), to = smaller(segment->end, end);
     if (segment->skip || from >= to) continue;
-    zn_states_run run = {.bf16 = bf16, .counter = bf16 ? zn_counter(moments->origin + from, moments->step) : 0};
+    zn_states_run run = {.bf16 = bf16, .counter = rounds ? zn_counter(moments->origin + from, moments->step) : 0};
     for (int p = 0; p < ZN_PLANES; p++) run.planes[p] = (char *)call->planes[p] + from * (bf16 ? 2 : 4);
     call->update(&call->arrays, run, segment, from, to);
   }
@@ -43,7 +44,10 @@ static void update_block(const zn_update_call *call, const zn_segment *segment, 
     if (segment->skip || from >= to) continue;
     if (!loaded) call->kernels->block_load(exp_avg, exp_avg_sq, moments, block);
     loaded = 1;
-    zn_states_run run = {.planes = {exp_avg + (from - begin), exp_avg_sq + (from - begin)}};
+    zn_states_run run = {
+        .planes = {exp_avg + (from - begin), exp_avg_sq + (from - begin)},
+        .counter = zn_counter(moments->origin + from, moments->step),
+    };
     call->update(&call->arrays, run, segment, from, to);
   }
   if (!loaded) return; /* only who is skipped reaches into it, if anybody: not a bit changes */
@@ -65,9 +69,9 @@ static void update_part(const void *context, int64_t begin, int64_t end) {
 }
 
 /* How the master is stored, or -1 when the arguments fit no scheme. */
-static int master_scheme(int32_t weight_dtype, const void *master, int32_t master_f32) {
+static int master_scheme(int32_t rule, int32_t weight_dtype, const void *master, int32_t master_f32) {
   if (weight_dtype == ZN_F32) return master == NULL ? ZN_MASTER_IN_WEIGHT : -1;
-  if (master == NULL) return -1;
+  if (master == NULL) return rule == ZN_ADAM && weight_dtype == ZN_BF16 ? ZN_MASTER_ROUNDED : -1;
   if (weight_dtype == ZN_BF16) return master_f32 ? ZN_MASTER_BESIDE_BF16 : ZN_MASTER_SPLIT;
   return weight_dtype == ZN_F16 && master_f32 ? ZN_MASTER_BESIDE_F16 : -1;
 }
@@ -97,7 +101,7 @@ static int32_t update(zn_update_call *call, int32_t rule, int present, int32_t w
   const zn_update_arrays *a = &call->arrays;
   call->kernels = zn_cpu_active();
   call->update = call->kernels->update[rule][present];
-  call->arrays.scheme = master_scheme(weight_dtype, a->master, master_f32);
+  call->arrays.scheme = master_scheme(rule, weight_dtype, a->master, master_f32);
   if (a->scheme < 0 || !zn_is_dtype(a->grad_dtype) || !call->update) return -EINVAL;
   if (call->segment_count < 0 || threads < 1) return -EINVAL;
   if (call->segment_count == 0 || numel == 0) return 0;

@@ -21,8 +21,16 @@ __device__ inline uint32_t zn_hash(uint32_t x) {
   return x;
 }
 
+__device__ inline uint32_t zn_counter_at(const zn_moments &moments, int64_t i) {
+  return (uint32_t)(moments.origin + i) + zn_hash((uint32_t)moments.step + 0x9E3779B9u);
+}
+
 __device__ inline uint32_t zn_noise_at(const zn_moments &moments, int64_t i) {
-  return zn_hash((uint32_t)(moments.origin + i) + zn_hash((uint32_t)moments.step + 0x9E3779B9u));
+  return zn_hash(zn_counter_at(moments, i));
+}
+
+__device__ inline uint32_t zn_noise_of_master(const zn_moments &moments, int64_t i) {
+  return zn_hash(~zn_counter_at(moments, i)) >> 16;
 }
 
 __device__ inline uint16_t zn_round_bf16(float value, uint32_t noise) {

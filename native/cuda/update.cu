@@ -12,7 +12,7 @@ namespace {
 /* Fills any present GPU. */
 constexpr unsigned UPDATE_BLOCKS = 2048;
 
-enum Master { IN_WEIGHT, SPLIT, BESIDE_BF16, BESIDE_F16 };
+enum Master { IN_WEIGHT, SPLIT, BESIDE_BF16, BESIDE_F16, ROUNDED };
 
 struct Arrays {
   void *weight, *master;
@@ -65,6 +65,8 @@ __device__ void load_masters(float (&w)[WIDTH], const Arrays &a, int64_t i) {
     const auto weights = run_at<uint16_t, WIDTH>(a.weight, i);
     const auto remainders = run_at<int16_t, WIDTH>(a.master, i);
     for (int k = 0; k < WIDTH; k++) w[k] = zn_join_one(weights.at[k], remainders.at[k]);
+  } else if (MASTER == ROUNDED) {
+    load<ZN_BF16>(w, a.weight, i);
   } else {
     load<ZN_F32>(w, MASTER == IN_WEIGHT ? a.weight : a.master, i);
   }
@@ -78,6 +80,10 @@ __device__ void store_masters(const Arrays &a, int64_t i, const float (&w)[WIDTH
     for (int k = 0; k < WIDTH; k++) zn_split_one(weights.at + k, remainders.at + k, w[k]);
     run_at<uint16_t, WIDTH>(a.weight, i) = weights;
     run_at<int16_t, WIDTH>(a.master, i) = remainders;
+  } else if (MASTER == ROUNDED) {
+    Run<uint16_t, WIDTH> weights;
+    for (int k = 0; k < WIDTH; k++) weights.at[k] = zn_round_bf16(w[k], zn_noise_of_master(a.moments, i + k));
+    run_at<uint16_t, WIDTH>(a.weight, i) = weights;
   } else {
     store<ZN_F32>(MASTER == IN_WEIGHT ? a.weight : a.master, i, w);
     if (MASTER != IN_WEIGHT) store<MASTER == BESIDE_BF16 ? ZN_BF16 : ZN_F16>(a.weight, i, w);
@@ -221,7 +227,8 @@ constexpr int32_t PRESENT[ZN_RULES] = {1 << 3, 1 << 1, 1 << 0 | 1 << 1, 1 << 1, 
 int32_t start(Arrays &arrays, int32_t weight_dtype, int32_t master_f32, int32_t grad_dtype, int64_t numel,
               const zn_segment *segments, int64_t segment_count, void *stream) {
   if (!zn_is_dtype(weight_dtype) || !zn_is_dtype(grad_dtype) || segment_count < 0) return -EINVAL;
-  if ((weight_dtype == ZN_F32) != (arrays.master == nullptr)) return -EINVAL;
+  const bool rounded = weight_dtype == ZN_BF16 && arrays.master == nullptr;
+  if (rounded ? arrays.rule != ZN_ADAM : (weight_dtype == ZN_F32) != (arrays.master == nullptr)) return -EINVAL;
   if (weight_dtype == ZN_F16 && !master_f32) return -EINVAL;
   if (!(PRESENT[arrays.rule] >> arrays.present & 1)) return -EINVAL;
   if (segment_count == 0 || numel == 0) return 0;
@@ -232,6 +239,7 @@ int32_t start(Arrays &arrays, int32_t weight_dtype, int32_t master_f32, int32_t 
   const cudaStream_t on = (cudaStream_t)stream;
   if (weight_dtype == ZN_F32) return launch<IN_WEIGHT>(arrays, grad_dtype, segments, segment_count, on);
   if (weight_dtype == ZN_F16) return launch<BESIDE_F16>(arrays, grad_dtype, segments, segment_count, on);
+  if (rounded) return launch<ROUNDED>(arrays, grad_dtype, segments, segment_count, on);
   if (master_f32) return launch<BESIDE_BF16>(arrays, grad_dtype, segments, segment_count, on);
   return launch<SPLIT>(arrays, grad_dtype, segments, segment_count, on);
 }

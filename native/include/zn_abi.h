@@ -260,6 +260,8 @@ int32_t zn_cpu_isa_select(const char *name);
  * each a separate fp32 operation, rounded to nearest even, never contracted. `w` is the fp32 master.
  * How it is stored follows weight_dtype and master:
  *   ZN_F32,  master NULL   weight (fp32) is the master
+ *   ZN_BF16, master NULL   weight (bf16) is the master, rounded up or down at random as bf16 moments are, by a hash of
+ *                          (coordinate, step) in `moments`: to nearest, a step of less than half a unit would be lost
  *   ZN_BF16, master_f32 0  master = bf16 weight + int16 remainder (`master` points to int16_t):
  *                          bits = (weight << 16) + remainder; split by rounding half away from
  *                          zero; NaN becomes 0x7FC00000

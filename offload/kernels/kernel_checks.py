@@ -30,12 +30,12 @@ def check(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, 
         )
 
 
-def check_master(weight: Tensor, master: Tensor | None) -> None:
-    """Refuse a master that does not go with the weights' dtype. Raises TypeError."""
+def check_master(weight: Tensor, master: Tensor | None, rounded: bool) -> None:
+    """Refuse a master that does not go with the weights' dtype; `rounded`: none does with bf16. Raises TypeError."""
     allowed = {torch.float32: (), torch.bfloat16: (torch.int16, torch.float32), torch.float16: (torch.float32,)}
     dtypes = allowed[weight.dtype]
     if master is None:
-        if dtypes:
+        if dtypes and not (rounded and weight.dtype == torch.bfloat16):
             raise TypeError(f"master: {weight.dtype} weights need one of {' or '.join(map(str, dtypes))}, got None")
         return
     if not dtypes:
@@ -43,11 +43,16 @@ def check_master(weight: Tensor, master: Tensor | None) -> None:
     check("master", master, dtypes, weight.numel(), weight.device)
 
 
-def check_update(weight: Tensor, master: Tensor | None, grad: Tensor, segments: Sequence[Segment]) -> None:
-    """Refuse operands of an update that do not go together. Raises TypeError, or ValueError for segments."""
+def check_update(
+    weight: Tensor, master: Tensor | None, grad: Tensor, segments: Sequence[Segment], *, rounded: bool = False
+) -> None:
+    """Refuse operands of an update that do not go together. Raises TypeError, or ValueError for segments.
+
+    `rounded`: bf16 weights may be their own masters.
+    """
     numel = weight.numel()
     check("weight", weight, FLOATS, numel, weight.device)
-    check_master(weight, master)
+    check_master(weight, master, rounded)
     check("grad", grad, FLOATS, numel, weight.device)
     position = 0
     for segment in segments:

@@ -56,7 +56,8 @@ def adamw(
 
     Args:
         weight: (N,) fp32 (is the master), bf16 or fp16.
-        master: None with fp32 weights; (N,) int16 remainder of the exact split (bf16 weights only), or (N,) fp32.
+        master: None with fp32 weights; (N,) int16 remainder of the exact split (bf16 weights only), or (N,) fp32. None
+            with bf16 weights: they are the masters, rounded up or down at random as bf16 moments are.
         moments: of N elements; fp32, bf16 or 8-bit.
         grad: (N,) fp32, bf16 or fp16.
         segments: disjoint ranges inside [0, N), in ascending order. With 8-bit moments, a block of 256 that any of
@@ -68,7 +69,7 @@ def adamw(
         TypeError: dtype, device, length or layout of a tensor is wrong.
         ValueError: a segment lies outside the tensors or begins before its predecessor ends.
     """
-    check_update(weight, master, grad, segments)
+    check_update(weight, master, grad, segments, rounded=True)
     check_moments(moments, weight.numel(), weight.device)
     if weight.numel() == 0 or not segments:
         return

@@ -58,21 +58,23 @@ def _join(weight: Tensor, remainder: Tensor) -> Tensor:
     return bits.add_(remainder.to(torch.int32)).view(torch.float32)
 
 
-def _load_master(weight: Tensor, master: Tensor | None, tile: slice) -> Tensor:
-    if master is None:
-        return weight[tile].clone()
-    if master.dtype == torch.int16:
-        return _join(weight[tile], master[tile])
-    return master[tile].clone()
-
-
-def _store_master(weight: Tensor, master: Tensor | None, tile: slice, values: Tensor) -> None:
+def _load_master(weight: Tensor, master: Tensor | None) -> Tensor:
     if master is not None and master.dtype == torch.int16:
-        _split(weight[tile], master[tile], values)
+        return _join(weight, master)
+    return (weight if master is None else master).to(torch.float32, copy=True)
+
+
+def _store_master(weight: Tensor, master: Tensor | None, values: Tensor, moments: Moments, begin: int) -> None:
+    """`moments`, with the element of them that the weights begin at, decide how masters are rounded that are bf16."""
+    if master is None and weight.dtype == torch.bfloat16:
+        moments_fallback.round_masters(weight, values, moments, begin)
+        return
+    if master is not None and master.dtype == torch.int16:
+        _split(weight, master, values)
         return
     if master is not None:
-        _store(master[tile], values)
-    _store(weight[tile], values)
+        _store(master, values)
+    _store(weight, values)
 
 
 def _sqrt(values: Tensor) -> Tensor:
@@ -90,16 +92,15 @@ def _update(
     grad: Tensor,
     segment: Segment,
     grad_scale: float,
-) -> None:
-    """Update one run of elements; `moments` are fp32, and updated in place."""
+) -> Tensor:
+    """The new fp32 masters of one run of elements; `moments` are fp32, and updated in place."""
     m, v = moments
     step_size, eps, decay, l2 = (
         to_fp32(x) for x in (segment.step_size_hat, segment.eps_hat, segment.decay, segment.l2)
     )
     beta2, one_minus_beta1 = to_fp32(segment.beta2), to_fp32(segment.one_minus_beta1)
     one_minus_beta2, scale = to_fp32(segment.one_minus_beta2), to_fp32(grad_scale)
-    everything = slice(0, weight.numel())
-    w = _load_master(weight, master, everything)
+    w = _load_master(weight, master)
     g = grad.to(torch.float32) * scale
     if l2 != 0.0:
         g.add_(w * l2)
@@ -111,7 +112,7 @@ def _update(
     w.sub_(update.mul_(step_size))
     _canonical(m)
     _canonical(v)
-    _store_master(weight, master, everything, w)
+    return w
 
 
 def adamw(
@@ -134,7 +135,8 @@ def adamw(
         for begin, end, segment in runs:
             run, own = slice(begin, end), slice(begin - tile.start, end - tile.start)
             part = None if master is None else master[run]
-            _update(weight[run], part, (exp_avg[own], exp_avg_sq[own]), grad[run], segment, grad_scale)
+            values = _update(weight[run], part, (exp_avg[own], exp_avg_sq[own]), grad[run], segment, grad_scale)
+            _store_master(weight[run], part, values, moments, begin)
             touched[own] = True
         moments_fallback.store(moments, tile, exp_avg, exp_avg_sq, touched)
 

@@ -29,12 +29,23 @@ def _hash(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _noise(moments: Moments, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """16 random bits each for exp_avg and exp_avg_sq of elements [begin, end)."""
+def _counters(moments: Moments, begin: int, end: int) -> Tensor:
+    """What elements [begin, end) hash, int64 below 2^32."""
     key = int(_hash(torch.tensor((moments.step + 0x9E3779B9) & MASK)))
     first = moments.origin + begin + key
-    hashed = _hash(torch.arange(first, first + end - begin, device=moments.exp_avg.device) & MASK)
+    return torch.arange(first, first + end - begin, device=moments.exp_avg.device) & MASK
+
+
+def _noise(moments: Moments, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """16 random bits each for exp_avg and exp_avg_sq of elements [begin, end)."""
+    hashed = _hash(_counters(moments, begin, end))
     return hashed & 0xFFFF, hashed >> 16
+
+
+def round_masters(weight: Tensor, masters: Tensor, moments: Moments, begin: int) -> None:
+    """Store fp32 masters of elements from `begin` on as bf16 weights, rounded up or down at random."""
+    noise = _hash(_counters(moments, begin, begin + weight.numel()) ^ MASK) >> 16
+    weight.copy_(_round_bf16(masters, noise))
 
 
 def _bits(values: Tensor) -> Tensor:

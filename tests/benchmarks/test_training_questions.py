@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contestants, plot
+from benchmarks import contestants, plot, precision_loss
 from benchmarks.cgroup import MemoryCgroup
 from benchmarks.contestants import our_config, rival_config, rival_settings
 from benchmarks.loop import peak_rss_bytes, timed_steps
@@ -135,6 +135,23 @@ def test_faults_are_counted_for_each_step(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert {what: mark["at_most"] for what, mark in marks(content).items()} == {
         f"{tier}, 32 tokens: minor faults in a step": 1000 for tier in ("nvme", "cpu")
     }
+
+
+@pytest.mark.slow
+def test_the_loss_of_each_precision_is_held_against_that_of_fp32_from_the_same_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "answer.json"
+    size = ["--params", "100K", "--steps", "20", "--seeds", "1"]
+    monkeypatch.setattr("sys.argv", ["precision_loss", *size, "--json", str(file)])
+    precision_loss.main()
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["preset"] for run in runs] == list(precision_loss.PRESETS)
+    assert len({run["held_out"] for run in runs}) == len(runs), "each preset rounds in its own way"
+    first = [run["curve"][0] for run in runs]
+    assert max(first) - min(first) < 0.05, "all begin at the same weights, with the same batches"
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| bf16 masters |"))
+    assert f"{runs[3]['held_out'] - runs[0]['held_out']:+.4f}" in row
 
 
 @pytest.mark.slow

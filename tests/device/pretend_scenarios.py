@@ -113,6 +113,7 @@ SCENARIOS |= {
     "states_half_on_the_device": training(zero={STATES: {"ratio": 0.5}}, clipping=1.0),
     "bf16_moments": training(zero={STATES: {"state_dtype": "bf16"}}),
     "8bit_moments": training(zero={STATES: {"state_dtype": "8bit"}}),
+    "bf16_masters": training(bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
     "many_sub_groups": training(zero={STATES: {"ratio": 0.25}, "sub_group_size": 4096}),
     "always_bound": training(zero={"stage3_param_persistence_threshold": 10**9}),
     "not_pinned": training(zero={STATES: {"pin_memory": False}, "offload_param": {"pin_memory": False}}),

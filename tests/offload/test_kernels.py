@@ -74,6 +74,7 @@ def cut_segments(numel: int) -> list[Segment]:
 
 MASTERS = [
     (torch.float32, None),
+    (torch.bfloat16, None),
     (torch.bfloat16, torch.int16),
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float32),
@@ -322,7 +323,9 @@ def test_a_tensor_of_the_wrong_kind_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"exp_avg_sq: expected 8 elements of torch.float32 on cpu, got 7"):
         kernels.adamw(f32, None, Moments(f32, f32[:7]), f32, segments)
     with pytest.raises(TypeError, match=r"master: torch.bfloat16 weights need one of torch.int16 or torch.float32"):
-        kernels.adamw(bf16, None, both, f32, segments)
+        kernels.update(kernels.Formula.SGD, bf16, None, [None], f32, segments)
+    with pytest.raises(TypeError, match=r"master: torch.float16 weights need one of torch.float32"):
+        kernels.adamw(bf16.half(), None, both, f32, segments)
     with pytest.raises(TypeError, match=r"master: must be None"):
         kernels.adamw(f32, f32, both, f32, segments)
     with pytest.raises(TypeError, match=r"master: expected 8 elements of torch.float32 on cpu, got 8 of torch.int16"):

@@ -39,12 +39,13 @@ def on(device: torch.device, tensors: list[Tensor | None]) -> list[Any]:
 
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("grad_dtype", FLOATS)
-@pytest.mark.parametrize("mode", ["split", "fp32", "fp16 with fp32 master"])
+@pytest.mark.parametrize("mode", ["split", "fp32", "rounded", "fp16 with fp32 master"])
 @pytest.mark.parametrize("unaligned", [False, True])
 def test_adamw_gives_the_bits_of_the_cpu(numel: int, grad_dtype: torch.dtype, mode: str, unaligned: bool) -> None:
     weight = torch.randn(numel, generator=torch.Generator().manual_seed(1))
-    master = {"split": torch.zeros(numel, dtype=torch.int16), "fp32": None}.get(mode, weight.clone())
-    weight = weight.to({"split": torch.bfloat16, "fp32": torch.float32}.get(mode, torch.float16))
+    master = {"split": torch.zeros(numel, dtype=torch.int16), "fp32": None, "rounded": None}.get(mode, weight.clone())
+    dtypes = {"split": torch.bfloat16, "rounded": torch.bfloat16, "fp32": torch.float32}
+    weight = weight.to(dtypes.get(mode, torch.float16))
     moments = [torch.randn(numel).mul_(1e-2), torch.rand(numel).mul_(1e-3)]
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(2)).to(grad_dtype)
     cut = numel // 3

@@ -20,7 +20,12 @@ from offload.kernels.kernels import Moments, Segment
 
 KINDS = [torch.float32, torch.bfloat16, torch.uint8]
 NARROW = KINDS[1:]
-MASTERS = [(torch.float32, None), (torch.bfloat16, torch.int16), (torch.float16, torch.float32)]
+MASTERS = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.bfloat16, torch.int16),
+    (torch.float16, torch.float32),
+]
 BLOCK = 256
 SPECIALS = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-39, 1.1754944e-38, 3.4e38, -3.4028235e38]
 # Exact in fp32: exp_avg becomes the gradient and exp_avg_sq its square, whatever they were.
@@ -157,12 +162,13 @@ def test_every_path_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neither_cutting_a_space_nor_threads_change_a_bit(kind: torch.dtype) -> None:
-    numel = 5 * 65536
-    whole = steps(kind, numel)
+@pytest.mark.parametrize("master_dtype", [torch.int16, None])
+def test_neither_cutting_a_space_nor_threads_change_a_bit(kind: torch.dtype, master_dtype: torch.dtype | None) -> None:
+    numel, bf16 = 5 * 65536, torch.bfloat16
+    whole = steps(kind, numel, bf16, master_dtype)
     for edges in ([0, 4096, numel], [0, 8192, 8192 + 4096, 2 * 65536, numel]):
-        assert same_bits(steps(kind, numel, edges=edges), whole)
-    assert same_bits(steps(kind, numel, threads=3), whole)
+        assert same_bits(steps(kind, numel, bf16, master_dtype, edges=edges), whole)
+    assert same_bits(steps(kind, numel, bf16, master_dtype, threads=3), whole)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -287,6 +293,32 @@ def test_rounding_in_an_update_keeps_the_mean(kind: torch.dtype, value: float) -
         gap = high - low
         deviation = gap / 2 / math.sqrt(len(drawn))  # at most, at probability one half
         assert abs(drawn.mean() - wanted) <= 6 * deviation + gap * 2.0**-16 + wanted * 2.0**-21
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_masters_follow_steps_of_much_less_than_half_a_place(kind: torch.dtype) -> None:
+    """500 steps of 2^-12 of a place each; to nearest, none would be seen. The count of places is a binomial one."""
+    numel, count, place = 256 * BLOCK, 500, 2.0**-7
+    weight, moments = torch.full((numel,), 1.0, dtype=torch.bfloat16), zeros(kind, numel)
+    for step in range(count):
+        # exp_avg is the gradient, 1, and so is the root of exp_avg_sq, exactly, whatever they are stored in.
+        segment = replace(TAKE_GRADIENT, end=numel, step_size=-(2.0**-12) * place, eps=0.0)
+        kernels.adamw(weight, None, replace(moments, step=step), torch.ones(numel), [segment])
+    moved = (weight.double() - 1.0) / place
+    wanted = count * 2.0**-12
+    assert abs(moved.mean() - wanted) <= 6 * math.sqrt(wanted / numel)
+
+
+def test_a_bf16_master_and_its_moments_are_rounded_by_different_noise() -> None:
+    """Both are half a place from either neighbour: they do not go up together more often than by chance."""
+    numel = 1024 * BLOCK
+    value = 1.0 + 2.0**-8
+    weight, moments = torch.zeros(numel, dtype=torch.bfloat16), zeros(torch.bfloat16, numel, step=3)
+    segment = replace(TAKE_GRADIENT, end=numel, step_size=-value, eps=0.0)
+    kernels.adamw(weight, None, moments, torch.full((numel,), value), [segment])
+    up = [(x > 1.0).double() - (x > 1.0).double().mean() for x in (weight, moments.exp_avg)]
+    assert 0.49 < float((weight > 1.0).double().mean()) < 0.51
+    assert abs((up[0] * up[1]).mean()) <= 6 * 0.25 / math.sqrt(numel)
 
 
 @pytest.mark.parametrize("kind", NARROW)

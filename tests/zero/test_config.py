@@ -519,7 +519,6 @@ def test_a_refused_feature_that_is_off_is_harmless(harmless: dict[str, Any]) -> 
 ODD = [
     ("fp16", {"enabled": False}, {"hysteresis": 0, "loss_scale_window": -1, "initial_scale_power": 200}),
     ("fp16", {"enabled": "false"}, {"loss_scale": "-2", "min_loss_scale": -1, "fp16_master_weights_and_grads": True}),
-    ("bf16", {"enabled": 0}, {"bf16_master_weights_and_grads": True}),
     ("torch_autocast", {"enabled": False}, {"dtype": "float32"}),
     ("flops_profiler", {"enabled": False}, {"profile_step": 0, "top_modules": 0}),
     ("comet", {"enabled": False}, {"samples_log_interval": 0, "mode": "never"}),

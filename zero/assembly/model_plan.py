@@ -44,7 +44,8 @@ def lay_out(
             unit.content = replace(unit.content, persistent=True)
         if not placement.alone:  # rows would have to be asked for from whoever has them
             unit.content = replace(unit.content, expert_rows=0)
-    return covered, build_layout([unit.content for unit in covered], placement)
+    contents = [unit.content for unit in covered]
+    return covered, build_layout(contents, placement, bf16_masters=config.bf16_masters)
 
 
 def planner_of(

@@ -39,7 +39,8 @@ class Bf16Config(ConfigBlock):
     immediate_grad_update: Annotated[
         Flag | None, Inert("gradients are always added up as soon as they are complete")
     ] = None
-    bf16_master_weights_and_grads: Annotated[Flag, Only((False,), "master weights are fp32; set it to false")] = False
+    bf16_master_weights_and_grads: Flag = False
+    """Weights are their own masters, rounded up or down at random, and gradients are added up in bf16."""
     bf16_optimizer_states: Flag = False
     """The same as zero_optimization.offload_optimizer.state_dtype "bf16", while bf16 is enabled."""
 

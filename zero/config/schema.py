@@ -238,8 +238,13 @@ class Config(ConfigBlock):
     @property
     def accumulation_dtype(self) -> torch.dtype:
         """What several contributions to a gradient are added up in."""
-        wish = DTYPES[self.data_types.grad_accum_dtype or "fp32"]
+        wish = DTYPES[self.data_types.grad_accum_dtype or ("bf16" if self.bf16_masters else "fp32")]
         return wish if wish == self.compute_dtype else torch.float32
+
+    @property
+    def bf16_masters(self) -> bool:
+        """Whether trained weights in bf16 have no fp32 masters."""
+        return self.bf16.enabled and self.bf16.bf16_master_weights_and_grads
 
     @property
     def sums_16_bit_in_fp32(self) -> bool:

@@ -62,7 +62,7 @@ def trained_from(
                 "or leave it out and set optimizer.type in the config"
             )
         groups = _owned(optimizer.param_groups, model)
-        return Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer)
+        return _with_masters(Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer), config)
     if config.optimizer is None:
         return None
     given: list[Any] = (
@@ -72,7 +72,18 @@ def trained_from(
         raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
     as_groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     groups = _owned([{**g, "params": _trainable(g["params"])} for g in as_groups], model)
-    return _named(config, config.optimizer, groups, model)
+    return _with_masters(_named(config, config.optimizer, groups, model), config)
+
+
+def _with_masters(trained: Trained, config: Config) -> Trained:
+    """The same, if its rules can do without fp32 masters or have them."""
+    others = [rule.name for rule in trained.rules.each if not isinstance(rule, AdamRule)]
+    if config.bf16_masters and others:
+        raise ConfigError(
+            "bf16.bf16_master_weights_and_grads: true is for Adam and AdamW, whose kernel rounds weights at random, "
+            f"and {others[0]} is something else; set it to false"
+        )
+    return trained
 
 
 def rule_of_object(optimizer: torch.optim.Optimizer, config: Config) -> Rule:

@@ -79,6 +79,8 @@ class Unit:
     """Number of the rule that updates it."""
     whole: bool = False
     """That rule looks at whole parameters."""
+    remainder: torch.dtype | None = None
+    """Of what is kept beside the weights so that their fp32 masters are exact; None: nothing is."""
 
     @property
     def kind(self) -> tuple[torch.dtype, bool, int]:
@@ -143,8 +145,13 @@ class Space:
 
     @property
     def remainder(self) -> torch.dtype | None:
-        """Of what is kept beside the weights so that their fp32 masters are exact; None: the weights are."""
-        return remainder_dtype(self.dtype) if self.trainable else None
+        """Of what is kept beside the weights so that their fp32 masters are exact; None: the weights are masters."""
+        return next((unit.remainder for unit in self.units), None)
+
+    @property
+    def rounded(self) -> bool:
+        """Its weights are masters in bf16, which updates round up or down at random."""
+        return self.trainable and self.dtype == torch.bfloat16 and self.remainder is None
 
     def overlapping(self, begin: int, end: int) -> Iterator[Unit]:
         """Units with coordinates in [begin, end), in order."""
@@ -280,13 +287,14 @@ class UnitContent:
         return self.dtype, self.trainable, self.rule
 
 
-def build_layout(contents: Sequence[UnitContent], placement: Placement) -> Layout:
+def build_layout(contents: Sequence[UnitContent], placement: Placement, *, bf16_masters: bool = False) -> Layout:
     """Give every parameter an offset and every unit its coordinates.
 
     Args:
         contents: the cover's units, in model order.
         placement: who shares each unit. A unit can be cut into as many slices as there are ranks, each a multiple of
             4096 elements.
+        bf16_masters: weights in bf16 are their own masters.
     """
     ends: dict[tuple[torch.dtype, bool, int], int] = {}
     units: list[Unit] = []
@@ -299,6 +307,7 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement) -> Layou
         )
         begin = ends.get(content.kind, 0)
         shard_numel = numel // placement.shard_size
+        exact = content.trainable and not (bf16_masters and content.dtype == torch.bfloat16)
         ends[content.kind] = begin + shard_numel
         units.append(
             Unit(
@@ -316,6 +325,7 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement) -> Layou
                 placement.shard_index * shard_numel,
                 content.rule,
                 content.whole,
+                remainder_dtype(content.dtype) if exact else None,
             )
         )
     spaces = (Space(*kind[:2], tuple(u for u in units if u.kind == kind), kind[2]) for kind in ends)

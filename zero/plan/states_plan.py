@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from offload.errors import BudgetError
+from offload.kernels.masters import remainder_dtype
 from offload.kernels.moments import MOMENTS_BLOCK_NUMEL
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up, format_bytes
 from offload.streams import shares_host_memory
@@ -37,7 +38,8 @@ def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]]) -> Layout:
         begin = ends.get(tensor.dtype, 0)
         ends[tensor.dtype] = align_up(begin + numel, MOMENTS_BLOCK_NUMEL)
         slot = Slot((name,), tensor.shape, numel, 0, index)
-        units.append(Unit(len(units), name, (slot,), numel, numel, tensor.dtype, True, True, begin))
+        unit = Unit(len(units), name, (slot,), numel, numel, tensor.dtype, True, True, begin)
+        units.append(replace(unit, remainder=remainder_dtype(tensor.dtype)))
     spaces = (Space(dtype, True, tuple(unit for unit in units if unit.dtype == dtype)) for dtype in ends)
     return Layout(tuple(spaces), tuple(units))
 

@@ -47,8 +47,8 @@ def _row(space: Space, plan: Plan, config: Config, placement: Placement) -> tupl
     weights = _name(space.dtype)
     if not space.trainable:
         return ("frozen", numel, weights, *[NOTHING] * 5)
-    remainder = space.remainder
-    master = {None: "the weights", torch.int16: f"fp32 = {weights} + 16 bits"}.get(remainder, "fp32")
+    exact = {None: "the weights", torch.int16: f"fp32 = {weights} + 16 bits"}.get(space.remainder, "fp32")
+    master = "the weights, rounded at random" if space.rounded else exact
     kept = torch.float32 if plan.gradient_wide else space.dtype
     added = torch.float32 if plan.accumulation == torch.float32 or plan.gradient_wide else space.dtype
     travel = NOTHING if placement.alone else _between(kept if plan.deferred_bytes else space.dtype, config)

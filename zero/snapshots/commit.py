@@ -375,6 +375,7 @@ def facts_of(layout: Layout, plan: Plan, exchange: Exchange) -> dict[str, Any]:
         "elements": layout.numel,
         "trained elements": sum(unit.numel for unit in layout.units if unit.trainable),
         "state_dtype": str(plan.state_dtype),
+        **({"masters": "bf16"} if any(space.rounded for space in layout.spaces) else {}),
         **({} if set(plan.states) == {ADAM_STATES} else {"states": [name for names in plan.states for name in names]}),
         "sub-groups": f"{len(groups)} of up to {max((g.end - g.begin for g in plan.sub_groups), default=0):,} elements",
         "layout": _digest([units, groups]),

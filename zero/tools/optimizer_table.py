@@ -32,10 +32,13 @@ micro-batch reads and writes when all of it is on NVMe: what is stored both ways
 """
 NUMEL = 1 << 20
 """Elements over which whole pages and scales are spread."""
+MASTERS = "bf16 masters"
 VARIANTS: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
     "AdamW": (
         ("state_dtype bf16", {}, "bf16"),
         ("state_dtype 8bit", {}, "8bit"),
+        (f"state_dtype bf16, {MASTERS}", {}, "bf16"),
+        (f"state_dtype 8bit, {MASTERS}", {}, "8bit"),
         ("amsgrad", {"amsgrad": True}, "fp32"),
     ),
     "SGD": (("momentum", {"momentum": 0.9}, "fp32"),),
@@ -61,11 +64,11 @@ def _rows(kind: str) -> Iterator[str]:
         for rule in trained.rules.each:
             of_two = [f"{rule.name}'s part"] if len(trained.rules.each) > 1 else []
             name = ", ".join([f"`{kind}`", *filter(None, (words, *of_two))])
-            yield _row(name, rule, STATE_DTYPES[state_dtype])
+            remainder = None if MASTERS in words else remainder_dtype(torch.bfloat16)
+            yield _row(name, rule, RecordFormat(remainder, STATE_DTYPES[state_dtype], rule.states))
 
 
-def _row(name: str, rule: Rule, state_dtype: torch.dtype) -> str:
-    record = RecordFormat(remainder_dtype(torch.bfloat16), state_dtype, rule.states)
+def _row(name: str, rule: Rule, record: RecordFormat) -> str:
     weight = torch.bfloat16.itemsize
     stored = weight + record.nbytes(NUMEL) / NUMEL
     states = ", ".join(f"`{state}`" for state in rule.states) or "none"

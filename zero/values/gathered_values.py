@@ -12,7 +12,6 @@ from torch import nn
 
 from offload.errors import StateError
 from offload.kernels import masters
-from offload.kernels.masters import remainder_dtype
 from offload.memory.byte_tensors import bytes_of, tensor_of
 from zero.exchange.exchange import Exchange
 from zero.exchange.together import Relay
@@ -44,8 +43,9 @@ class GatheredValues:
     def _piece(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Piece:
         dtypes = [unit.dtype]
         if state:
-            remainder = remainder_dtype(unit.dtype)
-            dtypes += ([] if remainder is None else [remainder]) + [torch.float32] * self._own.states_count(unit)
+            dtypes += ([] if unit.remainder is None else [unit.remainder]) + [torch.float32] * self._own.states_count(
+                unit
+            )
         values = [torch.empty(end - begin, dtype=dtype) for dtype in dtypes]
         placement = self._exchange.placement
         runs = runs_of(placement, unit, slot, begin, end)
@@ -62,7 +62,7 @@ class GatheredValues:
         weight, *states = values
         if not state:
             return Piece(begin, weight)
-        if remainder_dtype(unit.dtype) is None:
+        if unit.remainder is None:
             return Piece(begin, weight, None, tuple(states))
         return Piece(begin, weight, states[0], tuple(states[1:]))
 

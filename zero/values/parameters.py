@@ -140,9 +140,9 @@ class ParameterValues:
 
     def set_master(self, value: torch.Tensor) -> None:
         """Replace the value: the weights that forward uses, and the exact fp32 beside them. All ranks come here."""
-        flat, dtype = self._given(value).reshape(-1), self._places[0][0].dtype
-        weights, kind = torch.empty(flat.numel(), dtype=dtype), masters.remainder_dtype(dtype)
-        remainders = None if kind is None else torch.empty(flat.numel(), dtype=kind)
+        flat, unit = self._given(value).reshape(-1), self._places[0][0]
+        weights = torch.empty(flat.numel(), dtype=unit.dtype)
+        remainders = None if unit.remainder is None else torch.empty(flat.numel(), dtype=unit.remainder)
         masters.part(weights, remainders, flat)
         with GatheredParameters([self._parameter], modifier_rank=0), torch.no_grad():
             self._parameter.copy_(weights.view(self._parameter.shape))

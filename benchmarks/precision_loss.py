@@ -1,0 +1,86 @@
+"""Does training reach the same loss with narrower states and masters?
+
+The quickstart's GPT on the quickstart's text, once for each preset and seed; a seed gives all presets the same weights
+and the same batches. Says the mean training loss of each tenth of the run and the loss on held-out text, and whether
+a preset's distance from fp32, averaged over seeds, is within what seeds differ by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "train_gpt.py"
+MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("fp32", {}),
+    "bf16 states": ("bf16", {}),
+    "8-bit states": ("8bit", {}),
+    "bf16 masters": ("fp32", MASTERS),
+    "bf16 masters, bf16 states": ("bf16", MASTERS),
+    "bf16 masters, 8-bit states": ("8bit", MASTERS),
+}
+"""Name -> (`state_dtype`, keys of the configuration)."""
+PARTS = 10
+
+
+def run(preset: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One training: mean loss of each tenth, and on held-out text."""
+    state_dtype, keys = PRESETS[preset]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "keys.json").write_text(json.dumps(keys))
+        shape = ["--params", options.params, "--steps", options.steps, "--batch", 8, "--sequence", 128]
+        what = ["--offload", "none", "--device", "cpu", "--state-dtype", state_dtype, "--seed", seed]
+        files = ["--config", folder / "keys.json", "--json", folder / "out.json", "--plot", folder / "loss.png"]
+        command = [sys.executable, SCRIPT, *shape, *what, *files, "--evaluate", "128K"]
+        subprocess.run(list(map(str, command)), check=True, capture_output=True, env=os.environ)
+        figures = json.loads((folder / "out.json").read_text())
+    losses, each = figures["losses"], len(figures["losses"]) // PARTS
+    curve = [statistics.fmean(losses[k * each : (k + 1) * each]) for k in range(PARTS)]
+    return {"preset": preset, "seed": seed, "curve": curve, "held_out": figures["validation_loss"]}
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """For the documentation: means over seeds."""
+    exact = {r["seed"]: r["held_out"] for r in runs if r["preset"] == "fp32"}
+    spread = statistics.stdev(exact.values()) if len(exact) > 1 else 0.0
+    parts = (1, 2, 5, PARTS)
+    lines = ["| | " + " | ".join(f"{k * 100 // PARTS} %" for k in parts) + " | held out | minus fp32, by seed |"]
+    lines.append("|---" * (len(parts) + 3) + "|")
+    for preset in dict.fromkeys(r["preset"] for r in runs):
+        own = [r for r in runs if r["preset"] == preset]
+        curve = [f"{statistics.fmean(r['curve'][k - 1] for r in own):.3f}" for k in parts]
+        apart = ", ".join(f"{r['held_out'] - exact[r['seed']]:+.4f}" for r in own) if preset != "fp32" else ""
+        held_out = f"{statistics.fmean(r['held_out'] for r in own):.4f}"
+        lines.append("| " + " | ".join([preset, *curve, held_out, apart]) + " |")
+    return "\n".join([*lines, "", f"Standard deviation of fp32 over seeds, on held-out text: {spread:.4f}"])
+
+
+def main() -> None:
+    """Run all, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", default="1M", help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="(%(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    options = parser.parse_args()
+    runs = []
+    for seed in range(options.seeds):
+        for preset in PRESETS:
+            runs.append(run(preset, seed, options))
+            print(f"{preset}, seed {seed}: {runs[-1]['held_out']:.4f}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"params": options.params, "steps": options.steps, "runs": runs}, indent=1))
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()
