@@ -4,18 +4,21 @@ place now and then), and CPUs on which torch fuses multiplications and additions
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from offload.kernels import kernels
+
 _sqrt = Tensor.sqrt
-as_torch_fuses = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
-    reason="this torch rounds products and sums apart, kernels once: rules stay tiled, and there is nothing to compare",
-)
+TORCH_FUSES = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+WHY = "this torch rounds products and sums apart, kernels once: there is nothing to compare"
+as_torch_fuses = pytest.mark.skipif(not TORCH_FUSES, reason=WHY)
+WITH_ROOTS = ("Adagrad", "RMSprop", "DeepSpeedCPUAdagrad")
+WITH_KERNELS = (*WITH_ROOTS, "SGD", "Lion", "FusedLion", "DeepSpeedCPULion")
 
 
 def rooted(tensor: Tensor) -> Tensor:
@@ -31,3 +34,13 @@ def with_exact_roots() -> Iterator[None]:
         mock.patch.object(Tensor, "sqrt_", lambda tensor: tensor.copy_(rooted(tensor))),
     ):
         yield
+
+
+def as_its_kernel(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Steps of an optimizer inside round as the kernel of its class, if there is one; skips the test if they cannot."""
+    name = type(optimizer).__name__
+    if name not in WITH_KERNELS or not kernels.native_on(torch.device("cpu")):
+        return nullcontext()
+    if not TORCH_FUSES:
+        pytest.skip(WHY)
+    return with_exact_roots() if name in WITH_ROOTS else nullcontext()

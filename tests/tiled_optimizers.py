@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from exact_roots import as_its_kernel
 from probe import units_read_once
 from reference import clip_coefficient, fp32, norm_of, round_half_away
 from torch import Tensor, nn
@@ -87,7 +88,8 @@ class Plain:
         for name, master in self.masters.items():
             grad = grads.get(name)
             master.grad = None if grad is None else grad.float() * fp32(scale)
-        self.optimizer.step()
+        with as_its_kernel(self.optimizer):
+            self.optimizer.step()
         with torch.no_grad():
             for name, parameter in self._held.items():
                 master = self.masters[name].detach()

@@ -12,7 +12,7 @@ enum { ZN_TILE = 64, ZN_PREFETCH_NUMEL = 256 };
 #define ZN_EXPAND_NAME(name, isa) ZN_JOIN_NAME(name, isa)
 #define ZN_NAME(name) ZN_EXPAND_NAME(name, ZN_ISA)
 
-/* clang ignores these pragmas, so it gets the scalar row only. */
+/* clang ignores these pragmas, so it gets the scalar row only. On ARM that row is NEON, which is the baseline there. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define ZN_X86_ROWS 1
 #else

@@ -1,14 +1,14 @@
 """Tiled rules whose arithmetic is our kernels': Lion, SGD, Adagrad and RMSprop.
 
 [Note: rows] What there is of a parameter, when it begins and what is counted stays the class's word, as for any tiled
-rule. A row says how the numbers that the class would compute with are those of a kernel; then the kernel updates
-the elements in one pass over memory, with the bits of torch's operations. Where the row does not cover what a param
-group asks for, and where there is no native library, the class's own step runs over tiles.
+rule. A row says how the numbers that the class would compute with are those of a kernel; then the kernel updates the
+elements in one pass over memory. Where the row does not cover what a param group asks for, and where there is no native
+library, the class's own step runs over tiles.
 
-[Note: agreement] Whether they are torch's bits is tried, once for a device and the states in use: both do a step over
-the same elements. They part where torch's arithmetic is not the kernels': its square roots on the host are MKL's where
-it has that, and off by one unit in the last place now and then; CPUs without fused multiply-add, and GPUs, round some
-sums otherwise. There the rule stays tiled.
+[Note: rounding] A kernel does the operations of torch's single-tensor step, each rounded once as IEEE says, and fuses
+the products and sums that torch fuses. So its bits are the same on every CPU and on a GPU, and those of torch wherever
+torch rounds so too: not on a CPU without fused multiply-add, and not where its square roots are MKL's (builds for x86),
+which are off by one unit in the last place now and then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from zero.optim.rules import TiledRule, TileValues, UpdateRun
 Options = Mapping[str, Any]
 NOT_COVERED = ("maximize", "differentiable")
 """Options with which a class computes something else."""
-TRIAL_NUMEL = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +100,15 @@ class KernelRule(TiledRule):
     def __init__(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         super().__init__(optimizer, *arguments)
         self._row = ROWS[self.kind]
-        self._agreed: dict[tuple[torch.device, tuple[str, ...]], bool] = {}
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         """One call of the kernel for the segments that use the same states; tiles for those that are not covered."""
-        device = run.weight.device
-        native = kernels.native_on(device)
+        native = kernels.native_on(run.weight.device)
         by_states: dict[tuple[str, ...], list[Segment]] = {}
         tiled = []
         for begin, end, values in run.segments:
             used = self._row.states(values.options)
-            covered = native and not any(values.options.get(key) for key in NOT_COVERED)
-            if not covered or not self._agrees(device, used, values):
+            if not native or any(values.options.get(key) for key in NOT_COVERED):
                 tiled.append((begin, end, values))
                 continue
             missing = self._missing(used, values)
@@ -138,22 +134,3 @@ class KernelRule(TiledRule):
         before = float(scalars["step"].value or 0) if "step" in scalars else 0.0
         first = bool(self._missing(self._row.states(values.options), values))
         return Segment(begin, end, **self._row.numbers(values.options, before), first=first)
-
-    def _agrees(self, device: torch.device, used: tuple[str, ...], values: TileValues) -> bool:
-        """True when a step of the kernel over some elements gives the bits of the class's."""
-        key = device, used
-        if key not in self._agreed:
-            generator = torch.Generator().manual_seed(0)
-            numel = TRIAL_NUMEL
-            tile, before, gradient = (torch.randn(numel, generator=generator).to(device) for _ in range(3))
-            planes = {name: torch.zeros_like(tile) for name in self.states}
-            self.step(tile, before, planes, TileValues(values.options, None))
-            # A step is compared that is not the first: it reads the states.
-            known = TileValues(values.options, self.after(TileValues(values.options, None))[0])
-            ours, held = tile.clone(), {name: plane.clone() for name, plane in planes.items()}
-            states = [held[name] if name in used else None for name in self._row.formula.states]
-            kernels.update(self._row.formula, ours, None, states, gradient, [self._segment(0, numel, known)])
-            self.step(tile, gradient, planes, known)
-            same = torch.equal(ours, tile) and all(torch.equal(held[name], planes[name]) for name in used)
-            self._agreed[key] = same
-        return self._agreed[key]

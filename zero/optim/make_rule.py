@@ -184,12 +184,15 @@ class _Found:
     scalars: dict[str, Scalar] = field(default_factory=dict)
 
 
-def rule_for(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> TiledRule:
+def rule_for(
+    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], *, torch_as_kernels: bool = True
+) -> TiledRule:
     """The rule of an optimizer's class: over tiles if it is element-wise, else over whole parameters.
 
     Args:
         optimizer: an instance; it is left as it is.
         groups: its param groups, whose options decide what it keeps.
+        torch_as_kernels: torch's own classes are updated by kernels too, where there are some.
 
     Raises:
         ConfigError: it keeps what cannot be kept; names it and what to use instead.
@@ -206,7 +209,8 @@ def rule_for(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any
             _check_trains(bare, options)
             _look(bare, options, found)
     kept = (optimizer, initial, tuple(found.planes), found.planes, found.scalars)
-    rule = (KernelRule if type(optimizer) in ROWS else TiledRule)(*kept)
+    by_kernel = type(optimizer) in ROWS and (torch_as_kernels or type(optimizer).__module__.startswith("zero."))
+    rule = (KernelRule if by_kernel else TiledRule)(*kept)
     try:
         for options in seen:
             _try(rule, options)

@@ -409,7 +409,7 @@ def _config_of(offload: Mapping[str, Any]) -> Config:
 
 
 def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
-    """Our kernel's where its class is asked for; any other class's own step, over tiles, with the bits it gives alone.
+    """Our kernel's where our class is asked for; any other class's own step, over tiles, with the bits it gives alone.
 
     Raises:
         ConfigError: the class is not element-wise, or states are to be stored as the kernel alone can.
@@ -427,7 +427,7 @@ def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
             f"offload: state_dtype: {stored} is for zero.ops.adam.DeepSpeedCPUAdam and FusedAdam, got "
             f"{type(given).__name__}; give one of them as optimizer_class, or leave state_dtype out"
         )
-    rule = rule_for(given, given.param_groups)
+    rule = rule_for(given, given.param_groups, torch_as_kernels=False)
     if rule.whole:
         raise ConfigError(
             f"optimizer: {rule.name} is not available here: it looks at whole parameters, and records are cut at any "

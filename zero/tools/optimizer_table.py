@@ -25,7 +25,7 @@ current. [What the words mean](optimizers.md).
 Every row trains on every tier, at every stage and number of ranks. Bytes are of one parameter in bf16 with its fp32
 master: *stored* counts weight, what the weight lacks of its master, and states; *moved* is what a step with one
 micro-batch reads and writes when all of it is on NVMe: what is stored both ways, and the weight once more for backward.
-*kernel* is ours, for SGD, Lion, Adagrad and RMSprop where it gives torch's bits; torch runs in tiles otherwise.
+*kernel* is ours; *tiles* are torch's own step, piece by piece.
 
 | `optimizer.type` | looks at | states | stored | moved | updated by |
 |---|---|---|---|---|---|
