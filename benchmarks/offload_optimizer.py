@@ -124,7 +124,7 @@ def trained(name: str, mesh: DeviceMesh, width: int, layers: int, options: argpa
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.to_local().normal_(std=width**-0.5)  # type: ignore[operator]
+            parameter.to_local().normal_(std=width**-0.5)  # type: ignore[attr-defined]  # a DTensor
     optimizer = made(name, model, options.path)
     batch = torch.randn(4, width, device=mesh.device_type)
     seconds: dict[str, list[float]] = {"seconds": [], "step_seconds": []}

@@ -81,15 +81,14 @@ def compare(report: Report, options: argparse.Namespace, disks: ThrottledDisks) 
         ):
             records = max(round(options.seconds * rate / options.record_bytes), RECORDS_IN_FLIGHT)
             drives[name] = Drives(folders, options.record_bytes, records)
-        stripes = drives["both"].swap.stripes
-        report.figure("stripes of a round, slow and fast", list(stripes))
+        report.figure("stripes of a round, slow and fast", list(drives["both"].swap.geometry.counts))
         for kind in ("write", "read"):
             candidates = {name: partial(space.move, kind == "write") for name, space in drives.items()}
             series = measure(kind, candidates, rounds=options.rounds)
             report.keep(series)
             for name in drives:
-                rate = sorted(series.ratios(partial(speed, lambda r, name=name: r[name])))[len(series.rounds) // 2]
-                report.figure(f"{kind}: {name}, MB/s", round(rate / 1e6, 1))
+                median = sorted(series.ratios(partial(speed, lambda r, name=name: r[name])))[len(series.rounds) // 2]
+                report.figure(f"{kind}: {name}, MB/s", round(median / 1e6, 1))
             ratios = series.ratios(
                 lambda r: (
                     speed(lambda r: r["both"], r)

@@ -40,7 +40,7 @@ def sharded_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> nn.
     fully_shard(model, **options)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
-        fill_with_noise(parameter.to_local())  # type: ignore[operator]
+        fill_with_noise(parameter.to_local())  # type: ignore[attr-defined]  # a DTensor
     return model
 
 
@@ -51,7 +51,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     # Norms of what lies on the host are reduced there.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         model = sharded_model(shape, dtype, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
