@@ -23,6 +23,7 @@ from zero.config.optimizer_block import OptimizerConfig
 from zero.ops.adam import KernelAdam
 from zero.ops.lamb import Lamb
 from zero.ops.lion import Lion
+from zero.ops.schedule_free import AdamWScheduleFree
 from zero.optim.kernel_rules import ROWS, KernelRule
 from zero.optim.muon import muon_from
 from zero.optim.rules import NOT_OF_THE_CLASS, AdamRule, Initial, Rule, Rules, Scalar, TiledRule, TileValues, Trained
@@ -33,7 +34,11 @@ SHAPE, HALF, STEPS = (8, 16), 64, 12
 """Steps: enough for what begins later, such as RAdam's adaptive rate, or slow weights every sixth step."""
 TRIAL_LR = 1e-2
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
-OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {"Lion": Lion, "Lamb": Lamb}
+OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "Lion": Lion,
+    "Lamb": Lamb,
+    "AdamWScheduleFree": AdamWScheduleFree,
+}
 ALTERNATIVE = (
     'set optimizer.type in the config ("AdamW", "Lion", "Muon", "Lamb", "Adagrad", "SGD", or one of torch.optim such '
     "as RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD), or pass such an optimizer"
