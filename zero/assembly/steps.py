@@ -268,6 +268,8 @@ class Steps:
         self.ready(what, TO_RUN)
 
     def ready_to_train(self) -> None:
+        for listener in self._listeners:
+            listener.check_open("backward")
         if self._away.kinds & TO_TRAIN:
             self.ready("backward", TO_TRAIN)
 

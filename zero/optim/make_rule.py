@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from zero.ops.adam import KernelAdam
 from zero.ops.lamb import Lamb
 from zero.ops.lion import Lion
 from zero.ops.schedule_free import AdamWScheduleFree
+from zero.optim.averages import with_averages
 from zero.optim.kernel_rules import ROWS, KernelRule
 from zero.optim.muon import muon_from
 from zero.optim.rules import NOT_OF_THE_CLASS, AdamRule, Initial, Rule, Rules, Scalar, TiledRule, TileValues, Trained
@@ -53,11 +54,21 @@ def trained_from(
     model: nn.Module,
     config: Config,
 ) -> Trained | None:
-    """Param groups and rule of an optimizer passed in, else of the config; None when there is neither.
+    """Param groups and rules of an optimizer passed in, else of the config; None when there is neither.
 
     Raises:
         ConfigError: both are missing what is needed, or ask for something that is not available.
     """
+    trained = _trained_from(optimizer, model_parameters, model, config)
+    return trained and replace(trained, rules=with_averages(trained.rules, config))
+
+
+def _trained_from(
+    optimizer: torch.optim.Optimizer | Callable[..., Any] | None,
+    model_parameters: Iterable[Any] | None,
+    model: nn.Module,
+    config: Config,
+) -> Trained | None:
     if optimizer is not None:
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
