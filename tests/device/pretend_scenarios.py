@@ -282,6 +282,31 @@ def evaluation_before_a_step(place: Place, folder: Path) -> Results:
     return closing(engine, {name: kept(loss) for name, loss in losses.items()})
 
 
+def averages(**config: Any) -> Scenario:
+    """Shown between steps, with what a forward and the host see of them then."""
+
+    def run(place: Place, folder: Path) -> Results:
+        engine, found = opened("gpt", place, folder, **config), Results()
+        for index in range(3):
+            step(engine, index)
+            with engine.averaged_weights():
+                with torch.no_grad():
+                    loss = engine(sent(batch(9), engine)).detach()
+                found |= weights(engine, f"shown after {index}: ")
+            found[f"loss {index}"] = kept(loss)
+        return closing(engine, found)
+
+    return run
+
+
+FREE = {"type": "AdamWScheduleFree", "params": {"lr": 1e-2, "betas": [0.8, 0.99]}}
+SCENARIOS |= {
+    "moving_averages": averages(ema_decay=0.8),
+    "moving_averages_of_muon": averages(ema_decay=0.8, optimizer=MUON),
+    "averages_schedule_free": averages(optimizer=FREE, zero={"stage3_param_persistence_threshold": 1000}),
+}
+
+
 @scenario
 def inference(place: Place, folder: Path) -> Results:
     config = {"zero": make_config(place, folder)["zero_optimization"], "dtype": "bf16"}

@@ -220,6 +220,9 @@ class AveragedWeights:
             self._aside = _MastersAside(storage)
         if shown:
             self._aside.reserve([group for group in todo if self._plane_of(units[group][0]) != EMA])
+        # A forward that the device has still to run uses the weights where they are, or copies of them.
+        used = storage.streams.reached(storage.streams.fence(), storage.streams.behind_copies_in())
+        storage.mover.run("waiting for the device", used)
         for group in todo:
             job = self._exchange_group(parts, self._aside, group, units[group], shown=shown)
             storage.mover.run("averaged weights", job)
@@ -236,12 +239,11 @@ class AveragedWeights:
         self, parts: Assembly, aside: _MastersAside, group: SubGroup, units: list[Unit], *, shown: bool
     ) -> None:
         storage, done = parts.storage, self._shown.groups
-        streams, is_ema = storage.streams, self._plane_of(units[0]) == EMA
+        is_ema = self._plane_of(units[0]) == EMA
         staged = StagedGroup(storage, parts.layout, group, units)
         await staged.lease("averaged weights")
         try:
             await staged.read()
-            await streams.reached(streams.behind_copies_in())  # a forward that ran before may still be reading these
             # Padding and what has no average stay as they are; nobody looks at their masters.
             kept = torch.zeros(group.end - group.begin, device=staged.state.bytes.device)
             if not shown and not is_ema:
@@ -257,7 +259,6 @@ class AveragedWeights:
             await _write(staged)
             if not shown:
                 aside.forget(group)
-            await streams.reached(streams.fence())
         finally:
             staged.release()
 
