@@ -352,11 +352,11 @@ REMOVALS = (
         ("rows_of_experts:cpu-cpu", "rows_of_experts:nvme-nvme"),
     ),
     Removal(
-        "weights become their averages, or what they were, while a forward uses them",
-        "zero/engine/averaged_weights.py",
-        'storage.mover.run("waiting for the device", used)',
+        "weights become others by other means than a step while a forward uses them",
+        "zero/assembly/steps.py",
+        'parts.storage.mover.run("waiting for the device", used)',
         "used.close()",
-        ("moving_averages:none-none", "moving_averages_of_muon:none-none"),
+        ("loaded_after_a_forward:cpu-cpu", "moving_averages:none-none", "moving_averages_of_muon:none-none"),
     ),
 )
 LAUNCHED = "                with self.streams.collective(*after):\n                    work = start()"

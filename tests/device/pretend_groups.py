@@ -44,8 +44,7 @@ AROUND_TRAINING = {
     ),
     "edits": (
         *("edited_weights", "looked_at_and_set", "frozen_later", "resized", "shortened", "saved_and_loaded"),
-        "replaced_on_the_device",
-        "gradients_set",
+        *("replaced_on_the_device", "gradients_set", "loaded_after_a_forward"),
     ),
     "order": (
         "without_an_engine",

@@ -477,6 +477,19 @@ def saved_and_loaded(place: Place, folder: Path) -> Results:
     return {**{f"again {name}": value for name, value in found.items()}, **closing(again)}
 
 
+@scenario
+def loaded_after_a_forward(place: Place, folder: Path) -> Results:
+    """The forward uses the weights that are loaded over; nobody has seen its loss yet."""
+    engine = opened("gpt", place, folder)
+    engine.save_checkpoint(folder / "saved")
+    for index in range(3):
+        step(engine, index)
+    with torch.no_grad():
+        loss = engine(sent(batch(9), engine)).detach()
+    engine.load_checkpoint(folder / "saved")
+    return closing(engine, {"loss": kept(loss)})
+
+
 def in_the_making(module: Any) -> Any:
     """`module`, which its device is still making when this returns."""
     for parameter in module.parameters():

@@ -220,9 +220,6 @@ class AveragedWeights:
             self._aside = _MastersAside(storage)
         if shown:
             self._aside.reserve([group for group in todo if self._plane_of(units[group][0]) != EMA])
-        # A forward that the device has still to run uses the weights where they are, or copies of them.
-        used = storage.streams.reached(storage.streams.fence(), storage.streams.behind_copies_in())
-        storage.mover.run("waiting for the device", used)
         for group in todo:
             job = self._exchange_group(parts, self._aside, group, units[group], shown=shown)
             storage.mover.run("averaged weights", job)
