@@ -17,8 +17,7 @@ Pool = Callable[[int], RankPool]
 
 STEPS = 4
 KINDS: dict[str, dict[str, Any]] = {
-    "ema": {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "ema_decay": 0.9},
-    "ema of Muon": {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}, "ema_decay": 0.9},
+    "ema, of Muon and AdamW": {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}, "ema_decay": 0.9},
     "schedule-free": {"optimizer": {"type": "AdamWScheduleFree", "params": {"lr": 0.01, "betas": [0.8, 0.99]}}},
 }
 PLACES = (
