@@ -40,12 +40,11 @@ AROUND_TRAINING = {
     "activations": ("activations_on_the_host", "activations_on_nvme", "activations_offloaded", "recomputed"),
     "around_a_step": (
         *("offload_states", "evaluation", "evaluation_before_a_step", "inference", "generation"),
-        "backward_of_the_users",
+        *("backward_of_the_users", "moving_averages", "moving_averages_of_muon", "averages_schedule_free"),
     ),
     "edits": (
         *("edited_weights", "looked_at_and_set", "frozen_later", "resized", "shortened", "saved_and_loaded"),
-        "replaced_on_the_device",
-        "gradients_set",
+        *("replaced_on_the_device", "gradients_set", "loaded_after_a_forward"),
     ),
     "order": (
         "without_an_engine",

@@ -283,6 +283,31 @@ def evaluation_before_a_step(place: Place, folder: Path) -> Results:
     return closing(engine, {name: kept(loss) for name, loss in losses.items()})
 
 
+def averages(**config: Any) -> Scenario:
+    """Shown between steps, with what a forward and the host see of them then."""
+
+    def run(place: Place, folder: Path) -> Results:
+        engine, found = opened("gpt", place, folder, **config), Results()
+        for index in range(3):
+            step(engine, index)
+            with engine.averaged_weights():
+                with torch.no_grad():
+                    loss = engine(sent(batch(9), engine)).detach()
+                found |= weights(engine, f"shown after {index}: ")
+            found[f"loss {index}"] = kept(loss)
+        return closing(engine, found)
+
+    return run
+
+
+FREE = {"type": "AdamWScheduleFree", "params": {"lr": 1e-2, "betas": [0.8, 0.99]}}
+SCENARIOS |= {
+    "moving_averages": averages(ema_decay=0.8),
+    "moving_averages_of_muon": averages(ema_decay=0.8, optimizer=MUON),
+    "averages_schedule_free": averages(optimizer=FREE, zero={"stage3_param_persistence_threshold": 1000}),
+}
+
+
 @scenario
 def inference(place: Place, folder: Path) -> Results:
     config = {"zero": make_config(place, folder)["zero_optimization"], "dtype": "bf16"}
@@ -451,6 +476,19 @@ def saved_and_loaded(place: Place, folder: Path) -> Results:
     again.load_checkpoint(saved)
     step(again, 2)
     return {**{f"again {name}": value for name, value in found.items()}, **closing(again)}
+
+
+@scenario
+def loaded_after_a_forward(place: Place, folder: Path) -> Results:
+    """The forward uses the weights that are loaded over; nobody has seen its loss yet."""
+    engine = opened("gpt", place, folder)
+    engine.save_checkpoint(folder / "saved")
+    for index in range(3):
+        step(engine, index)
+    with torch.no_grad():
+        loss = engine(sent(batch(9), engine)).detach()
+    engine.load_checkpoint(folder / "saved")
+    return closing(engine, {"loss": kept(loss)})
 
 
 def in_the_making(module: Any) -> Any:

@@ -20,6 +20,7 @@ from tiled_optimizers import Group, Plain, differences, held_by, in_groups, patc
 from offload.errors import ConfigError, StateError
 from zero.ops.lamb import Lamb
 from zero.ops.lion import Lion
+from zero.ops.schedule_free import AdamWScheduleFree
 from zero.values.fragments import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 
 STEPS = 8
@@ -42,6 +43,10 @@ NAMED: dict[str, tuple[Group, Group]] = {
     ),
     "Lion": ({"lr": 0.002, "betas": [0.9, 0.98], "weight_decay": 0.1}, {"betas": [0.8, 0.9], "weight_decay": 0.0}),
     "Lamb": ({"lr": 0.02, "weight_decay": 0.1, "max_coeff": 0.5}, {"bias_correction": False, "min_coeff": 0.1}),
+    "AdamWScheduleFree": (
+        {"lr": 0.01, "betas": [0.9, 0.99], "weight_decay": 0.1, "warmup_steps": 3},
+        {"betas": [0.8, 0.95], "weight_decay": 0.0, "r": 1.0, "weight_lr_power": 1.0},
+    ),
     "RMSprop": ({"lr": 0.003, "alpha": 0.9, "momentum": 0.8, "centered": True, "weight_decay": 0.01}, {"lr": 0.01}),
     "Adamax": ({"lr": 0.003, "weight_decay": 0.01}, {"lr": 0.01}),
     "NAdam": ({"lr": 0.003, "weight_decay": 0.01, "decoupled_weight_decay": True}, {"betas": [0.7, 0.9]}),
@@ -53,7 +58,7 @@ NAMED: dict[str, tuple[Group, Group]] = {
     "AdamW": ({"lr": 0.003, "amsgrad": True, "maximize": True, "weight_decay": 0.01}, {"weight_decay": 0.0}),
 }
 """Name -> (options, options of the second group)."""
-OURS = {"Lion": Lion, "Lamb": Lamb}
+OURS = {"Lion": Lion, "Lamb": Lamb, "AdamWScheduleFree": AdamWScheduleFree}
 
 
 def kind_of(name: str) -> Any:
@@ -98,7 +103,7 @@ def test_it_equals_torch_bit_for_bit(
     assert counts == {"inside.weight": STEPS, "branches.1.weight": STEPS // 2, "idle.weight": 0}
 
 
-@pytest.mark.parametrize("name", ["SGD with momentum", "NAdam", "Adagrad", "Lion", "Adam"])
+@pytest.mark.parametrize("name", ["SGD with momentum", "NAdam", "Adagrad", "Lion", "Adam", "AdamWScheduleFree"])
 @pytest.mark.parametrize(("first", "then"), [(("nvme", "nvme"), ("cpu", "cpu")), (("none", "none"), ("nvme", "nvme"))])
 def test_a_checkpoint_goes_on_bit_for_bit_on_another_tier(
     open_engine: Open, nvme_path: Path, tmp_path: Path, name: str, first: tuple[str, str], then: tuple[str, str]

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError
 from zero.ops.adagrad import DeepSpeedCPUAdagrad
 from zero.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero.ops.lion import DeepSpeedCPULion, FusedLion, Lion
+from zero.ops.schedule_free import AdamWScheduleFree
 
 STEPS = 20
 ULP = 2.0**-24
@@ -89,7 +90,69 @@ def test_lion_follows_the_published_rule(kind: Any) -> None:
         assert bool(((mine - other).abs() <= STEPS * 2 * ULP * (other.detach().abs() + 0.01 * STEPS)).all())
 
 
-@pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam, DeepSpeedCPUAdagrad, Lion])
+class Averaging:
+    """Schedule-free AdamW as the paper writes it, in float64, with all three sequences kept."""
+
+    def __init__(self, start: torch.Tensor, lr: float, beta: float, decay: float, warmup: int) -> None:
+        self.x = self.z = start.double()
+        self.square = torch.zeros_like(self.x)
+        self.lr, self.beta, self.decay, self.warmup = lr, beta, decay, warmup
+        self.count, self.largest, self.weights = 0, 0.0, 0.0
+
+    @property
+    def y(self) -> torch.Tensor:
+        return (1 - self.beta) * self.z + self.beta * self.x
+
+    def step(self, gradient: torch.Tensor) -> None:
+        self.count += 1
+        lr = self.lr * min(1.0, self.count / self.warmup)
+        self.square = 0.99 * self.square + 0.01 * gradient.double() ** 2
+        direction = gradient.double() / ((self.square / (1 - 0.99**self.count)).sqrt() + 1e-8)
+        self.z = self.z - lr * (direction + self.decay * self.y)
+        self.largest = max(self.largest, lr)
+        self.weights += self.largest**2
+        part = self.largest**2 / self.weights
+        self.x = (1 - part) * self.x + part * self.z
+
+
+def test_schedule_free_follows_the_published_rule_and_shows_its_average() -> None:
+    held = parameters()
+    exact = [Averaging(parameter.detach(), 0.01, 0.9, 0.1, 4) for parameter in held]
+    optimizer = AdamWScheduleFree(held, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1, warmup_steps=4)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        for parameter, other in zip(held, exact, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            other.step(parameter.grad)
+        optimizer.step()
+    bound = STEPS * 8 * ULP
+    assert all(bool(((p - e.y).abs() <= bound * (1 + e.y.abs())).all()) for p, e in zip(held, exact, strict=True))
+    trained = [parameter.detach().clone() for parameter in held]
+    optimizer.eval()
+    optimizer.eval()
+    assert all(bool(((p - e.x).abs() <= bound * (1 + e.x.abs())).all()) for p, e in zip(held, exact, strict=True))
+    assert not torch.allclose(held[0], trained[0], atol=1e-4)
+    with pytest.raises(StateError, match=r"hold their averages; call optimizer\.train\(\)"):
+        optimizer.step()
+    optimizer.train()
+    assert all(bool(((p - t).abs() <= 4 * ULP * (1 + t.abs())).all()) for p, t in zip(held, trained, strict=True))
+
+
+def test_schedule_free_without_a_rate_stands_still_and_without_momentum_averages_nothing() -> None:
+    held = parameters()
+    before = [parameter.detach().clone() for parameter in held]
+    optimizer = AdamWScheduleFree(held, lr=0.0, betas=(0.0, 0.999))
+    train(optimizer, held, 2)
+    assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
+    optimizer.param_groups[0]["lr"] = 0.1
+    train(optimizer, held, 2)
+    trained = [parameter.detach().clone() for parameter in held]
+    optimizer.eval()
+    assert all(torch.equal(a, b) for a, b in zip(held, trained, strict=True))
+    assert not torch.equal(trained[0], before[0])
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam, DeepSpeedCPUAdagrad, Lion, AdamWScheduleFree])
 def test_a_16_bit_parameter_is_updated_in_fp32_and_rounded_once(kind: Any) -> None:
     narrow, wide = parameters(torch.bfloat16), [nn.Parameter(p.detach().float()) for p in parameters(torch.bfloat16)]
     train(kind([{"params": narrow}], lr=0.01), narrow, steps=1)
@@ -102,7 +165,9 @@ def test_a_16_bit_parameter_is_updated_in_fp32_and_rounded_once(kind: Any) -> No
         assert torch.equal(a, b.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion])
+@pytest.mark.parametrize(
+    "kind", [DeepSpeedCPUAdam, FusedAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion, AdamWScheduleFree]
+)
 def test_a_state_dict_goes_on_where_it_was(kind: Any) -> None:
     held = parameters()
     optimizer = kind(groups_of(held), lr=0.01)

@@ -268,6 +268,8 @@ class Steps:
         self.ready(what, TO_RUN)
 
     def ready_to_train(self) -> None:
+        for listener in self._listeners:
+            listener.check_open("backward")
         if self._away.kinds & TO_TRAIN:
             self.ready("backward", TO_TRAIN)
 
@@ -303,7 +305,7 @@ class Steps:
             listener.edit_begins()
 
     def at_rest(self) -> Assembly:
-        """The parts, to rewrite their planes: nothing of them moves, no unit is bound, no graph counts any more."""
+        """The parts, to rewrite their planes: nothing of them moves or is used, no unit is bound, no graph counts."""
         parts = self._run.parts
         self._away.bring_back("a change of the model or of its values")
         parts.settle()
@@ -311,6 +313,10 @@ class Steps:
             listener.rewrite_begins()
         parts.coordinator.release_all()
         parts.watch.generation += 1
+        # A forward that the device has still to run uses the weights where they are, or copies of them.
+        streams = parts.storage.streams
+        used = streams.reached(streams.fence(), streams.behind_copies_in())
+        parts.storage.mover.run("waiting for the device", used)
         return parts
 
     def release_bound(self) -> None:

@@ -29,6 +29,7 @@ from zero.checkpoint.frozen import check_reference, frozen_sums
 from zero.checkpoint.saving import SaveCheckpoints
 from zero.checkpoint.source import Opened, Saved, Source
 from zero.exchange.together import Together
+from zero.optim.averages import EMA
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
 from zero.snapshots.small_state import check_groups, restore_counters, restore_groups, restore_rank
@@ -84,6 +85,7 @@ class Wanted:
         if states:
             self.stateful = {i for i, name in self.names.items() if i in trained and self._has_states(i, name)}
             self._check_optimizer()
+            self._warn_of_averages()
         self.is_everything = len(self.names) == len(parts.leaves) and self.stateful >= trained
         self.missing, self.unexpected = missing, unexpected
 
@@ -97,7 +99,7 @@ class Wanted:
             if index in self._in_bf16 and weight.dtype == torch.float32:  # a master, of a weight not trained here
                 weight = rounded(weight)
             if state and index in self.stateful:
-                states = tuple(self._source.read(state_name(name, kind), lo, hi) for kind in self._kinds[index])
+                states = tuple(self._source.read(kind, lo, hi) for kind in self._states_of(index, name))
             yield Piece(lo, weight, states=states)
 
     def in_order(self, places: Iterable[tuple[Unit, Slot, int, int]]) -> Iterator[tuple[str, int, int]]:
@@ -108,7 +110,7 @@ class Wanted:
             name = self.names[slot.index]
             kinds = [MODEL + name]
             if unit.trainable and slot.index in self.stateful:
-                kinds += [state_name(name, kind) for kind in self._kinds[slot.index]]
+                kinds += self._states_of(slot.index, name)
             for lo, hi in _short(self._source.tensors[MODEL + name].shape, begin, end):
                 yield from ((kind, lo, hi) for kind in kinds)
 
@@ -132,8 +134,26 @@ class Wanted:
         return found
 
     def _has_states(self, index: int, name: str) -> bool:
-        # A rule without planes has nothing but the count.
-        return all(state_name(name, kind) in self._source.tensors for kind in self._kinds[index] or (STEP,))
+        # A rule without planes has nothing but the count; averages may begin here.
+        kinds = [kind for kind in self._kinds[index] if kind != EMA] or (STEP,)
+        return all(state_name(name, kind) in self._source.tensors for kind in kinds)
+
+    def _states_of(self, index: int, name: str) -> list[str]:
+        """What the parameter's state planes are read from; an average that the source has not begins at the weights."""
+        names = {kind: state_name(name, kind) for kind in self._kinds[index]}
+        if EMA in names and names[EMA] not in self._source.tensors:
+            names[EMA] = MODEL + name
+        return list(names.values())
+
+    def _warn_of_averages(self) -> None:
+        """Say how many averages the source has not."""
+        begun = [i for i in sorted(self.stateful) if MODEL + self.names[i] in self._states_of(i, self.names[i])]
+        if begun and self._parts.exchange.placement.rank == 0:
+            logger.warning(
+                "load_checkpoint: the checkpoint has no averages (ema) of %d parameters (%s, ...): they begin at its "
+                "weights",
+                *(len(begun), self.names[begun[0]]),
+            )
 
     def _check_optimizer(self) -> None:
         """Raise ConfigError if the source has states, and all of them are another optimizer's."""

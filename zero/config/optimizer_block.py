@@ -20,10 +20,25 @@ OPTIMIZER_TYPES = {
     **{name: "Lion" for name in ("lion", "deepspeedcpulion", "cpulion", "fusedlion")},
     **{
         name.lower(): name
-        for name in ("Muon", "AdamW", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop", "ASGD")
+        for name in (
+            "Muon",
+            "AdamW",
+            "AdamWScheduleFree",
+            "SGD",
+            "RMSprop",
+            "Adamax",
+            "NAdam",
+            "RAdam",
+            "Adadelta",
+            "Rprop",
+            "ASGD",
+        )
     },
 }
-KNOWN = "AdamW, Adam, Muon, Lamb, Lion, Adagrad, SGD, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop or ASGD"
+KNOWN = (
+    "AdamW, Adam, AdamWScheduleFree, Muon, Lamb, Lion, Adagrad, SGD, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop or "
+    "ASGD"
+)
 REFUSED_TYPES = {
     **{name: "1-bit optimizers are not available" for name in ("onebitadam", "zerooneadam", "onebitlamb")},
     "adafactor": "what it keeps of a matrix is no matrix",
@@ -38,6 +53,7 @@ ADAM_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Adam": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
     "AdamW": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
+    "AdamWScheduleFree": ("lr", "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power"),
     "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"),
     "Lamb": ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_coeff", "min_coeff"),
     "Lion": ("lr", "betas", "weight_decay"),
@@ -146,6 +162,12 @@ class OptimizerParams(ConfigBlock):
     """Muon: how the rate follows a matrix's shape; with "match_rms_adamw" rates of AdamW may be kept."""
     t0: Annotated[Number, Field(ge=0)] | None = None
     """ASGD: the step at which averaging begins."""
+    warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
+    """AdamWScheduleFree: steps in which the rate rises."""
+    r: Number | None = None
+    """AdamWScheduleFree: power of a step's number in its weight in the average."""
+    weight_lr_power: Number | None = None
+    """AdamWScheduleFree: power of the largest rate so far in it."""
     fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are fp32; set it to true")] = True
     torch_adam: InertFlag = None
     fused: InertFlag = None

@@ -122,6 +122,9 @@ class Config(ConfigBlock):
     """Micro-batches of one step."""
     gradient_clipping: Annotated[Number, Field(ge=0)] = 0.0
     """Largest global gradient norm; 0.0 is off."""
+    ema_decay: Annotated[Number, Field(ge=0, lt=1)] | None = None
+    """Ours: keep an exponential moving average of the fp32 weights beside the optimizer's states: after each update
+    ema = ema_decay * ema + (1 - ema_decay) * weight. `engine.averaged_weights()` shows it; None: there is none."""
     steps_per_print: Annotated[int | None, reads(_parse_print_interval)] = None
     """None (and Infinity in the JSON): never."""
     dataloader_drop_last: Flag = False

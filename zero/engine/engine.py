@@ -30,6 +30,7 @@ from zero.checkpoint.saving import SaveCheckpoints
 from zero.checkpoint.weights_out import ExportWeights
 from zero.config import Config
 from zero.data.loaders import Loaders
+from zero.engine.averaged_weights import AveragedWeights, AveragesShown
 from zero.engine.client_calls import ClientCalls
 from zero.engine.engine_names import EngineNames
 from zero.engine.generation import Generation
@@ -81,7 +82,8 @@ class ZeroEngine(EngineNames, nn.Module):
         run.lr_scheduler = scheduler_for(lr_scheduler, optimizer, config)
         self.accumulation, self.scaling = Accumulation(run), LossScaling(run)
         self.checkpoint_state, self._turns, self._away = CheckpointState(run), SnapshotTurns(run), StatesAway(run)
-        listeners = [self.checkpoint_state, self._turns]
+        self._averages_shown = AveragesShown()
+        listeners = [self.checkpoint_state, self._turns, self._averages_shown]
         self.steps = Steps(run, self.accumulation, self.scaling, self._away, listeners)
         self.reports = Reports(run, self.steps)
         events = self._events()
@@ -129,6 +131,7 @@ class ZeroEngine(EngineNames, nn.Module):
     def _add_collaborators(self, events: Events) -> None:
         run, steps, state = self.run, self.steps, self.checkpoint_state
         changes = self.model_changes = ModelChanges(run, steps, events)
+        self.averages = AveragedWeights(run, steps, changes, self._averages_shown)
         self.offloading = OffloadStates(run, steps, self._away)
         self.saves = SaveCheckpoints(run, steps, changes, state)
         self.loads = LoadCheckpoints(run, steps, self.saves, state)

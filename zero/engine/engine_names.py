@@ -17,6 +17,7 @@ from zero.checkpoint.weights_out import ExportWeights
 from zero.compat.engine_getters import ConfigGetters
 from zero.config import Config
 from zero.data.loaders import Loaders
+from zero.engine.averaged_weights import AveragedWeights
 from zero.engine.client_calls import ClientCalls
 from zero.engine.generation import Generation
 from zero.engine.reports import Reports
@@ -70,6 +71,7 @@ ANSWERS: dict[tuple[str, type], str] = {
     ("steps", Steps): "zero_grad was_step_applied synchronize current values_of",
     ("offloading", OffloadStates): "offload_states reload_states offloaded_states state_devices",
     ("model_changes", ModelChanges): "replan",
+    ("averages", AveragedWeights): "averaged_weights",
     ("generations", Generation): "generation",
     ("loaders", Loaders): "deepspeed_io",
     ("values", Values): "full_parameter full_master full_state named_full_parameters",

@@ -26,10 +26,14 @@ class PlainOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            self.begin(group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_one(parameter, parameter.grad, group)
         return loss
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """A step of this param group begins; a class that counts steps in its groups does so here."""
 
     def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

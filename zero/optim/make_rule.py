@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from zero.config.optimizer_block import OptimizerConfig
 from zero.ops.adam import KernelAdam
 from zero.ops.lamb import Lamb
 from zero.ops.lion import Lion
+from zero.ops.schedule_free import AdamWScheduleFree
+from zero.optim.averages import with_averages
 from zero.optim.kernel_rules import ROWS, KernelRule
 from zero.optim.muon import muon_from
 from zero.optim.rules import NOT_OF_THE_CLASS, AdamRule, Initial, Rule, Rules, Scalar, TiledRule, TileValues, Trained
@@ -33,7 +35,11 @@ SHAPE, HALF, STEPS = (8, 16), 64, 12
 """Steps: enough for what begins later, such as RAdam's adaptive rate, or slow weights every sixth step."""
 TRIAL_LR = 1e-2
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
-OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {"Lion": Lion, "Lamb": Lamb}
+OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "Lion": Lion,
+    "Lamb": Lamb,
+    "AdamWScheduleFree": AdamWScheduleFree,
+}
 ALTERNATIVE = (
     'set optimizer.type in the config ("AdamW", "Lion", "Muon", "Lamb", "Adagrad", "SGD", or one of torch.optim such '
     "as RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD), or pass such an optimizer"
@@ -48,11 +54,24 @@ def trained_from(
     model: nn.Module,
     config: Config,
 ) -> Trained | None:
-    """Param groups and rule of an optimizer passed in, else of the config; None when there is neither.
+    """Param groups and rules of an optimizer passed in, else of the config; None when there is neither.
 
     Raises:
         ConfigError: both are missing what is needed, or ask for something that is not available.
     """
+    trained = _trained_from(optimizer, model_parameters, model, config)
+    if trained is None:
+        return None
+    _check_masters(trained.rules, config)
+    return replace(trained, rules=with_averages(trained.rules, config))
+
+
+def _trained_from(
+    optimizer: torch.optim.Optimizer | Callable[..., Any] | None,
+    model_parameters: Iterable[Any] | None,
+    model: nn.Module,
+    config: Config,
+) -> Trained | None:
     if optimizer is not None:
         if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
@@ -62,7 +81,7 @@ def trained_from(
                 "or leave it out and set optimizer.type in the config"
             )
         groups = _owned(optimizer.param_groups, model)
-        return _with_masters(Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer), config)
+        return Trained(groups, Rules((rule_of_object(optimizer, config),)), optimizer)
     if config.optimizer is None:
         return None
     given: list[Any] = (
@@ -72,18 +91,17 @@ def trained_from(
         raise ConfigError("model_parameters: got (name, parameter) pairs; pass model.parameters() or param groups")
     as_groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     groups = _owned([{**g, "params": _trainable(g["params"])} for g in as_groups], model)
-    return _with_masters(_named(config, config.optimizer, groups, model), config)
+    return _named(config, config.optimizer, groups, model)
 
 
-def _with_masters(trained: Trained, config: Config) -> Trained:
-    """The same, if its rules can do without fp32 masters or have them."""
-    others = [rule.name for rule in trained.rules.each if not isinstance(rule, AdamRule)]
+def _check_masters(rules: Rules, config: Config) -> None:
+    """Raise ConfigError if there are to be no fp32 masters, and a rule needs them."""
+    others = [rule.name for rule in rules.each if not isinstance(rule, AdamRule)]
     if config.bf16_masters and others:
         raise ConfigError(
             "bf16.bf16_master_weights_and_grads: true is for Adam and AdamW, whose kernel rounds weights at random, "
             f"and {others[0]} is something else; set it to false"
         )
-    return trained
 
 
 def rule_of_object(optimizer: torch.optim.Optimizer, config: Config) -> Rule:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import optimizer as torchs
 
 from offload.errors import ConfigError, StateError
+from zero.optim.averages import innermost
 from zero.optim.loss_scale import LossScaler
 from zero.optim.rules import AdamRule, Progress, Rule, Scalar, Trained
 
@@ -362,7 +363,7 @@ class KeptOptimizer(torch.optim.Optimizer):
             fits = (
                 shaped & {*self._state_names(rule)}
                 and set(rule.states if isinstance(rule, AdamRule) else rule.scalars) <= state.keys()
-                for rule in self.rules.each
+                for rule in map(innermost, self.rules.each)
             )
             if shaped and not any(fits):
                 raise ConfigError(

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from offload.errors import ConfigError
 from offload.kernels import kernels, masters, tile_threads
+from offload.kernels.moments import Moments
 from zero.plan.record import ADAM_STATES, States
 
 TILE_NUMEL = 32768
@@ -209,12 +210,10 @@ class AdamRule:
 
     def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
         """One call of the kernel."""
-        if run.states.moments is None:
-            raise ConfigError("Adam: its record has no moments")
         kernels.adamw(
             run.weight,
             run.master,
-            run.states.moments,
+            run.states.moments or Moments(run.states.planes[0], run.states.planes[1]),
             run.gradient,
             [kernels.Segment(begin, end, **values._asdict()) for begin, end, values in run.segments],
             grad_scale=grad_scale,
@@ -287,6 +286,24 @@ class Initial:
     fills: Mapping[str, Scalar] = field(default_factory=dict)
     """Planes, by the number that they are full of."""
     numbers: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+def each_tile(run: UpdateRun, work: Callable[[slice, Any], None], threads: int) -> None:
+    """Call `work(tile, values)` for tiles of all segments; on the host on so many threads, if there is enough to do."""
+    on_host = run.weight.device.type == "cpu"
+    many = sum(end - begin for begin, end, _ in run.segments) >= tile_threads.WORTH_THREADS_NUMEL
+    alone = on_host and many and tile_threads.can_run_alone()
+    numel = tile_threads.TILE_NUMEL if alone else TILE_NUMEL if on_host else TILE_NUMEL_GPU
+    todo = iter([(at, v) for begin, end, v in run.segments for at in tile_threads.tiles_of(begin, end, numel)])
+
+    def take_tiles() -> None:
+        for at, values in todo:
+            work(at, values)
+
+    if alone:
+        tile_threads.run_alone(take_tiles, threads)
+    else:
+        take_tiles()
 
 
 class TiledRule:
@@ -368,22 +385,13 @@ class TiledRule:
         if self.whole:
             self._update_whole(run, grad_scale)
             return
-        on_host = run.weight.device.type == "cpu"
-        many = sum(end - begin for begin, end, _ in run.segments) >= tile_threads.WORTH_THREADS_NUMEL
-        alone = on_host and many and tile_threads.can_run_alone()
-        numel = tile_threads.TILE_NUMEL if alone else TILE_NUMEL if on_host else TILE_NUMEL_GPU
-        todo = iter([(at, v) for begin, end, v in run.segments for at in tile_threads.tiles_of(begin, end, numel)])
+        # A class of somebody else's may have memory that two steps at a time would share.
+        known = self.kind.__module__.startswith(("torch.optim.", "zero.ops."))
 
-        def take_tiles() -> None:
-            for at, values in todo:
-                self._update_tile(run, at, values, grad_scale, (-1,))
+        def update(at: slice, values: TileValues) -> None:
+            self._update_tile(run, at, values, grad_scale, (-1,))
 
-        if alone:
-            # A class of somebody else's may have memory that two steps at a time would share.
-            known = self.kind.__module__.startswith(("torch.optim.", "zero.ops."))
-            tile_threads.run_alone(take_tiles, threads if known else 1)
-        else:
-            take_tiles()
+        each_tile(run, update, threads if known else 1)
 
     def _update_whole(self, run: UpdateRun, grad_scale: float) -> None:
         """Parameter by parameter; torch uses its own threads for what is so large."""

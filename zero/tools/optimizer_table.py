@@ -11,6 +11,7 @@ from torch import nn
 from offload.kernels.masters import remainder_dtype
 from zero.config import load_config
 from zero.config.optimizer_block import TYPE_KEYS
+from zero.optim.averages import innermost
 from zero.optim.kernel_rules import KernelRule
 from zero.optim.make_rule import trained_from
 from zero.optim.rules import AdamRule, Rule
@@ -32,19 +33,28 @@ micro-batch reads and writes when all of it is on NVMe: what is stored both ways
 """
 NUMEL = 1 << 20
 """Elements over which whole pages and scales are spread."""
-MASTERS = "bf16 masters"
-VARIANTS: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
+
+
+def _stored_as(dtype: str) -> dict[str, Any]:
+    return {"zero_optimization": {"offload_optimizer": {"state_dtype": dtype}}}
+
+
+BF16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+
+
+VARIANTS: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = {
     "AdamW": (
-        ("state_dtype bf16", {}, "bf16"),
-        ("state_dtype 8bit", {}, "8bit"),
-        (f"state_dtype bf16, {MASTERS}", {}, "bf16"),
-        (f"state_dtype 8bit, {MASTERS}", {}, "8bit"),
-        ("amsgrad", {"amsgrad": True}, "fp32"),
+        ("state_dtype bf16", {}, _stored_as("bf16")),
+        ("state_dtype 8bit", {}, _stored_as("8bit")),
+        ("state_dtype bf16, bf16 masters", {}, _stored_as("bf16") | BF16),
+        ("state_dtype 8bit, bf16 masters", {}, _stored_as("8bit") | BF16),
+        ("amsgrad", {"amsgrad": True}, {}),
+        ("ema_decay", {}, {"ema_decay": 0.999}),
     ),
-    "SGD": (("momentum", {"momentum": 0.9}, "fp32"),),
-    "RMSprop": (("momentum, centered", {"momentum": 0.9, "centered": True}, "fp32"),),
+    "SGD": (("momentum", {"momentum": 0.9}, {}),),
+    "RMSprop": (("momentum, centered", {"momentum": 0.9, "centered": True}, {}),),
 }
-"""Type -> (words, options, `state_dtype`) of more rows."""
+"""Type -> (words, options, other keys of the configuration) of more rows."""
 
 
 def optimizer_table() -> str:
@@ -52,19 +62,16 @@ def optimizer_table() -> str:
 
 
 def _rows(kind: str) -> Iterator[str]:
-    for words, options, state_dtype in (("", {}, "fp32"), *VARIANTS.get(kind, ())):
-        params = {"lr": 1e-3, **options}
-        config = {
-            "optimizer": {"type": kind, "params": params},
-            "zero_optimization": {"offload_optimizer": {"state_dtype": state_dtype}},
-        }
-        trained = trained_from(None, None, nn.Linear(8, 8), load_config(config, world_size=1))
+    for words, options, more in (("", {}, {}), *VARIANTS.get(kind, ())):
+        config = load_config({"optimizer": {"type": kind, "params": {"lr": 1e-3, **options}}, **more}, world_size=1)
+        state_dtype = config.zero_optimization.offload_optimizer.state_dtype
+        trained = trained_from(None, None, nn.Linear(8, 8), config)
         if trained is None:
             raise ValueError(f"{kind}: a configuration with an optimizer trains nothing")
         for rule in trained.rules.each:
             of_two = [f"{rule.name}'s part"] if len(trained.rules.each) > 1 else []
             name = ", ".join([f"`{kind}`", *filter(None, (words, *of_two))])
-            remainder = None if MASTERS in words else remainder_dtype(torch.bfloat16)
+            remainder = None if config.bf16_masters else remainder_dtype(torch.bfloat16)
             yield _row(name, rule, RecordFormat(remainder, STATE_DTYPES[state_dtype], rule.states))
 
 
@@ -74,7 +81,7 @@ def _row(name: str, rule: Rule, record: RecordFormat) -> str:
     states = ", ".join(f"`{state}`" for state in rule.states) or "none"
     by = (
         "kernel"
-        if isinstance(rule, (AdamRule, KernelRule))
+        if isinstance(innermost(rule), (AdamRule, KernelRule))
         else "torch, whole parameters"
         if rule.whole
         else "torch, tiles"

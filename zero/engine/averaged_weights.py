@@ -1,0 +1,319 @@
+"""`engine.averaged_weights()`: inside, the weights are their averages, and afterwards what they were, to the bit.
+
+[Note: exchange] Sub-group by sub-group, through the same staging as an update. A plane that is the average (`ema`)
+trades places with the fp32 masters, which takes no memory. An average that follows from the masters and a plane
+(schedule-free) takes the masters' place; they are put aside meanwhile, 4 bytes each: in the swap space if there is one,
+else in host memory.
+
+[Note: failure] A sub-group whose read fails is as it was. One whose write fails has been exchanged: its planes keep the
+bytes in memory until a later write succeeds. So `groups` always says whose weights are averages; what could not be
+brought back is brought back by leaving another block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from typing_extensions import override
+
+from offload.errors import BudgetError, StateError
+from offload.kernels import masters
+from offload.memory.pinned import aligned_copy
+from offload.sizes import format_bytes
+from zero.assembly.assembly import Assembly
+from zero.assembly.model_changes import ModelChanges
+from zero.assembly.run import Run
+from zero.assembly.steps import StepListener, Steps
+from zero.exchange.together import Together
+from zero.optim.averages import EMA, part_of_plane, plane_of
+from zero.params.layout import SubGroup, Unit
+from zero.plan.machine import read_machine
+from zero.store.staging import StagedGroup
+from zero.store.storage import Storage
+
+OF_THE_WEIGHTS = {
+    *("backward", "step", "optimizer.step", "replan"),
+    *("save_checkpoint", "load_checkpoint", "save_snapshot", "load_snapshot"),
+}
+"""Calls that go on from the weights that are trained."""
+
+
+class AveragesShown(StepListener):
+    """What is shown as averages now; nothing trains, saves or replaces the weights meanwhile.
+
+    Attributes:
+        blocks: that are open, one inside the other.
+        groups: sub-groups whose weights are averages.
+        moving: they are being exchanged.
+    """
+
+    def __init__(self) -> None:
+        self.blocks, self.moving = 0, False
+        self.groups: set[SubGroup] = set()
+
+    @override
+    def check_open(self, what: str) -> None:
+        if what in OF_THE_WEIGHTS:
+            self._check(what)
+
+    @override
+    def rewrite_begins(self) -> None:
+        self._check("replacing weights")
+
+    def _check(self, what: str) -> None:
+        if (self.blocks or self.groups) and not self.moving:
+            raise StateError(
+                f"{what}: inside engine.averaged_weights() the weights are averages; call it outside"
+                + ("" if self.blocks else ". Leaving the block has failed: enter and leave it once more")
+            )
+
+
+class _Run(NamedTuple):
+    """A run of elements of a sub-group that becomes an average. All tensors are flat and of the same length."""
+
+    weight: torch.Tensor
+    remainder: torch.Tensor | None
+    plane: torch.Tensor
+    """What it becomes, or what that is made of."""
+    master: torch.Tensor
+    """fp32; of the memory that they pass through."""
+    part: float
+    """How far the weights go towards the plane."""
+
+
+class _MastersAside:
+    """The masters of sub-groups, put aside for a while."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._held: dict[SubGroup, torch.Tensor] = {}
+        self._places: dict[SubGroup, int] = {}  # In the swap space; they stay reserved for the next time.
+
+    def reserve(self, groups: list[SubGroup]) -> None:
+        """Raises BudgetError, StorageError: there is no room for them."""
+        missing = [group for group in groups if group not in self._places and group not in self._held]
+        disk, needed = self.storage.disk, sum(map(_master_bytes, missing))
+        if disk is not None:
+            offset = disk.swap.extend(needed) if missing else 0
+            for group in missing:
+                self._places[group] = offset
+                offset += _master_bytes(group)
+            return
+        machine = read_machine(self.storage.device)
+        if needed > machine.available_bytes:
+            raise BudgetError(
+                f"averaged_weights: the fp32 weights are put aside meanwhile, {format_bytes(needed)} of host memory, "
+                f"and {format_bytes(machine.available_bytes)} are free ({machine.available_source}); give "
+                "offload_optimizer an nvme_path, or train with ema_decay in place of AdamWScheduleFree"
+            )
+
+    async def put(self, group: SubGroup, values: torch.Tensor) -> None:
+        disk = self.storage.disk
+        if disk is None:
+            self._held[group] = values.cpu()
+            return
+        await disk.write(self._places[group], aligned_copy(values.cpu().view(torch.uint8)), "weights put aside")
+
+    async def take(self, group: SubGroup) -> torch.Tensor:
+        disk = self.storage.disk
+        if disk is None:
+            return self._held[group]
+        values = aligned_copy(torch.empty(_master_bytes(group), dtype=torch.uint8))
+        await disk.read(self._places[group], values, "weights put aside")
+        return values.view(torch.float32)
+
+    def forget(self, group: SubGroup) -> None:
+        self._held.pop(group, None)
+
+
+class AveragedWeights:
+    """`shown`: what is shown of them now."""
+
+    def __init__(self, run: Run, steps: Steps, changes: ModelChanges, shown: AveragesShown) -> None:
+        self._run, self._steps, self._changes, self._shown = run, steps, changes, shown
+        self._aside: _MastersAside | None = None
+        self._parts: Mapping[int, float] = {}  # Parameter index -> how far its weights go towards the plane.
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the engine's weights are averages, on every tier: to evaluate with, or to save or export.
+
+        They are the moving averages of `ema_decay`, or those of AdamWScheduleFree. Both the weights that forward uses
+        and their fp32 masters are; a parameter without an update so far is as it is. Afterwards the weights are what
+        they were, to the bit. Training and checkpoints inside are errors. All ranks come here.
+
+        Raises:
+            StateError: nothing is averaged; inside forward, backward or `GatheredParameters`; the engine is closed.
+            StorageError: the last step could not be completed, or a transfer failed; the weights are what they were.
+            BudgetError: there is no room for what is put aside.
+        """
+        shown = self._shown
+        self._steps.ready("averaged_weights")
+        self._run.parts.check_between("averaged_weights")
+        if not any(map(plane_of, self._run.rules.each)):
+            raise StateError(
+                'averaged_weights: nothing is averaged; set "ema_decay" in the config, or optimizer.type to '
+                '"AdamWScheduleFree"'
+            )
+        if not shown.blocks:
+            self._enter()
+        shown.blocks += 1
+        try:
+            yield
+        except BaseException:
+            if not self._run.closed:
+                self._run.parts.hooks.reset()  # torch calls no hooks for an interrupt: uses would stay open for ever
+            raise
+        finally:
+            shown.blocks -= 1
+            if not (shown.blocks or self._run.closed):
+                self._leave()
+
+    def _enter(self) -> None:
+        if not self._shown.groups:
+            self._changes.replan()
+            self._parts = self._averaged()
+        try:
+            self._exchange_all(shown=True)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        self._steps.ready("averaged_weights")
+        self._exchange_all(shown=False)
+
+    def _averaged(self) -> dict[int, float]:
+        """Those that have an average by now."""
+        updater, parts, found = self._run.updater, self._run.parts, dict[int, float]()
+        for group in updater.param_groups if updater is not None else []:
+            rule = self._run.rules.of(group)
+            for parameter in group["params"]:
+                progress = updater.progress.get(id(parameter)) if updater is not None else None
+                if progress is not None and plane_of(rule) in progress.present and id(parameter) in parts.index_of:
+                    found[parts.index_of[id(parameter)]] = part_of_plane(rule, group)
+        return found
+
+    def _exchange_all(self, *, shown: bool) -> None:
+        """Show averages, or what is trained, in every sub-group that does not yet. All ranks come here."""
+        self._shown.moving = True
+        try:
+            together = Together(self._run.exchange)
+            parts = together.do("averaged weights", self._steps.at_rest)  # nobody uses this rank's slices any more
+            try:
+                together.do("averaged weights", lambda: self._exchange(parts, shown=shown))
+            finally:
+                parts.coordinator.rewritten()
+        finally:
+            self._shown.moving = False
+        self._steps.ready("averaged_weights")
+
+    def _exchange(self, parts: Assembly, *, shown: bool) -> None:
+        done, storage = self._shown.groups, parts.storage
+        units = {group: self._units_in(parts, group) for group in storage.plan.sub_groups}
+        todo = [group for group in units if units[group] and (group in done) != shown]
+        if self._aside is None or self._aside.storage is not storage:
+            self._aside = _MastersAside(storage)
+        if shown:
+            self._aside.reserve([group for group in todo if self._plane_of(units[group][0]) != EMA])
+        for group in todo:
+            job = self._exchange_group(parts, self._aside, group, units[group], shown=shown)
+            storage.mover.run("averaged weights", job)
+
+    def _units_in(self, parts: Assembly, group: SubGroup) -> list[Unit]:
+        """Units that have a part of an average in the sub-group."""
+        units = parts.layout.units_in(group)
+        return [unit for unit in units if any(slot.index in self._parts for slot in unit.slots)]
+
+    def _plane_of(self, unit: Unit) -> str:
+        return plane_of(self._run.rules.each[unit.rule]) or EMA
+
+    async def _exchange_group(
+        self, parts: Assembly, aside: _MastersAside, group: SubGroup, units: list[Unit], *, shown: bool
+    ) -> None:
+        storage, done = parts.storage, self._shown.groups
+        is_ema = self._plane_of(units[0]) == EMA
+        staged = StagedGroup(storage, parts.layout, group, units)
+        await staged.lease("averaged weights")
+        try:
+            await staged.read()
+            # Padding and what has no average stay as they are; nobody looks at their masters.
+            kept = torch.zeros(group.end - group.begin, device=staged.state.bytes.device)
+            if not shown and not is_ema:
+                kept.copy_(await aside.take(group))
+            runs = list(self._runs(parts, staged, kept))
+            if shown or is_ema:
+                await _compute(storage, group, lambda: _read_masters(runs))
+            if shown and not is_ema:
+                await aside.put(group, kept)
+            change = _trade if is_ema else _average if shown else _write_masters
+            await _compute(storage, group, lambda: change(runs))
+            (done.add if shown else done.discard)(group)
+            await _write(staged)
+            if not shown:
+                aside.forget(group)
+        finally:
+            staged.release()
+
+    def _runs(self, parts: Assembly, staged: StagedGroup, kept: torch.Tensor) -> Iterator[_Run]:
+        """What is averaged of the sub-group, parameter by parameter."""
+        record, begin = staged.record(), staged.group.begin
+        for unit in staged.units:
+            states = parts.plan.states_of(unit)
+            plane = record.states.planes[states.index(self._plane_of(unit))]
+            weight = staged.weights[unit.index]
+            flat = weight.bytes.view(unit.dtype)
+            for slot in unit.slots:
+                first, last = unit.within(slot)
+                lo, hi = max(first, weight.begin), min(last, weight.end)
+                if slot.index in self._parts and lo < hi:
+                    at = slice(lo - begin, hi - begin)
+                    remainder = None if record.remainder is None else record.remainder[at]
+                    here = flat[lo - weight.begin : hi - weight.begin]
+                    yield _Run(here, remainder, plane[at], kept[at], self._parts[slot.index])
+
+
+def _read_masters(runs: list[_Run]) -> None:
+    for run in runs:
+        masters.whole(run.master, run.weight, run.remainder)
+
+
+def _write_masters(runs: list[_Run]) -> None:
+    for run in runs:
+        masters.part(run.weight, run.remainder, run.master)
+
+
+def _average(runs: list[_Run]) -> None:
+    for run in runs:
+        masters.part(run.weight, run.remainder, torch.lerp(run.master, run.plane, run.part))
+
+
+def _trade(runs: list[_Run]) -> None:
+    for run in runs:
+        masters.part(run.weight, run.remainder, run.plane)
+        run.plane.copy_(run.master)
+
+
+async def _compute(storage: Storage, group: SubGroup, work: Callable[[], None]) -> None:
+    if storage.compute(group).type == "cpu":
+        await storage.streams.compute_on_host(work)
+    else:
+        work()
+
+
+async def _write(staged: StagedGroup) -> None:
+    """Store what was exchanged. What cannot be stays in memory, where its plane reads it. Raises StorageError."""
+    results = await asyncio.gather(*(part.write() for part in staged.parts), return_exceptions=True)
+    failed = [(part, r) for part, r in zip(staged.parts, results, strict=True) if isinstance(r, BaseException)]
+    for part, _ in failed:
+        part.plane.strand(part.begin, part.end, aligned_copy(part.host_bytes))
+    if failed:
+        raise failed[0][1]
+
+
+def _master_bytes(group: SubGroup) -> int:
+    return 4 * (group.end - group.begin)

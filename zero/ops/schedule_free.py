@@ -1,0 +1,113 @@
+"""AdamW without a schedule (Defazio et al., "The Road Less Scheduled", arXiv:2405.15682).
+
+Three sequences, of which two are kept. `z` takes the steps, `x` is the average of `z` that one uses in the end, and
+gradients are taken at `y = (1 - beta1) z + beta1 x`, a point between them. The parameters hold `y` while they train and
+`x` while they are used; `z` is a state, and whichever of `x` and `y` is not held follows from the two others.
+
+[Note: numbers of a group] The weight of a step in the average is `k^r lr_max^p`, where `k` counts steps and `lr_max` is
+the largest rate so far, so that steps of a warmup count little. `k`, `lr_max` and the sum of the weights stand in the
+param group: they are the same for all its parameters, and go into its state dict.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.errors import StateError
+from zero.ops.stepping import PlainOptimizer
+
+
+class AdamWScheduleFree(PlainOptimizer):
+    """AdamW with averaging in place of a schedule; states `z` and `exp_avg_sq`.
+
+    Call `eval()` before the parameters are used or saved, and `train()` before they go on. It begins in training: until
+    the first step all three sequences are the same.
+
+    Args:
+        params: parameters or param groups.
+        lr: learning rate, constant after the warmup; one to ten times that of AdamW with a schedule.
+        betas: of the point where gradients are taken, and of the average of their squares.
+        eps: added to the denominator.
+        weight_decay: of `y`, times the rate.
+        warmup_steps: in which the rate rises.
+        r: power of a step's number in its weight in the average.
+        weight_lr_power: power of the largest rate so far in it.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.0025,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        average = {"warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}
+        numbers = {"k": 0, "lr_max": -1.0, "weight_sum": 0.0, "scheduled_lr": 0.0, "train_mode": True}
+        super().__init__(params, {**options, **average, **numbers})
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Count a step of the group: its rate, and its weight in the average.
+
+        Raises:
+            StateError: the parameters hold `x`.
+        """
+        if not group["train_mode"]:
+            raise StateError("AdamWScheduleFree.step: the parameters hold their averages; call optimizer.train() first")
+        warmup, before = group["warmup_steps"], group["k"]
+        lr = float(group["lr"]) * ((before + 1) / warmup if before < warmup else 1.0)
+        group.update(k=before + 1, scheduled_lr=lr, lr_max=max(lr, group["lr_max"]))
+        group["weight_sum"] += _weight(group)
+
+    def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Move `z` by a step of Adam without momentum, and `y` along with `z` and its average."""
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        lr, decay = group["scheduled_lr"], float(group["weight_decay"])
+        part = _weight(group) / group["weight_sum"] if group["weight_sum"] else 0.0  # of this step in the average
+        if "z" not in state:
+            state["z"] = weight.clone()
+        z, square = state["z"], self.plane(state, "exp_avg_sq", weight)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        change = grad.div(square.div(1 - beta2 ** group["k"]).sqrt_().add_(group["eps"]))
+        if decay:
+            change.add_(weight, alpha=decay)
+        weight.lerp_(z, part).add_(change, alpha=lr * (beta1 * (1 - part) - 1))
+        z.sub_(change, alpha=lr)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Let the parameters hold their averages `x`; nothing happens if they do."""
+        for group in self.param_groups:
+            if group["train_mode"]:
+                self._move_to_z(group, averaging(float(group["betas"][0])))
+                group["train_mode"] = False
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Let the parameters hold `y` again, but for rounding; nothing happens if they do."""
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                self._move_to_z(group, 1 - float(group["betas"][0]))
+                group["train_mode"] = True
+
+    def _move_to_z(self, group: dict[str, Any], part: float) -> None:
+        for parameter in group["params"]:
+            if "z" in self.state.get(parameter, {}):
+                parameter.lerp_(self.state[parameter]["z"].to(parameter.dtype), part)
+
+
+def averaging(beta1: float) -> float:
+    """How far `y` is to go towards `z` to be `x`: away from it. `beta1` 0 keeps no average: `y` is `z`."""
+    return 1 - 1 / beta1 if beta1 else 0.0
+
+
+def _weight(group: dict[str, Any]) -> float:
+    weight: float = group["k"] ** group["r"] * group["lr_max"] ** group["weight_lr_power"]
+    return weight

@@ -1,0 +1,157 @@
+"""Averages of the weights: what keeps them beside an update, and how weights become them.
+
+[Note: two kinds] With `ema_decay` any rule is wrapped in one that keeps an exponential moving average of the fp32
+masters as one more plane, `ema`: it begins at the weights before a parameter's first update, and every update of the
+parameter moves it. `AdamWScheduleFree` keeps no average: it follows from the weights and from `z`.
+
+[Note: one pass] A run is updated in pieces that stay in the cache, and each piece's average is moved before the next
+piece: the masters are not read from memory again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.errors import ConfigError
+from offload.kernels import masters, tile_threads
+from zero.config import Config
+from zero.ops.schedule_free import AdamWScheduleFree, averaging
+from zero.optim.rules import Progress, Rule, Rules, Scalar, TiledRule, UpdateRun, each_tile
+from zero.plan.record import States
+
+EMA, OF_SCHEDULE_FREE = "ema", "z"
+
+
+class EmaValues(NamedTuple):
+    """Of one parameter in one step."""
+
+    inner: Any
+    first: bool
+    """The average begins with this update."""
+
+
+class EmaRule:
+    """A rule with an average of the weights that it makes.
+
+    Args:
+        inner: updates the weights.
+        decay: of the average: what is left of it after an update.
+    """
+
+    def __init__(self, inner: Rule, decay: float) -> None:
+        self.inner, self._part = inner, 1 - decay
+        self.name, self.whole = inner.name, inner.whole
+        self.states: tuple[str, ...] = (*inner.states, EMA)
+        self.defaults: Mapping[str, Any] = inner.defaults
+        self.scalars: Mapping[str, Scalar] = inner.scalars
+        self.fills: Mapping[str, float] = inner.fills
+
+    def begin(self) -> None:
+        """As the inner rule."""
+        self.inner.begin()
+
+    def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> EmaValues:
+        """What the inner rule has fixed, and whether there is an average."""
+        first = count == 1 or progress is None or EMA not in progress.present
+        if progress is not None:
+            progress = replace(progress, present=tuple(name for name in progress.present if name != EMA))
+        return EmaValues(self.inner.values(group, count, progress), first)
+
+    def after(self, values: EmaValues) -> tuple[Progress, Mapping[str, Any]]:
+        """As the inner rule; there is an average."""
+        progress, changed = self.inner.after(values.inner)
+        known = progress or Progress((), self.inner.states)
+        return replace(known, present=(*known.present, EMA)), changed
+
+    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
+        """Piece by piece the weights, and then their average."""
+        for piece in [run] if self.whole else _pieces(run):
+            *planes, average = piece.states.planes
+            for begin, end, values in piece.segments:
+                if values.first:
+                    masters.whole(average[begin:end], *_stored(piece, slice(begin, end)))
+            segments = [(begin, end, values.inner) for begin, end, values in piece.segments]
+            self.inner.update(piece._replace(states=States(tuple(planes)), segments=segments), grad_scale, threads)
+            self._average(piece, average, threads)
+
+    def _average(self, run: UpdateRun, average: torch.Tensor, threads: int) -> None:
+        """As `torch.optim.swa_utils.get_ema_multi_avg_fn`, to the bit."""
+
+        def move(at: slice, values: EmaValues) -> None:
+            weight, stored = _stored(run, at)
+            if stored is not None:
+                narrow, weight = weight, torch.empty_like(weight, dtype=torch.float32)
+                masters.whole(weight, narrow, stored)
+            average[at].lerp_(weight, self._part)
+
+        each_tile(run, move, threads)
+
+
+def _stored(run: UpdateRun, at: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return run.weight[at], None if run.master is None else run.master[at]
+
+
+def _pieces(run: UpdateRun) -> Iterator[UpdateRun]:
+    """The run in pieces, on the host; what a GPU does to it is one call anyway."""
+    whole, numel = run.weight.numel(), tile_threads.WORTH_THREADS_NUMEL
+    if run.weight.device.type != "cpu" or whole <= numel:
+        yield run
+        return
+    for lo in range(0, whole, numel):
+        hi = min(lo + numel, whole)
+        cut = ((max(begin, lo) - lo, min(end, hi) - lo, values) for begin, end, values in run.segments)
+        yield UpdateRun(
+            *_stored(run, slice(lo, hi)),
+            run.states.part(lo, hi),
+            run.gradient[lo:hi],
+            [segment for segment in cut if segment[0] < segment[1]],
+        )
+
+
+def innermost(rule: Rule) -> Rule:
+    """What updates the weights."""
+    return rule.inner if isinstance(rule, EmaRule) else rule
+
+
+def with_averages(rules: Rules, config: Config) -> Rules:
+    """The rules, with an average of the weights if the configuration asks for one.
+
+    Raises:
+        ConfigError: states or masters are not fp32, or the rule averages anyway.
+    """
+    if config.ema_decay is None:
+        return rules
+    stored = config.zero_optimization.offload_optimizer.state_dtype
+    if stored != "fp32":
+        raise ConfigError(
+            f"ema_decay: an average is kept in fp32, and zero_optimization.offload_optimizer.state_dtype is {stored}; "
+            "set it to fp32, or leave ema_decay out"
+        )
+    if config.bf16_masters:
+        raise ConfigError(
+            "ema_decay: an average is of fp32 masters, and bf16.bf16_master_weights_and_grads keeps none; set it to "
+            "false, or leave ema_decay out"
+        )
+    if any(plane_of(rule) for rule in rules.each):
+        raise ConfigError(
+            f"ema_decay: {rules.names} averages the weights already (engine.averaged_weights() shows them); leave "
+            "ema_decay out"
+        )
+    return replace(rules, each=tuple(EmaRule(rule, config.ema_decay) for rule in rules.each))
+
+
+def plane_of(rule: Rule) -> str | None:
+    """The name of the plane from which averages come; None: there are none."""
+    if isinstance(rule, EmaRule):
+        return EMA
+    free = isinstance(rule, TiledRule) and issubclass(rule.kind, AdamWScheduleFree)
+    return OF_SCHEDULE_FREE if free else None
+
+
+def part_of_plane(rule: Rule, group: Mapping[str, Any]) -> float:
+    """How far weights go towards that plane to be averages: all the way where the plane is the average."""
+    return 1.0 if isinstance(rule, EmaRule) else averaging(float(group["betas"][0]))
