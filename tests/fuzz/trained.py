@@ -68,11 +68,14 @@ class Trained(Side):
             return None
         model = made(self.case.blocks, self.case.ways)
         with zero.initialize(model=model, config=self._config())[0] as engine:
-            rows = engine.plan.rows
+            rows, in_flight = engine.plan.rows, engine.plan.records_in_flight
+            whole_numel = max((unit.shard_numel for unit in engine.units if unit.whole), default=0)
+        # What is updated whole is cut nowhere else than between parameters, and its padding is widened with it.
+        widening_bytes = max(WIDENING_BYTES, 4 * in_flight * whole_numel)
         on = {tier: sum(row.nbytes for row in rows if row.tier == tier) for tier in ("host", "nvme")}
-        if (1 - self.place.cached) * on["nvme"] < WIDENING_BYTES:
+        if (1 - self.place.cached) * on["nvme"] < widening_bytes:
             return None  # all of it would be in memory, and no file be there for a gradient that is widened
-        return int(on["host"] + WIDENING_BYTES + self.place.cached * on["nvme"])
+        return int(on["host"] + widening_bytes + self.place.cached * on["nvme"])
 
     # ---- training -------------------------------------------------------------------------------------
 
