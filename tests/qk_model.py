@@ -58,7 +58,8 @@ def config_of(
 
 
 def loss_of(trainer: Any, index: int) -> Tensor:
-    loss: Tensor = trainer(tokens(index), labels=tokens(index)).loss
+    given = tokens(index).to(trainer.device)
+    loss: Tensor = trainer(given, labels=given).loss
     return loss
 
 
