@@ -39,9 +39,12 @@ def training_config(tier: str, path: Path | str, shape: Shape) -> dict[str, Any]
     }
 
 
-def our_config(tier: str, path: Path | str, shape: Shape, budget: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Ours: lean unless a `memory_budget` is given."""
+def our_config(
+    tier: str, path: Path | str, shape: Shape, budget: Mapping[str, Any] | None = None, optimizer: str = "AdamW"
+) -> dict[str, Any]:
+    """Ours: lean unless a `memory_budget` is given; another optimizer has AdamW's parameters."""
     config = training_config(tier, path, shape)
+    config["optimizer"]["type"] = optimizer
     return config if budget is None else {**config, "memory_budget": dict(budget)}
 
 
@@ -88,10 +91,16 @@ class Bench:
         self.inside: tuple[str, ...] = ()
         self._lock: tuple[str, ...] = () if options.lock is None else ("flock", options.lock)
 
-    def ours(self, tier: str, budget: Mapping[str, Any] | None = None, shape: Shape | None = None) -> Candidate:
+    def ours(
+        self,
+        tier: str,
+        budget: Mapping[str, Any] | None = None,
+        shape: Shape | None = None,
+        optimizer: str = "AdamW",
+    ) -> Candidate:
         """This project's engine."""
         shape = shape or self.shape
-        config = our_config(tier, self.path, shape, budget)
+        config = our_config(tier, self.path, shape, budget, optimizer)
         return lambda: self._run(OURS, shape, contestant="ours", config=config, path=str(self.path))
 
     def rival(self, tier: str, settings: Mapping[str, Any], shape: Shape | None = None) -> Candidate:
@@ -112,6 +121,10 @@ class Bench:
         """The bytes of a step, read alone and then written alone."""
         sizes = {"read_bytes": round(read_bytes), "write_bytes": round(write_bytes)}
         return lambda: self._run(OURS, self.shape, contestant="disk", path=str(self.path), **sizes)
+
+    def newton_schulz(self) -> Candidate:
+        """The orthogonalizations of a step with Muon, and nothing else."""
+        return lambda: self._run(OURS, self.shape, contestant="newton_schulz")
 
     def activations(self, shape: Shape) -> Candidate:
         """Memory that a step of plain torch takes beside weights and gradients."""

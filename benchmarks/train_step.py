@@ -3,6 +3,7 @@
 By default the 336 M-parameter one: 16 layers, hidden 1280, vocabulary 8192, 2 x 64 tokens, bf16, AdamW, clipping.
 On NVMe three times: lean (no memory budget), with a third of DeepSpeed's peak memory, and with all memory that is
 free. The floor is the slower of plain torch's forward and backward and of the step's bytes read and written alone.
+With `--optimizer Muon` another question: what such a step costs next to AdamW's, and to its Newton-Schulz iterations.
 Each run is a process of its own, so that peak memory is its own too.
 """
 
@@ -17,6 +18,7 @@ from benchmarks.contestants import Bench, add_arguments, floor_contended, rival_
 from benchmarks.rivals import deepspeed_setup
 
 DISK_FLOOR, COMPUTE_FLOOR, RIVAL = "read + write alone", "compute floor", "deepspeed"
+ORTHOGONAL = "Newton-Schulz alone"
 NVME_MARKS = {"lean": 0.50, "at a third": 0.45, "auto": 0.25}
 """Most that our step may take of DeepSpeed's."""
 FLOOR_MARK = 1.25
@@ -33,12 +35,15 @@ def main() -> None:
     add_arguments(parsed)
     parsed.add_argument("--tier", nargs="+", choices=["nvme", "cpu", "none"], default=["nvme", "cpu"])
     parsed.add_argument("--alone", action="store_true", help="our engine only: no rival, no floors (so with none)")
+    parsed.add_argument("--optimizer", choices=["AdamW", "Muon"], default="AdamW", help="Muon: next to AdamW, no rival")
     options = parsed.parse_args()
     report = Report("train_step", __doc__, options, folders=[options.path])
     bench = Bench(options)
     report.figure("parameters", bench.shape.numel, f"{bench.shape.numel:,}")
     for tier in options.tier:
-        if tier == "nvme" and not options.alone:
+        if options.optimizer == "Muon":
+            muon(report, bench, tier, options)
+        elif tier == "nvme" and not options.alone:
             nvme(report, bench, options)
         elif tier == "cpu" and not options.alone:
             cpu(report, bench, options)
@@ -94,6 +99,24 @@ def cpu(report: Report, bench: Bench, options: argparse.Namespace) -> None:
     if best is not None:
         report.mark("cpu: ours / deepspeed, step time", time_ratios(series, "lean"), at_most=CPU_TIME_MARK)
         report.mark("cpu: ours / deepspeed, peak memory", rss_ratios(series, "lean"), at_most=CPU_RSS_MARK)
+
+
+def muon(report: Report, bench: Bench, tier: str, options: argparse.Namespace) -> None:
+    """Lean steps of both optimizers on one tier, and Muon's iterations against the rate of bf16 matmuls."""
+    candidates = {name: bench.ours(tier, optimizer=name) for name in ("AdamW", "Muon")}
+    series = measure(
+        tier, {**candidates, ORTHOGONAL: bench.newton_schulz()}, rounds=options.rounds, warmups=0, disk=options.path
+    )
+    report.keep(series)
+    rate = series.median(ORTHOGONAL, "flops_per_second")
+    report.figure(f"{tier}: bf16 matmul", rate, f"{rate / 1e12:.3f} TFLOP/s")
+    floor = series.ratios(lambda r: r[ORTHOGONAL].seconds / r[ORTHOGONAL].figures["floor_seconds"])
+    report.mark(f"{tier}: {ORTHOGONAL} / its operations at that rate", floor)
+    for other in ("AdamW", ORTHOGONAL):
+        ratios = series.ratios(lambda r, other=other: r["Muon"].seconds / r[other].seconds)
+        report.mark(f"{tier}: Muon / {other}, step time", ratios)
+    for name in candidates if tier == "nvme" else ():
+        show_bytes(report, bench, series, name)
 
 
 def rival_at_its_best(report: Report, bench: Bench, tier: str) -> Series | None:

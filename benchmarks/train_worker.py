@@ -1,13 +1,14 @@
 """One contestant of a training question, once, in a process of its own: `python -m benchmarks.train_worker SPEC`.
 
-SPEC is JSON: `contestant` (ours, plain, activations, disk), `shape`, `warmup`, `steps`, and what the functions below
-ask for.
+SPEC is JSON: `contestant` (ours, plain, activations, newton_schulz, disk), `shape`, `warmup`, `steps`, and what the
+functions below ask for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import statistics
 import sys
@@ -19,20 +20,25 @@ from typing import Any
 
 import psutil
 import torch
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _zeropower_via_newtonschulz
 
 import zero
 from benchmarks.loop import emit, peak_rss_bytes, saved_bytes, timed_steps
 from benchmarks.models import GPT, Samples
 from benchmarks.shapes import Shape
+from offload.accelerator import compute_device
 from offload.disk.aio import AioOptions, open_aio
 from offload.disk.swapfile import SwapSpace
 from offload.memory.pinned import keep_freed_memory, map_host, return_freed_memory, tensor_over
 from offload.planes.planes import Disk
 from offload.sizes import PAGE_BYTES, align_up
+from zero.optim.muon import is_hidden_matrix
 
 RECORD_BYTES = 48 << 20
 """A sub-group's record and weights: what a step moves at once."""
 RECORDS_IN_FLIGHT = 4
+NS_STEPS, COEFFICIENTS = 5, (DEFAULT_A, DEFAULT_B, DEFAULT_C)
+MATMULS = 20
 
 
 def ours(spec: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +103,43 @@ def plain(spec: dict[str, Any]) -> dict[str, Any]:
 
     measured = timed_steps(step, warmup=spec["warmup"], steps=spec["steps"])
     return {**measured, "forward_seconds": statistics.mean(forward[spec["warmup"] :])}
+
+
+def newton_schulz(spec: dict[str, Any]) -> dict[str, Any]:
+    """The orthogonalizations of a step with Muon, alone: torch's iteration over a matrix of each hidden one's shape.
+
+    `floor_seconds`: as long as their operations take at `flops_per_second`, the better rate of two matmuls of bf16
+    matrices of the model's width, one measured before and one after the steps.
+    """
+    shape, device = Shape(**spec["shape"]), compute_device()
+    with torch.device("meta"):
+        shapes = [tuple(p.shape) for name, p in GPT(shape).named_parameters() if is_hidden_matrix(name, p)]
+    matrices = {each: torch.randn(each, device=device) for each in shapes}
+
+    def step() -> None:
+        for each in shapes:
+            _zeropower_via_newtonschulz(matrices[each], COEFFICIENTS, NS_STEPS, EPS)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    rates = [matmul_flops_per_second(shape.width, device)]
+    measured = timed_steps(step, warmup=spec["warmup"], steps=spec["steps"])
+    rates.append(matmul_flops_per_second(shape.width, device))
+    flops = sum(NS_STEPS * (4 * m * n + 2 * m * m) * m for m, n in map(sorted, shapes))
+    return {**measured, "flops": flops, "flops_per_second": max(rates), "floor_seconds": flops / max(rates)}
+
+
+def matmul_flops_per_second(width: int, device: torch.device) -> float:
+    """Of a bf16 matrix of (width, 4 width) times its transpose: the best of some."""
+    wide = torch.randn(width, 4 * width, device=device).bfloat16()
+    best = math.inf
+    for _ in range(MATMULS):
+        begin = time.perf_counter()
+        wide @ wide.T
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return 8 * width**3 / best
 
 
 def activations(spec: dict[str, Any]) -> dict[str, Any]:
@@ -184,8 +227,8 @@ def main() -> None:
     """Run the contestant that the specification names and print its figures."""
     spec = json.loads(sys.argv[1])
     torch.manual_seed(0)
-    contestant = {"ours": ours, "plain": plain, "disk": disk, "activations": activations}[spec["contestant"]]
-    result = contestant(spec)
+    known = {"ours": ours, "plain": plain, "disk": disk, "activations": activations, "newton_schulz": newton_schulz}
+    result = known[spec["contestant"]](spec)
     emit("done", **result, peak_rss_bytes=peak_rss_bytes(), torch=torch.__version__)
 
 

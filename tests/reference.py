@@ -231,12 +231,14 @@ class Reference:
         self.coefficients.append(coefficient)
         parameters = dict(self.model.named_parameters())
         for name, grad in self.grads.items():
-            state = self.states[name]
-            adam(state, grad, coefficient, self.hyper_of(name))
-            parameters[name].data = self._weight(state.master)
+            self._update(name, grad, coefficient)
+            parameters[name].data = self._weight(self.states[name].master)
         self.grads.clear()
         if self.on_step is not None:
             self.on_step()
+
+    def _update(self, name: str, grad: Tensor, coefficient: float) -> None:
+        adam(self.states[name], grad, coefficient, self.hyper_of(name))
 
     def edit(self, name: str, value: Tensor) -> None:
         """Set a parameter by hand, as inside GatheredParameters: the master follows where the weight changed."""

@@ -24,6 +24,7 @@ from zero.engine.memory_estimates import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from zero.engine.pretrained import load_pretrained
+from zero.engine.qk_clip import observe_attention_logits
 from zero.optim.offload_optimizer import OffloadOptimizer
 from zero.params.gathering import GatheredParameters
 from zero.params.initialisation import Init
@@ -70,6 +71,7 @@ __all__ = [
     "initialize",
     "load_pretrained",
     "load_state_dict_from_zero_checkpoint",
+    "observe_attention_logits",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

@@ -130,6 +130,24 @@ def test_train_step_alone_measures_our_engine_on_each_tier(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
+def test_train_step_with_muon_is_held_against_adamw_and_its_iterations(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    content = answer(monkeypatch, tmp_path, "train_step", *TINY, "--optimizer", "Muon", "--tier", "nvme")
+    (series,) = content["series"]
+    alone = series["tried"][0]["Newton-Schulz alone"]["figures"]
+    shape = SHAPES["tiny"]
+    blocks = shape.layers * (2 * (4 * 4 + 2) + (4 * 3 + 2) + (4 + 2)) * shape.width**3
+    head, position = (shape.width, shape.vocabulary), (shape.sequence, shape.width)  # (smaller, larger) dimension
+    assert alone["flops"] == 5 * (blocks + sum((4 * m * n + 2 * m * m) * m for m, n in (head, position)))
+    moved = {
+        name: content["figures"][f"nvme: {name}, bytes per parameter and step"]["ours"] for name in ("AdamW", "Muon")
+    }
+    assert 0 < moved["Muon"] < moved["AdamW"], "a matrix has one state"
+    assert "nvme: Muon / AdamW, step time" in marks(content)
+
+
+@pytest.mark.slow
 def test_faults_are_counted_for_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     content = answer(monkeypatch, tmp_path, "faults", *TINY, "--tokens", "32")
     assert {what: mark["at_most"] for what, mark in marks(content).items()} == {

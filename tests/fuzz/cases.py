@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fuzz.blocks import BLOCKS, WAYS, made
+from fuzz.optimizers import OPTIMIZERS
 from ranks_runs import Place, Run
 
 from offload.sizes import BLOCK_NUMEL
@@ -32,6 +33,7 @@ class Case:
     Attributes:
         places: where bytes live: the first to begin with, the others after a resume.
         alias: units may be used where they lie.
+        optimizer: by its name.
     """
 
     seed: int
@@ -41,9 +43,11 @@ class Case:
     places: tuple[Place, ...]
     alias: bool
     ops: tuple[Op, ...]
+    optimizer: str
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}: {', '.join(self.blocks)}; {', '.join(self.ways) or 'no ways'}; {self.run.name}"]
+        lines = [f"seed {self.seed}: {', '.join(self.blocks)}; {', '.join(self.ways) or 'no ways'}"]
+        lines[0] += f"; {self.run.name}; {self.optimizer}"
         lines += [f"  {'at first' if i == 0 else f'place {i}'}: {place.name}" for i, place in enumerate(self.places)]
         return "\n".join([*lines, *(f"  {op.kind}{op.args}" for op in self.ops)])
 
@@ -54,7 +58,8 @@ WEIGHTS = {
     "freeze": 1, "thaw": 2, "offload": 1, "empty_cache": 1,
 }  # fmt: skip
 TRAINED_BY = {"engine": 4, "bare": 3, "scaled": 2, "two losses": 1, "two backwards": 1}
-PLANES = ("master", "exp_avg", "exp_avg_sq", "grad")
+PLANES = ("master", "first state", "second state", "grad")
+"""Where there is one state only, it is the second too."""
 
 
 def drawn(seed: int, ranks: int) -> Case:
@@ -67,7 +72,11 @@ def drawn(seed: int, ranks: int) -> Case:
     count = rng.randint(OPERATIONS_MIN, OPERATIONS_MAX)
     ops = tuple(op for _ in range(count) for op in _phrase(rng, blocks, ways, run))[:OPERATIONS_MAX]
     places = tuple(_place(rng, run) for _ in range(PLACES))
-    return Case(seed, blocks, ways, run, places, rng.random() < 0.7, ops)
+    alias = rng.random() < 0.7
+    # Of a generator of its own: what was drawn of a seed before there were several is drawn still.
+    weights = [optimizer.weight for optimizer in OPTIMIZERS.values()]
+    optimizer = random.Random(f"optimizer {seed} {ranks}").choices(list(OPTIMIZERS), weights)[0]
+    return Case(seed, blocks, ways, run, places, alias, ops, optimizer)
 
 
 def _phrase(rng: random.Random, blocks: tuple[str, ...], ways: tuple[str, ...], run: Run) -> list[Op]:

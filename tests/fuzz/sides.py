@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from fuzz.blocks import SAMPLES, TOKENS, WIDTH, made
-from fuzz.cases import Case
+from fuzz.cases import PLANES, Case
+from fuzz.optimizers import of_parameter
 from torch import Tensor
 
 Told = dict[str, Any]
 """What an operation has shown."""
-STATES = ("exp_avg", "exp_avg_sq")
 
 
 class Each(list[Any]):
@@ -48,6 +48,7 @@ class Side:
         self.place = self.case.places[0]
         model = made(self.case.blocks, self.case.ways)
         self.standing = Standing(frozenset(name for name, p in model.named_parameters() if p.requires_grad))
+        self.updated_by = {name: of_parameter(self.case.optimizer, name, p) for name, p in model.named_parameters()}
 
     @property
     def amid(self) -> bool:
@@ -104,12 +105,16 @@ class Side:
             self.require(name, True)
 
     def set_full(self, name: str, plane: str, factor: float) -> Told:
-        return {"before": self.replace(name, plane, factor, local=False), **self.read_one(name)}
+        return {"before": self.replace(name, self._plane(name, plane), factor, local=False), **self.read_one(name)}
 
     def set_local(self, name: str, plane: str, factor: float) -> Told:
         if plane == "grad" and self.deferred:
             return {}  # nothing is reduced yet, so there is no part of this rank's
-        return {"before": self.replace(name, plane, factor, local=True), **self.read_one(name)}
+        return {"before": self.replace(name, self._plane(name, plane), factor, local=True), **self.read_one(name)}
+
+    def _plane(self, name: str, drawn: str) -> str:
+        states = self.updated_by[name].states
+        return {PLANES[1]: states[0], PLANES[2]: states[-1]}.get(drawn, drawn)
 
     @property
     def deferred(self) -> bool:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from fuzz.blocks import Stumble, batch, made
 from fuzz.cases import Case
-from fuzz.sides import STATES, Side, Told, changed, inputs_of_a_block
+from fuzz.optimizers import block_of
+from fuzz.sides import Side, Told, changed, inputs_of_a_block
 from probe import units_read_once
 from ranks_runs import quiet
 from torch import Tensor
@@ -54,21 +55,27 @@ class Trained(Side):
         model = made(self.case.blocks, self.case.ways, seed)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in self.standing.trained)
-        config = self.place.config(self.case.run, self.folder, self._budget())
-        self.engine = zero.initialize(model=model, config=config)[0]
+        self.engine = zero.initialize(model=model, config=self._config(self._budget()))[0]
         self.parameters = dict(model.named_parameters())
+
+    def _config(self, host_bytes: int | None = None) -> dict[str, Any]:
+        config = self.place.config(self.case.run, self.folder, host_bytes)
+        return {**config, "optimizer": block_of(self.case.optimizer)}
 
     def _budget(self) -> int | None:
         """What the place's `cached` stands for, and what a plan with a budget needs for gradients that are widened."""
         if self.place.cached is None:
             return None
         model = made(self.case.blocks, self.case.ways)
-        with zero.initialize(model=model, config=self.place.config(self.case.run, self.folder))[0] as engine:
-            rows = engine.plan.rows
+        with zero.initialize(model=model, config=self._config())[0] as engine:
+            rows, in_flight = engine.plan.rows, engine.plan.records_in_flight
+            whole_numel = max((unit.shard_numel for unit in engine.units if unit.whole), default=0)
+        # What is updated whole is cut nowhere else than between parameters, and its padding is widened with it.
+        widening_bytes = max(WIDENING_BYTES, 4 * in_flight * whole_numel)
         on = {tier: sum(row.nbytes for row in rows if row.tier == tier) for tier in ("host", "nvme")}
-        if (1 - self.place.cached) * on["nvme"] < WIDENING_BYTES:
+        if (1 - self.place.cached) * on["nvme"] < widening_bytes:
             return None  # all of it would be in memory, and no file be there for a gradient that is widened
-        return int(on["host"] + WIDENING_BYTES + self.place.cached * on["nvme"])
+        return int(on["host"] + widening_bytes + self.place.cached * on["nvme"])
 
     # ---- training -------------------------------------------------------------------------------------
 
@@ -158,7 +165,7 @@ class Trained(Side):
 
     def read_one(self, name: str) -> Told:
         p = self.parameters[name]
-        told: Told = {key: utils.safe_get_full_optimizer_state(p, key) for key in STATES}
+        told: Told = {key: utils.safe_get_full_optimizer_state(p, key) for key in self.updated_by[name].states}
         told |= {"weight": self.engine.full_parameter(name), "master": utils.safe_get_full_fp32_param(p)}
         told["step"] = None if told["master"] is None else self.engine.full_state(name)["step"]
         return {**told, "grad": utils.safe_get_full_grad(p)}

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from fuzz.blocks import Stumble, batch, made
 from fuzz.cases import Case
-from fuzz.sides import STATES, Each, Side, Told, changed, inputs_of_a_block
+from fuzz.optimizers import Optimizer, fresh, update
+from fuzz.sides import Each, Side, Told, changed, inputs_of_a_block
 from ranks_runs import HYPER
-from reference import Hyper, Reference, State
+from reference import Hyper, Reference, fp32
 from torch import Tensor
 
 
@@ -24,6 +25,12 @@ class Replica(Reference):
     """In the last backward: one for each time that it gave one."""
     waiting: dict[str, Tensor] = field(default_factory=dict)
     """Sums of this rank alone, fp32."""
+    updated_by: dict[str, Optimizer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.states:
+            self.join(name)
 
     def _contribute(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is None:
@@ -46,8 +53,19 @@ class Replica(Reference):
 
     def join(self, name: str) -> None:
         """A parameter is trained from now on that was not."""
-        master = self.model.get_parameter(name).detach().float().clone()
-        self.states[name] = State(master, torch.zeros_like(master), torch.zeros_like(master))
+        known = self.states.get(name)
+        master = self.model.get_parameter(name).detach().float().clone() if known is None else known.master
+        self.states[name] = fresh(self.updated_by[name], master)
+
+    def _update(self, name: str, grad: Tensor, coefficient: float) -> None:
+        optimizer, state = self.updated_by[name], self.states[name]
+        if optimizer.kind is None:
+            return super()._update(name, grad, coefficient)
+        return update(optimizer, state, grad.float() * fp32(coefficient), self.hyper_of(name).lr)
+
+    def full_state(self, name: str) -> dict[str, Any]:
+        state = self.states[name]
+        return {"step": state.step, **{key: getattr(state, key).clone() for key in self.updated_by[name].states}}
 
 
 class Witness(Side):
@@ -63,7 +81,9 @@ class Witness(Side):
     def _replica(self) -> Replica:
         run, hyper = self.case.run, {**HYPER, "betas": tuple(HYPER["betas"])}
         model = made(self.case.blocks, self.case.ways)
-        return Replica(model, lambda name: Hyper(**{**hyper, "lr": self.lr}), run.bf16, run.clipping, run.accumulation)
+        hyper_of = lambda name: Hyper(**{**hyper, "lr": self.lr})  # noqa: E731
+        options = (run.bf16, run.clipping, run.accumulation)
+        return Replica(model, hyper_of, *options, updated_by=self.updated_by)
 
     @property
     def first(self) -> Replica:
@@ -208,7 +228,7 @@ class Witness(Side):
         return before
 
     def read_one(self, name: str) -> Told:
-        told: Told = dict.fromkeys(("master", *STATES, "step", "grad"))
+        told: Told = dict.fromkeys(("master", *self.updated_by[name].states, "step", "grad"))
         told["weight"] = self.first.full_parameter(name)
         if name in self.first.states:
             state = self.first.full_state(name)

@@ -76,6 +76,20 @@ class Lamb(torch.optim.Optimizer):
                     p.sub_(p.grad * p.norm() / p.grad.norm(), alpha=group["lr"])
 
 
+class Bounded(torch.optim.Optimizer):
+    """As Lamb, and no shorter than a bound, which is above the ratio of a weight and a gradient of one size."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (p.norm() / p.grad.norm()).clamp(min=1.5), alpha=group["lr"])
+
+
 class Global(torch.optim.SGD):
     """Counts its steps in the object."""
 
@@ -120,7 +134,7 @@ def opened(
 
 
 @pytest.mark.parametrize("pair", [("none", "none"), NVME])
-@pytest.mark.parametrize("kind", [Drifting, Slower, Ahead, Lamb])
+@pytest.mark.parametrize("kind", [Drifting, Slower, Ahead, Lamb, Bounded])
 def test_a_class_of_the_users_gives_the_bits_that_it_gives_alone(
     open_engine: Open, nvme_path: Path, kind: Any, pair: tuple[str, str]
 ) -> None:

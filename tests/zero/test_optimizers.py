@@ -21,6 +21,7 @@ from offload.errors import ConfigError, StateError
 from zero.ops.lamb import Lamb
 from zero.ops.lion import Lion
 from zero.ops.schedule_free import AdamWScheduleFree
+from zero.optim.make_rule import rule_for
 from zero.values.fragments import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 
 STEPS = 8
@@ -101,6 +102,46 @@ def test_it_equals_torch_bit_for_bit(
     assert differences(held_by(engine, model), plain.held()) == []
     counts = {name: engine.full_state(name)["step"] for name in ("inside.weight", "branches.1.weight", "idle.weight")}
     assert counts == {"inside.weight": STEPS, "branches.1.weight": STEPS // 2, "idle.weight": 0}
+
+
+class Odd(torch.nn.Module):
+    """A scalar, nothing at all, and a cube."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes: tuple[tuple[int, ...], ...] = ((), (0,), (3, 4, 5))
+        self.odd = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scalar, nothing, cube = self.odd
+        return (cube * x * scalar).square().sum() + nothing.sum()
+
+
+@pytest.mark.parametrize("bound", [1e-3, 0.5, 10.0])
+def test_lamb_looks_at_whole_parameters_whatever_bounds_its_ratio(bound: float) -> None:
+    lamb = Lamb([torch.nn.Parameter(torch.zeros(4, 4))], max_coeff=bound, min_coeff=0.0)
+    assert rule_for(lamb, lamb.param_groups).whole
+
+
+@pytest.mark.parametrize("pair", [("none", "none"), ("nvme", "nvme")])
+def test_whole_parameters_may_have_any_shape(open_engine: Open, nvme_path: Path, pair: tuple[str, str]) -> None:
+    model, plain = Odd(), Odd()
+    options = {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": 0.1}
+    optimizer = Lamb(plain.parameters(), **options)
+    block = {"type": "Lamb", "params": options}
+    engine = open_engine(model, make_config(pair, nvme_path, bf16=False, optimizer=block))
+    for step in range(3):
+        x = torch.tensor(step + 0.5)
+        engine.backward(engine(x))
+        engine.step()
+        plain(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(engine.full_parameter(name), parameter), name
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(engine.full_state(name)[kind], optimizer.state[parameter][kind]), (name, kind)
 
 
 @pytest.mark.parametrize("name", ["SGD with momentum", "NAdam", "Adagrad", "Lion", "Adam", "AdamWScheduleFree"])

@@ -59,7 +59,7 @@ TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Lion": ("lr", "betas", "weight_decay"),
     "Muon": (
         *("lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay"),
-        *("nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn"),
+        *("nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn", "qk_clip"),
     ),
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
     "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
@@ -160,6 +160,8 @@ class OptimizerParams(ConfigBlock):
     """Muon: of the polynomial that is iterated."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
     """Muon: how the rate follows a matrix's shape; with "match_rms_adamw" rates of AdamW may be kept."""
+    qk_clip: Annotated[Number, Field(gt=0)] | None = None
+    """Muon, ours: attention heads with a larger logit are scaled down after a step."""
     t0: Annotated[Number, Field(ge=0)] | None = None
     """ASGD: the step at which averaging begins."""
     warmup_steps: Annotated[Whole, Field(ge=0)] | None = None

@@ -23,7 +23,7 @@ from zero.assembly.model_changes import ModelChanges
 from zero.assembly.offload_states import OffloadStates
 from zero.assembly.run import Run
 from zero.assembly.state_kinds import TO_TRAIN
-from zero.assembly.steps import Steps
+from zero.assembly.steps import StepListener, Steps
 from zero.checkpoint.background import CheckpointState
 from zero.checkpoint.load import LoadCheckpoints
 from zero.checkpoint.saving import SaveCheckpoints
@@ -34,6 +34,7 @@ from zero.engine.averaged_weights import AveragedWeights, AveragesShown
 from zero.engine.client_calls import ClientCalls
 from zero.engine.engine_names import EngineNames
 from zero.engine.generation import Generation
+from zero.engine.qk_clip import QkClip
 from zero.engine.reports import Reports
 from zero.engine.snapshots import SnapshotCalls, SnapshotTurns
 from zero.engine.values import Values
@@ -83,7 +84,10 @@ class ZeroEngine(EngineNames, nn.Module):
         self.accumulation, self.scaling = Accumulation(run), LossScaling(run)
         self.checkpoint_state, self._turns, self._away = CheckpointState(run), SnapshotTurns(run), StatesAway(run)
         self._averages_shown = AveragesShown()
-        listeners = [self.checkpoint_state, self._turns, self._averages_shown]
+        listeners: list[StepListener] = [self.checkpoint_state, self._turns, self._averages_shown]
+        threshold = None if config.optimizer is None else config.optimizer.params.qk_clip
+        if threshold is not None and optimizer is not None:
+            listeners.append(QkClip(run, threshold, lambda parameter: self.steps.values_of(parameter, to_change=True)))
         self.steps = Steps(run, self.accumulation, self.scaling, self._away, listeners)
         self.reports = Reports(run, self.steps)
         events = self._events()

@@ -34,6 +34,8 @@ _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 SHAPE, HALF, STEPS = (8, 16), 64, 12
 """Steps: enough for what begins later, such as RAdam's adaptive rate, or slow weights every sixth step."""
 TRIAL_LR = 1e-2
+SCALES = (1.0, 1 / 32, 32.0)
+"""Of the weights: a ratio of norms that has bounds may be at one of them with some, whole or halved."""
 EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8)
 OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "Lion": Lion,
@@ -229,14 +231,21 @@ def rule_for(
     kept = (optimizer, initial, tuple(found.planes), found.planes, found.scalars)
     by_kernel = type(optimizer) in ROWS and (torch_as_kernels or type(optimizer).__module__.startswith("zero."))
     rule = (KernelRule if by_kernel else TiledRule)(*kept)
-    try:
-        for options in seen:
-            _try(rule, options)
-    except ConfigError:
+    if isinstance(optimizer, Lamb) or not _is_element_wise(rule, seen):
         rule = TiledRule(*kept, whole=True)
         for dimensions in sorted({p.dim() for group in groups for p in group["params"]} or {len(SHAPE)}):
             _try_whole(rule, seen, TRIAL_SHAPES.get(dimensions, SHAPE), found)
     return rule
+
+
+def _is_element_wise(rule: TiledRule, seen: list[dict[str, Any]]) -> bool:
+    try:
+        for options in seen:
+            for scale in SCALES:
+                _try(rule, options, scale=scale)
+    except ConfigError:
+        return False
+    return True
 
 
 def _try_whole(rule: TiledRule, seen: list[dict[str, Any]], shape: tuple[int, ...], found: _Found) -> None:
@@ -298,7 +307,8 @@ def _look(rule: TiledRule, options: Mapping[str, Any], found: _Found, shape: tup
         for name, value in state.items():
             if value is None:
                 continue
-            if isinstance(value, Tensor) and value.shape == shape and shape:
+            # Of a parameter without dimensions a state looks like a number; its name is known from a matrix by then.
+            if isinstance(value, Tensor) and value.shape == shape and (shape or name in rule.states):
                 if value.dtype not in EXACT_IN_FP32:
                     raise refusal(rule.name, f"its state {name} is {value.dtype}")
                 found.planes.setdefault(name, value.dtype)
@@ -353,9 +363,10 @@ def _train_whole(
     return weights, states, left
 
 
-def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = SHAPE) -> None:
+def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = SHAPE, *, scale: float = 1.0) -> None:
     """Train the matrix by the class, and in pieces by the rule, halves or one. Raises ConfigError if they differ."""
     start, *gradients = _samples(STEPS + 1, shape)
+    start *= scale
     weights, states, left = _train_whole(rule, options, start, gradients)
     cut = (1, *shape) if rule.whole else (-1, HALF)
     halves = list(start.reshape(cut).clone().unbind())
@@ -373,7 +384,7 @@ def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = S
                 raise refusal(rule.name, f"it does not take flat pieces ({type(error).__name__}: {error})") from error
         numbers = [rule.progress_of(state) for state, _ in results]
         same = all(found == numbers[0] for found in numbers) and all(said == left[step] for _, said in results)
-        if not same or dict(numbers[0].scalars) != _numbers_of(states[step]):
+        if not same or dict(numbers[0].scalars) != _numbers_of(rule, states[step]):
             raise refusal(rule.name, "the numbers that it keeps depend on the gradient")
         if not torch.equal(_joined(halves), weights[step].reshape(-1)):
             raise refusal(rule.name, "it is not element-wise: two halves of a parameter are not trained as the whole")
@@ -395,5 +406,5 @@ def _joined(pieces: Iterable[Tensor]) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
-def _numbers_of(state: Mapping[str, Any]) -> dict[str, Scalar]:
-    return {k: Scalar.of(v) for k, v in state.items() if not (isinstance(v, Tensor) and v.numel() > 1)}
+def _numbers_of(rule: TiledRule, state: Mapping[str, Any]) -> dict[str, Scalar]:
+    return {k: Scalar.of(v) for k, v in state.items() if not (isinstance(v, Tensor) and k in rule.states)}

@@ -1,0 +1,248 @@
+"""QK-clip: a step of Muon is followed by scaling down the heads whose attention logits grew too large.
+
+[Note: the rule] Of arXiv:2507.20534, section 2.1. S is the largest logit of a head in the step, over all micro-batches
+and ranks; where it exceeds the threshold, queries times keys of this head become smaller by the factor threshold / S:
+the head's rows of `q_proj` and `k_proj` are multiplied by its root. A key head that several query heads share is left
+alone, since it would be scaled for each of them; the query's rows take the whole factor then.
+
+[Note: where logits are seen] Transformers' attention modules call a function by its name in a registry. The function
+of that name becomes one that looks first: at queries and keys after rotary embedding, scaled, without what the mask
+hides. It does so for modules of engines with this option alone. Any other model says its maxima itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from offload.errors import ConfigError, StateError
+from zero.assembly.run import Run
+from zero.assembly.steps import StepListener
+from zero.values.parameters import ParameterValues
+
+logger = logging.getLogger("zero")
+
+SEEN_THROUGH = "sdpa"
+"""The attention whose masks are tensors that say all."""
+LOGITS_NUMEL = 1 << 22
+"""So many are looked at at once."""
+FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv")
+NORMS = ("q_norm", "k_norm", "qk_norm", "q_layernorm", "k_layernorm")
+OFF = "or leave optimizer.params.qk_clip out"
+
+_LARGEST: WeakKeyDictionary[nn.Module, Tensor | None] = WeakKeyDictionary()
+"""Attention module -> (heads,), the largest logits since the last step, fp32; None: none was seen."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def observe_attention_logits(module: nn.Module, maxima: Tensor) -> None:
+    """Say how large the logits of each head became in a forward, for `qk_clip`; of models that are not transformers'.
+
+    Does nothing for a module that no engine with that option trains, and in evaluation.
+
+    Args:
+        module: whose `q_proj` and `k_proj` made the queries and keys.
+        maxima: (heads,): over samples, queries and the keys that each sees; scaled, before the softmax.
+    """
+    if module in _LARGEST and module.training:
+        held, new = _LARGEST[module], maxima.detach().float()
+        _LARGEST[module] = new if held is None else torch.maximum(held, new)
+
+
+@torch.no_grad()
+def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, *, causal: bool) -> Tensor:
+    """(heads,): the largest logit of each head, some queries at a time.
+
+    Args:
+        query: (batch, heads, queries, width).
+        key: (batch, key heads, keys, width); each is shared by as many neighbouring heads.
+        mask: broadcasts to (batch, heads, queries, keys); True where a key is seen, or added to the logits.
+        scaling: of the logits.
+        causal: a query sees no key behind it.
+    """
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    grouped = query.reshape(batch, key.shape[1], -1, queries, width)
+    turned = key.unsqueeze(2).transpose(-1, -2)
+    largest = torch.full((heads,), -math.inf, device=query.device)
+    count = max(1, LOGITS_NUMEL // max(1, batch * heads * keys))
+    for first in range(0, queries, count):
+        rows = slice(first, min(first + count, queries))
+        logits = (grouped[..., rows, :] @ turned).flatten(1, 2).float() * scaling
+        if mask is not None:
+            part = mask if mask.shape[-2] == 1 else mask[..., rows, :]
+            logits = logits.masked_fill(~part, -math.inf) if part.dtype == torch.bool else logits + part
+        elif causal and queries > 1:  # as torch's sdpa is told by transformers
+            places = torch.arange(rows.start, rows.stop, device=query.device)
+            hidden = torch.arange(keys, device=query.device) > places[:, None]
+            logits = logits.masked_fill(hidden, -math.inf)
+        largest = torch.maximum(largest, logits.amax((0, 2, 3)))
+    return largest
+
+
+def _looking(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function of transformers that looks at the logits of modules in `_LARGEST`."""
+
+    @functools.wraps(attention)
+    def looking(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *rest: Any, **named: Any
+    ) -> Any:
+        _look(module, query, key, mask, named.get("scaling"), named.get("is_causal"))
+        return attention(module, query, key, value, mask, *rest, **named)
+
+    looking.looks = True  # type: ignore[attr-defined]
+    return looking
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _look(
+    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, scaling: float | None, causal: bool | None
+) -> None:
+    """At what transformers' `sdpa` is given, with its defaults."""
+    if module in _LARGEST and module.training:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        causal = bool(getattr(module, "is_causal", True)) if causal is None else causal
+        observe_attention_logits(module, largest_logits(query, key, mask, scaling, causal=causal))
+
+
+class QkClip(StepListener):
+    """Watches the attention modules of one engine, and clips after each step.
+
+    Args:
+        run: of the engine, before its model is cut.
+        threshold: the largest logit that is left alone.
+        values_of: of a parameter its values, to be changed.
+
+    Raises:
+        ConfigError: the model's queries and keys cannot be scaled or looked at.
+    """
+
+    def __init__(self, run: Run, threshold: float, values_of: Callable[[nn.Parameter], ParameterValues]) -> None:
+        self._run, self._threshold, self._values_of = run, threshold, values_of
+        self._pending: list[tuple[nn.Parameter, Tensor]] = []
+        """(parameter, factor of each row) of what is still to be scaled after the last step."""
+        self._busy = self._seen = False
+        if run.config.zero_optimization.offload_optimizer.snapshot is not None:
+            raise ConfigError(
+                "optimizer.params.qk_clip: a snapshot is committed when nothing changes weights between two steps, and "
+                f"clipping does; leave offload_optimizer.snapshot out, {OFF}"
+            )
+        self.step_asked()
+
+    @override
+    def called(self) -> None:
+        if self._pending and not self._busy:
+            self._scale()
+
+    @override
+    def step_asked(self) -> None:
+        """New modules are watched from now on. Raises ConfigError: as the constructor."""
+        self._modules = list(attention_modules(self._run.module))
+        for module in self._modules:
+            _LARGEST.setdefault(module, None)
+
+    @override
+    def step_begun(self) -> None:
+        modules = self._modules  # in the same order on every rank
+        if not self._run.parts.stepper.applied:
+            for module in modules:
+                _LARGEST[module] = None
+            return
+        for number, largest in self._agreed(modules).items():
+            self._pending += self._factors(modules[number], largest)
+        self._scale()
+
+    def _agreed(self, modules: list[nn.Module]) -> dict[int, list[float]]:
+        """Number of a module -> largest logit of each head, on any rank. All ranks come here."""
+        mine = {number: held.tolist() for number, m in enumerate(modules) if (held := _LARGEST[m]) is not None}
+        for module in modules:
+            _LARGEST[module] = None
+        largest: dict[int, list[float]] = {}
+        for answer in self._run.parts.exchange.agree("attention logits", json.dumps(mine).encode()):
+            for key, theirs in json.loads(answer).items():
+                held = largest.get(int(key), theirs)
+                largest[int(key)] = [*map(max, held, theirs)]
+        self._seen = self._seen or bool(largest)
+        if not self._seen:
+            raise StateError(
+                "optimizer.params.qk_clip: no attention logit was seen in the first step: call "
+                f"zero.observe_attention_logits(module, maxima) in the forward of attention modules, {OFF}"
+            )
+        return largest
+
+    def _factors(self, module: Any, largest: list[float]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """What is to be scaled by how much, row by row; nothing if no head exceeds the threshold."""
+        exceeding = [self._threshold < logit < math.inf for logit in largest]
+        if not any(exceeding):
+            return
+        rows, rest = divmod(module.q_proj.weight.shape[0], len(largest))
+        if rest:
+            raise StateError(
+                f"qk_clip: expected as many maxima as {type(module).__name__} has heads, got {len(largest)} for "
+                f"{module.q_proj.weight.shape[0]} rows of q_proj"
+            )
+        pairs = zip(largest, exceeding, strict=True)
+        gamma = torch.tensor([self._threshold / logit if over else 1.0 for logit, over in pairs], dtype=torch.float64)
+        shared = module.k_proj.weight.shape[0] != module.q_proj.weight.shape[0]
+        factor = (gamma if shared else gamma.sqrt()).float().repeat_interleave(rows)
+        for projection in (module.q_proj,) if shared else (module.q_proj, module.k_proj):
+            for parameter in (projection.weight, projection.bias):
+                if parameter is not None:
+                    yield parameter, factor
+
+    def _scale(self) -> None:
+        """Scale what is pending. Raises StorageError: what has failed is tried again by the next call."""
+        self._busy = True
+        try:
+            while self._pending:
+                parameter, factor = self._pending[0]
+                values = self._values_of(parameter)
+                values.set_master(values.master() * factor.view(-1, *[1] * (parameter.dim() - 1)))
+                del self._pending[0]
+        finally:
+            self._busy = False
+
+
+def attention_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Those with `q_proj` and `k_proj`. Raises ConfigError: scaling would not do, or nothing can be looked at."""
+    found, weights = False, set[int]()
+    for name, module in model.named_modules():
+        fused = next((word for word in FUSED if hasattr(module, word)), None)
+        projections = [getattr(module, word, None) for word in ("q_proj", "k_proj")]
+        if fused is None and None in projections:
+            continue
+        norm = next((word for word in NORMS if getattr(module, word, None) is not None), None)
+        chosen = getattr(getattr(module, "config", None), "_attn_implementation", SEEN_THROUGH)
+        if fused is not None:
+            why = f"{fused} holds queries, keys and values, expected q_proj and k_proj"
+        elif norm is not None:
+            why = f"{norm} undoes what scaling a projection does; such a model needs no clipping"
+        elif not all(
+            isinstance(p, nn.Linear) and all(own.requires_grad for own in p.parameters()) for p in projections
+        ):
+            why = "expected q_proj and k_proj to be nn.Linear that are trained"
+        elif chosen != SEEN_THROUGH:
+            why = f'attention is "{chosen}", whose masks are not seen; set attn_implementation to "{SEEN_THROUGH}"'
+        elif weights & (here := {id(p.weight) for p in projections if p is not None}):
+            why = "its q_proj or k_proj has the weight of another module's, and would be scaled twice"
+        else:
+            found, weights = True, weights | here
+            yield module
+            continue
+        raise ConfigError(f"optimizer.params.qk_clip: {name or type(module).__name__}: {why}; {OFF}")
+    if not found:
+        raise ConfigError(f"optimizer.params.qk_clip: no module has q_proj and k_proj; name them so, {OFF}")
+    registry = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+    if registry is not None and not hasattr(registry[SEEN_THROUGH], "looks"):
+        registry[SEEN_THROUGH] = _looking(registry[SEEN_THROUGH])
