@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,7 @@ class Pending:
     """A snapshot of a step whose updates are not all stored yet."""
 
     step: int
-    state: bytes
+    state: Callable[[], bytes]
     bound: bool = False  # What is always on the device is written.
     written: bool = False  # Everything that lives in memory is.
     void: bool = False
@@ -109,8 +109,8 @@ class Snapshots:
         """True when the pending one is to be committed inside its step."""
         return self.pending is not None and self._wary > 0
 
-    def begin(self, step: int, state: bytes) -> None:
-        """A step is fixed; nobody has seen its weights yet. `state`: what goes with the planes."""
+    def begin(self, step: int, state: Callable[[], bytes]) -> None:
+        """A step is fixed; nobody has seen its weights yet. `state`: what goes with the planes, once it is updated."""
         self.pending = Pending(step, state)
 
     def void(self) -> None:
@@ -167,7 +167,7 @@ class Snapshots:
             "slots": [plane.slots for plane in storage.twice],
             "block_checksums": [plane.checksums for plane in storage.twice],
         }
-        self._files.prepare(self._number + 1, body, pending.state)
+        self._files.prepare(self._number + 1, body, pending.state())
 
     def _meet(self, what: str, failure: StorageError | None, pending: Pending) -> bool:
         """Are all ranks as far? False: the snapshot is void somewhere.

@@ -25,6 +25,7 @@ current. [What the words mean](optimizers.md).
 Every row trains on every tier, at every stage and number of ranks. Bytes are of one parameter in bf16 with its fp32
 master: *stored* counts weight, what the weight lacks of its master, and states; *moved* is what a step with one
 micro-batch reads and writes when all of it is on NVMe: what is stored both ways, and the weight once more for backward.
+*small* states have not the parameter's shape; they stay in memory and are in neither number.
 *kernel* is ours, for SGD, Lion, Adagrad and RMSprop where it gives torch's bits; torch runs in tiles otherwise.
 
 | `optimizer.type` | looks at | states | stored | moved | updated by |
@@ -68,7 +69,10 @@ def _row(name: str, rule: Rule, state_dtype: torch.dtype) -> str:
     record = RecordFormat(remainder_dtype(torch.bfloat16), state_dtype, rule.states)
     weight = torch.bfloat16.itemsize
     stored = weight + record.nbytes(NUMEL) / NUMEL
-    states = ", ".join(f"`{state}`" for state in rule.states) or "none"
+    named = [", ".join(f"`{state}`" for state in states) for states in (rule.states, rule.small)]
+    states = named[0] or ("" if rule.small else "none")
+    if rule.small:
+        states += f"{' and ' if rule.states else ''}small: {named[1]}"
     by = (
         "kernel"
         if isinstance(rule, (AdamRule, KernelRule))
