@@ -53,6 +53,15 @@ class RowMeans(_Keeping):
         return scaled.view(grad.shape) / (1 + state["norm"])
 
 
+class RowsAlone(_Keeping):
+    """A mean of squares for each row and no state of the parameter's shape: with fp32 weights a record is empty."""
+
+    def keep(self, state: dict[str, Any], grad: Tensor) -> Tensor:
+        rows = grad.view(grad.shape[0], -1)
+        state["rows"] = 0.9 * state.get("rows", 0.0) + 0.1 * rows.square().mean(1)
+        return (rows / (state["rows"].sqrt()[:, None] + 1e-4)).view(grad.shape)
+
+
 class BothSides(_Keeping):
     """What Shampoo keeps of a matrix."""
 

@@ -244,7 +244,8 @@ class Assembly:
         """This rank's small states as `KeptOptimizer.named_small` has them; no update of these parameters is due."""
         if self._owner.updater is None or not self._owner.updater.keeps_small:
             return {}
-        self.storage.streams.wait(self.storage.streams.behind_updates())
+        streams = self.storage.streams
+        streams.wait(streams.behind_updates())  # they have made what is copied
         return self._owner.updater.named_small(names)
 
     def stored(self) -> StoredValues:

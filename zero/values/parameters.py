@@ -66,11 +66,11 @@ class ParameterValues:
 
     def states(self) -> dict[str, torch.Tensor]:
         """All whole optimizer states, on the host: fp32, and small ones as they are."""
-        planes = self._parts.keeper.moments(self._name)
         if not self._small_shapes:
-            return planes
+            return self._parts.keeper.moments(self._name)
         mine = self._parts.small_states({id(self._parameter): self._name})
-        return {**planes, **gathered(self._exchange, mine).get(self._name, {})}
+        small = gathered(self._exchange, mine).get(self._name, {})
+        return {**self._parts.keeper.moments(self._name), **small}
 
     def state(self, key: str) -> torch.Tensor:
         """A whole optimizer state, fp32 on the host. Raises StateError: there is none of this name."""
