@@ -62,6 +62,13 @@ class RowsAlone(_Keeping):
         return (rows / (state["rows"].sqrt()[:, None] + 1e-4)).view(grad.shape)
 
 
+class Stateless(_Keeping):
+    """Looks at a norm, and keeps nothing."""
+
+    def keep(self, state: dict[str, Any], grad: Tensor) -> Tensor:
+        return grad / (1 + grad.norm())
+
+
 class BothSides(_Keeping):
     """What Shampoo keeps of a matrix."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import LoraLinear, make_config, seeded
-from odd_states import BLOCK, BothSides, LateRows, RowMeans, adafactor, plain_adafactor
+from odd_states import BLOCK, BothSides, LateRows, RowMeans, Stateless, adafactor, plain_adafactor
 from pairwise import in_pairs
 from probe import settle_updates_ahead
 from recovery import once_more
@@ -67,6 +67,38 @@ def test_an_object_gives_the_bits_that_it_gives_alone(
     train(engine, 0, STEPS, bf16=False)
     train(plain, 0, STEPS, bf16=False)
     assert differences(held_by(engine, model), plain.held()) == []
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "its own rate": {},
+    "a given rate": {"scale_parameter": False, "relative_step": False, "lr": 1e-3},
+    "a momentum": {"scale_parameter": False, "relative_step": False, "lr": 1e-3, "beta1": 0.9},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_adafactor_of_transformers_gives_the_bits_that_it_gives_alone(
+    open_engine: Open, nvme_path: Path, tmp_path: Path, form: str
+) -> None:
+    """It keeps the norm of the weights, too, a number at first and then a tensor; "its own rate" comes from that."""
+    kind = pytest.importorskip("transformers.optimization").Adafactor
+
+    def started() -> tuple[Any, nn.Module]:
+        model = patchy()
+        made = kind(in_groups(list(model.named_parameters()), {}), **FORMS[form])
+        return open_engine(model, make_config(NVME, nvme_path, optimizer={}, bf16=False), optimizer=made), model
+
+    engine, _ = started()
+    train(engine, 0, 4, bf16=False)
+    engine.save_checkpoint(tmp_path)
+    resumed, model = started()
+    resumed.load_checkpoint(tmp_path)
+    train(resumed, 4, STEPS, bf16=False)
+    plain = Plain(lambda groups: kind(groups, **FORMS[form]), {}, bf16=False, clipping=0.0)
+    train(plain, 0, STEPS, bf16=False)
+    wanted = {key: float(v) if key.endswith("RMS") else v for key, v in plain.held().items()}
+    found = {key: float(v) if key.endswith("RMS") else v for key, v in held_by(resumed, model).items()}
+    assert differences(found, wanted) == []
 
 
 class Shapes(nn.Module):
@@ -209,6 +241,15 @@ def test_a_snapshot_goes_on_bit_for_bit(open_engine: Open, nvme_path: Path) -> N
     assert resumed.load_snapshot() == 6
     train(resumed, 6, 9, bf16=True)
     assert differences(held_by(resumed, model), plain.held()) == []
+
+
+def test_a_snapshot_of_a_class_without_them_is_refused(open_engine: Open, nvme_path: Path) -> None:
+    keys = {"zero": {"offload_optimizer": {"snapshot": {"every": 1}}}}
+    engine, _ = handed_over(open_engine, nvme_path, Stateless, NVME, **keys)
+    train(engine, 0, 2, bf16=True)
+    engine.close()
+    with pytest.raises(ConfigError, match=r"is of another layout \(small states: None then, 5,724 bytes now\)"):
+        handed_over(open_engine, nvme_path, adafactor, NVME, **keys)
 
 
 def test_whole_and_own_states_are_read_and_replaced(open_engine: Open, nvme_path: Path) -> None:

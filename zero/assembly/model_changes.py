@@ -31,7 +31,7 @@ from zero.assembly.run import Run
 from zero.assembly.steps import Steps
 from zero.optim.gradients import GradientCarrier
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.small_states import Small, gathered, here
+from zero.optim.small_states import Small, gathered, owned
 from zero.params.units import Leaf
 from zero.schedule.events import Events
 from zero.schedule.hooks import in_backward
@@ -212,7 +212,7 @@ def _small_states(optimizer: ZeroOptimizer | None, old: Assembly, new: Assembly)
         return {}
     names = {id(leaf.parameter): leaf.names[0] for leaf in new.leaves}
     found = gathered(old.exchange, old.small_states(names))
-    indices = here(new.layout)
+    indices = owned(new.layout)
     mine = {leaf.names[0] for leaf in new.leaves if leaf.index in indices}
     return {name: small for name, small in found.items() if name in mine}
 

@@ -30,7 +30,7 @@ from zero.checkpoint.saving import SaveCheckpoints
 from zero.checkpoint.source import Opened, Saved, Source
 from zero.exchange.together import Together
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.small_states import here
+from zero.optim.small_states import owned
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
 from zero.snapshots.small_state import check_groups, restore_counters, restore_groups, restore_rank
@@ -143,7 +143,7 @@ class Wanted:
         Raises ConfigError: they are missing in the source, or of another shape.
         """
         places: list[tuple[str, str, str]] = []
-        mine = here(self._parts.layout)
+        mine = owned(self._parts.layout)
         for index in sorted(self.stateful):
             leaf = self._parts.leaves[index]
             count = numbers.get(id(leaf.parameter), {}).get(STEP)

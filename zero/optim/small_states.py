@@ -41,7 +41,7 @@ class SmallStates:
         return {name: value.to("cpu", copy=True) for name, value in self.tensors.items()}
 
 
-def here(layout: Layout) -> frozenset[int]:
+def owned(layout: Layout) -> frozenset[int]:
     """Parameters (indices) of which this rank has elements."""
     pairs = ((unit, slot) for unit in layout.units if unit.trainable for slot in unit.slots)
     return frozenset(slot.index for unit, slot in pairs for lo, hi in [unit.within(slot)] if lo < hi)

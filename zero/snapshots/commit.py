@@ -376,6 +376,7 @@ def facts_of(layout: Layout, plan: Plan, exchange: Exchange) -> dict[str, Any]:
         "trained elements": sum(unit.numel for unit in layout.units if unit.trainable),
         "state_dtype": str(plan.state_dtype),
         **({} if set(plan.states) == {ADAM_STATES} else {"states": [name for names in plan.states for name in names]}),
+        **({"small states": f"{plan.small_bytes:,} bytes"} if plan.small_bytes else {}),
         "sub-groups": f"{len(groups)} of up to {max((g.end - g.begin for g in plan.sub_groups), default=0):,} elements",
         "layout": _digest([units, groups]),
     }
