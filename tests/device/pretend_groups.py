@@ -9,7 +9,7 @@ ALL_PLACES = tuple("-".join(pair) for pair in itertools.product(("none", "cpu", 
 TRAINING = {
     "precision": (
         *("plain", "clipped", "fp32", "fp16", "accumulated", "clipped_and_accumulated", "two_backwards"),
-        *("bf16_moments", "8bit_moments", "bf16_masters", "muon", "muon_accumulated"),
+        *("bf16_moments", "8bit_moments", "bf16_masters", "muon", "muon_accumulated", "small_states"),
     ),
     "models": (
         "lora",

@@ -15,6 +15,7 @@ from typing import Any
 import models
 import torch
 from models import build, make_config, tokens
+from odd_states import RowsAlone
 from torch import Tensor
 
 import zero
@@ -139,6 +140,32 @@ def update_in_backward(place: Place, folder: Path) -> Results:
     for index in range(STEPS):
         step(engine, index)
     return closing(engine)
+
+
+@scenario
+def small_states(place: Place, folder: Path) -> Results:
+    """The class never waits for the device; what it keeps is read as soon as a step has begun, saved and loaded."""
+    config = {"bf16": False, "optimizer": {}, "clipping": 0.1}
+    found: Results = {}
+
+    def started() -> Any:
+        model = build("gpt")
+        built = make_config(place, folder, zero={"shared_host_memory": False}, **config)
+        return zero.initialize(model=model, config=built, optimizer=RowsAlone(model.parameters()))[0]
+
+    engine = started()
+    for index in range(3):
+        step(engine, index)
+        for name, parameter in engine.module.named_parameters():
+            found[f"rows {index} {name}"] = kept(zero.utils.safe_get_full_optimizer_state(parameter, "rows"))
+    step(engine, 3)
+    engine.save_checkpoint(folder / "saved")
+    step(engine, 4)
+    found |= closing(engine)
+    again = started()
+    again.load_checkpoint(folder / "saved")
+    step(again, 4)
+    return {**{f"first {name}": value for name, value in found.items()}, **closing(again)}
 
 
 @scenario

@@ -36,6 +36,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "no states": {"type": "SGD", "params": {"lr": 0.05}},
     "whole parameters": {"type": "Lamb", "params": {"lr": 0.02}},
     "two rules": {"type": "Muon", "params": {"lr": 0.01}},
+    "small states": {"type": "Adafactor", "params": {"lr": 0.02}},
 }
 FREE = {"type": "AdamWScheduleFree", "params": {"lr": 0.01, "betas": [0.8, 0.99], "warmup_steps": 3}}
 KINDS = {"ema": {"optimizer": BLOCKS["kernel"], "ema_decay": DECAY}, "schedule-free": {"optimizer": FREE}}

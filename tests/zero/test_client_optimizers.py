@@ -168,7 +168,6 @@ def test_what_is_not_made_yet_when_a_checkpoint_is_saved_is_made_after_it_is_loa
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (torch.optim.Adafactor, "row_var is of shape"),
         (torch.optim.LBFGS, "closure"),
         (torch.optim.SparseAdam, "dense gradients"),
         (Global, "steps for all parameters together"),
@@ -278,7 +277,7 @@ def test_a_name_is_known_in_any_spelling(word: str, kind: str) -> None:
     ("block", "told"),
     [
         ({"type": "OneBitAdam"}, "1-bit optimizers are not available; use AdamW"),
-        ({"type": "Adafactor"}, "is no matrix; use AdamW"),
+        ({"type": "LBFGS"}, "it runs the model inside its step; use AdamW"),
         ({"type": "MuAdam", "params": {"momentum": 0.9}}, r"1 problem\n.*muP"),  # its keys are no problem
         ({"type": "Muon", "params": {"per_head_muon": True}}, "matrices are orthogonalized whole"),
         ({"type": "RMSpropp"}, "the nearest is RMSprop"),

@@ -92,7 +92,7 @@ class Assembly:
         machine = agree_on_machine(exchange, read_machine(owner.device), on_cpu=owner.device.type == "cpu")
         self.plan = planner_of(
             *(model, (self._covered, self.layout), config, machine, owner.device, owner.in_place, placement),
-            owner.rules.states,
+            owner.rules,
         ).make()
         level = logging.INFO if previous is None else logging.DEBUG
         logger.log(level, "%s", self.plan.table())
@@ -239,6 +239,14 @@ class Assembly:
         if tiled is not None and tiled.adopted():
             forget(tiled.whole)
             tiled.release(slot.name)
+
+    def small_states(self, names: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]:
+        """This rank's small states as `KeptOptimizer.named_small` has them; no update of these parameters is due."""
+        if self._owner.updater is None or not self._owner.updater.keeps_small:
+            return {}
+        streams = self.storage.streams
+        streams.wait(streams.behind_updates())  # they have made what is copied
+        return self._owner.updater.named_small(names)
 
     def stored(self) -> StoredValues:
         """Reads the planes, once nothing is due or under way."""

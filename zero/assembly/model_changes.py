@@ -31,6 +31,7 @@ from zero.assembly.run import Run
 from zero.assembly.steps import Steps
 from zero.optim.gradients import GradientCarrier
 from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.small_states import Small, gathered, owned
 from zero.params.units import Leaf
 from zero.schedule.events import Events
 from zero.schedule.hooks import in_backward
@@ -171,6 +172,7 @@ class ModelChanges:
                 _fill(new, old)
                 gone = [leaf for leaf in old.leaves if id(leaf.parameter) not in present]
                 leaving = [(leaf, old.keeper.exact(leaf.names[0])) for leaf in gone]
+                small = _small_states(run.updater, old, new)
             except BaseException:
                 new.storage.close()
                 raise
@@ -182,6 +184,7 @@ class ModelChanges:
         _carry_counts(old, new)
         run.use(new)
         if run.updater is not None:
+            run.updater.take_small(small, {id(leaf.parameter): leaf.names[0] for leaf in new.leaves})
             _forget(run.updater, present)
         _first_gradients(new)
         old.storage.close()
@@ -201,6 +204,17 @@ def _fill(new: Assembly, old: Assembly) -> None:
             carrier.run({old.index_of[key]: index for key, index in new.index_of.items() if key in old.index_of})
     finally:
         source.close()
+
+
+def _small_states(optimizer: ZeroOptimizer | None, old: Assembly, new: Assembly) -> dict[str, Small]:
+    """Those of the parameters that this rank has in the new slices; all ranks come here. On one rank none has moved."""
+    if optimizer is None or not optimizer.keeps_small:
+        return {}
+    names = {id(leaf.parameter): leaf.names[0] for leaf in new.leaves}
+    found = gathered(old.exchange, old.small_states(names))
+    indices = owned(new.layout)
+    mine = {leaf.names[0] for leaf in new.leaves if leaf.index in indices}
+    return {name: small for name, small in found.items() if name in mine}
 
 
 def _switch(old: Assembly, new: Assembly, leaving: list[tuple[Leaf, torch.Tensor]]) -> None:

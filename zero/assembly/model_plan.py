@@ -11,6 +11,7 @@ from torch import nn
 from zero.config import Config
 from zero.optim.make_rule import trained_from
 from zero.optim.rules import AdamRule, Rules, Trained
+from zero.optim.small_states import largest_share
 from zero.params.layout import Layout, build_layout
 from zero.params.placement import Placement, place
 from zero.params.units import CoveredUnit, Leaf, collect_leaves, uses_of
@@ -18,6 +19,7 @@ from zero.plan.covering import cover_model
 from zero.plan.machine import Machine
 from zero.plan.plan import Plan
 from zero.plan.planner import Planner
+from zero.plan.record import RuleStates
 
 
 def lay_out(
@@ -56,7 +58,7 @@ def planner_of(
     device: torch.device,
     in_place: bool,
     placement: Placement,
-    states: tuple[tuple[str, ...], ...],
+    rules: Rules,
 ) -> Planner:
     """Who makes one rank's plan for a layout.
 
@@ -65,11 +67,12 @@ def planner_of(
         machine: what can be had.
         in_place: units whose home memory the device can address are used there without a copy.
         placement: who shares each unit.
-        states: names of the state planes of each update rule.
+        rules: what they keep of each parameter.
     """
     covered, layout = laid_out
     uses = uses_of(model, covered, layout)
-    return Planner(layout, config, machine, device, in_place, uses, placement, states)
+    kept = RuleStates(rules.states, largest_share(layout, rules))
+    return Planner(layout, config, machine, device, in_place, uses, placement, kept)
 
 
 def plan_model(
@@ -98,5 +101,5 @@ def plan_model(
     covered, layout = lay_out(
         *(model, collect_leaves(model), rules.numbers(trained.groups), config, placement), rules.whole
     )
-    planner = planner_of(model, (covered, layout), config, machine, device, True, placement, rules.states)
+    planner = planner_of(model, (covered, layout), config, machine, device, True, placement, rules)
     return layout, planner.make_least() if least else planner.make()

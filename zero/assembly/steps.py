@@ -215,8 +215,11 @@ class Steps:
     def arguments_now(self) -> StepArguments:
         """What a step would use now that does not clip, for every parameter."""
         run, index_of = self._run, self._run.parts.index_of
-        values = {} if run.updater is None else run.updater.values(index_of, set(index_of.values()))
-        return StepArguments(values, 1.0 / run.scaler.cur_scale, run.global_steps + 1)
+        scale, number = 1.0 / run.scaler.cur_scale, run.global_steps + 1
+        if run.updater is None:
+            return StepArguments({}, scale, number)
+        values = run.updater.values(index_of, set(index_of.values()))
+        return StepArguments(values, scale, number, small=run.updater.small_states(index_of, values))
 
     def _take_written(self) -> None:
         """A gradient that somebody has put into `parameter.grad` replaces what was collected, as with torch.
@@ -337,4 +340,4 @@ class Steps:
         self.current(f"values of {name}", units)
         if to_change:
             parts.keeper.editor.before_change(units)
-        return ParameterValues(parts, parts.exchange, parameter)
+        return ParameterValues(parts, parts.exchange, parameter, self._run.updater)

@@ -30,6 +30,8 @@ from zero.checkpoint.saving import SaveCheckpoints
 from zero.checkpoint.source import Opened, Saved, Source
 from zero.exchange.together import Together
 from zero.optim.averages import EMA
+from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.small_states import owned
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
 from zero.snapshots.small_state import check_groups, restore_counters, restore_groups, restore_rank
@@ -38,7 +40,11 @@ from zero.store.adoption import Adoption, Piece
 logger = logging.getLogger("zero")
 
 NAMES_SHOWN = 4
+Small = dict[str, dict[str, torch.Tensor]]  # Name of a parameter -> its small states, by name.
 Numbers = dict[int, dict[str, torch.Tensor]]  # id(parameter) -> the numbers that belong to its states, by name.
+
+# Client state; what this rank, or in its place the first one, had of its own; and what goes where.
+Checked = tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, "Wanted", Numbers, Small]
 
 
 class Wanted:
@@ -132,6 +138,35 @@ class Wanted:
             number = self._source.read(name, 0, 1).clone()
             found.setdefault(id(self._parts.leaves[index].parameter), {})[kind] = number
         return found
+
+    def small(self, numbers: Numbers, optimizer: ZeroOptimizer) -> Small:
+        """Small states of the parameters that this rank has, by the parameters' names.
+
+        Raises ConfigError: they are missing in the source, or of another shape.
+        """
+        places: list[tuple[str, str, str]] = []
+        mine = owned(self._parts.layout)
+        for index in sorted(self.stateful):
+            leaf = self._parts.leaves[index]
+            count = numbers.get(id(leaf.parameter), {}).get(STEP)
+            for kind, (shape, _) in optimizer.small_shapes(leaf.parameter).items() if count else ():
+                name = state_name(self.names[index], kind)
+                found = self._source.tensors[name].shape if name in self._source.tensors else None
+                if found != shape:
+                    raise ConfigError(
+                        f"load_checkpoint: {name}: expected shape {tuple(shape)}, got "
+                        f"{'nothing' if found is None else tuple(found)}; train with the optimizer that was saved, or "
+                        "pass load_optimizer_states=False"
+                    )
+                if index in mine:
+                    places.append((leaf.names[0], kind, name))
+        self._source.expect((name, 0, self._source.tensors[name].shape.numel()) for _, _, name in places)
+        found_states: Small = {}
+        for owner, kind, name in places:
+            shape = self._source.tensors[name].shape
+            value = self._source.read(name, 0, shape.numel()).clone().view(shape)
+            found_states.setdefault(owner, {})[kind] = value
+        return found_states
 
     def _has_states(self, index: int, name: str) -> bool:
         # A rule without planes has nothing but the count; averages may begin here.
@@ -305,7 +340,7 @@ class LoadCheckpoints:
         run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
         placement, state, source = parts.exchange.placement, opened.state, opened.source
 
-        def check() -> tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any] | None, Wanted, Numbers]:
+        def check() -> Checked:
             client, mine = opened.client(), opened.rank_state(placement.rank)
             # Where fewer ranks have saved, the first one's position in the data is the others' too.
             told = mine if mine is not None else opened.rank_state(0)
@@ -318,9 +353,10 @@ class LoadCheckpoints:
             if state["accumulating"] is not None and not only_module:
                 check_accumulated(parts, placement, state["accumulating"], mine and mine["accumulated"])
                 self._check_scale(state.get("loss_scaler"), goes_on=updater is not None)
-            return client, mine, told, wanted, wanted.numbers(updater.number_names() if updater is not None else ())
+            numbers = wanted.numbers(updater.number_names() if updater is not None else ())
+            return client, mine, told, wanted, numbers, {} if updater is None else wanted.small(numbers, updater)
 
-        client, mine, told, wanted, numbers = together.do("checking a checkpoint", check)
+        client, mine, told, wanted, numbers, small = together.do("checking a checkpoint", check)
         if state["frozen_sums"]:
             sums = frozen_sums(parts, parts.exchange)
             together.do("verifying weights that are not trained", lambda: check_reference(sums, state["frozen_sums"]))
@@ -341,6 +377,8 @@ class LoadCheckpoints:
         if updater is not None:
             for key, saved in numbers.items():
                 updater.set_numbers(key, saved)
+            loaded = (leaf for leaf in parts.leaves if id(leaf.parameter) in numbers)
+            updater.take_small(small, {id(leaf.parameter): leaf.names[0] for leaf in loaded})
             restore_groups(updater, state["groups"])
             run.scaler.load_state_dict(state.get("loss_scaler"))
         if not only_module:

@@ -94,6 +94,8 @@ class SaveCheckpoints:
         name = self._agree_on_tag(f"global_step{self._run.global_steps}" if tag is None else tag)
         frozen = self._save_frozen(folder, left_out=exclude_frozen_parameters)
         parts = self._run.parts
+        if self._run.updater is not None and self._run.updater.keeps_small:
+            self._steps.synchronize()  # small states are taken now, and updates make them
         state, extents = self._capture(client_state or {}, frozen)
         behind = self._may_save_behind(state)
         if not behind:

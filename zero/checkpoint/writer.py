@@ -372,7 +372,7 @@ def plan_extents(
 ) -> Extents:
     """What this rank writes of the model: its part of the planes, and of the first rank buffers and step counts.
 
-    `optimizer`: has the numbers that belong to states; None: all are 0.
+    `optimizer`: has the numbers that belong to states; None: all are 0. If it keeps small states, no update is due.
     """
     extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted, parts.plan.states_of)
     if placement.rank == 0:
@@ -384,6 +384,11 @@ def plan_extents(
                 numbers = {STEP: Scalar(0)} if optimizer is None else optimizer.saved_numbers(id(leaf.parameter))
                 for what, number in numbers.items():
                     extents.add(state_name(leaf.names[0], what), number.tensor())
+    if optimizer is not None and placement.rank == placement.replica_ranks[0]:
+        names = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves if wanted(leaf.index)}
+        for name, small in parts.small_states(names).items():
+            for what, value in small.items():
+                extents.add(state_name(name, what), value)
     return extents
 
 

@@ -42,7 +42,7 @@ def facts_of(model: nn.Module, optimizer: object = None, training_data: object =
     return Facts(
         hidden_size_of(getattr(model, "config", None)),
         _dtype_of(model.parameters()),
-        float(groups[0]["lr"]) if groups and "lr" in groups[0] else None,
+        float(groups[0]["lr"]) if groups and groups[0].get("lr") is not None else None,
         _length_of(training_data),
     )
 

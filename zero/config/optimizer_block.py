@@ -21,28 +21,18 @@ OPTIMIZER_TYPES = {
     **{
         name.lower(): name
         for name in (
-            "Muon",
-            "AdamW",
-            "AdamWScheduleFree",
-            "SGD",
-            "RMSprop",
-            "Adamax",
-            "NAdam",
-            "RAdam",
-            "Adadelta",
-            "Rprop",
-            "ASGD",
+            *("Muon", "AdamW", "AdamWScheduleFree", "SGD", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Rprop"),
+            *("ASGD", "Adafactor"),
         )
     },
 }
 KNOWN = (
-    "AdamW, Adam, AdamWScheduleFree, Muon, Lamb, Lion, Adagrad, SGD, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop or "
-    "ASGD"
+    "AdamW, Adam, AdamWScheduleFree, Muon, Lamb, Lion, Adafactor, Adagrad, SGD, RMSprop, Adamax, NAdam, RAdam, "
+    "Adadelta, Rprop or ASGD"
 )
 REFUSED_TYPES = {
     **{name: "1-bit optimizers are not available" for name in ("onebitadam", "zerooneadam", "onebitlamb")},
-    "adafactor": "what it keeps of a matrix is no matrix",
-    **{name: "torch has no such class; an object of one that keeps matrices works" for name in ("shampoo", "soap")},
+    **{name: "torch has no such class, and what they keep of a matrix is larger" for name in ("shampoo", "soap")},
     "lbfgs": "it runs the model inside its step",
     "sparseadam": "gradients are dense here",
     **{name: "widths of muP are not read here; scale lr per param group" for name in ("muadam", "muadamw", "musgd")},
@@ -54,6 +44,7 @@ TYPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Adam": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
     "AdamW": (*ADAM_KEYS, "adam_w_mode", "bias_correction"),
     "AdamWScheduleFree": ("lr", "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power"),
+    "Adafactor": ("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize"),
     "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"),
     "Lamb": ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_coeff", "min_coeff"),
     "Lion": ("lr", "betas", "weight_decay"),
@@ -88,6 +79,18 @@ def _parse_pair(value: object) -> tuple[float, float]:
     return parse_number(value[0]), parse_number(value[1])
 
 
+def _parse_eps(value: object) -> float | tuple[float | None, float]:
+    if not isinstance(value, (list, tuple)):
+        found: float | tuple[float | None, float] = parse_number(value)
+    elif len(value) == 2:
+        found = None if value[0] is None else parse_number(value[0]), parse_number(value[1])
+    else:
+        raise ValueError("a number; of Adafactor two, the first or null")
+    if any(number is not None and number < 0 for number in (found if isinstance(found, tuple) else (found,))):
+        raise ValueError("nothing below 0")
+    return found
+
+
 def _parse_three(value: object) -> tuple[float, float, float]:
     if not isinstance(value, (list, tuple)) or len(value) != 3:
         raise ValueError("three numbers")
@@ -114,7 +117,8 @@ class OptimizerParams(ConfigBlock):
 
     lr: Annotated[Number, Field(ge=0)] = 1e-3
     betas: Annotated[tuple[float, float], reads(_parse_betas)] = (0.9, 0.999)
-    eps: Annotated[Number, Field(ge=0)] = 1e-8
+    eps: Annotated[float | tuple[float | None, float], reads(_parse_eps)] = 1e-8
+    """Of Adafactor two: null or what squares begin with, and the least norm of a parameter."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     adam_w_mode: Flag = True
     """Decay the weights, not the gradients; "AdamW" does so whatever this says."""
@@ -170,6 +174,10 @@ class OptimizerParams(ConfigBlock):
     """AdamWScheduleFree: power of a step's number in its weight in the average."""
     weight_lr_power: Number | None = None
     """AdamWScheduleFree: power of the largest rate so far in it."""
+    beta2_decay: Annotated[Number, Field(le=0)] | None = None
+    """Adafactor: power of the step's number by which the averages of squares forget."""
+    d: Annotated[Number, Field(ge=1)] | None = None
+    """Adafactor: the most that an update may be, as its root mean square."""
     fp32_optimizer_states: Annotated[Flag, Only((True,), "moments are fp32; set it to true")] = True
     torch_adam: InertFlag = None
     fused: InertFlag = None
@@ -219,7 +227,10 @@ class OptimizerConfig(ConfigBlock):
 
     @model_validator(mode="after")
     def _keys_are_the_types(self) -> Self:
-        known = TYPE_KEYS[self.type]
+        known, eps = TYPE_KEYS[self.type], self.params.eps
+        if "eps" in self.given and isinstance(eps, tuple) != (self.type == "Adafactor"):
+            expected = "two numbers, the first may be null" if self.type == "Adafactor" else "a number"
+            raise problem(f"{expected} with {self.type}", at="params.eps", got=str(eps), keys=("type", "params"))
         for key in sorted(self.given):
             if key not in known:
                 owners = [name for name, keys in TYPE_KEYS.items() if key in keys]

@@ -10,6 +10,7 @@ import torch
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
 from zero.values.access import EngineKeeper
+from zero.values.parameters import ParameterValues
 
 
 class Values:
@@ -30,10 +31,11 @@ class Values:
         An optimizer that keeps further numbers of a parameter has them here too, under their names.
         """
         keeper, updater = self._current(name), self._run.updater
-        states: dict[str, Any] = dict(keeper.moments(name))
         if updater is None:
-            return {**states, "step": 0}
-        key = id(keeper.parameter(name))
+            return {**keeper.moments(name), "step": 0}
+        parts, parameter = self._run.parts, keeper.parameter(name)
+        states: dict[str, Any] = dict(ParameterValues(parts, parts.exchange, parameter, updater).states())
+        key = id(parameter)
         numbers = {what: scalar.value for what, scalar in updater.numbers(key).items()}
         return {**updater.made(key, states), **numbers, "step": updater.step_counts.get(key, 0)}
 

@@ -10,7 +10,7 @@ piece: the masters are not read from memory again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from offload.kernels import masters, tile_threads
 from zero.config import Config
 from zero.ops.schedule_free import AdamWScheduleFree, averaging
 from zero.optim.rules import Progress, Rule, Rules, Scalar, TiledRule, UpdateRun, each_tile
+from zero.optim.small_states import Shapes, Small
 from zero.plan.record import States
 
 EMA, OF_SCHEDULE_FREE = "ema", "z"
@@ -49,6 +50,11 @@ class EmaRule:
         self.defaults: Mapping[str, Any] = inner.defaults
         self.scalars: Mapping[str, Scalar] = inner.scalars
         self.fills: Mapping[str, float] = inner.fills
+        self.small = inner.small
+
+    def small_shapes(self, shape: tuple[int, ...]) -> Shapes:
+        """As the inner rule."""
+        return self.inner.small_shapes(shape)
 
     def begin(self) -> None:
         """As the inner rule."""
@@ -67,16 +73,19 @@ class EmaRule:
         known = progress or Progress((), self.inner.states)
         return replace(known, present=(*known.present, EMA)), changed
 
-    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
+    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
         """Piece by piece the weights, and then their average."""
+        made = None
         for piece in [run] if self.whole else _pieces(run):
             *planes, average = piece.states.planes
             for begin, end, values in piece.segments:
                 if values.first:
                     masters.whole(average[begin:end], *_stored(piece, slice(begin, end)))
             segments = [(begin, end, values.inner) for begin, end, values in piece.segments]
-            self.inner.update(piece._replace(states=States(tuple(planes)), segments=segments), grad_scale, threads)
+            inner = piece._replace(states=States(tuple(planes)), segments=segments)
+            made = self.inner.update(inner, grad_scale, threads)  # of whole parameters, of which there is one piece
             self._average(piece, average, threads)
+        return made
 
     def _average(self, run: UpdateRun, average: torch.Tensor, threads: int) -> None:
         """As `torch.optim.swa_utils.get_ema_multi_avg_fn`, to the bit."""

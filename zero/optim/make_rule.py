@@ -4,13 +4,15 @@
 elements. A matrix of 8 x 16 is trained by the class itself; its two halves, flat and apart, by the tiled rule as the
 engine would. Weights and states have to be the same, bit for bit, and the numbers of both halves too. Who looks at a
 norm, a mean, a shape or another element gives itself away. Such a class gets whole parameters, and is tried once more:
-on a whole one of each number of dimensions that its parameters have, bound as the engine would.
+on a whole one of each number of dimensions that its parameters have, bound as the engine would. Only there a state may
+be small: of another shape than its parameter, or a tensor of one element that depends on the gradient.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +29,18 @@ from zero.ops.schedule_free import AdamWScheduleFree
 from zero.optim.averages import with_averages
 from zero.optim.kernel_rules import ROWS, KernelRule
 from zero.optim.muon import muon_from
-from zero.optim.rules import NOT_OF_THE_CLASS, AdamRule, Initial, Rule, Rules, Scalar, TiledRule, TileValues, Trained
+from zero.optim.rules import (
+    NO_SMALL,
+    NOT_OF_THE_CLASS,
+    AdamRule,
+    Initial,
+    Rule,
+    Rules,
+    Scalar,
+    TiledRule,
+    TileValues,
+    Trained,
+)
 
 _PLAIN = {"amsgrad": False, "maximize": False, "differentiable": False}
 """Options of torch's Adam with which it is what our kernel computes."""
@@ -43,9 +56,12 @@ OURS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamWScheduleFree": AdamWScheduleFree,
 }
 ALTERNATIVE = (
-    'set optimizer.type in the config ("AdamW", "Lion", "Muon", "Lamb", "Adagrad", "SGD", or one of torch.optim such '
-    "as RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD), or pass such an optimizer"
+    'set optimizer.type in the config ("AdamW", "Lion", "Muon", "Lamb", "Adafactor", "Adagrad", "SGD", or one of '
+    "torch.optim such as RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop, ASGD), or pass such an optimizer"
 )
+SMALL_SHARE_MAX = 1.5
+"""Elements of small states for one of a parameter. Means of an m x n matrix's rows and columns are m + n <= m n + 1;
+preconditioners of both sides m^2 + n^2 >= 2 m n."""
 TRIAL_SHAPES = {0: (), 1: (128,), 2: SHAPE, 3: (4, 4, 8), 4: (4, 4, 2, 4)}
 """Of whole parameters, by their number of dimensions."""
 
@@ -202,6 +218,8 @@ class _Found:
 
     planes: dict[str, torch.dtype] = field(default_factory=dict)
     scalars: dict[str, Scalar] = field(default_factory=dict)
+    small: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """With the shape of a parameter that has it."""
 
 
 def rule_for(
@@ -229,13 +247,12 @@ def rule_for(
             _check_trains(bare, options)
             _look(bare, options, found)
     kept = (optimizer, initial, tuple(found.planes), found.planes, found.scalars)
-    by_kernel = type(optimizer) in ROWS and (torch_as_kernels or type(optimizer).__module__.startswith("zero."))
-    rule = (KernelRule if by_kernel else TiledRule)(*kept)
-    if isinstance(optimizer, Lamb) or not _is_element_wise(rule, seen):
-        rule = TiledRule(*kept, whole=True)
-        for dimensions in sorted({p.dim() for group in groups for p in group["params"]} or {len(SHAPE)}):
-            _try_whole(rule, seen, TRIAL_SHAPES.get(dimensions, SHAPE), found)
-    return rule
+    if not found.small and not isinstance(optimizer, Lamb):
+        by_kernel = type(optimizer) in ROWS and (torch_as_kernels or type(optimizer).__module__.startswith("zero."))
+        rule = (KernelRule if by_kernel else TiledRule)(*kept)
+        if _is_element_wise(rule, seen):
+            return rule
+    return _whole_rule(bare, kept, groups, seen, found)
 
 
 def _is_element_wise(rule: TiledRule, seen: list[dict[str, Any]]) -> bool:
@@ -248,15 +265,68 @@ def _is_element_wise(rule: TiledRule, seen: list[dict[str, Any]]) -> bool:
     return True
 
 
-def _try_whole(rule: TiledRule, seen: list[dict[str, Any]], shape: tuple[int, ...], found: _Found) -> None:
-    """Train whole parameters of a shape. Raises ConfigError if that fails, or other states come of it."""
-    here = _Found()
+def _whole_rule(
+    bare: TiledRule, kept: tuple[Any, ...], groups: list[Mapping[str, Any]], seen: list[dict[str, Any]], found: _Found
+) -> TiledRule:
+    """The rule of a class that looks at whole parameters. Raises ConfigError: see `rule_for`."""
     for options in seen:
-        _look(rule, options, here, shape)
-        _try(rule, options, shape)
+        _find_small_numbers(bare, options, found)
+    shapes = [p.shape for group in groups for p in group["params"]]
+    trials = [TRIAL_SHAPES.get(d, SHAPE) for d in sorted({len(shape) for shape in shapes} or {len(SHAPE)})]
+    for trial in trials:
+        _look_whole(bare, seen, trial, found)
+    rule = TiledRule(*kept, whole=True, small=tuple(found.small), tried=seen)
+    for trial in trials:
+        for options in seen:
+            _try(rule, options, trial)
+    _check_small(rule, shapes, found)
+    return rule
+
+
+def _look_whole(rule: TiledRule, seen: list[dict[str, Any]], shape: tuple[int, ...], found: _Found) -> None:
+    """Train whole parameters of a shape: what they alone have is small. Raises ConfigError: they lack some."""
+    here = _Found(small=dict(found.small))
+    for options in seen:
+        _look(rule, options, here, shape, found.planes)
+    for name in (here.planes.keys() | here.scalars.keys()) - found.planes.keys() - found.scalars.keys():
+        here.planes.pop(name, None), here.scalars.pop(name, None)
+        here.small[name] = shape
     if here.planes.keys() != found.planes.keys() or here.scalars.keys() != found.scalars.keys():
         kept = ", ".join(here.planes | here.scalars)
         raise refusal(rule.name, f"of a parameter of {len(shape)} dimensions it keeps other states ({kept})")
+    found.small.update(here.small)
+
+
+def _find_small_numbers(rule: TiledRule, options: Mapping[str, Any], found: _Found) -> None:
+    """Numbers that depend on the gradient, such as a parameter's norm, are small states if they are tensors."""
+    start, *gradients = _samples(STEPS + 1)
+    nothing = torch.zeros(1, 1, device="cpu")
+    each = _train_whole(rule, options, start, gradients)[1], _train_whole(rule, options, nothing, [nothing] * STEPS)[1]
+    for moving, still in zip(*each, strict=True):
+        for name in [name for name in found.scalars if isinstance(moving.get(name), Tensor)]:
+            if Scalar.of(moving[name]) != Scalar.of(still.get(name)):
+                del found.scalars[name]
+                found.small[name] = SHAPE
+
+
+def _check_small(rule: TiledRule, shapes: list[tuple[int, ...]], found: _Found) -> None:
+    """Raise ConfigError if small states are made late, or are not small."""
+    for name, shape in found.small.items():
+        if name not in rule.small_shapes(shape):
+            raise refusal(
+                rule.name, f"its state {name} is made after the first step, and is not of the parameter's shape"
+            )
+    held = {shape: rule.small_shapes(shape) for shape in set(shapes)}
+    numel = sum(math.prod(shape) for shape in shapes)
+    kept = sum(of.numel() for shape in shapes for of, _ in held[shape].values())
+    if kept > SMALL_SHARE_MAX * numel:
+        sizes = {name: of for shape in held.values() for name, (of, _) in shape.items()}
+        name = max(sizes, key=lambda name: sizes[name].numel())
+        raise refusal(
+            rule.name,
+            f"its state {name} is of shape {tuple(sizes[name])}, not of the parameter's shape; what is not stays in "
+            f"memory, and has {kept:,} elements for parameters of {numel:,}: it is not small",
+        )
 
 
 def refusal(name: str, why: str) -> ConfigError:
@@ -279,6 +349,9 @@ def _initial(optimizer: torch.optim.Optimizer) -> Initial:
                 scalar, known = Scalar.of(value), numbers
             elif value.numel() == 0:
                 continue
+            elif value.shape != parameter.shape:
+                what = f"of shape {tuple(value.shape)}, not of the parameter's shape"
+                raise refusal(type(optimizer).__name__, f"its constructor makes a state {key} {what}")
             else:
                 flat, known = value.detach().reshape(-1), fills
                 scalar = Scalar.of(flat[0])
@@ -300,26 +373,35 @@ def _samples(count: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, device="cpu") for _ in range(count)]
 
 
-def _look(rule: TiledRule, options: Mapping[str, Any], found: _Found, shape: tuple[int, ...] = SHAPE) -> None:
+def _look(
+    rule: TiledRule,
+    options: Mapping[str, Any],
+    found: _Found,
+    shape: tuple[int, ...] = SHAPE,
+    planes: Container[str] = (),
+) -> None:
     """Train the matrix, and note what is kept of it."""
     start, *gradients = _samples(STEPS + 1, shape)
     for state in _train_whole(rule, options, start, gradients)[1]:
         for name, value in state.items():
             if value is None:
                 continue
+            if name in found.small:
+                continue
             # Of a parameter without dimensions a state looks like a number; its name is known from a matrix by then.
-            if isinstance(value, Tensor) and value.shape == shape and (shape or name in rule.states):
+            if isinstance(value, Tensor) and value.shape == shape and (shape or name in planes):
                 if value.dtype not in EXACT_IN_FP32:
                     raise refusal(rule.name, f"its state {name} is {value.dtype}")
                 found.planes.setdefault(name, value.dtype)
             elif isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
                 found.scalars.setdefault(name, Scalar.of(value))
+            elif isinstance(value, Tensor):
+                found.small[name] = shape
             else:
-                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                raise refusal(rule.name, f"its state {name} is {what}, not of the parameter's shape")
-    both = found.planes.keys() & found.scalars.keys()
-    if both:
-        raise refusal(rule.name, f"its state {', '.join(sorted(both))} is a number and a tensor")
+                raise refusal(rule.name, f"its state {name} is a {type(value).__name__}, and no tensor")
+    kinds = [*found.planes, *found.scalars, *found.small]
+    if both := {name for name in kinds if kinds.count(name) > 1}:
+        raise refusal(rule.name, f"its state {', '.join(sorted(both))} has several forms")
 
 
 def _check_trains(rule: TiledRule, options: Mapping[str, Any]) -> None:
@@ -371,15 +453,15 @@ def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = S
     cut = (1, *shape) if rule.whole else (-1, HALF)
     halves = list(start.reshape(cut).clone().unbind())
     planes = [{name: torch.zeros_like(half) for name in rule.states} for half in halves]
-    values = TileValues(dict(options), None)
+    values, small = TileValues(dict(options), None), NO_SMALL
     for step, gradient in enumerate(gradients):
-        pieces = [*zip(halves, gradient.reshape(cut).unbind(), planes, strict=True)]
+        pieces = [(*piece, small) for piece in zip(halves, gradient.reshape(cut).unbind(), planes, strict=True)]
         # One more piece of one element, without a gradient, tells what the numbers become; see `TiledRule.after`.
-        pieces.append((torch.zeros(rule.probe_shape, device="cpu"), *_nothing(rule)))
+        pieces.append((torch.zeros(rule.probe_shape, device="cpu"), *_nothing(rule), rule.probe_small(values.options)))
         results = []
-        for half, part, held in pieces:
+        for half, part, held, kept in pieces:
             try:
-                results.append(rule.step(half, part.clone(), held, values))
+                results.append(rule.step(half, part.clone(), held, values, kept))
             except Exception as error:
                 raise refusal(rule.name, f"it does not take flat pieces ({type(error).__name__}: {error})") from error
         numbers = [rule.progress_of(state) for state, _ in results]
@@ -388,6 +470,9 @@ def _try(rule: TiledRule, options: Mapping[str, Any], shape: tuple[int, ...] = S
             raise refusal(rule.name, "the numbers that it keeps depend on the gradient")
         if not torch.equal(_joined(halves), weights[step].reshape(-1)):
             raise refusal(rule.name, "it is not element-wise: two halves of a parameter are not trained as the whole")
+        small = rule.small_of(results[0][0])  # of a whole parameter; halves have none
+        if any(not _equal(value, states[step].get(name)) for name, value in small.items()):
+            raise refusal(rule.name, "what it keeps beside the parameter's shape depends on more than its own state")
         values = TileValues(results[0][1], numbers[0])
     for name in rule.states:
         whole = states[-1].get(name)
@@ -406,5 +491,12 @@ def _joined(pieces: Iterable[Tensor]) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
+def _equal(value: Tensor, wanted: Any) -> bool:
+    return isinstance(wanted, Tensor) and torch.equal(value, wanted)
+
+
 def _numbers_of(rule: TiledRule, state: Mapping[str, Any]) -> dict[str, Scalar]:
-    return {k: Scalar.of(v) for k, v in state.items() if not (isinstance(v, Tensor) and k in rule.states)}
+    rest = {k: v for k, v in state.items() if k not in rule.small}
+    return {
+        k: Scalar.of(v) for k, v in rest.items() if not (isinstance(v, Tensor) and (v.numel() > 1 or k in rule.states))
+    }

@@ -24,6 +24,7 @@ from offload.errors import ConfigError, StateError
 from zero.optim.averages import innermost
 from zero.optim.loss_scale import LossScaler
 from zero.optim.rules import AdamRule, Progress, Rule, Scalar, Trained
+from zero.optim.small_states import Shapes, Small, SmallStates
 
 ABSENT, MISSING, NOTHING = "no_", 1, 2
 """Before the name of a state: a number in checkpoints that says that the parameter has not got it yet. Its state has no
@@ -137,6 +138,8 @@ class KeptOptimizer(torch.optim.Optimizer):
         """id(parameter) -> updates so far; torch counts per parameter too."""
         self.progress: dict[int, Progress] = {}
         """id(parameter) -> what else its state has besides planes, of rules that keep more."""
+        self.small: dict[int, SmallStates] = {}
+        """id(parameter) -> its small states, as far as they are on this rank; of rules that keep some."""
         self._numbers: dict[int, int] = {}
         """id(parameter) -> number of its rule; made again when one is missing."""
 
@@ -177,6 +180,38 @@ class KeptOptimizer(torch.optim.Optimizer):
                     if progress is not None:
                         self.progress[key] = progress
             group.update(changed)
+
+    def small_states(self, index_of: Mapping[int, int], wanted: Container[int]) -> dict[int, SmallStates]:
+        """Parameter index -> where an update finds small states and leaves them; empty if no rule keeps any."""
+        if not self.keeps_small:
+            return {}
+        return {i: self.small.setdefault(key, SmallStates()) for key, i in index_of.items() if i in wanted}
+
+    @property
+    def keeps_small(self) -> bool:
+        """True when a rule has small states."""
+        return any(rule.small for rule in self.rules.each)
+
+    def small_shapes(self, parameter: torch.Tensor) -> Shapes:
+        """Of the small states that a parameter has once it is updated."""
+        rule = self._rule(id(parameter))
+        return rule.small_shapes(parameter.shape) if rule.small else {}
+
+    def named_small(self, names: Mapping[int, str]) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies on the host of all small states of this rank, by the parameters' names.
+
+        Args:
+            names: id(parameter) -> its name; the others are left out.
+        """
+        held = {names[key]: small.on_host() for key, small in self.small.items() if key in names}
+        return {name: tensors for name, tensors in held.items() if tensors}
+
+    def take_small(self, named: Mapping[str, Small], names: Mapping[int, str]) -> None:
+        """Of the parameters that have names: go on from what `named_small` has given, and from nothing else."""
+        for key, name in names.items():
+            self.small.pop(key, None)
+            if name in named:
+                self.small[key] = SmallStates(named[name])
 
     # ---- what a parameter's state has besides planes ---------------------------------------------------
 
@@ -237,7 +272,8 @@ class KeptOptimizer(torch.optim.Optimizer):
         """
         progress, fills = self.progress.get(key), self._rule(key).fills
         if progress is not None:
-            return {name: planes[name] for name in planes if name in progress.present}
+            there = {*progress.present, *self._rule(key).small}
+            return {name: planes[name] for name in planes if name in there}
         if self.step_counts.get(key, 0):
             return dict(planes)
         return {name: torch.full_like(plane, fills.get(name, 0.0)) for name, plane in planes.items()}
@@ -264,6 +300,7 @@ class KeptOptimizer(torch.optim.Optimizer):
         """Nobody trains the parameter any more."""
         self.step_counts.pop(key, None)
         self.progress.pop(key, None)
+        self.small.pop(key, None)
 
     # ---- states, whole ---------------------------------------------------------------------------------
 
@@ -287,6 +324,7 @@ class KeptOptimizer(torch.optim.Optimizer):
         """
         if self._kept is not None:
             elements = sum(p.numel() * len(self._rule(id(p)).states) for p in self.state)
+            elements += sum(shape.numel() for p in self.state for shape, _ in self.small_shapes(p).values())
             self._kept.check_room(STATE_BYTES * elements)
         return super().state_dict()
 
@@ -305,7 +343,10 @@ class KeptOptimizer(torch.optim.Optimizer):
         self.check_states(state_dict["state"].values())
         places = [place for group in given for place in group["params"]]
         states = [state_dict["state"].get(place, {}) for place in places]
-        self.take_all(list(zip(self._parameters(), states, strict=True)))
+        pairs = list(zip(self._parameters(), states, strict=True))
+        for parameter, state in pairs:
+            self._check_small(parameter, state)
+        self.take_all(pairs)
         for group, options in zip(self.param_groups, given, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -321,10 +362,12 @@ class KeptOptimizer(torch.optim.Optimizer):
         if self._kept is None:
             self.forget(id(parameter))
             return
+        self._check_small(parameter, states)
         updated = bool(self.step_counts.get(id(parameter)))
         planes = self.take_numbers(parameter, states)
         if updated and not states:  # the first update goes on from what is stored
-            planes = {name: torch.zeros_like(plane) for name, plane in self._kept.read(parameter).items()}
+            held, names = self._kept.read(parameter), self._rule(id(parameter)).states
+            planes = {name: torch.zeros_like(held[name]) for name in names}
         for name, value in planes.items():
             self._kept.write(parameter, name, value)
 
@@ -334,7 +377,8 @@ class KeptOptimizer(torch.optim.Optimizer):
         if not states:
             return {}
         rule = self._rule(id(parameter))
-        planes = {name: states[name] for name in rule.states if states.get(name) is not None}
+        names = (*rule.states, *rule.small)
+        planes = {name: states[name] for name in names if states.get(name) is not None}
         self.set_numbers(id(parameter), self._numbers_in(rule, states, planes))
         return planes
 
@@ -355,13 +399,23 @@ class KeptOptimizer(torch.optim.Optimizer):
                 numbers[ABSENT + name] = torch.tensor(NOTHING if name in states else MISSING, device="cpu")
         return numbers
 
+    def _check_small(self, parameter: torch.Tensor, states: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a parameter's states lack small ones, or have them in another shape."""
+        for name, (shape, _) in (self.small_shapes(parameter) if states else {}).items():
+            found = tuple(states[name].shape) if isinstance(states.get(name), torch.Tensor) else "none"
+            if found != tuple(shape):
+                raise ConfigError(
+                    f"optimizer.load_state_dict: {name} of a parameter of shape {tuple(parameter.shape)}: expected "
+                    f"a tensor of shape {tuple(shape)}, got {found}; load what was saved of the same model"
+                )
+
     def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Raise ConfigError if they, one for each parameter, are those of another optimizer."""
-        known = {name for rule in self.rules.each for name in self._state_names(rule)}
+        known = {name for rule in self.rules.each for name in (*self._state_names(rule), *rule.small)}
         for state in states:
             shaped = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
             fits = (
-                shaped & {*self._state_names(rule)}
+                shaped & {*self._state_names(rule), *rule.small}
                 and set(rule.states if isinstance(rule, AdamRule) else rule.scalars) <= state.keys()
                 for rule in map(innermost, self.rules.each)
             )
@@ -515,8 +569,8 @@ class ZeroOptimizer(KeptOptimizer):
 
 
 def learning_rates(optimizer: ZeroOptimizer | None) -> list[float]:
-    """Of each param group."""
-    return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
+    """Of each param group; 0 where the class finds it by itself and the group has none."""
+    return [float(group["lr"] or 0.0) for group in optimizer.param_groups] if optimizer is not None else []
 
 
 def momentum_of(optimizer: ZeroOptimizer | None) -> list[Any]:

@@ -36,7 +36,7 @@ from offload.planes.copies import fetch_plane, fetch_range
 from offload.planes.planes import settle_all
 from offload.streams import Fence
 from zero.optim.gradients import Gradients
-from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline, Told
+from zero.optim.pipeline import Delivery, Made, StepArguments, SubGroupPipeline, Told
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
 
@@ -337,8 +337,8 @@ class Attempt:
 
     arguments: StepArguments
     groups: list[SubGroup]
-    done: set[SubGroup] = field(default_factory=set)
-    """Sub-groups whose other slot holds the result."""
+    done: dict[SubGroup, Made] = field(default_factory=dict)
+    """Sub-groups whose other slot holds the result, and small states of it."""
     over: bool = False
     """No further sub-group is started: void, or the step has come."""
     transfer: Transfer[None] | None = None
@@ -410,17 +410,18 @@ class UpdatesInBackward:
             attempt.over = True
         self._settle([*attempts.values(), *self._ended.values()])
         self._ended = {}
-        committed: set[SubGroup] = set()
+        committed: dict[SubGroup, Made] = {}
         for attempt in attempts.values():
             expected = attempt.arguments
             as_expected = all(arguments.values.get(index) == values for index, values in expected.values.items())
             if as_expected and (arguments.grad_scale, arguments.number) == (expected.grad_scale, expected.number):
                 committed |= attempt.done
-        for group in committed:
+        for group, made in committed.items():
             self._storage.exchange_slots(group)
+            arguments.keep(made)
             self.committed_numel += group.end - group.begin
         self._judge(bool(attempts), bool(committed) or not any(attempt.done for attempt in attempts.values()))
-        return committed
+        return set(committed)
 
     def _settle(self, attempts: list[Attempt]) -> None:
         for attempt in attempts:
@@ -448,10 +449,10 @@ class UpdatesInBackward:
                 if attempt.over:
                     return
                 try:
-                    await self._pipeline.update_aside(group, attempt.arguments, self._updates.threads_beside)
+                    made = await self._pipeline.update_aside(group, attempt.arguments, self._updates.threads_beside)
                 except StorageError as error:
                     logger.debug("%s is updated behind the step: %s", unit.name, error)
                     return
-                attempt.done.add(group)
+                attempt.done[group] = made
 
         await asyncio.gather(*(update(group) for group in attempt.groups))

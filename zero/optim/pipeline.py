@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,10 +31,14 @@ from offload.streams import Fence
 from offload.timeline import UPDATES
 from zero.optim.gradients import Gradients
 from zero.optim.lent_gradients import Places, SpareGradients
-from zero.optim.rules import Rules, UpdateRun
+from zero.optim.rules import NO_SMALL, Rules, UpdateRun
+from zero.optim.small_states import Small, SmallStates
 from zero.params.layout import Layout, Slot, SubGroup, Unit
 from zero.store.staging import Staged, StagedGroup
 from zero.store.storage import Storage
+
+Made = Mapping[int, Small]
+"""Parameter index -> small states as an update leaves them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,13 @@ class StepArguments:
     """Of the step, counted from 1: errors name it, and moments that are not fp32 are rounded by it."""
     fence: Fence = None
     """Behind the last use of the old weights and the gradients on the device."""
+    small: Mapping[int, SmallStates] = field(default_factory=dict)
+    """Parameter index -> where its small states are, of rules that keep some."""
+
+    def keep(self, made: Made) -> None:
+        """An update counts, and what it has made of small states."""
+        for index, tensors in made.items():
+            self.small[index].tensors = tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +155,9 @@ class SubGroupPipeline:
             error: BaseException | None = None
             kept = False
             try:
-                await self._compute_into(work, arguments, threads)
+                made = await self._compute_into(work, arguments, threads)
                 await self._deliver(work, wanted)
+                arguments.keep(made)
                 told.applied(frozenset(unit.index for unit in units) & wanted.keys())
                 self.spare.give(group, units)
                 kept, error = await self._write_back(work, told, lent is not None)
@@ -155,8 +167,11 @@ class SubGroupPipeline:
         if error is not None:
             raise error
 
-    async def update_aside(self, group: SubGroup, arguments: StepArguments, threads: int) -> None:
+    async def update_aside(self, group: SubGroup, arguments: StepArguments, threads: int) -> Made:
         """Write what an update would give to the sub-group's other slot; the state stays as it is.
+
+        Returns:
+            For `StepArguments.keep`, once the slots are exchanged.
 
         Raises:
             StorageError: nothing has changed.
@@ -165,27 +180,31 @@ class SubGroupPipeline:
         work = StagedGroup(self._storage, self._layout, group, units, {}, self._plane_of, other_slot=True)
         await work.lease("sub-group")
         try:
-            await self._compute_into(work, arguments, threads)
+            made = await self._compute_into(work, arguments, threads)
             await settle_all([part.write() for part in (work.state, *work.weights.values())])
         finally:
             work.release()
+        return made
 
     def _plane_of(self, unit: Unit) -> Plane:
         """Where the gradient is that an update of the unit works with."""
         return self._gradients.taken(unit.index).plane
 
-    async def _compute_into(self, work: StagedGroup, arguments: StepArguments, threads: int) -> None:
+    async def _compute_into(self, work: StagedGroup, arguments: StepArguments, threads: int) -> Made:
+        made: dict[int, Small] = {}
+
         def compute() -> None:
             for unit in work.units:
                 nbytes = work.weights[unit.index].bytes.numel()
                 with self._storage.timeline.span(UPDATES, f"{unit.name} in {work.group.name}", nbytes):
-                    self._apply(work, unit, arguments, threads)
+                    made.update(self._apply(work, unit, arguments, threads))
 
         await work.read()
         if self._storage.compute(work.group).type == "cpu":
             await self._storage.streams.compute_on_host(compute)
         else:
             compute()  # the device is only told what to do
+        return made
 
     async def _deliver(self, work: StagedGroup, wanted: Mapping[int, Delivery]) -> None:
         """Copy new weights to where they are wanted or live, if they were not updated there."""
@@ -243,22 +262,26 @@ class SubGroupPipeline:
                 part.plane.strand(part.begin, part.end, part.host_bytes, written)
         return bool(failed) and not lent
 
-    def _apply(self, work: StagedGroup, unit: Unit, arguments: StepArguments, threads: int) -> None:
-        """Update the part of a unit that lies in a sub-group."""
+    def _apply(self, work: StagedGroup, unit: Unit, arguments: StepArguments, threads: int) -> Made:
+        """Update the part of a unit that lies in a sub-group; what becomes of small states is returned."""
         weight, gradient = work.weights[unit.index], work.gradients[unit.index]
         state = work.record(arguments.number)
         lo, hi = weight.begin - work.group.begin, weight.end - work.group.begin
         first = weight.begin - unit.origin
-        found = [(slot, _segment(slot, first, weight.end - weight.begin, arguments)) for slot in unit.slots]
+        pairs = ((slot, _segment(slot, first, weight.end - weight.begin, arguments)) for slot in unit.slots)
+        found = [(slot, segment) for slot, segment in pairs if segment is not None]
+        kept = [arguments.small.get(slot.index) for slot, _ in found]
         run = UpdateRun(
             weight.bytes.view(work.space.dtype),
             None if state.remainder is None else state.remainder[lo:hi],
             state.states.part(lo, hi),
             gradient.bytes.view(self._gradients.taken(unit.index).dtype),
-            [segment for _, segment in found if segment is not None],
-            [tuple(slot.shape) for slot, segment in found if segment is not None],
+            [segment for _, segment in found],
+            [tuple(slot.shape) for slot, _ in found],
+            [NO_SMALL if each is None else each.tensors for each in kept],
         )
-        self._rules.each[unit.rule].update(run, arguments.grad_scale, threads)
+        made = self._rules.each[unit.rule].update(run, arguments.grad_scale, threads)
+        return {slot.index: small for (slot, _), small in zip(found, made or (), strict=bool(made)) if small}
 
 
 def _part(unit: Unit, flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:

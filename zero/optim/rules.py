@@ -14,7 +14,8 @@ numbers as they were after the last step. So the class cannot tell a tile from a
 element-wise gives the bits that it gives for the whole. `zero/optim/make_rule.py` finds out whether a class is.
 
 [Note: numbers] Every tile of a parameter starts from the same numbers and ends with the same ones, which depend on no
-element. What they are after a step is found by a step over one element, when the step is fixed.
+element. What they are after a step is found by a step over one element, when the step is fixed. States that depend on
+the gradient and have not the parameter's shape come out of the update itself; see `zero/optim/small_states.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +33,7 @@ from torch import Tensor
 from offload.errors import ConfigError
 from offload.kernels import kernels, masters, tile_threads
 from offload.kernels.moments import Moments
+from zero.optim.small_states import Shapes, Small
 from zero.plan.record import ADAM_STATES, States
 
 TILE_NUMEL = 32768
@@ -45,6 +48,9 @@ NOT_OF_THE_CLASS = {"state", "param_groups", "step", *HOOKS}
 """Attributes of an optimizer that are made anew: a scheduler has wrapped `step`, and hooks are of whole steps."""
 PER_TENSOR = {"foreach": False, "fused": None, "capturable": False}
 """They would compute the same in another way; on one flat tile, outside any graph, there is nothing to win."""
+
+
+NO_SMALL: Small = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,8 @@ class UpdateRun(NamedTuple):
     """(begin, end, values) of each parameter in it that is updated."""
     shapes: Sequence[tuple[int, ...]] = ()
     """Of each segment its parameter's; rules that look at whole parameters read it."""
+    small: Sequence[Small] = ()
+    """Of each segment its parameter's small states; they stay as they are."""
 
 
 class Rule(Protocol):
@@ -122,6 +130,7 @@ class Rule(Protocol):
         scalars: what parameters have besides planes and the number of updates, by name; the values are examples.
         fills: what planes are full of before the first update, where it is not 0.
         whole: it looks at whole parameters: a segment is never a part of one.
+        small: names of its small states; parameters of some shapes may have only some of them.
     """
 
     name: str
@@ -130,6 +139,7 @@ class Rule(Protocol):
     defaults: Mapping[str, Any]
     scalars: Mapping[str, Scalar]
     fills: Mapping[str, float]
+    small: tuple[str, ...]
 
     def begin(self) -> None:
         """A step is about to be fixed: `values` is called for each of its parameters."""
@@ -149,8 +159,18 @@ class Rule(Protocol):
     def after(self, values: Any) -> tuple[Progress | None, Mapping[str, Any]]:
         """The parameter's progress once it is updated with `values`, and what changes in its param group."""
 
-    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
-        """Update the elements in place; depends on nothing but the arguments."""
+    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
+        """Update the elements in place; depends on nothing but the arguments.
+
+        Returns:
+            Of each segment what its small states have become; None if the rule has none.
+        """
+
+    def small_shapes(self, shape: tuple[int, ...]) -> Shapes:
+        """The small states that a parameter of this shape has once it is updated.
+
+        Raises ConfigError: it keeps something of such a one that it did not keep of those it was tried on.
+        """
 
 
 class AdamValues(NamedTuple):
@@ -177,6 +197,7 @@ class AdamRule:
     states: tuple[str, ...] = ADAM_STATES
     scalars: Mapping[str, Scalar] = {}
     fills: Mapping[str, float] = {}
+    small: tuple[str, ...] = ()
 
     def __init__(self, *, decoupled: bool = True, defaults: Mapping[str, Any] | None = None) -> None:
         adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -219,6 +240,10 @@ class AdamRule:
             grad_scale=grad_scale,
             threads=threads,
         )
+
+    def small_shapes(self, shape: tuple[int, ...]) -> Shapes:
+        """Its states are planes."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +341,8 @@ class TiledRule:
         dtypes: of planes that the class keeps in another dtype than fp32.
         scalars: what else a parameter's state has; the values are examples.
         whole: a tile is a whole parameter, of its shape.
+        small: names of the small states, of a rule that looks at whole parameters.
+        tried: options of the param groups; what is made of a shape is made with all of them.
     """
 
     def __init__(
@@ -327,6 +354,8 @@ class TiledRule:
         scalars: Mapping[str, Scalar] | None = None,
         *,
         whole: bool = False,
+        small: tuple[str, ...] = (),
+        tried: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.name, self.whole = type(optimizer).__name__, whole
         self.probe_shape = (1, 1) if whole else (1,)
@@ -338,6 +367,8 @@ class TiledRule:
         self.fills: Mapping[str, float] = {name: float(fill.value or 0) for name, fill in self._initial.fills.items()}
         self.defaults: Mapping[str, Any] = dict(optimizer.defaults)
         self.attributes = {key: value for key, value in vars(optimizer).items() if key not in NOT_OF_THE_CLASS}
+        self.small, self._tried = small, tuple(tried)
+        self._small_shapes: dict[tuple[int, ...], Shapes] = {}
         self._options: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
         self._known: list[tuple[TileValues, tuple[Progress | None, Mapping[str, Any]]]] = []
 
@@ -374,17 +405,25 @@ class TiledRule:
                 return result
         tile = torch.zeros(self.probe_shape, dtype=torch.float32, device="cpu")
         planes = {name: torch.zeros_like(tile) for name in self.states}
-        state, options = self.step(tile, torch.zeros_like(tile), planes, values)
+        small = self.probe_small(values.options) if values.progress is not None else {}
+        state, options = self.step(tile, torch.zeros_like(tile), planes, values, small)
         changed = {key: value for key, value in options.items() if values.options.get(key) != value}
         result = self.progress_of(state), changed
         self._known.append((values, result))
         return result
 
-    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> None:
+    def probe_small(self, options: Mapping[str, Any]) -> Small:
+        """The small states of one element; numbers do not depend on what is in them."""
+        if not self.small:
+            return {}
+        tile = torch.zeros(self.probe_shape, dtype=torch.float32, device="cpu")
+        planes = {name: torch.zeros_like(tile) for name in self.states}
+        return self.small_of(self.step(tile, torch.zeros_like(tile), planes, TileValues(options, None))[0])
+
+    def update(self, run: UpdateRun, grad_scale: float, threads: int) -> Sequence[Small] | None:
         """Tile by tile; on the host several at a time, if the class is torch's or ours."""
         if self.whole:
-            self._update_whole(run, grad_scale)
-            return
+            return self._update_whole(run, grad_scale)
         # A class of somebody else's may have memory that two steps at a time would share.
         known = self.kind.__module__.startswith(("torch.optim.", "zero.ops."))
 
@@ -392,21 +431,72 @@ class TiledRule:
             self._update_tile(run, at, values, grad_scale, (-1,))
 
         each_tile(run, update, threads if known else 1)
+        return None
 
-    def _update_whole(self, run: UpdateRun, grad_scale: float) -> None:
+    def _update_whole(self, run: UpdateRun, grad_scale: float) -> Sequence[Small]:
         """Parameter by parameter; torch uses its own threads for what is so large."""
-        for (begin, end, values), whole in zip(run.segments, run.shapes, strict=True):
+        made = []
+        for (begin, end, values), whole, small in zip(run.segments, run.shapes, run.small, strict=True):
             shape = self.tile_shape(whole)
             for lo in range(begin, end, math.prod(shape)):
-                self._update_tile(run, slice(lo, lo + math.prod(shape)), values, grad_scale, shape)
+                small = self._update_tile(run, slice(lo, lo + math.prod(shape)), values, grad_scale, shape, small)
+            made.append(small)
+        return made
 
     def tile_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of what is updated at once of a whole parameter; a parameter is one or more such, end to end."""
         return shape
 
+    def small_shapes(self, shape: tuple[int, ...]) -> Shapes:
+        """See `Rule`. A first step is taken over a parameter of that shape, without memory if the class lets it."""
+        if not self.small or not math.prod(shape):
+            return {}
+        if shape not in self._small_shapes:
+            found: dict[str, tuple[torch.Size, torch.dtype]] = {}
+            for options in self._tried:
+                found.update(self._first_states(options, shape))
+            wrong = [name for name, (of, _) in found.items() if name in self.states and of != shape]
+            unknown = found.keys() - {*self.states, *self.scalars, *self.small}
+            if wrong or unknown:
+                raise ConfigError(
+                    f"optimizer: of a parameter of shape {tuple(shape)} {self.name} keeps other states "
+                    f"({', '.join(sorted({*wrong, *unknown}))}) than of those of the shapes that it was tried on when "
+                    "zero.initialize was called; give such parameters to another optimizer"
+                )
+            self._small_shapes[shape] = {name: found[name] for name in self.small if name in found}
+        return self._small_shapes[shape]
+
+    def _first_states(self, options: Mapping[str, Any], shape: tuple[int, ...]) -> Shapes:
+        """What a first step makes of a parameter of this shape."""
+        found = self._states_made(options, shape, "meta")
+        # On "meta" a step ends at the first look at a value. Most classes have made all of their states by then.
+        if found.keys() != self._states_made(options, (2,) * len(shape), "cpu").keys():
+            found = self._states_made(options, shape, "cpu")
+        return found
+
+    def _states_made(self, options: Mapping[str, Any], shape: tuple[int, ...], device: str) -> Shapes:
+        parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
+        parameter.grad = torch.zeros_like(parameter)
+        twin = self.twin(parameter, options, self.fresh(parameter.detach()))
+        try:
+            self.kind.step(twin)
+        except Exception:
+            if device != "meta":
+                raise
+        state = {name: value for name, value in twin.state.get(parameter, {}).items() if value is not None}
+        # What is a number at first and a tensor after the step (a norm, say) is small, too.
+        held = {k: torch.zeros(()) if k in self.small and _is_number(v) else v for k, v in state.items()}
+        return {name: (value.shape, value.dtype) for name, value in held.items() if isinstance(value, Tensor)}
+
     def _update_tile(
-        self, run: UpdateRun, at: slice, values: TileValues, grad_scale: float, shape: tuple[int, ...]
-    ) -> None:
+        self,
+        run: UpdateRun,
+        at: slice,
+        values: TileValues,
+        grad_scale: float,
+        shape: tuple[int, ...],
+        small: Small = NO_SMALL,
+    ) -> Small:
         named = zip(self.states, run.states.planes, strict=True)
         weight, planes = run.weight[at], {name: plane[at].view(shape) for name, plane in named}
         stored = None if run.master is None else run.master[at]
@@ -418,12 +508,18 @@ class TiledRule:
         gradient = run.gradient[at].to(torch.float32, copy=True)
         if grad_scale != 1.0:
             gradient.mul_(grad_scale)
-        self.step(tile.view(shape), gradient.view(shape), planes, values)
+        state, _ = self.step(tile.view(shape), gradient.view(shape), planes, values, small)
         if stored is not None:
             masters.part(weight, stored, tile)
+        return self.small_of(state)
 
     def step(
-        self, tile: Tensor, gradient: Tensor, planes: Mapping[str, Tensor], values: TileValues
+        self,
+        tile: Tensor,
+        gradient: Tensor,
+        planes: Mapping[str, Tensor],
+        values: TileValues,
+        small: Small = NO_SMALL,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Run the class over one tile, in place: tile (N,) fp32, and its planes (N,) fp32; or all of a whole shape.
 
@@ -433,7 +529,10 @@ class TiledRule:
         parameter = torch.nn.Parameter(tile)
         parameter.grad = gradient
         known = values.progress
-        twin = self.twin(parameter, values.options, self.fresh(tile) if known is None else self._bound(planes, known))
+        state = self.fresh(tile) if known is None else self._bound(planes, known)
+        if known is not None:  # copies, which the class may change
+            state.update({name: value.to(tile.device, copy=True) for name, value in small.items()})
+        twin = self.twin(parameter, values.options, state)
         self.kind.step(twin)
         left = dict(twin.state.get(parameter, {}))
         for name, plane in planes.items():
@@ -468,11 +567,17 @@ class TiledRule:
             state[name] = planes[name].to(self._dtypes.get(name, torch.float32))
         return state
 
+    def small_of(self, state: Mapping[str, Any]) -> Small:
+        """A state's small ones, in memory of their own."""
+        found = {name: state[name] for name in self.small if isinstance(state.get(name), Tensor)}
+        return {name: value.detach().clone() for name, value in found.items()}
+
     def progress_of(self, state: Mapping[str, Any]) -> Progress:
-        """What a state is besides its planes."""
-        numbers = {k: v for k, v in state.items() if k in self.scalars or _is_number(v)}
+        """What a state is besides its planes and small states."""
+        rest = {k: v for k, v in state.items() if k not in self.small}
+        numbers = {k: v for k, v in rest.items() if k in self.scalars or _is_number(v)}
         numbers = {k: v for k, v in numbers.items() if v is None or k not in self.states}
-        planes = [name for name, value in state.items() if isinstance(value, Tensor) and name not in numbers]
+        planes = [name for name, value in rest.items() if isinstance(value, Tensor) and name not in numbers]
         scalars = tuple((name, Scalar.of(value)) for name, value in numbers.items())
         return Progress(scalars, tuple(planes))
 

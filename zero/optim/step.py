@@ -262,7 +262,9 @@ class Stepper:
             return
         self.norm = scaled_norm / self._scaler.cur_scale
         scale = clip_coefficient(self.norm, norm_max) / self._scaler.cur_scale
-        arguments = StepArguments(optimizer.values(index_of, contributed), scale, number, self._storage.streams.fence())
+        values = optimizer.values(index_of, contributed)
+        small = optimizer.small_states(index_of, values)
+        arguments = StepArguments(values, scale, number, self._storage.streams.fence(), small)
         due = [group for group in self._storage.plan.sub_groups if self.pipeline.trained_units(group, arguments)]
         # No waiting and no searching from here on: half of this is no step.
         done = self._ahead.commit(arguments) if self._ahead is not None else set()

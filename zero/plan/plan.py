@@ -113,6 +113,8 @@ class Plan:
     """Unit index -> bytes of device memory for this rank's part of it among its neighbours; empty without hpZ."""
     update_pool_bytes: int = 0
     """Device memory that an update on a GPU passes through what does not live there."""
+    small_bytes: int = 0
+    """Memory of the device for states that have not their parameter's shape."""
     second_slot_bytes: int = 0
     """Of `swap_bytes`: where updates inside backward write, or snapshots are."""
     swap_bytes: int = 0

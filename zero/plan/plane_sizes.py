@@ -66,6 +66,7 @@ def rows_of(plan: Plan, sizes: PlaneSizes, pools: PoolSizes) -> Iterable[PlanRow
         yield PlanRow(tier, "gradients", gradients)
         groups = zip(plan.sub_groups, plan.record_tiers, strict=True)
         yield PlanRow(tier, "optimizer states", sum(sizes.record_bytes(g) for g, t in groups if t == tier))
+    yield PlanRow(DEVICE, "small optimizer states", plan.small_bytes)
     yield PlanRow(DEVICE, "weights shared out inside nodes", sum(plan.near_parts.values()))
     yield PlanRow(DEVICE, "gathered units", plan.unit_pool_bytes)
     yield PlanRow(DEVICE, "flat gradients in flight", plan.gradient_pool_bytes)

@@ -22,7 +22,7 @@ from zero.plan.machine import Machine
 from zero.plan.plan import DEVICE, HOST, NVME, Plan, tier_of
 from zero.plan.plane_sizes import PlaneSizes, rows_of
 from zero.plan.pools import PoolSizes, prefix_that_fits
-from zero.plan.record import ADAM_STATES
+from zero.plan.record import OF_ADAM, RuleStates
 from zero.plan.snapshot_room import plan_snapshots
 
 logger = logging.getLogger("zero")
@@ -71,7 +71,7 @@ class Planner:
         in_place: units whose home memory the device can address are used there without a copy.
         uses: what of the layout's units is in use together.
         placement: who shares each unit.
-        states: names of the state planes of each update rule.
+        kept: what update rules keep of parameters.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Planner:
         in_place: bool,
         uses: Uses,
         placement: Placement = ONE_RANK,
-        states: tuple[tuple[str, ...], ...] = (ADAM_STATES,),
+        kept: RuleStates = OF_ADAM,
     ) -> None:
         zero = config.zero_optimization
         self.layout, self.config, self.machine, self.device, self.in_place = layout, config, machine, device, in_place
@@ -99,8 +99,8 @@ class Planner:
         self.device_budget = self._budget(config.memory_budget.device, machine.device_bytes)
         self.movable = [unit for unit in layout.units if not unit.persistent]
         self.trained = [unit for unit in layout.units if unit.trainable]
-        self.states = states
-        self.sizes = PlaneSizes(layout, self.state_dtype, states, wide=self.wide)
+        self.kept = kept
+        self.sizes = PlaneSizes(layout, self.state_dtype, kept.planes, wide=self.wide)
         self.pools = PoolSizes(layout, device, on_gpu=not self.on_cpu, wide=self.wide, placement=placement)
         self.largest = max(self.movable, key=lambda unit: unit.numel, default=None)
 
@@ -138,7 +138,8 @@ class Planner:
             gradient_wide=self.wide,
             accumulation=self.config.accumulation_dtype,
             state_dtype=self.state_dtype,
-            states=self.states,
+            states=self.kept.planes,
+            small_bytes=self.kept.small_bytes,
             baseline_bytes=self.machine.rss_bytes,
             activations=plan_activations(self.config),
         )
@@ -326,6 +327,7 @@ class Planner:
         fixed = sum(map(self.sizes.weight_bytes, units)) + self._deferred_bytes()
         if self.state_tier == DEVICE:
             fixed += sum(self.sizes.gradient_bytes(unit) for unit in self.trained)
+        fixed += self.kept.small_bytes
         return fixed + int(self._device_share() * self.sizes.records_bytes(self._full_sub_group_numel()))
 
     def _device_refusal(self, least: Depth) -> BudgetError:
@@ -582,7 +584,7 @@ class Planner:
             return prefix_that_fits(map(self.sizes.record_bytes, plan.sub_groups), share_bytes)[0]
         if self.device_budget is None or self.on_cpu:
             return 0
-        used = plan.unit_pool_bytes + plan.gradient_pool_bytes + self._passing_bytes()
+        used = plan.unit_pool_bytes + plan.gradient_pool_bytes + self._passing_bytes() + self.kept.small_bytes
         used += sum(self.sizes.weight_bytes(u) for u in self.layout.units if plan.weight_tiers[u.index] == DEVICE)
         spare = max(self.device_budget - used, 0)
         return prefix_that_fits(map(self.sizes.record_bytes, plan.sub_groups), spare)[0]

@@ -17,6 +17,19 @@ ADAM_STATES = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
+class RuleStates:
+    """What the update rules of an optimizer keep of parameters."""
+
+    planes: tuple[tuple[str, ...], ...]
+    """Names of the state planes of each rule."""
+    small_bytes: int = 0
+    """Of states that have not their parameter's shape, on the rank that has most of them; they are in no plane."""
+
+
+OF_ADAM = RuleStates((ADAM_STATES,))
+
+
+@dataclass(frozen=True, slots=True)
 class States:
     """The optimizer's state planes of N elements.
 

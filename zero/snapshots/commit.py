@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,7 @@ class Pending:
     """A snapshot of a step whose updates are not all stored yet."""
 
     step: int
-    state: bytes
+    state: Callable[[], bytes]
     bound: bool = False  # What is always on the device is written.
     written: bool = False  # Everything that lives in memory is.
     void: bool = False
@@ -109,8 +109,8 @@ class Snapshots:
         """True when the pending one is to be committed inside its step."""
         return self.pending is not None and self._wary > 0
 
-    def begin(self, step: int, state: bytes) -> None:
-        """A step is fixed; nobody has seen its weights yet. `state`: what goes with the planes."""
+    def begin(self, step: int, state: Callable[[], bytes]) -> None:
+        """A step is fixed; nobody has seen its weights yet. `state`: what goes with the planes, once it is updated."""
         self.pending = Pending(step, state)
 
     def void(self) -> None:
@@ -167,7 +167,7 @@ class Snapshots:
             "slots": [plane.slots for plane in storage.twice],
             "block_checksums": [plane.checksums for plane in storage.twice],
         }
-        self._files.prepare(self._number + 1, body, pending.state)
+        self._files.prepare(self._number + 1, body, pending.state())
 
     def _meet(self, what: str, failure: StorageError | None, pending: Pending) -> bool:
         """Are all ranks as far? False: the snapshot is void somewhere.
@@ -377,6 +377,7 @@ def facts_of(layout: Layout, plan: Plan, exchange: Exchange) -> dict[str, Any]:
         "state_dtype": str(plan.state_dtype),
         **({"masters": "bf16"} if any(space.rounded for space in layout.spaces) else {}),
         **({} if set(plan.states) == {ADAM_STATES} else {"states": [name for names in plan.states for name in names]}),
+        **({"small states": f"{plan.small_bytes:,} bytes"} if plan.small_bytes else {}),
         "sub-groups": f"{len(groups)} of up to {max((g.end - g.begin for g in plan.sub_groups), default=0):,} elements",
         "layout": _digest([units, groups]),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +16,15 @@ from zero.snapshots.small_state import rank_state, restore_counters, restore_gro
 if TYPE_CHECKING:
     from zero.assembly.run import Run
 
+REST, SMALL = "rest", "small states"
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
-    """All of it, as `restore` takes it. `names`: id(parameter) -> its first name."""
+def capture(run: Run, names: dict[int, str], norm: float | None) -> Callable[[], bytes]:
+    """All of it as it is now, as `restore` takes it. `names`: id(parameter) -> its first name.
+
+    Returns what makes the bytes: small states are those of the moment when it is called, after the step's updates.
+    """
     state: dict[str, Any] = {
         "counters": {name: getattr(run, name) for name in COUNTERS},
         "loss_scaler": run.scaler.state_dict(),
@@ -41,7 +45,14 @@ def capture(run: Run, names: dict[int, str], norm: float | None) -> bytes:
             state["groups"].append({**options, "params": [names.get(id(p), "") for p in group["params"]]})
     if hasattr(run.lr_scheduler, "state_dict"):
         state["lr_scheduler"] = pack_any(run.lr_scheduler.state_dict())
-    return make_archive(state).numpy().tobytes()
+    archive = make_archive(state)
+
+    def with_small() -> bytes:
+        small = run.parts.small_states(names)
+        whole = make_archive({REST: archive, SMALL: small}) if small else archive
+        return whole.numpy().tobytes()
+
+    return with_small
 
 
 def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
@@ -49,7 +60,9 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
 
     Raises StateError: the param groups are others. Nothing has changed.
     """
-    state = read_archive(bytes_tensor(data), "the state of a snapshot")
+    state, small = read_archive(bytes_tensor(data), "the state of a snapshot"), {}
+    if REST in state:
+        small, state = state[SMALL], read_archive(state[REST], "the state of a snapshot")
     _check_groups(run, names, state["groups"])
     restore_counters(run, state["counters"])
     run.scaler.load_state_dict(state.get("loss_scaler"))
@@ -61,6 +74,7 @@ def restore(run: Run, names: dict[int, str], data: bytes) -> float | None:
         run.updater.progress.clear()
         scalars = {name: like for rule in run.rules.each for name, like in rule.scalars.items()}
         run.updater.progress.update({keys[n]: _unpacked(p, scalars) for n, p in state["progress"].items()})
+        run.updater.take_small(small, names)
     if "lr_scheduler" in state and hasattr(run.lr_scheduler, "load_state_dict"):
         # Classes are trusted: a snapshot is of this very job, and its checksum was right.
         run.lr_scheduler.load_state_dict(unpack_any(state["lr_scheduler"], "the state of the scheduler"))

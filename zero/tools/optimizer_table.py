@@ -26,6 +26,7 @@ current. [What the words mean](optimizers.md).
 Every row trains on every tier, at every stage and number of ranks. Bytes are of one parameter in bf16 with its fp32
 master: *stored* counts weight, what the weight lacks of its master, and states; *moved* is what a step with one
 micro-batch reads and writes when all of it is on NVMe: what is stored both ways, and the weight once more for backward.
+*small* states have not the parameter's shape; they stay in memory and are in neither number.
 *kernel* is ours; *tiles* are torch's own step, piece by piece.
 
 | `optimizer.type` | looks at | states | stored | moved | updated by |
@@ -78,7 +79,10 @@ def _rows(kind: str) -> Iterator[str]:
 def _row(name: str, rule: Rule, record: RecordFormat) -> str:
     weight = torch.bfloat16.itemsize
     stored = weight + record.nbytes(NUMEL) / NUMEL
-    states = ", ".join(f"`{state}`" for state in rule.states) or "none"
+    named = [", ".join(f"`{state}`" for state in states) for states in (rule.states, rule.small)]
+    states = named[0] or ("" if rule.small else "none")
+    if rule.small:
+        states += f"{' and ' if rule.states else ''}small: {named[1]}"
     by = (
         "kernel"
         if isinstance(innermost(rule), (AdamRule, KernelRule))

@@ -16,6 +16,7 @@ from offload.errors import StateError
 from offload.kernels import masters
 from offload.memory.byte_tensors import bytes_of, tensor_of
 from zero.exchange.exchange import Exchange
+from zero.optim.small_states import SmallStates, gathered
 from zero.params.gathering import GatheredParameters
 from zero.params.layout import Slot, Unit
 from zero.params.released import name_of
@@ -26,6 +27,7 @@ from zero.values.gathered_values import join_runs, runs_of
 
 if TYPE_CHECKING:
     from zero.assembly.assembly import Assembly
+    from zero.optim.optimizer import KeptOptimizer
 
 
 class SlotRun(NamedTuple):
@@ -40,11 +42,16 @@ class SlotRun(NamedTuple):
 class ParameterValues:
     """Values of one parameter that an engine trains.
 
-    `parts`: of the engine; every update of the last step is complete. `parameter`: kept by the engine.
+    `parts`: of the engine; every update of the last step is complete. `parameter`: kept by the engine. `optimizer`: has
+    small states; None: there are none.
     """
 
-    def __init__(self, parts: Assembly, exchange: Exchange, parameter: nn.Parameter) -> None:
+    def __init__(
+        self, parts: Assembly, exchange: Exchange, parameter: nn.Parameter, optimizer: KeptOptimizer | None
+    ) -> None:
         self._parts, self._exchange, self._parameter = parts, exchange, parameter
+        self._small = {} if optimizer is None else optimizer.small
+        self._small_shapes = {} if optimizer is None else optimizer.small_shapes(parameter)
         self._name = name_of(parameter)
         self._places = parts.stored().places_of(parameter)
         self._gradients = GradientValues(parts.gradients, exchange)
@@ -58,8 +65,12 @@ class ParameterValues:
         return self._parts.keeper.master(self._name)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """All whole optimizer states, fp32 on the host."""
-        return self._parts.keeper.moments(self._name)
+        """All whole optimizer states, on the host: fp32, and small ones as they are."""
+        if not self._small_shapes:
+            return self._parts.keeper.moments(self._name)
+        mine = self._parts.small_states({id(self._parameter): self._name})
+        small = gathered(self._exchange, mine).get(self._name, {})
+        return {**self._parts.keeper.moments(self._name), **small}
 
     def state(self, key: str) -> torch.Tensor:
         """A whole optimizer state, fp32 on the host. Raises StateError: there is none of this name."""
@@ -74,12 +85,16 @@ class ParameterValues:
 
     def own_state(self, key: str) -> torch.Tensor:
         """This rank's part of an optimizer state, 1-D fp32. Raises StateError: there is none of this name."""
+        if key in self._small_shapes:
+            mine = self._parts.small_states({id(self._parameter): self._name})
+            return mine.get(self._name, {}).get(key, torch.empty(0)).reshape(-1)
         return self._own(1 + self._number(key))
 
     def _number(self, key: str) -> int:
         names = self._parts.plan.states_of(self._places[0][0])
         if key not in names:
-            raise StateError(f"parameter {self._name}: no optimizer state {key!r}; there are {', '.join(names)}")
+            known = ", ".join((*names, *self._small_shapes))
+            raise StateError(f"parameter {self._name}: no optimizer state {key!r}; there are {known}")
         return names.index(key)
 
     def _own(self, number: int) -> torch.Tensor:
@@ -151,12 +166,26 @@ class ParameterValues:
 
     def set_state(self, key: str, value: torch.Tensor) -> None:
         """Replace an optimizer state; `value` is whole or this rank's part."""
+        if key in self._small_shapes:
+            self._set_small(key, value)
+            return
         number = self._number(key)
 
         def put(record: Record, lo: int, values: torch.Tensor) -> None:
             record.states.put(number, lo, values)
 
         self._rewrite(value.detach().float().cpu().reshape(-1), put)
+
+    def _set_small(self, key: str, value: torch.Tensor) -> None:
+        """On the ranks that have the parameter; the others have no part of it."""
+        if not any(True for _ in self._runs()):
+            return
+        shape, dtype = self._small_shapes[key]
+        if value.numel() != shape.numel():
+            raise StateError(f"parameter {self._name}: {key}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
+        held = self._small.setdefault(id(self._parameter), SmallStates())
+        given = value.detach().to("cpu", dtype, copy=True).reshape(shape)
+        held.tensors = {**held.tensors, key: given}
 
     def set_gradient(self, value: torch.Tensor) -> None:
         """Replace the gradient; `value` is whole or this rank's part, and is rounded to what gradients are kept in.
