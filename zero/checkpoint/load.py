@@ -34,7 +34,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import owned
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
-from zero.snapshots.small_state import check_groups, restore_counters, restore_groups, restore_rank
+from zero.snapshots.run_state import check_groups, restore_counters, restore_groups, restore_rank
 from zero.store.adoption import Adoption, Piece
 
 logger = logging.getLogger("zero")

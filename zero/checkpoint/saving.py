@@ -35,7 +35,7 @@ from zero.checkpoint.source import CLIENT, RANK, STATE
 from zero.checkpoint.writer import Extents, plan_extents
 from zero.exchange.together import Together
 from zero.params.buffers import persistent_buffers
-from zero.snapshots.small_state import client_part, common_state, rank_state
+from zero.snapshots.run_state import client_part, common_state, rank_state
 
 logger = logging.getLogger("zero")
 

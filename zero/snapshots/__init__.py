@@ -1,1 +1,1 @@
-"""Snapshots on NVMe, and the small state of a run that they and checkpoints keep."""
+"""Snapshots on NVMe, and what they and checkpoints keep of a run besides tensors."""

@@ -11,7 +11,7 @@ from offload.archives import bytes_tensor, make_archive, pack_any, read_archive,
 from offload.errors import StateError
 from zero.activations.rng_tracker import get_cuda_rng_tracker
 from zero.optim.rules import Progress, Scalar
-from zero.snapshots.small_state import rank_state, restore_counters, restore_groups, restore_rank
+from zero.snapshots.run_state import rank_state, restore_counters, restore_groups, restore_rank
 
 if TYPE_CHECKING:
     from zero.assembly.run import Run
