@@ -15,12 +15,14 @@ import torch
 from offload_runs import DEVICES, backward, both, groups_of, offloaded, same, state_differences, train
 from probe import storages_behind
 from recovery import descriptors, in_a_fork, movers
+from reference import round_half_away
 from tiled_optimizers import Patchy, patchy
 from torch import nn
 
 import zero
 from offload.errors import BudgetError, ConfigError, StateError
 from zero.ops.adam import DeepSpeedCPUAdam
+from zero.ops.lamb import Lamb
 
 STEPS = range(20)
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -52,6 +54,42 @@ def test_20_steps_have_the_bits_of_the_torch_optimizer(nvme_path: Path, kind: st
         assert same(expected, model) == []
         assert state_differences(plain.state_dict(), ours.state_dict()) == []
         assert model.idle.weight not in ours.state
+
+
+def matrices_of(model: nn.Module) -> list[dict[str, Any]]:
+    wide = [p for p in model.parameters() if p.dim() == 2]
+    return [{"params": wide[:2]}, {"params": wide[2:], "lr": 0.01}]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.optim.Muon, Lamb])
+def test_classes_that_look_at_whole_parameters_have_them_whole(
+    nvme_path: Path, kind: Any, dtype: torch.dtype, device: str
+) -> None:
+    expected, model = patchy().to(dtype), patchy().to(dtype)
+    groups = matrices_of if kind is torch.optim.Muon else groups_of
+    masters = {p: nn.Parameter(p.detach().float()) for p in expected.parameters()}
+    plain = kind([{**g, "params": [masters[p] for p in g["params"]]} for g in groups(expected)], lr=0.02)
+    with zero.OffloadOptimizer(groups(model), kind, offload=offloaded(device, nvme_path), lr=0.02) as ours:
+        for index in range(8):
+            backward(expected, index)
+            for parameter, master in masters.items():
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+            plain.step()
+            with torch.no_grad():
+                for parameter, master in masters.items():
+                    parameter.copy_(round_half_away(master) if dtype == torch.bfloat16 else master)
+            expected.zero_grad()
+            backward(model, index)
+            ours.step()
+            model.zero_grad()
+        assert same(expected, model) == []
+        state = {"state": {k: v for k, v in ours.state_dict()["state"].items()}}
+        found = state_differences(
+            {**plain.state_dict(), "param_groups": 0}, {**state, "param_groups": 0}, but=("master", "step")
+        )
+        assert [line for line in found if not line.startswith("names of")] == []
 
 
 def test_states_are_on_the_tier_that_was_asked_for(nvme_path: Path) -> None:
@@ -390,7 +428,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an unknown key": (lambda path: {"offload": {"device": "cpu", "ratio": 0.5}}, "ratio: expected of device"),
     "narrow states": (lambda path: {"offload": {"device": "cpu", "state_dtype": "bf16"}}, "DeepSpeedCPUAdam"),
     "8 bits": (lambda path: {"offload": {"device": "cpu", "state_dtype": "8bit"}}, "fp32 or bf16"),
-    "a norm": (lambda path: {"offload": {"device": "cpu"}, "optimizer_class": Doubled}, "looks at whole parameters"),
+    "rows of means": (
+        lambda path: {"offload": {"device": "cpu"}, "optimizer_class": torch.optim.Adafactor},
+        r"not the parameter's shape \(row_var, col_var, variance\)",
+    ),
+    "a norm over what is turned": (
+        lambda path: {**of_one(torch.ones(4, 3).t()), "optimizer_class": Doubled},
+        "looks at whole parameters: .*contiguous",
+    ),
     "float64": (lambda path: of_one(torch.ones(2).double()), "float64"),
     "meta": (lambda path: of_one(torch.ones(2, device="meta")), "to_empty"),
     "gaps": (lambda path: of_one(torch.ones(4, 4)[:, :2]), "gaps"),

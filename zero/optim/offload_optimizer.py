@@ -91,7 +91,8 @@ class OffloadOptimizer(KeptOptimizer):
                 group.pop("decoupled", None)
         super().__init__(Trained(given.param_groups, Rules((rule,))))
         self.defaults = dict(given.defaults)
-        self.counts_steps = _counts_steps(optimizer_class, options)
+        like = next((member for group in members for member in group), torch.zeros(1, device="cpu"))
+        self.counts_steps = _counts_steps(optimizer_class, options, _of_one(like))
         self.state = LiveStates(self, self)
         self._kept = self
         try:
@@ -412,7 +413,7 @@ def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
     """Our kernel's where our class is asked for; any other class's own step, over tiles, with the bits it gives alone.
 
     Raises:
-        ConfigError: the class is not element-wise, or states are to be stored as the kernel alone can.
+        ConfigError: what the class keeps is not of a parameter's shape, or is to be stored as the kernel alone can.
     """
     stored = config.zero_optimization.offload_optimizer.state_dtype
     if stored == "8bit":
@@ -428,10 +429,10 @@ def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
             f"{type(given).__name__}; give one of them as optimizer_class, or leave state_dtype out"
         )
     rule = rule_for(given, given.param_groups, torch_as_kernels=False)
-    if rule.whole:
+    if rule.small:
         raise ConfigError(
-            f"optimizer: {rule.name} is not available here: it looks at whole parameters, and records are cut at any "
-            "element; zero.initialize trains with it, here an element-wise class does, such as torch.optim.AdamW"
+            f"optimizer: {rule.name} is not available here: it keeps states that have not the parameter's shape "
+            f"({', '.join(rule.small)}), and records have room for others only; zero.initialize trains with it"
         )
     return rule
 
@@ -439,7 +440,7 @@ def _rule_of(given: torch.optim.Optimizer, config: Config) -> Rule:
 def _stand_ins(
     params: Iterable[Any], kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
 ) -> tuple[torch.optim.Optimizer, list[list[Tensor]]]:
-    """The optimizer over one-element parameters in the same groups, and the members of each group.
+    """The optimizer over one-element parameters of as many dimensions in the same groups; the members of each group.
 
     A class that makes its states at once would make them in memory.
     """
@@ -451,15 +452,21 @@ def _stand_ins(
         entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         named = bool(entries) and isinstance(entries[0], tuple)
         members.append([entry[1] for entry in entries] if named else entries)
-        twins = [nn.Parameter(torch.zeros(1, device="cpu")) for _ in entries]
+        twins = [_of_one(member) for member in members[-1]]
         paired = [(entry[0], twin) for entry, twin in zip(entries, twins, strict=True)] if named else twins
         standing.append({**group, "params": paired})
     return kind(standing if given else [], **options), members  # torch refuses an empty list
 
 
-def _counts_steps(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+def _of_one(parameter: Tensor) -> nn.Parameter:
+    """A parameter of one element and as many dimensions: some classes refuse what is no matrix."""
+    return nn.Parameter(torch.zeros((1,) * max(parameter.dim(), 1), device="cpu"))
+
+
+def _counts_steps(
+    kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], parameter: nn.Parameter
+) -> bool:
     """Does the class keep `step` of a parameter? So do the states of ours then."""
-    parameter = nn.Parameter(torch.zeros(1, device="cpu"))
     optimizer = kind([parameter], **options)
     parameter.grad = torch.zeros_like(parameter)
     with suppress(Exception):  # such as options that are missing outside of groups

@@ -98,9 +98,10 @@ class ParameterStates:
 
     def __init__(self, parameters: Sequence[tuple[int, str, Tensor]], rules: Rules, config: Config) -> None:
         self.parameters = {index: parameter for index, _, parameter in parameters}
-        local = [(index, name, _checked(name, local_of(parameter))) for index, name, parameter in parameters]
+        (rule,) = rules.each
+        local = [(index, name, _checked(name, parameter, rule)) for index, name, parameter in parameters]
         self.device = local[0][2].device
-        self.layout = lay_out_tensors(local)
+        self.layout = lay_out_tensors(local, whole=rule.whole)
         self.plan: Plan = plan_states(self.layout, config, read_machine(self.device), self.device, rules.states)
         self.storage = Storage(self.layout, self.plan, config, self.device)
         self._units = {unit.slots[0].index: unit for unit in self.layout.units}
@@ -109,7 +110,7 @@ class ParameterStates:
             self.layout,
             self.storage,
             cast(Gradients, self._gradients),
-            Rules((cast(Rule, _FollowsEdits(rules.each[0])),)),
+            Rules((cast(Rule, _FollowsEdits(rule)),)),
         )
         places = {id(self.parameters[unit.slots[0].index]): [(unit, unit.slots[0])] for unit in self.layout.units}
         self._stored = StoredValues(self.layout, self.storage, places)
@@ -381,15 +382,21 @@ def _follow_edits(weight: Tensor, master: Tensor) -> None:
             masters.forget_where(edited, weight[part], master[part])
 
 
-def _checked(name: str, local: Tensor) -> Tensor:
-    """Raise ConfigError for a parameter that cannot be updated where it is."""
-    problem = ""
+def _checked(name: str, parameter: Tensor, rule: Rule) -> Tensor:
+    """What this process has of a parameter. Raises ConfigError: it cannot be updated where it is."""
+    local, problem = local_of(parameter), ""
     if local.dtype not in DTYPES:
         problem = f"expected float32, bfloat16 or float16, got {local.dtype}; use an optimizer of torch for it"
     elif local.device.type == "meta":
         problem = "it is on the meta device; make the optimizer once the model is materialised (model.to_empty)"
     elif local.layout != torch.strided or run_of(local) is None:
         problem = "its memory has gaps or overlaps; make it contiguous before the optimizer"
+    elif rule.whole and (local.shape != parameter.shape or not local.is_contiguous()):
+        problem = (
+            f"{rule.name} looks at whole parameters: expected {tuple(parameter.shape)}, contiguous, in this process, "
+            f"got {tuple(local.shape)} with strides {local.stride()}; take an element-wise class, such as "
+            "torch.optim.AdamW, for parameters that are sharded, or zero.initialize"
+        )
     if problem:
         raise ConfigError(f"OffloadOptimizer: {name}: {problem}")
     return local

@@ -21,14 +21,17 @@ from zero.plan.plane_sizes import PlaneSizes
 from zero.plan.planner import RECORDS_IN_FLIGHT, STATE_DTYPES, SUB_GROUP_NUMEL_MAX
 
 
-def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]]) -> Layout:
+def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]], *, whole: bool = False) -> Layout:
     """Each tensor is a unit of its own, at its own length; those of one dtype are a space. Empty ones are left out.
 
-    Coordinates begin at whole blocks of moments, so that neighbours share no scale.
+    Coordinates begin at whole blocks of moments, so that neighbours share no scale; where parameters are updated whole,
+    at whole blocks of records, so that they share no record.
 
     Args:
         tensors: (index of the parameter, name, tensor).
+        whole: the rule looks at whole parameters.
     """
+    align = BLOCK_NUMEL if whole else MOMENTS_BLOCK_NUMEL
     ends: dict[torch.dtype, int] = {}
     units: list[Unit] = []
     for index, name, tensor in tensors:
@@ -36,10 +39,10 @@ def lay_out_tensors(tensors: Sequence[tuple[int, str, torch.Tensor]]) -> Layout:
         if not numel:
             continue
         begin = ends.get(tensor.dtype, 0)
-        ends[tensor.dtype] = align_up(begin + numel, MOMENTS_BLOCK_NUMEL)
+        ends[tensor.dtype] = align_up(begin + numel, align)
         slot = Slot((name,), tensor.shape, numel, 0, index)
         unit = Unit(len(units), name, (slot,), numel, numel, tensor.dtype, True, True, begin)
-        units.append(replace(unit, remainder=remainder_dtype(tensor.dtype)))
+        units.append(replace(unit, remainder=remainder_dtype(tensor.dtype), whole=whole))
     spaces = (Space(dtype, True, tuple(unit for unit in units if unit.dtype == dtype)) for dtype in ends)
     return Layout(tuple(spaces), tuple(units))
 

@@ -171,6 +171,20 @@ def test_each_rank_keeps_the_states_of_its_shards_alone(rank_pool: Pool, nvme_pa
     assert answers[0][2][0].shape == (133, 11) and torch.equal(answers[0][2][0], answers[1][2][0])
 
 
+def refuses_shards_of_matrices(nvme_path: str) -> str:
+    shards = [p for p in sharded().parameters() if p.dim() == 2]
+    try:
+        zero.OffloadOptimizer(shards, torch.optim.Muon, offload=offloaded("cpu", Path(nvme_path)))
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_class_that_looks_at_whole_parameters_gets_no_shards(rank_pool: Pool, nvme_path: Path) -> None:
+    for said in rank_pool(2).run(refuses_shards_of_matrices, str(nvme_path)):
+        assert "Muon looks at whole parameters: expected (133, 11), contiguous, in this process" in said
+
+
 def refuses_whole_states(nvme_path: str) -> str:
     model = sharded()
     with zero.OffloadOptimizer(model.parameters(), offload=offloaded("cpu", Path(nvme_path))) as ours:
