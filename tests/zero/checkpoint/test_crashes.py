@@ -28,7 +28,7 @@ from offload.files.durable import Files
 Open = Callable[..., Any]
 TAGS = ("a", "a", "b")
 """Of the saves after steps 1, 2 and 3: a new one, one in place of another, and with `keep_last` 1 one that goes."""
-POINTS = [12, pytest.param(100, marks=pytest.mark.slow)]
+POINTS = [12, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 STEPS_SEEN = 2
 """After each load."""
 
