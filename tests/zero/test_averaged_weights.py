@@ -420,6 +420,22 @@ def test_torchs_form_of_the_states_goes_on_with_averages_and_without(open_engine
     assert differences(averages, followed.held()) == []
 
 
+def test_states_of_an_optimizer_that_keeps_nothing_but_averages_go_into_it_and_into_one_without(
+    open_engine: Open, nvme_path: Path
+) -> None:
+    engine, model = opened(open_engine, nvme_path, ("cpu", "cpu"), optimizer=BLOCKS["no states"], ema_decay=DECAY)
+    without, _ = opened(open_engine, nvme_path, ("cpu", "cpu"), optimizer=BLOCKS["no states"])
+    train(engine, 0, 3, bf16=True)
+    states, before = engine.optimizer.state_dict(), held_by(engine, model)
+    for state in states["state"].values():
+        state["ema"] += 1
+    engine.optimizer.load_state_dict(states)
+    wanted = {key: value + 1 if key.endswith("/ema") else value for key, value in before.items()}
+    assert differences(held_by(engine, model), wanted) == []
+    without.optimizer.load_state_dict(states)
+    assert without.full_state("gain")["step"] == 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_snapshot_goes_on_although_averages_were_shown_meanwhile(
     open_engine: Open, nvme_path: Path, tmp_path: Path, kind: str

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import optimizer as torchs
 
 from offload.errors import ConfigError, StateError
-from zero.optim.averages import innermost
+from zero.optim.averages import EMA, innermost
 from zero.optim.loss_scale import LossScaler
 from zero.optim.rules import AdamRule, Progress, Rule, Scalar, Trained
 from zero.optim.small_states import Shapes, Small, SmallStates
@@ -410,10 +410,14 @@ class KeptOptimizer(torch.optim.Optimizer):
                 )
 
     def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Raise ConfigError if they, one for each parameter, are those of another optimizer."""
+        """Raise ConfigError if they, one for each parameter, are those of another optimizer.
+
+        Averages (`ema`) are no optimizer's: they may come beside any, and be missing beside any.
+        """
         known = {name for rule in self.rules.each for name in (*self._state_names(rule), *rule.small)}
         for state in states:
-            shaped = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+            wide = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+            shaped = wide - {EMA}
             fits = (
                 shaped & {*self._state_names(rule), *rule.small}
                 and set(rule.states if isinstance(rule, AdamRule) else rule.scalars) <= state.keys()
