@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
+from zero.utils import safe_set_full_fp32_param, safe_set_full_grad
 
 STEPS, DECAY = 9, 0.9
 TIERS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"))
@@ -221,9 +222,16 @@ def test_an_error_inside_brings_the_weights_back(open_engine: Open, nvme_path: P
     train(engine, 3, 4, bf16=True)
 
 
-def refused_inside(engine: Any, model: nn.Module, folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+def refused_inside(
+    engine: Any, model: nn.Module, folder: Path, states: dict[str, Any]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(what errors name, what is not allowed inside)."""
     x = batch(0, True)
+
+    def edit() -> None:
+        with zero.GatheredParameters([model.gain]):
+            model.gain.data.zero_()
+
     yield "backward", lambda: engine.backward(engine(x, 0))
     yield "backward", lambda: engine(x, 0).backward()
     yield "step", engine.step
@@ -233,6 +241,11 @@ def refused_inside(engine: Any, model: nn.Module, folder: Path) -> Iterator[tupl
     yield "save_snapshot", engine.save_snapshot
     yield "load_snapshot", engine.load_snapshot
     yield "replan", engine.replan
+    yield "optimizer.state_dict", engine.optimizer.state_dict
+    yield "optimizer.load_state_dict", lambda: engine.optimizer.load_state_dict(states)
+    yield "an edit of values", lambda: safe_set_full_fp32_param(model.gain, torch.zeros(1))
+    yield "an edit of values", lambda: safe_set_full_grad(model.gain, torch.zeros(1))
+    yield "GatheredParameters: an edit of values", edit
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,9 +254,9 @@ def test_what_goes_on_from_the_trained_weights_is_refused_inside(
 ) -> None:
     engine, model = opened(open_engine, nvme_path, ("cpu", "cpu"), **KINDS[kind])
     train(engine, 0, 3, bf16=True)
-    before = held_by(engine, model)
+    before, states = held_by(engine, model), engine.optimizer.state_dict()
     with engine.averaged_weights():
-        for what, call in refused_inside(engine, model, tmp_path):
+        for what, call in refused_inside(engine, model, tmp_path, states):
             with pytest.raises(StateError, match=rf"^{what}: inside engine\.averaged_weights\(\)"):
                 call()
     assert differences(held_by(engine, model), before) == []

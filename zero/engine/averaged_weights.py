@@ -34,12 +34,14 @@ from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import read_machine
 from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
+from zero.values.editor import EDIT
 
 OF_THE_WEIGHTS = {
     *("backward", "step", "optimizer.step", "replan"),
     *("save_checkpoint", "load_checkpoint", "save_snapshot", "load_snapshot"),
+    *("optimizer.state_dict", "optimizer.load_state_dict", EDIT),
 }
-"""Calls that go on from the weights that are trained."""
+"""Calls that go on from the weights that are trained, or replace what lies in another place meanwhile."""
 
 
 class AveragesShown(StepListener):
@@ -144,7 +146,8 @@ class AveragedWeights:
 
         They are the moving averages of `ema_decay`, or those of AdamWScheduleFree. Both the weights that forward uses
         and their fp32 masters are; a parameter without an update so far is as it is. Afterwards the weights are what
-        they were, to the bit. Training and checkpoints inside are errors. All ranks come here.
+        they were, to the bit. Training, checkpoints, edits and the optimizer's state dict
+        inside are errors. All ranks come here.
 
         Raises:
             StateError: nothing is averaged; inside forward, backward or `GatheredParameters`; the engine is closed.

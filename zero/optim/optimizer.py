@@ -49,6 +49,9 @@ class KeptStates(Protocol):
     def check_room(self, nbytes: int) -> None:
         """Raise BudgetError if the host has no room for so much."""
 
+    def check_open(self, what: str) -> None:
+        """Raise StateError if `what`, a method of the optimizer, must not be called now."""
+
 
 class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
     """`optimizer.state`: what each parameter has since its first step. Copies: give them back to change them.
@@ -323,6 +326,8 @@ class KeptOptimizer(torch.optim.Optimizer):
             BudgetError: the host has no room for that much; `engine.save_checkpoint` needs none.
         """
         if self._kept is not None:
+            if self.state:  # of an engine that is closed nothing is left
+                self._kept.check_open("state_dict")
             elements = sum(p.numel() * len(self._rule(id(p)).states) for p in self.state)
             elements += sum(shape.numel() for p in self.state for shape, _ in self.small_shapes(p).values())
             self._kept.check_room(STATE_BYTES * elements)
@@ -334,6 +339,8 @@ class KeptOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: it has other groups; nothing has changed.
         """
+        if self._kept is not None:
+            self._kept.check_open("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         given = state_dict["param_groups"]
