@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
+from offload.memory.pinned import return_freed_memory
 from zero.utils import safe_set_full_fp32_param, safe_set_full_grad
 
 STEPS, DECAY = 9, 0.9
@@ -275,6 +277,27 @@ def test_without_averages_and_inside_other_blocks_it_is_refused(open_engine: Ope
     engine.close()
     with pytest.raises(StateError, match="averaged_weights: the engine is closed"), engine.averaged_weights():
         pass
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_is_put_aside_takes_four_bytes_an_element_and_only_inside(open_engine: Open, nvme_path: Path) -> None:
+    """What is freed on the way is given back, too."""
+    layers = 8
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(layers)))
+    config = make_config(("cpu", "cpu"), nvme_path, optimizer=FREE, zero={"stage3_max_live_parameters": 10**9})
+    engine = open_engine(model, config)
+    engine.backward(engine(torch.ones(1, 2048, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+    engine.synchronize()
+    return_freed_memory()
+    before, put_aside = resident_bytes(), 4 * layers * 2048 * 2048
+    with engine.averaged_weights():
+        inside = resident_bytes()
+    assert put_aside // 2 < inside - before < 1.5 * put_aside
+    assert resident_bytes() - before < put_aside // 2
 
 
 def test_an_engine_may_be_closed_inside(open_engine: Open, nvme_path: Path) -> None:

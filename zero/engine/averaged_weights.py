@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from offload.errors import BudgetError, StateError
 from offload.kernels import masters
-from offload.memory.pinned import aligned_copy
+from offload.memory.pinned import aligned_copy, return_freed_memory
 from offload.sizes import format_bytes
 from zero.assembly.assembly import Assembly
 from zero.assembly.model_changes import ModelChanges
@@ -213,6 +213,7 @@ class AveragedWeights:
                 parts.coordinator.rewritten()
         finally:
             self._shown.moving = False
+            return_freed_memory()  # the C library would keep what the masters of a sub-group lay in
         self._steps.ready("averaged_weights")
 
     def _exchange(self, parts: Assembly, *, shown: bool) -> None:
