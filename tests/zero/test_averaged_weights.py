@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zero
 from offload.disk.aio import AioFault
 from offload.errors import ConfigError, StateError, StorageError
+from offload.memory.pinned import return_freed_memory
+from zero.utils import safe_set_full_fp32_param, safe_set_full_grad
 
 STEPS, DECAY = 9, 0.9
 TIERS = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "nvme"))
@@ -221,9 +224,16 @@ def test_an_error_inside_brings_the_weights_back(open_engine: Open, nvme_path: P
     train(engine, 3, 4, bf16=True)
 
 
-def refused_inside(engine: Any, model: nn.Module, folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+def refused_inside(
+    engine: Any, model: nn.Module, folder: Path, states: dict[str, Any]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """(what errors name, what is not allowed inside)."""
     x = batch(0, True)
+
+    def edit() -> None:
+        with zero.GatheredParameters([model.gain]):
+            model.gain.data.zero_()
+
     yield "backward", lambda: engine.backward(engine(x, 0))
     yield "backward", lambda: engine(x, 0).backward()
     yield "step", engine.step
@@ -233,6 +243,11 @@ def refused_inside(engine: Any, model: nn.Module, folder: Path) -> Iterator[tupl
     yield "save_snapshot", engine.save_snapshot
     yield "load_snapshot", engine.load_snapshot
     yield "replan", engine.replan
+    yield "optimizer.state_dict", engine.optimizer.state_dict
+    yield "optimizer.load_state_dict", lambda: engine.optimizer.load_state_dict(states)
+    yield "an edit of values", lambda: safe_set_full_fp32_param(model.gain, torch.zeros(1))
+    yield "an edit of values", lambda: safe_set_full_grad(model.gain, torch.zeros(1))
+    yield "GatheredParameters: an edit of values", edit
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,9 +256,9 @@ def test_what_goes_on_from_the_trained_weights_is_refused_inside(
 ) -> None:
     engine, model = opened(open_engine, nvme_path, ("cpu", "cpu"), **KINDS[kind])
     train(engine, 0, 3, bf16=True)
-    before = held_by(engine, model)
+    before, states = held_by(engine, model), engine.optimizer.state_dict()
     with engine.averaged_weights():
-        for what, call in refused_inside(engine, model, tmp_path):
+        for what, call in refused_inside(engine, model, tmp_path, states):
             with pytest.raises(StateError, match=rf"^{what}: inside engine\.averaged_weights\(\)"):
                 call()
     assert differences(held_by(engine, model), before) == []
@@ -262,6 +277,27 @@ def test_without_averages_and_inside_other_blocks_it_is_refused(open_engine: Ope
     engine.close()
     with pytest.raises(StateError, match="averaged_weights: the engine is closed"), engine.averaged_weights():
         pass
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_is_put_aside_takes_four_bytes_an_element_and_only_inside(open_engine: Open, nvme_path: Path) -> None:
+    """What is freed on the way is given back, too."""
+    layers = 8
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(layers)))
+    config = make_config(("cpu", "cpu"), nvme_path, optimizer=FREE, zero={"stage3_max_live_parameters": 10**9})
+    engine = open_engine(model, config)
+    engine.backward(engine(torch.ones(1, 2048, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+    engine.synchronize()
+    return_freed_memory()
+    before, put_aside = resident_bytes(), 4 * layers * 2048 * 2048
+    with engine.averaged_weights():
+        inside = resident_bytes()
+    assert put_aside // 2 < inside - before < 1.5 * put_aside
+    assert resident_bytes() - before < put_aside // 2
 
 
 def test_an_engine_may_be_closed_inside(open_engine: Open, nvme_path: Path) -> None:
@@ -418,6 +454,22 @@ def test_torchs_form_of_the_states_goes_on_with_averages_and_without(open_engine
     train(engine, 4, 7, bf16=False, after=followed.follow)
     averages = {key: value for key, value in held_by(engine, model).items() if key.endswith("/ema")}
     assert differences(averages, followed.held()) == []
+
+
+def test_states_of_an_optimizer_that_keeps_nothing_but_averages_go_into_it_and_into_one_without(
+    open_engine: Open, nvme_path: Path
+) -> None:
+    engine, model = opened(open_engine, nvme_path, ("cpu", "cpu"), optimizer=BLOCKS["no states"], ema_decay=DECAY)
+    without, _ = opened(open_engine, nvme_path, ("cpu", "cpu"), optimizer=BLOCKS["no states"])
+    train(engine, 0, 3, bf16=True)
+    states, before = engine.optimizer.state_dict(), held_by(engine, model)
+    for state in states["state"].values():
+        state["ema"] += 1
+    engine.optimizer.load_state_dict(states)
+    wanted = {key: value + 1 if key.endswith("/ema") else value for key, value in before.items()}
+    assert differences(held_by(engine, model), wanted) == []
+    without.optimizer.load_state_dict(states)
+    assert without.full_state("gain")["step"] == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

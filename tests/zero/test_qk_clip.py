@@ -121,6 +121,22 @@ def test_of_several_micro_batches_the_largest_logit_counts_and_evaluation_does_n
     )
 
 
+def test_a_checkpoint_amid_an_accumulation_has_the_logits_so_far(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    one, other = (logits_of(llama(), index)[0][0][:2] for index in MICRO_BATCHES)
+    engine, resumed = (open_engine(llama(), config_of(PLACES[1], nvme_path, accumulation=2)) for _ in range(2))
+    engine.backward(loss_of(engine, MICRO_BATCHES[0]))
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    resumed.backward(loss_of(resumed, LARGER))
+    resumed.load_checkpoint(tmp_path)
+    resumed.backward(loss_of(resumed, MICRO_BATCHES[1]))
+    resumed.step()
+    wanted = (THRESHOLD / torch.maximum(one, other)).sqrt()
+    torch.testing.assert_close(factors_of(held(resumed)), wanted, rtol=1e-5, atol=0)
+
+
 def test_a_step_that_is_skipped_clips_nothing(open_engine: Open, nvme_path: Path) -> None:
     half = {"enabled": True, "initial_scale_power": 40}
     engine = open_engine(llama(), config_of(("cpu", "cpu"), nvme_path, fp16=half))

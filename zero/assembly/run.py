@@ -42,6 +42,7 @@ class Run:
         lr_scheduler: stepped after each step that changes weights, or None.
         collate_fn: for loaders that are given none.
         training_dataloader: its position is in checkpoints, if it has `state_dict` and `load_state_dict`.
+        attention_logits: what `qk_clip` has seen since the last step: has `state_dict` and `load_state_dict`; or None.
         data_position: what the `state_dict` of that loader was in the checkpoint loaded last.
         generations: contexts of `engine.generation()` that are open.
         closed: nothing runs any more.
@@ -69,6 +70,7 @@ class Run:
         self.lr_scheduler: Any = None
         self.collate_fn: Callable[..., Any] | None = None
         self.training_dataloader: DataLoader[Any] | None = None
+        self.attention_logits: Any = None
         self.data_position: Any = None
         self.generations = generations
         self._finalizer: weakref.finalize[Any, Any] | None = None

@@ -28,6 +28,7 @@ from zero.optim.pipeline import StepArguments
 from zero.optim.scheduling import step_scheduler
 from zero.optim.step import StepState, UnusedParameters
 from zero.params.released import name_of
+from zero.values.editor import EDIT
 from zero.values.parameters import ParameterValues
 
 
@@ -334,6 +335,8 @@ class Steps:
         Raises StateError: the engine is closed, or a forward or backward runs; StorageError: the last step could not be
         completed. `to_change`: they are going to be replaced: what was done ahead with them is void.
         """
+        if to_change:
+            self.check_open(EDIT)
         parts = self._run.parts
         name = name_of(parameter)
         units = parts.keeper.units_named(name)

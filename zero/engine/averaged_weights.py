@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from offload.errors import BudgetError, StateError
 from offload.kernels import masters
-from offload.memory.pinned import aligned_copy
+from offload.memory.pinned import aligned_copy, return_freed_memory
 from offload.sizes import format_bytes
 from zero.assembly.assembly import Assembly
 from zero.assembly.model_changes import ModelChanges
@@ -34,12 +34,14 @@ from zero.params.layout import SubGroup, Unit
 from zero.plan.machine import read_machine
 from zero.store.staging import StagedGroup
 from zero.store.storage import Storage
+from zero.values.editor import EDIT
 
 OF_THE_WEIGHTS = {
     *("backward", "step", "optimizer.step", "replan"),
     *("save_checkpoint", "load_checkpoint", "save_snapshot", "load_snapshot"),
+    *("optimizer.state_dict", "optimizer.load_state_dict", EDIT),
 }
-"""Calls that go on from the weights that are trained."""
+"""Calls that go on from the weights that are trained, or replace what lies in another place meanwhile."""
 
 
 class AveragesShown(StepListener):
@@ -144,7 +146,8 @@ class AveragedWeights:
 
         They are the moving averages of `ema_decay`, or those of AdamWScheduleFree. Both the weights that forward uses
         and their fp32 masters are; a parameter without an update so far is as it is. Afterwards the weights are what
-        they were, to the bit. Training and checkpoints inside are errors. All ranks come here.
+        they were, to the bit. Training, checkpoints, edits and the optimizer's state dict
+        inside are errors. All ranks come here.
 
         Raises:
             StateError: nothing is averaged; inside forward, backward or `GatheredParameters`; the engine is closed.
@@ -210,6 +213,7 @@ class AveragedWeights:
                 parts.coordinator.rewritten()
         finally:
             self._shown.moving = False
+            return_freed_memory()  # the C library would keep what the masters of a sub-group lay in
         self._steps.ready("averaged_weights")
 
     def _exchange(self, parts: Assembly, *, shown: bool) -> None:

@@ -40,7 +40,7 @@ class ClientCalls:
             run.module.__dict__["ds_external_parameters"] = no_external_parameters
         if updater is None:
             return
-        states = EngineStates(steps.values_of, run.device)
+        states = EngineStates(steps.values_of, run.device, steps.check_open)
         updater.keep_states_in(states)
         updater.offloader = offloading
         if stage in MASTERS:

@@ -24,8 +24,10 @@ MASTERS = {
 class EngineStates:
     """See `zero.optim.optimizer.KeptStates`."""
 
-    def __init__(self, values_of: Callable[..., ParameterValues], device: torch.device) -> None:
-        self._values_of, self._device = values_of, device
+    def __init__(
+        self, values_of: Callable[..., ParameterValues], device: torch.device, check_open: Callable[[str], None]
+    ) -> None:
+        self._values_of, self._device, self._check_open = values_of, device, check_open
 
     def read(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies of the states; on all ranks together. Raises StorageError."""
@@ -43,6 +45,10 @@ class EngineStates:
                 f"optimizer.state_dict: all states are {format_bytes(nbytes)}, {format_bytes(free)} are free; save "
                 "them with engine.save_checkpoint, which needs no copy, or read optimizer.state[parameter] one by one"
             )
+
+    def check_open(self, what: str) -> None:
+        """Raise StateError: the engine is closed, or other values lie where the states do."""
+        self._check_open(f"optimizer.{what}")
 
     def masters_of(self, group: dict[str, Any]) -> torch.Tensor:
         """This rank's part of the fp32 values of a param group, 1-D, a copy."""

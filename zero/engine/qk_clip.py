@@ -17,7 +17,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -138,7 +138,19 @@ class QkClip(StepListener):
                 "optimizer.params.qk_clip: a snapshot is committed when nothing changes weights between two steps, and "
                 f"clipping does; leave offload_optimizer.snapshot out, {OFF}"
             )
+        run.attention_logits = self
         self.step_asked()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Largest logits since the last step on this rank, by the names of their modules."""
+        named = ((name, _LARGEST.get(module)) for name, module in self._run.module.named_modules())
+        return {name: largest.cpu() for name, largest in named if largest is not None}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` has given, and from nothing else."""
+        for name, module in self._run.module.named_modules():
+            if module in _LARGEST:
+                _LARGEST[module] = saved[name].to(self._run.device) if name in saved else None
 
     @override
     def called(self) -> None:
@@ -156,8 +168,7 @@ class QkClip(StepListener):
     def step_begun(self) -> None:
         modules = self._modules  # in the same order on every rank
         if not self._run.parts.stepper.applied:
-            for module in modules:
-                _LARGEST[module] = None
+            self.load_state_dict({})
             return
         for number, largest in self._agreed(modules).items():
             self._pending += self._factors(modules[number], largest)

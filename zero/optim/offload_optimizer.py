@@ -112,7 +112,7 @@ class OffloadOptimizer(KeptOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the newcomers' states have a place of their own. Raises as the constructor."""
         if self._built:
-            self._check_open("add_param_group")
+            self.check_open("add_param_group")
         super().add_param_group(param_group)
         if self._built:
             try:
@@ -166,7 +166,7 @@ class OffloadOptimizer(KeptOptimizer):
                 and cannot be finished any more.
             StorageError: some weights are updated and others are not; the next call goes on.
         """
-        self._check_open("step")
+        self.check_open("step")
         self._check_loaded("step")
         if any(shelf.remaining for shelf in self._shelves):
             self._check_same_gradients()
@@ -254,7 +254,7 @@ class OffloadOptimizer(KeptOptimizer):
             StateError: the last step has failed, and is not finished.
             StorageError: a state could not be read.
         """
-        self._check_open("state_dict")
+        self.check_open("state_dict")
         self._check_whole("state_dict")
         trained = {self._index_of[id(p)] for p in self.state}
         self._check_room_for(trained)
@@ -295,12 +295,11 @@ class OffloadOptimizer(KeptOptimizer):
             ConfigError: it has other groups, or states of another class or shape; nothing has changed.
             StorageError: states could not be stored; load them again.
         """
-        self._check_open("load_state_dict")
         super().load_state_dict(state_dict)
 
     def take_all(self, given: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
         """Replace the states of these parameters, together: each record is written once."""
-        self._check_open("load_state_dict")
+        self.check_open("load_state_dict")
         self._shelve_newcomers({id(parameter) for parameter, states in given if states})
         for parameter, states in given:
             index = self._index_of.get(id(parameter), -1)
@@ -365,7 +364,7 @@ class OffloadOptimizer(KeptOptimizer):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_open(self, what: str) -> None:
+    def check_open(self, what: str) -> None:
         if self._pid != os.getpid():
             raise StateError(
                 f"OffloadOptimizer.{what}: this process ({os.getpid()}) was forked from the one that has the states "

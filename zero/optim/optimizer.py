@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import optimizer as torchs
 
 from offload.errors import ConfigError, StateError
-from zero.optim.averages import innermost
+from zero.optim.averages import EMA, innermost
 from zero.optim.loss_scale import LossScaler
 from zero.optim.rules import AdamRule, Progress, Rule, Scalar, Trained
 from zero.optim.small_states import Shapes, Small, SmallStates
@@ -48,6 +48,9 @@ class KeptStates(Protocol):
 
     def check_room(self, nbytes: int) -> None:
         """Raise BudgetError if the host has no room for so much."""
+
+    def check_open(self, what: str) -> None:
+        """Raise StateError if `what`, a method of the optimizer, must not be called now."""
 
 
 class LiveStates(Mapping[nn.Parameter, dict[str, Any]]):
@@ -323,6 +326,8 @@ class KeptOptimizer(torch.optim.Optimizer):
             BudgetError: the host has no room for that much; `engine.save_checkpoint` needs none.
         """
         if self._kept is not None:
+            if self.state:  # of an engine that is closed nothing is left
+                self._kept.check_open("state_dict")
             elements = sum(p.numel() * len(self._rule(id(p)).states) for p in self.state)
             elements += sum(shape.numel() for p in self.state for shape, _ in self.small_shapes(p).values())
             self._kept.check_room(STATE_BYTES * elements)
@@ -334,6 +339,8 @@ class KeptOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: it has other groups; nothing has changed.
         """
+        if self._kept is not None:
+            self._kept.check_open("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         given = state_dict["param_groups"]
@@ -410,10 +417,14 @@ class KeptOptimizer(torch.optim.Optimizer):
                 )
 
     def check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Raise ConfigError if they, one for each parameter, are those of another optimizer."""
+        """Raise ConfigError if they, one for each parameter, are those of another optimizer.
+
+        Averages (`ema`) are no optimizer's: they may come beside any, and be missing beside any.
+        """
         known = {name for rule in self.rules.each for name in (*self._state_names(rule), *rule.small)}
         for state in states:
-            shaped = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+            wide = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 1}
+            shaped = wide - {EMA}
             fits = (
                 shaped & {*self._state_names(rule), *rule.small}
                 and set(rule.states if isinstance(rule, AdamRule) else rule.scalars) <= state.keys()

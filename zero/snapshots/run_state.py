@@ -46,12 +46,14 @@ def common_state(engine: Run, config: Config, leaves: Iterable[Leaf], dtypes: Ma
 
 
 def rank_state(engine: Run, accumulated: dict[str, Any] | None) -> dict[str, Any]:
-    """The part of one rank: random numbers, where it is in its data, and what it says of collected gradients."""
+    """The part of one rank: random numbers, where it is in its data, and what it has of a step that is not complete."""
     loader: Any = engine.training_dataloader
+    logits = engine.attention_logits
     return {
         "rng": random_state(engine.device),
         "data": pack_any(loader.state_dict() if hasattr(loader, "state_dict") else None),
         "accumulated": accumulated,
+        **({} if logits is None else {"attention_logits": logits.state_dict()}),
     }
 
 
@@ -77,6 +79,8 @@ def restore_rank(engine: Run, state: Mapping[str, Any], *, own: bool) -> None:
     """
     if own:
         restore_random_state(state["rng"], engine.device)
+    if engine.attention_logits is not None:
+        engine.attention_logits.load_state_dict(state.get("attention_logits", {}) if own else {})
     loader: Any = engine.training_dataloader
     engine.data_position = position = unpack_any(state["data"], "the position in the data")
     if position is not None and hasattr(loader, "load_state_dict"):

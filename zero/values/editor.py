@@ -26,6 +26,8 @@ from zero.values.edits import Edit, agree_on_edits
 Visit = Callable[[Record, int, int], Awaitable[bool]]
 
 Put = Callable[[Record, int, torch.Tensor], None]  # (record, first element in it, values) for the record.
+EDIT = "an edit of values"
+"""What `check_open` is told before one."""
 
 
 class UnitEditor:
@@ -133,6 +135,8 @@ class UnitEditor:
                 bound.show()
         try:
             changes = agree_on_edits(self._exchange, edits, modifier_rank)
+            if changes:
+                self._events.check_open(EDIT)
         except StateError as error:
             refused.append(str(error))
             changes = []
