@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from models import build, make_config
 from probe import layout_of
@@ -133,6 +133,7 @@ def test_sub_groups_tile_every_trained_space_for_any_size(drawn: Any, world: int
 
 
 @given(contents_strategy, worlds, st.integers(0, 100_000))
+@example([([torch.Size([]), torch.Size([]), torch.Size([]), torch.Size([0])], torch.float32, False, False)], 3, 0)
 def test_what_is_looked_at_whole_lies_in_one_slice_and_one_sub_group(drawn: Any, world: int, numel_max: int) -> None:
     contents = [replace(content, whole=True, trainable=True) for content in contents_of(drawn)]
     cuts = []

@@ -300,10 +300,11 @@ def build_layout(contents: Sequence[UnitContent], placement: Placement, *, bf16_
     units: list[Unit] = []
     for index, content in enumerate(contents):
         offsets, numel = _whole_offsets(content, placement) if content.whole else _offsets(content, placement)
-        placed = sorted(zip(offsets, content.parameters, strict=True), key=lambda pair: pair[0])
+        # What is empty lies nowhere; it is named before what begins there.
+        by_place = sorted(zip(offsets, content.parameters, strict=True), key=lambda pair: (pair[0], pair[1][2].numel()))
         slots = tuple(
             Slot(names, shape, shape.numel(), offset, parameter, content.first_numel, position)
-            for position, (offset, (parameter, names, shape)) in enumerate(placed)
+            for position, (offset, (parameter, names, shape)) in enumerate(by_place)
         )
         begin = ends.get(content.kind, 0)
         shard_numel = numel // placement.shard_size
