@@ -13,7 +13,7 @@ FOLDER = Path("/dev/shm")
 
 def shared_names() -> set[str]:
     """All that there are now, also those of others."""
-    return set(os.listdir(FOLDER)) if FOLDER.is_dir() else set()
+    return {entry.name for entry in os.scandir(FOLDER) if entry.is_file()} if FOLDER.is_dir() else set()
 
 
 def left_behind(before: set[str]) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,10 +34,18 @@ time.sleep(60)
 
 
 @pytest.fixture
-def path() -> Iterator[Path]:
-    name = FOLDER / f"zero-test-{uuid.uuid4().hex}"
-    yield name
-    name.unlink(missing_ok=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """In a folder that no other test looks into: it would find what is left behind here."""
+    with tempfile.TemporaryDirectory(prefix="zero-test-", dir=FOLDER) as folder:
+        monkeypatch.setattr("shared_names.FOLDER", Path(folder))
+        yield Path(folder) / f"zero-test-{uuid.uuid4().hex}"
+
+
+def test_what_this_file_leaves_behind_is_seen_by_no_other_test(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(bytes(4096))
+    assert shared_names() == {path.name}
+    monkeypatch.setattr("shared_names.FOLDER", FOLDER)
+    assert not {name for name in shared_names() if name.startswith("zero-test-")}
 
 
 def test_a_name_that_nobody_uses_or_this_process_does_is_left_behind(path: Path) -> None:
