@@ -36,11 +36,15 @@ def with_exact_roots() -> Iterator[None]:
         yield
 
 
+def has_kernel(name: str) -> bool:
+    """Does a kernel update for the class of this name? Skips the test if torch cannot round as it does."""
+    found = name in WITH_KERNELS and kernels.native_on(torch.device("cpu"))
+    if found and not TORCH_FUSES:
+        pytest.skip(WHY)
+    return found
+
+
 def as_its_kernel(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
     """Steps of an optimizer inside round as the kernel of its class, if there is one; skips the test if they cannot."""
     name = type(optimizer).__name__
-    if name not in WITH_KERNELS or not kernels.native_on(torch.device("cpu")):
-        return nullcontext()
-    if not TORCH_FUSES:
-        pytest.skip(WHY)
-    return with_exact_roots() if name in WITH_ROOTS else nullcontext()
+    return with_exact_roots() if has_kernel(name) and name in WITH_ROOTS else nullcontext()
