@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -41,7 +40,7 @@ def run(preset: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         what = ["--offload", "none", "--device", "cpu", "--state-dtype", state_dtype, "--seed", seed]
         files = ["--config", folder / "keys.json", "--json", folder / "out.json", "--plot", folder / "loss.png"]
         command = [sys.executable, SCRIPT, *shape, *what, *files, "--evaluate", "128K"]
-        subprocess.run(list(map(str, command)), check=True, capture_output=True, env=os.environ)
+        subprocess.run(list(map(str, command)), check=True, capture_output=True)
         figures = json.loads((folder / "out.json").read_text())
     losses, each = figures["losses"], len(figures["losses"]) // PARTS
     curve = [statistics.fmean(losses[k * each : (k + 1) * each]) for k in range(PARTS)]

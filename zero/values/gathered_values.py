@@ -43,9 +43,8 @@ class GatheredValues:
     def _piece(self, unit: Unit, slot: Slot, begin: int, end: int, state: bool) -> Piece:
         dtypes = [unit.dtype]
         if state:
-            dtypes += ([] if unit.remainder is None else [unit.remainder]) + [torch.float32] * self._own.states_count(
-                unit
-            )
+            dtypes += [] if unit.remainder is None else [unit.remainder]
+            dtypes += [torch.float32] * self._own.states_count(unit)
         values = [torch.empty(end - begin, dtype=dtype) for dtype in dtypes]
         placement = self._exchange.placement
         runs = runs_of(placement, unit, slot, begin, end)
