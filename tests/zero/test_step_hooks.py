@@ -11,6 +11,7 @@ import torch
 from models import build, make_config, tokens
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zero.engine.snapshots import SnapshotTurns
 from zero.values.fragments import safe_get_full_grad, safe_set_full_grad
 
 Open = Callable[..., Any]
@@ -108,3 +109,19 @@ def test_a_hook_that_raises_before_the_step_leaves_no_step(open_engine: Open, nv
     handle.remove()
     engine.step()
     assert (engine.global_steps, engine.micro_steps) == (1, 1)
+
+
+def test_hooks_after_a_step_are_called_also_where_somebody_told_of_it_raises(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, called = open_engine(build("gpt"), make_config(PAIRS["device"], nvme_path)), list[str]()
+    hooked(engine.optimizer, "own", called)
+
+    def fail(*_: object) -> None:
+        raise OSError("told")
+
+    monkeypatch.setattr(SnapshotTurns, "step_begun", fail)
+    engine.backward(engine(tokens(0)))
+    with pytest.raises(OSError, match="told"):
+        engine.step()
+    assert called == ["own before", "own after"]

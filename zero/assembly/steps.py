@@ -167,10 +167,12 @@ class Steps:
             parts.stepper.start()
             parts.stepper.begun()
             parts.coordinator.expect_forward()
-            for listener in self._listeners:
-                listener.step_begun()
-            if parts.stepper.applied:
-                run.updater.after_step()
+            try:
+                for listener in self._listeners:
+                    listener.step_begun()
+            finally:  # The step was taken, whatever a listener says.
+                if parts.stepper.applied:
+                    run.updater.after_step()
 
     def _fix(self, optimizer: ZeroOptimizer) -> None:
         """Decide everything about the step, and count it; once, also if an interrupt makes it two attempts."""

@@ -55,11 +55,13 @@ class Wanted:
     Args:
         source: has the values.
         strict: every parameter and buffer must have a value, and every value a place.
-        states: the optimizer's are wanted too, and step counts.
+        optimizer: its states are wanted too, and step counts.
         known_frozen: the source leaves out what is not trained.
     """
 
-    def __init__(self, source: Source, parts: Assembly, *, strict: bool, states: bool, known_frozen: bool) -> None:
+    def __init__(
+        self, source: Source, parts: Assembly, *, strict: bool, optimizer: ZeroOptimizer | None, known_frozen: bool
+    ) -> None:
         self._source, self._parts = source, parts
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
         frozen = [unit for unit in parts.layout.units if not unit.trainable and unit.dtype == torch.bfloat16]
@@ -88,10 +90,11 @@ class Wanted:
         self.stateful: set[int] = set()  # Indices of parameters whose states are in the source.
         # Index of a trained parameter -> names of its state planes.
         self._kinds = {s.index: parts.plan.states_of(u) for u in parts.layout.units if u.trainable for s in u.slots}
-        if states:
+        if optimizer is not None:
             self.stateful = {i for i, name in self.names.items() if i in trained and self._has_states(i, name)}
             self._check_optimizer()
             self._warn_of_averages()
+            self._warn_of_states_left(optimizer)
         self.is_everything = len(self.names) == len(parts.leaves) and self.stateful >= trained
         self.missing, self.unexpected = missing, unexpected
 
@@ -167,6 +170,26 @@ class Wanted:
             value = self._source.read(name, 0, shape.numel()).clone().view(shape)
             found_states.setdefault(owner, {})[kind] = value
         return found_states
+
+    def _warn_of_states_left(self, optimizer: ZeroOptimizer) -> None:
+        """Say which states the source has and the optimizer does not keep, as where Adam's come to plain SGD."""
+        if self._parts.exchange.placement.rank != 0:
+            return
+        index_of = {self.names[index]: index for index in self.stateful}
+        others = {STEP, *optimizer.number_names()}
+        left: dict[str, list[str]] = {}  # Name of a state -> the parameters'.
+        for state in self._source.tensors:
+            name, _, kind = state.removeprefix(OPTIMIZER).rpartition(".")
+            if state.startswith(OPTIMIZER) and kind not in others and name in index_of:
+                index = index_of[name]
+                if kind not in {*self._kinds[index], *optimizer.small_shapes(self._parts.leaves[index].parameter)}:
+                    left.setdefault(kind, []).append(name)
+        for kind, names in sorted(left.items()):
+            logger.warning(
+                "load_checkpoint: the optimizer keeps no %s, the checkpoint's of %d parameters (%s, ...) are left out; "
+                "expected for another optimizer or other options than were saved",
+                *(kind, len(names), names[0]),
+            )
 
     def _has_states(self, index: int, name: str) -> bool:
         # A rule without planes has nothing but the count; averages may begin here.
@@ -344,9 +367,7 @@ class LoadCheckpoints:
             client, mine = opened.client(), opened.rank_state(placement.rank)
             # Where fewer ranks have saved, the first one's position in the data is the others' too.
             told = mine if mine is not None else opened.rank_state(0)
-            wanted = Wanted(
-                source, parts, strict=strict, states=updater is not None, known_frozen=not state["has_frozen"]
-            )
+            wanted = Wanted(source, parts, strict=strict, optimizer=updater, known_frozen=not state["has_frozen"])
             if updater is not None:
                 name_of = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves}
                 check_groups(updater, state["groups"], name_of)

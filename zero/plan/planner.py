@@ -180,10 +180,9 @@ class Planner:
         share = 1 - sum(slot.numel for unit in whole for slot in unit.slots) / max(numel, 1)
         if not whole or share < PADDING_WORTH_A_NOTE:
             return []
-        return [
-            f"{share:.0%} of the {numel:,} elements that are updated as whole parameters are padding: "
-            f"each of {self.placement.shard_size} ranks has some whole, and not equally many"
-        ]
+        ranks = self.placement.shard_size
+        why = f": each of {ranks} ranks has some whole, and not equally many" if ranks > 1 else ""
+        return [f"{share:.0%} of the {numel:,} elements that are updated as whole parameters are padding{why}"]
 
     def _records_in_flight(self) -> int:
         """How deep the sub-group pipeline is. DeepSpeed pipelines only on request, we unless told not to."""

@@ -210,6 +210,23 @@ class Meddling(Odd):
         return loss
 
 
+@pytest.mark.parametrize(
+    ("kind", "left"), [("SGD", ["exp_avg", "exp_avg_sq"]), ("Lion", ["exp_avg_sq"]), ("NAdam", []), ("Adam", [])]
+)
+def test_states_that_the_optimizer_does_not_keep_are_told(
+    saves: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, left: list[str]
+) -> None:
+    config = make_config(("cpu", "cpu"), tmp_path, optimizer={"type": kind, "params": {"lr": 0.1}})
+    engine = zero.initialize(model=odd(CASE.kind), config=config)[0]
+    try:
+        with caplog.at_level(logging.WARNING, "zero"):
+            engine.load_checkpoint(saves, load_lr_scheduler_states=False)
+    finally:
+        engine.close()
+    told = [record.getMessage() for record in caplog.records if "are left out" in record.getMessage()]
+    assert [message.split(",")[0].split()[-1] for message in told] == left
+
+
 def test_inside_forward_backward_and_gathering_nothing_is_saved_or_loaded(saves: Path, tmp_path: Path) -> None:
     with seeded(0):
         model = Meddling()
