@@ -34,6 +34,7 @@ from zero.config import Config, load_config
 from zero.config.activation_block import ActivationCheckpointing
 from zero.plan.activation_room import KNOB, tier_in
 from zero.plan.plan import DEVICE, NVME
+from zero.reports.log import NOTICE
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -295,4 +296,4 @@ class _Region:
                 synchronize()
             if settings.profile:
                 name = getattr(self._function, "__qualname__", type(self._function).__name__)
-                logger.info("checkpoint of %s: %s took %.6f s", name, what, time.perf_counter() - begin)
+                logger.log(NOTICE, "checkpoint of %s: %s took %.6f s", name, what, time.perf_counter() - begin)

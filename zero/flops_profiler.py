@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from offload.accelerator import synchronize
 from offload.errors import ConfigError
 from zero.config.logging_block import FlopsProfiler
+from zero.reports.log import NOTICE
 
 logger = logging.getLogger("zero")
 
@@ -154,7 +155,7 @@ class Profile:
     def write(self, title: str, lines: Sequence[str], output_file: str | None) -> None:
         """Into the file, whose folder is made, or the log."""
         if output_file is None:
-            logger.info("%s\n  %s", title, "\n  ".join(lines))
+            logger.log(NOTICE, "%s\n  %s", title, "\n  ".join(lines))
             return
         path = Path(output_file)
         path.parent.mkdir(parents=True, exist_ok=True)

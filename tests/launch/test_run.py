@@ -110,6 +110,17 @@ def test_the_first_failing_ranks_traceback_comes_last(tmp_path: Path, capfd: pyt
     assert lines[head].startswith(f"zero run: rank 1 on {os.uname().nodename} failed first: exit code 1")
     assert lines[head + 1] == "Traceback (most recent call last):" and lines[-2] == "ValueError: bad loss"
     assert "rank.py" not in "\n".join(lines[head:]) and "script.py" in "\n".join(lines[head:])
+    assert any(line.endswith("[rank1] ValueError: bad loss") for line in lines[:head]), lines
+    assert ["Traceback" in line for line in lines].count(True) == 1, lines
+
+
+def test_hooks_of_the_program_for_uncaught_exceptions_run(tmp_path: Path) -> None:
+    body = """
+        sys.excepthook = lambda kind, error, trace: report(got=str(error))
+        raise ValueError("bad loss")
+    """
+    assert run_node(local_job(Program((write_script(tmp_path, body),)), 1), 0) == 1
+    assert reports(tmp_path) == [{"got": "bad loss"}]
 
 
 @pytest.mark.parametrize(("body", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGSEGV)", 139)])

@@ -38,6 +38,7 @@ from zero.params.tiles import Tile, TiledKeeper
 from zero.params.unadopted import forget, provisional_source, room_to_come
 from zero.params.units import CoveredUnit, Leaf, collect_leaves
 from zero.plan.machine import read_machine
+from zero.reports.log import NOTICE, start_line
 from zero.reports.precision_table import dtype_table
 from zero.schedule.backward import BackwardWatch
 from zero.schedule.coordinator import Coordinator
@@ -199,6 +200,8 @@ class Assembly:
             " (none would be if it were built under zero.Init)" if from_memory and cuts_values(self._config) else "",
             format_bytes(spilled),
         )
+        if self.exchange.placement.rank == 0:
+            logger.log(NOTICE, "%s", start_line(self.layout, self.plan, self.storage, self.exchange))
 
     def _by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []

@@ -15,9 +15,9 @@ from offload.errors import ConfigError, StateError
 from zero.config import Config
 from zero.config.inference_block import read_inference
 from zero.engine.engine import ZeroEngine
-from zero.engine.initialize import show_log
 from zero.engine.pretrained import load_pretrained
 from zero.params.released import is_kept
+from zero.reports.log import NOTICE, show_log
 from zero.values.access import take_back
 
 logger = logging.getLogger("zero")
@@ -89,7 +89,7 @@ def init_inference(
     show_log()
     options = read_inference(config, kwargs)
     if options.ignored:
-        logger.info("keys that are accepted and have no effect here: %s", ", ".join(options.ignored))
+        logger.log(NOTICE, "zero: without effect here: %s", ", ".join(options.ignored))
     device = compute_device()
     take_back(model.parameters())
     if options.dtype is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +25,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.scheduling import check_scheduler
 from zero.params.initialisation import suspended
 from zero.ranks.joining import join_or_stay_alone
+from zero.reports.log import NOTICE, follow, show_log
 
 logger = logging.getLogger("zero")
 
@@ -109,8 +109,10 @@ def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Co
     if source is None:
         raise ConfigError("initialize: give config=, a path or a dict, or args with zero_config or deepspeed_config")
     loaded = load_config(source)
+    follow(loaded)
     if loaded.inactive:
-        logger.info("keys that are accepted and have no effect here: %s", ", ".join(loaded.inactive_with_reasons))
+        logger.log(NOTICE, "zero: without effect here: %s; `zero config show` says why", ", ".join(loaded.inactive))
+        logger.info("why these keys have no effect: %s", ", ".join(loaded.inactive_with_reasons))
     if loaded.ignored:
         logger.warning("keys that are not known here and were ignored: %s", "; ".join(loaded.ignored))
     for line in loaded.deprecated:
@@ -142,12 +144,3 @@ def _refuse_pipelines(model: nn.Module) -> None:
             "nn.Module, such as nn.Sequential of the same layers (with ZeRO it need not fit a device), or build the "
             "pipeline with torch.distributed.pipelining"
         )
-
-
-def show_log() -> None:
-    """Let the plan and notes be seen unless the application has set up logging itself."""
-    if not logger.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)

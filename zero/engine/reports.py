@@ -26,6 +26,7 @@ from zero.flops_profiler import OneForward
 from zero.forward_profiler import FlopsProfiler
 from zero.optim.optimizer import learning_rates, momentum_of
 from zero.ranks import world
+from zero.reports.log import NOTICE
 from zero.reports.monitors import Event, Monitors
 from zero.reports.statistics import LoopCounters, Statistics, collect
 
@@ -65,12 +66,12 @@ class Reporter:
         if self.monitor.writers:
             self.monitor.write_events(self._events(run, loss))
         if config.steps_per_print is not None and run.global_steps % config.steps_per_print == 0:
-            logger.info("%s", self._progress(run))
+            logger.log(NOTICE, "%s", self._progress(run))
         if config.wall_clock_breakdown:
             parts = " | ".join(f"{name}: {1e3 * seconds:.2f}" for name, seconds in self.times.items())
-            logger.info("step=%d, time (ms) | %s", run.global_steps, parts)
+            logger.log(NOTICE, "step=%d, time (ms) | %s", run.global_steps, parts)
         if config.memory_breakdown:
-            logger.info("step=%d, memory | %s", run.global_steps, memory_line(run, reports))
+            logger.log(NOTICE, "step=%d, memory | %s", run.global_steps, memory_line(run, reports))
         if config.comms_logger is not None and config.comms_logger.enabled and config.comms_logger.verbose:
             reports.log_summary()
 
@@ -115,7 +116,7 @@ def dump_state(run: Run) -> None:
     lines = [f"{path} = {json.dumps(value)} ({config.origin(path)})" for path, value in _leaves(config.as_dict())]
     optimizer = "none" if run.updater is None else f"{len(run.updater.param_groups)} param groups"
     lines += [f"optimizer: {optimizer}", f"lr_scheduler: {type(run.lr_scheduler).__name__}"]
-    logger.info("configuration in effect:\n  %s", "\n  ".join(lines))
+    logger.log(NOTICE, "configuration in effect:\n  %s", "\n  ".join(lines))
 
 
 def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -222,7 +223,7 @@ class Reports:
         ]
         shared = not moved and not exchange.placement.alone
         none = "none: the ranks are on one node, and read each other's memory" if shared else "none"
-        logger.info("collectives after %d steps:\n  %s", run.global_steps, "\n  ".join(lines or [none]))
+        logger.log(NOTICE, "collectives after %d steps:\n  %s", run.global_steps, "\n  ".join(lines or [none]))
         return summary
 
     def statistics(self) -> Statistics:

@@ -13,6 +13,7 @@ from offload.errors import StateError, ZeroInfinityError
 from zero.assembly.accumulation import Accumulation
 from zero.assembly.run import Run
 from zero.assembly.steps import StepListener, Steps
+from zero.reports.log import NOTICE
 from zero.snapshots.commit import Snapshots
 from zero.snapshots.snapshot_state import capture, restore
 
@@ -135,7 +136,7 @@ class SnapshotCalls:
         parts.stepper.norm = restore(run, self._turns.names(), state)
         parts.coordinator.rewritten()
         self._accumulation.buffers_differ()
-        logger.info("going on from the snapshot of step %d", run.global_steps)
+        logger.log(NOTICE, "going on from the snapshot of step %d", run.global_steps)
         return run.global_steps
 
     def _ready(self, what: str) -> Snapshots:

@@ -11,7 +11,9 @@ with which environment. It
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import runpy
@@ -67,11 +69,14 @@ def run(kind: str, words: list[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
-def leave_error(error: BaseException, trace: TracebackType | None) -> None:
-    """Write the exception where torchrun looks for it, in its form, with the moment in fractions of a second."""
+def leave_error(error: BaseException, trace: TracebackType | None) -> bool:
+    """Write the exception where torchrun looks for it, in its form, with the moment in fractions of a second.
+
+    False: the launcher will not find it.
+    """
     path = os.environ.get(ERROR_FILE)
     if not path:
-        return
+        return False
     text = "".join(traceback.format_exception(type(error), error, trace))
     extra = {"py_callstack": text, "timestamp": str(int(time.time())), "seconds": time.time()}
     record = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
@@ -79,6 +84,17 @@ def leave_error(error: BaseException, trace: TracebackType | None) -> None:
         Path(path).write_text(json.dumps(record), encoding="utf-8")
     except OSError as failed:
         print(f"zero run: the traceback could not be left in {path}: {failed}", file=sys.stderr)
+        return False
+    return True
+
+
+def tell(error: BaseException, trace: TracebackType | None, *, left: bool) -> None:
+    """In one line where the launcher shows the traceback of whoever failed first; hooks of the program run."""
+    with contextlib.redirect_stderr(io.StringIO() if left else sys.stderr):
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    if left:
+        last = "".join(traceback.format_exception_only(type(error), error)).strip()
+        sys.stderr.write(f"[rank{os.environ['RANK']}] {last}\n")  # at once, so that ranks do not share a line
 
 
 def of_program(trace: TracebackType | None) -> TracebackType | None:
@@ -100,8 +116,7 @@ def main() -> NoReturn:
         run(options["kind"], words)
     except Exception as error:
         trace = of_program(error.__traceback__)
-        leave_error(error, trace)
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        tell(error, trace, left=leave_error(error, trace))
         sys.exit(1)
     sys.exit(0)
 

@@ -18,6 +18,7 @@ from offload.errors import ConfigError, StateError
 from offload.files.trace_events import check_target, trace_document, write_trace
 from offload.planes.planes import Traffic
 from offload.timeline import COMPUTE, Recording
+from zero.reports.log import NOTICE
 from zero.store.storage import Storage
 
 logger = logging.getLogger("zero")
@@ -130,7 +131,7 @@ class Tracer:
         except OSError as error:  # a training run does not end because of a picture of it
             logger.warning("trace: %s could not be written: %s", trace.path, error)
         else:
-            logger.info("trace of %d steps: %s", self._steps - trace.steps_before, trace.path)
+            logger.log(NOTICE, "trace of %d steps: %s", self._steps - trace.steps_before, trace.path)
 
     def _facts(self, trace: _Trace, after: _Counters) -> dict[str, Any]:
         before, disk = trace.counters, self.storage.disk

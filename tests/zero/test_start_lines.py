@@ -1,0 +1,59 @@
+"""At the start an engine says one line, and one for keys without effect; `log_level` shows more or less."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero.reports.log import format_count
+
+PROGRAM = """
+import torch, zero
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 4))
+engine = zero.initialize(model=model, config={config!r})[0]
+engine.backward(engine(torch.ones(1, 16)).sum())
+engine.step()
+engine.close()
+"""
+LINE = re.compile(r"zero: 676 parameters,.* host [\d.]+ \w+, device [\d.]+ KB, (scalar|avx2|avx512|torch)")
+NOTE = "zero: without effect here: zero_optimization.contiguous_gradients; `zero config show` says why"
+
+
+def said(tmp_path: Path, *, ranks: int = 1, **more: Any) -> list[str]:
+    """Lines of the standard error of a training with `more` in its config."""
+    block = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    config = {"optimizer": {"type": "AdamW"}, "zero_optimization": {**block, "contiguous_gradients": True}, **more}
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM.format(config=config))
+    launcher = ["-m", "zero", "run", "--num_gpus", str(ranks)] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_line_is_said_and_one_for_keys_without_effect(tmp_path: Path, ranks: int) -> None:
+    note, line = said(tmp_path, ranks=ranks)
+    assert note == NOTE and LINE.fullmatch(line)
+    assert ("each of 2 ranks" in line) == (ranks == 2)
+
+
+def test_the_tables_come_at_level_info_and_nothing_above_warnings(tmp_path: Path) -> None:
+    told = said(tmp_path, log_level="info")
+    assert {"zero-infinity plan (this rank)", "what is kept in which dtype", NOTE} <= set(told)
+    assert LINE.fullmatch(told[-1])
+    assert said(tmp_path, log_level="Warning") == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(676, "676"), (999_499, "999 K"), (999_500, "1 M"), (51_900_000, "51.9 M"), (8.03e9, "8.03 B")]
+)
+def test_counts_have_three_digits(count: float, text: str) -> None:
+    assert format_count(int(count)) == text
