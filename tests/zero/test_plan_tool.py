@@ -201,6 +201,7 @@ def test_a_budget_in_the_config_is_refused_as_by_the_engine(
     ("source", "message"),
     [
         ("models", "module:callable"),
+        ("org/no-such-model", "hf download org/no-such-model config.json"),
         ("no.such:Model", "cannot be imported"),
         ("models:Nothing", "cannot be imported"),
         ("models:tokens", "cannot be called"),
@@ -220,6 +221,57 @@ def test_a_json_that_is_no_models_config_is_refused(write: Any, content: Any, me
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match=message):
         build_on_meta(write("config.json", content))
+
+
+def test_a_folder_and_a_cached_id_stand_for_the_config_in_them(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    hub = pytest.importorskip("huggingface_hub")
+    path = write("config.json", {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 11})
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda name, file: path if name == "org/tiny" else None)
+    sizes = [[p.shape for p in build_on_meta(source).parameters()] for source in (path, str(tmp_path), "org/tiny")]
+    assert sizes[0] == sizes[1] == sizes[2] != []
+
+
+def test_the_smallest_machine_fits_and_a_byte_less_does_not(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "models:GPT", write("ds.json", make_config(("nvme", "nvme"), nvme_path)), "--json"]
+    assert cli.main([*arguments, "--host", "64GB", "--device", "24GB"]) == 0
+    least = json.loads(capsys.readouterr().out)["smallest_bytes"]
+    for tier in ("host", "device"):
+        for short, status in ((0, 0), (1, 1)):
+            sizes = {"host": "64GB", "device": "24GB", tier: str(least[tier] - short)}
+            given = [word for name, size in sizes.items() for word in (f"--{name}", size)]
+            assert cli.main([*arguments, *given]) == status
+            capsys.readouterr()
+
+
+def test_choices_are_the_plans_of_configurations_with_that_change(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = make_config(("nvme", "nvme"), nvme_path)
+    machine = ["--host", "64GB", "--device", "24GB", "--json"]
+    assert cli.main(["plan", "models:GPT", write("ds.json", content), *machine, "--choices"]) == 0
+    choices = {choice["name"]: choice for choice in json.loads(capsys.readouterr().out)["choices"]}
+    content["zero_optimization"]["offload_optimizer"]["state_dtype"] = "8bit"
+    assert cli.main(["plan", "models:GPT", write("8bit.json", content), *machine]) == 0
+    found = json.loads(capsys.readouterr().out)
+    eight = choices['offload_optimizer.state_dtype "8bit"']
+    assert eight["tier_bytes"] == found["total_bytes"]
+    assert eight["moved_bytes"] == found["step"]["nvme_read_bytes"] + found["step"]["nvme_write_bytes"]
+    assert choices['both devices "cpu"']["tier_bytes"]["nvme"] == 0
+
+
+def test_a_choice_that_does_not_fit_says_what_it_takes(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write("ds.json", make_config(("nvme", "nvme"), nvme_path))
+    assert cli.main(["plan", "models:GPT", config, "--host", "17200000", "--device", "24GB", "--choices"]) == 0
+    table = capsys.readouterr().out.partition("what one change gives")[2]
+    (line,) = [line for line in table.splitlines() if 'both devices "cpu"' in line]
+    assert "needs at least" in line and "--host leaves 17,200,000" in line
 
 
 def test_the_time_of_a_step_is_the_slower_of_disk_and_update_then_the_fetches() -> None:

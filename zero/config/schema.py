@@ -196,7 +196,7 @@ class Config(ConfigBlock):
     """Log the configuration in effect, and where each value comes from, at the start."""
     disable_python_gc: Annotated[Flag | None, Inert("Python's collector is left alone")] = None
     log_level: Word[Literal["debug", "info", "warning", "error", "critical"]] | None = None
-    """What the logger "zero" shows, "info" the plan and the dtypes too; None: notices, and errors alone on ranks other than the first."""
+    """What the logger "zero" shows, "info" the plan and the dtypes too; None: notices, and of other ranks errors."""
     vocabulary_size: Annotated[Whole | None, Inert("it only makes DeepSpeed warn of sizes that are slow")] = None
     use_data_before_expert_parallelism: Annotated[Flag | None, Inert("there are no expert-parallel groups")] = None
     datastates_ckpt: Annotated[InertObject, Inert("checkpoints are written by this engine")] = None

@@ -41,20 +41,26 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; `run` of the chosen subcommand is in its namespace."""
     parser = argparse.ArgumentParser(prog="zero", description=(zero.__doc__ or "").splitlines()[0])
     parser.add_argument("--version", action="version", version=f"zero-infinity {zero.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(run=None, parser=parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, module in COMMANDS.items():
         text = (module.__doc__ or "").strip()
         command = commands.add_parser(
             name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit status. What the user can mend is printed without a traceback."""
-    options = build_parser().parse_args(arguments)
+    options, unknown = build_parser().parse_known_args(arguments)
+    if unknown:  # said with the usage of the subcommand, where argparse would show that of `zero`
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.run is None:
+        options.parser.print_help()
+        return 0
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)

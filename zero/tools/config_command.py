@@ -1,7 +1,7 @@
 """Show a configuration as it takes effect, the JSON Schema, every key or every optimizer.
 
-zero config show FILE   every value that holds, as JSON that loads again to the same; a comment in it says where each
-value comes from: "user", "auto" or "default"
+zero config show FILE   every value that holds and where it comes from, "user", "auto" or "default"; what has no effect
+                        and why; --json prints JSON that loads again to the same
 zero config schema      JSON Schema, for editors
 zero config keys        the table of all keys, as in docs/config-keys.md
 zero config optimizers  the table of all optimizers, as in docs/optimizers-table.md
@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from offload.errors import ConfigError
@@ -26,12 +26,17 @@ from zero.config.schema import VERSION
 from zero.tools.config_keys import key_table
 from zero.tools.config_schema import json_schema
 
+VALUE_WIDTH = 40
+"""Characters; longer values push their origin to the right."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser("show", help="every value that holds, and where it comes from")
     show.add_argument("config", metavar="FILE", help="a configuration; - reads it from the standard input")
     show.add_argument("--world-size", type=int, default=1, metavar="N", help="complete it for so many ranks (1)")
+    show.add_argument("--json", action="store_true", help="as JSON that loads again, origins in a comment in it")
+    show.add_argument("--all", action="store_true", help="values that were not given too")
     show.set_defaults(action=_show)
     actions.add_parser("schema", help="JSON Schema").set_defaults(action=_schema)
     actions.add_parser("keys", help="the table of all keys, in Markdown").set_defaults(action=_keys)
@@ -67,10 +72,35 @@ def _show(options: argparse.Namespace) -> int:
     elif not os.path.exists(source):
         raise ConfigError(f"{source}: expected a readable JSON file, got: no such file")
     config = load_config(source, world_size=options.world_size)
-    for note in (*config.inactive_with_reasons, *config.deprecated, *auto_lines(config)):
-        print(note, file=sys.stderr)
-    print(json.dumps(shown_config(config), indent=2))
+    if options.json:
+        print(json.dumps(shown_config(config), indent=2))
+        return 0
+    _print_values(config, every=options.all)
+    _print_notes("without effect here", config.inactive_with_reasons)
+    _print_notes("deprecated", config.deprecated)
+    _print_notes('chosen for "auto"', tuple(auto_lines(config)))
     return 0
+
+
+def _print_values(config: Config, *, every: bool) -> None:
+    """A line a value: path, value, origin. Not `every`: defaults are counted only."""
+    shown = shown_config(config)
+    origins: Mapping[str, str] = shown[ORIGINS_KEY]
+    rows = [
+        (path, json.dumps(value_at(shown, path)), origin)
+        for path, origin in origins.items()
+        if every or origin != "default"
+    ]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    for path, value, origin in rows:
+        print(f"{path:<{widths[0]}}  {value:<{min(widths[1], VALUE_WIDTH)}}  {origin}")
+    if len(rows) < len(origins):
+        print(f"and {len(origins) - len(rows)} defaults, which --all shows")
+
+
+def _print_notes(title: str, lines: Sequence[str]) -> None:
+    if lines:
+        print("\n  ".join(["", f"{title}:", *lines]).replace("\n  ", "\n", 1))
 
 
 def _schema(options: argparse.Namespace) -> int:

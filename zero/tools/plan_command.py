@@ -1,8 +1,9 @@
 """Say what a model takes on each tier, and how long a step takes, without building it.
 
-MODEL is a Hugging Face config (a json file) or `module:callable`, something that returns a model when called. It is
-built on the meta device: no values, so that a model of any size is planned in seconds. CONFIG is a DeepSpeed JSON.
-Without options the machine is this one. What does not fit is refused with the knob to turn.
+MODEL is a folder with a Hugging Face model, its config.json, a Hub id whose config.json is in the local cache, or
+`module:callable`, something that returns a model when called. It is built on the meta device: no values, so that a
+model of any size is planned in seconds. CONFIG is a DeepSpeed JSON. Without options the machine is this one. What does
+not fit is refused with the knob to turn and the smallest machine that would do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from zero.params.layout import Layout
 from zero.plan.machine import Machine, read_machine
 from zero.plan.plan import DEVICE, HOST, NVME, Plan
 from zero.plan.traffic import StepTraffic, step_traffic
+from zero.reports.log import format_count
+from zero.tools.plan_choices import Choice, choice_lines, find_choices, smallest, tier_sizes
 
 RATE_NUMEL = 4 << 20
 RATE_ROUNDS = 3
@@ -63,7 +67,9 @@ class StepTime:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="config.json of a Hugging Face model, or module:callable")
+    parser.add_argument(
+        "model", metavar="MODEL", help="folder, config.json or cached id of a Hugging Face model, or module:callable"
+    )
     parser.add_argument("config", metavar="CONFIG", help="DeepSpeed JSON file")
     parser.add_argument("--model-args", metavar="JSON", default="{}", help="keyword arguments of the callable")
     parser.add_argument("--stage", type=int, help="ZeRO stage, in place of CONFIG's")
@@ -79,38 +85,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=_size, metavar="BYTES", help=what)
     parser.add_argument("--update-rate", type=float, metavar="ELEMENTS", help="that the CPU updates a second")
+    parser.add_argument("--choices", action="store_true", help="plan again with other settings, and compare")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    config = _config(options)
-    model = build_on_meta(options.model, options.model_args)
-    device = planned_device() if options.device is not None else compute_device()
-    layout, plan = plan_model(model, config, _machine(options, device), device, options.ranks)
-    _check_disk(plan, config, options)
-    traffic = step_traffic(plan, layout, config.gradient_accumulation_steps, on_gpu=not shares_host_memory(device))
+    content = _content(options)
+    planning = Planning(options, build_on_meta(options.model, options.model_args))
+    config = planning.config(content)
+    free = planning.config({key: value for key, value in content.items() if key != "memory_budget"})
+    least = smallest(planning.model, free, planning.machine, planning.device, options.ranks)
+    if not options.json:
+        print(f"{options.model}: {format_count(planning.numel)} parameters")
+        sizes = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in least.items())
+        print(f"smallest machine, for each rank and beside activations: {sizes}")
+    layout, plan = planning.make(content)
+    traffic = planning.traffic(layout, plan)
     rates = find_rates(config, plan, traffic, options)
     seconds = step_time(traffic, rates)
-    numel = sum(p.numel() for p in model.parameters())
+    choices = find_choices(content, planning.make, partial(planning.cost, rates)) if options.choices else []
     if options.json:
-        print(json.dumps(_as_dict(plan, layout, traffic, rates, seconds, numel), indent=1))
+        facts = {"parameters": planning.numel, "smallest_bytes": least}
+        facts |= _as_dict(plan, layout, traffic, rates, seconds)
+        print(json.dumps({**facts, "choices": [dataclasses.asdict(choice) for choice in choices]}, indent=1))
         return 0
-    print(f"{options.model}: {numel:,} parameters in {len(layout.units)} units")
-    print(plan.table())
-    print("\n".join(_time_lines(traffic, rates, seconds)))
+    print("\n".join([plan.table(), *_time_lines(traffic, rates, seconds)]))
+    if options.choices:
+        now = Choice("CONFIG as it is", tier_sizes(plan), *planning.cost(rates, layout, plan))
+        print("\n".join(["what one change gives", *choice_lines(now, choices)]))
     return 0
 
 
-def _config(options: argparse.Namespace) -> Config:
+class Planning:
+    """Plans of one model on one machine under several configurations."""
+
+    def __init__(self, options: argparse.Namespace, model: nn.Module) -> None:
+        self._options, self.model = options, model
+        self.device = planned_device() if options.device is not None else compute_device()
+        self.machine = _machine(options, self.device)
+        self.numel = sum(p.numel() for p in model.parameters())
+
+    def config(self, content: dict[str, Any]) -> Config:
+        return load_config(content, world_size=self._options.ranks, ranks_per_node=_of_node(self._options))
+
+    def make(self, content: dict[str, Any]) -> tuple[Layout, Plan]:
+        """Raises ConfigError, BudgetError."""
+        config = self.config(content)
+        layout, plan = plan_model(self.model, config, self.machine, self.device, self._options.ranks)
+        _check_disk(plan, config, self._options)
+        return layout, plan
+
+    def traffic(self, layout: Layout, plan: Plan) -> StepTraffic:
+        steps = self.config(_content(self._options)).gradient_accumulation_steps
+        return step_traffic(plan, layout, steps, on_gpu=not shares_host_memory(self.device))
+
+    def cost(self, rates: Rates, layout: Layout, plan: Plan) -> tuple[int, float | None]:
+        """Bytes that a step moves to and from NVMe, and the seconds it takes."""
+        moved = self.traffic(layout, plan)
+        return moved.nvme_read_bytes + moved.nvme_write_bytes, step_time(moved, rates).expected_seconds
+
+
+def _content(options: argparse.Namespace) -> dict[str, Any]:
+    """CONFIG, with --stage."""
     if options.ranks < 1:
         raise ConfigError(f"--world-size: expected at least 1, got {options.ranks}")
     if options.nodes < 1 or options.ranks % options.nodes:
         raise ConfigError(f"--nodes: expected a divisor of {options.ranks}, the number of ranks, got {options.nodes}")
-    content = read_json(options.config)
+    content = dict(read_json(options.config))
     if options.stage is not None:
         block = content.get("zero_optimization")
         content["zero_optimization"] = {**(block if isinstance(block, dict) else {}), "stage": options.stage}
-    return load_config(content, world_size=options.ranks, ranks_per_node=_of_node(options))
+    return content
 
 
 def _of_node(options: argparse.Namespace) -> int:
@@ -122,7 +167,8 @@ def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
 
     Raises ConfigError: it stands for no model; says what is wrong.
 
-    `source`: a json file, or `module:callable`; `arguments`: JSON object, keyword arguments of the callable.
+    `source`: a folder, a json file, an id in the Hub's cache, or `module:callable`; `arguments`: JSON object, keyword
+    arguments of the callable.
     """
     try:
         keywords = json.loads(arguments)
@@ -131,7 +177,7 @@ def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
     if not isinstance(keywords, dict):
         raise ConfigError(f"--model-args: expected an object {{...}}, got {arguments}")
     with torch.device("meta"):
-        model = _from_json(Path(source)) if source.endswith(".json") else _from_callable(source, keywords)
+        model = _from_callable(source, keywords) if ":" in source else _from_json(_config_file(source))
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{source}: expected a torch.nn.Module, got {type(model).__name__}")
     return model
@@ -139,8 +185,6 @@ def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
 
 def _from_callable(source: str, keywords: dict[str, Any]) -> Any:
     module_name, _, name = source.partition(":")
-    if not name:
-        raise ConfigError(f"MODEL: expected a file that ends in .json, or module:callable, got {source!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -153,6 +197,24 @@ def _from_callable(source: str, keywords: dict[str, Any]) -> Any:
         return target(**keywords)
     except TypeError as error:
         raise ConfigError(f"MODEL: {source} cannot be called: {error}; give its arguments with --model-args") from error
+
+
+def _config_file(source: str) -> Path:
+    """Where the config.json is that `source` stands for. Raises ConfigError: nowhere."""
+    if source.endswith(".json"):
+        return Path(source)
+    if Path(source).is_dir():
+        return Path(source) / "config.json"
+    try:
+        found = importlib.import_module("huggingface_hub").try_to_load_from_cache(source, "config.json")
+    except (ImportError, ValueError):  # not installed; no id
+        found = None
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"MODEL: expected a folder, a file that ends in .json, an id whose config.json is in the Hub's local "
+            f"cache, or module:callable, got {source!r}; for an id, run: hf download {source} config.json"
+        )
+    return Path(found)
 
 
 def _from_json(path: Path) -> Any:
@@ -286,11 +348,8 @@ def _time_lines(traffic: StepTraffic, rates: Rates, seconds: StepTime) -> list[s
     return lines + [f"  note: {note}" for note in rates.notes]
 
 
-def _as_dict(
-    plan: Plan, layout: Layout, traffic: StepTraffic, rates: Rates, seconds: StepTime, numel: int
-) -> dict[str, Any]:
+def _as_dict(plan: Plan, layout: Layout, traffic: StepTraffic, rates: Rates, seconds: StepTime) -> dict[str, Any]:
     return {
-        "parameters": numel,
         "units": len(layout.units),
         "rows": [dataclasses.asdict(row) for row in plan.rows],
         "total_bytes": {tier: plan.tier_bytes(tier) for tier in (DEVICE, HOST, NVME)},

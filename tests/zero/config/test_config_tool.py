@@ -25,8 +25,14 @@ def test_show_says_where_each_value_comes_from_and_what_has_no_effect(
     }
     path.write_text(json.dumps(content), encoding="utf-8")
     assert cli.main(["config", "show", str(path), "--world-size", "4"]) == 0
-    printed, notes = capsys.readouterr()
-    shown = json.loads(printed)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["train_batch_size", "16", "user"] in lines and ["gradient_accumulation_steps", "2", "auto"] in lines
+    assert not [line for line in lines if line[-1:] == ["default"]] and ["without", "effect", "here:"] in lines
+    assert cli.main(["config", "show", str(path), "--world-size", "4", "--all"]) == 0
+    notes = capsys.readouterr().out
+    assert ["aio.queue_depth", "32", "default"] in [line.split() for line in notes.splitlines()]
+    assert cli.main(["config", "show", str(path), "--world-size", "4", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
     origins = shown["_comment_origins"]
     assert shown["gradient_accumulation_steps"] == 2
     assert origins["train_batch_size"] == "user" and origins["gradient_accumulation_steps"] == "auto"
@@ -37,7 +43,7 @@ def test_show_says_where_each_value_comes_from_and_what_has_no_effect(
 
 def test_show_reads_the_standard_input(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO('{"train_batch_size": 3}'))
-    assert cli.main(["config", "show", "-"]) == 0
+    assert cli.main(["config", "show", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["train_batch_size"] == 3
     monkeypatch.setattr("sys.stdin", io.StringIO("{"))
     assert cli.main(["config", "show", "-"]) == 1

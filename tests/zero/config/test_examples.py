@@ -88,7 +88,7 @@ def test_a_documented_example_is_shown_so_that_it_loads_to_the_same(
     name: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = load_config(EXAMPLES[name], world_size=world_size)
-    assert cli.main(["config", "show", str(FOLDER / f"{name}.json"), "--world-size", str(world_size)]) == 0
+    assert cli.main(["config", "show", str(FOLDER / f"{name}.json"), "--world-size", str(world_size), "--json"]) == 0
     path = tmp_path / "shown.json"
     path.write_text(capsys.readouterr().out, encoding="utf-8")
     again = load_config(path, world_size=world_size)
