@@ -227,7 +227,8 @@ def marked(*arguments):
     sys.stderr.write("ALLOCATES\\n")
     return real(*arguments)
 os.posix_fallocate = marked
-zero.initialize(model=build("gpt"), config=make_config(("nvme", "nvme"), sys.argv[1]))[0].close()
+config = make_config(("nvme", "nvme"), sys.argv[1], log_level="info")
+zero.initialize(model=build("gpt"), config=config)[0].close()
 """
 
 
