@@ -94,8 +94,9 @@ class ExportWeights:
         """
         zero = self._run.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
-            logger.info(
-                "nothing saved in %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false", save_dir
+            logger.warning(
+                "nothing saved in %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false, set it",
+                save_dir,
             )
             return False
         self._save_weights(
