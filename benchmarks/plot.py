@@ -70,6 +70,8 @@ def points_of(results: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], lis
 
 def draw_steps(figure: Figure, sources: Mapping[str, Any]) -> None:
     """Step time and peak memory: bars for one size of model, curves for several."""
+    from matplotlib.ticker import LogLocator
+
     points = points_of(list(sources.values()))
     sizes = sorted({point.numel for of_one in points.values() for point in of_one})
     panels = figure.subplots(1, 2, sharey=len(sizes) == 1)
@@ -86,11 +88,13 @@ def draw_steps(figure: Figure, sources: Mapping[str, Any]) -> None:
                 axes.plot(*zip(*known, strict=True), line, marker=marker, color=colour, label=label) if known else None
             axes.set(xscale="log", yscale="log", xlabel="parameters [million]")
             axes.set_xticks([size / 1e6 for size in sizes], [f"{size / 1e6:,.0f}" for size in sizes])
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
             axes.minorticks_off()
         axes.set_title(title)
     if len(sizes) > 1:
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.suptitle("A GPT of " + " and ".join(f"{size / 1e6:,.0f}" for size in sizes) + " M parameters, one rank")
+    figure.suptitle("A GPT of " + ", ".join(f"{size / 1e6:,.0f}" for size in sizes) + " M parameters, one rank")
 
 
 def _seconds(point: Point) -> float | None:
