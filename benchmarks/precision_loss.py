@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import machine
+
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "train_gpt.py"
 MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,7 +79,8 @@ def main() -> None:
             runs.append(run(preset, seed, options))
             print(f"{preset}, seed {seed}: {runs[-1]['held_out']:.4f}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"params": options.params, "steps": options.steps, "runs": runs}, indent=1))
+        result = {"params": options.params, "steps": options.steps, "machine": machine.describe(), "runs": runs}
+        options.json.write_text(json.dumps(result, indent=1))
     print(table(runs))
 
 

@@ -10,14 +10,10 @@ that share nothing, so each case is also run with `shared_host_memory` off.
 
 Measured twice: the sizes of what the engine has allocated, by plane; and the memory of all processes above what they
 had before (PSS: a page that several ranks share counts once), which pools and whatever else there is are part of.
-
-    python -m benchmarks.rank_memory --table benchmarks/results/rank_memory.json      (a result as a table)
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Report, parser
@@ -41,18 +37,13 @@ def paper(stage: int, ranks: int) -> float:
 
 
 def main() -> None:
-    """Measure, print and write; or print the table of an earlier result."""
+    """Measure, print and write."""
     parsed = parser(__doc__, rounds=1, disk=True)
     add_rank_arguments(parsed, warmup=0, steps=2)
     parsed.set_defaults(tokens=32)
     parsed.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
     parsed.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4], help="numbers of ranks")
-    parsed.add_argument("--table", type=Path, default=None, metavar="FILE", help="print a result as a table, and end")
     options = parsed.parse_args()
-    if options.table is not None:
-        print(table(json.loads(options.table.read_text(encoding="utf-8"))))
-        return
-    del options.table
     report = Report("rank_memory", __doc__, options)
     bench = RankBench(options)
     report.figure("parameters", bench.shape.numel, f"{bench.shape.numel:,}")

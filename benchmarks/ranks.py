@@ -6,18 +6,15 @@ memory and on NVMe. Both train the same weights on the same tokens, two batches 
 compared. What DeepSpeed runs fastest with is in `deepspeed_setup.BEST_RANK_SETTINGS`, found by `--tune`.
 
     python -m benchmarks.ranks --json benchmarks/results/ranks.json
-    python -m benchmarks.ranks --table benchmarks/results/ranks.json      (the README's table)
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Report, RivalMissing, Series, measure, parser, summarize
-from benchmarks.plot import counted
+from benchmarks.kept import counted
 from benchmarks.rank_contestants import CELLS, Cell, RankBench, add_rank_arguments, rival_rank_settings
 from benchmarks.rivals import deepspeed_setup
 
@@ -31,18 +28,13 @@ MOVED = "floors: all weights once in bf16"
 
 
 def main() -> None:
-    """Measure, print and write; or print the table of an earlier result."""
+    """Measure, print and write."""
     parsed = parser(__doc__, rounds=ROUNDS, disk=True)
     add_rank_arguments(parsed, warmup=2, steps=3)
     parsed.add_argument("--cells", nargs="+", choices=list(CELLS), default=list(CELLS), metavar="CELL")
     parsed.add_argument("--tune", action="store_true", help="try DeepSpeed's settings once each, and end")
     parsed.add_argument("--split", action="store_true", help="what DeepSpeed's step consists of, and end")
-    parsed.add_argument("--table", type=Path, default=None, metavar="FILE", help="print a result as a table, and end")
     options = parsed.parse_args()
-    if options.table is not None:
-        print(table(json.loads(options.table.read_text(encoding="utf-8"))))
-        return
-    del options.table
     report = Report("ranks", __doc__, options, folders=[options.path])
     bench = RankBench(options)
     report.figure("parameters", bench.shape.numel, f"{bench.shape.numel:,}")
@@ -145,7 +137,7 @@ def split(report: Report, bench: RankBench, cell: Cell) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The README's table of a result: median steps of both, their ratio with its interval, and the bound."""
+    """A result as a table: median steps of both, their ratio with its interval, and the bound."""
     lines = [
         "| ZeRO stage, offloaded to | ours [s] | DeepSpeed [s] | ours / DeepSpeed | goal |",
         "|---|---|---|---|---|",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import contestants, plot, precision_loss
+from benchmarks import contestants, precision_loss
 from benchmarks.cgroup import MemoryCgroup
 from benchmarks.contestants import our_config, rival_config, rival_settings
 from benchmarks.loop import peak_rss_bytes, timed_steps
@@ -231,29 +231,3 @@ def test_largest_model_trains_in_the_group(monkeypatch: pytest.MonkeyPatch, tmp_
     content = answer(monkeypatch, tmp_path, "largest_model", *TINY, *only, "--limit-gib", "2")
     assert content["figures"]["tiny (0.00 B parameters) in 2 GiB"]["kills"] == 0
     assert set(marks(content)) == {"tiny: step / bytes of the step alone"}
-
-
-# ---- the plot -----------------------------------------------------------------------------------
-
-
-def result(numel: int, seconds: list[float], complaints: list[str | None], *, is_contended: bool) -> dict[str, Any]:
-    tried = [{"lean": {"seconds": s, "figures": {"peak_rss_bytes": 100 * s}}} for s in seconds]
-    series = {"name": "nvme", "tried": tried, "complaints": complaints, "is_contended": is_contended}
-    return {"figures": {"parameters": numel}, "series": [series]}
-
-
-def test_the_plot_takes_medians_of_the_rounds_that_count_by_size() -> None:
-    lines = plot.points_of(
-        [
-            result(20, [1.0, 9.0, 3.0], [None, "busy", None], is_contended=False),
-            result(10, [1.0, 9.0, 3.0], [None, "busy", "busy"], is_contended=True),
-        ]
-    )
-    assert lines == {"ours, NVMe, lean": [plot.Point(10, 3.0, 300.0), plot.Point(20, 2.0, 200.0)]}
-
-
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    lines = plot.points_of([result(10, [1.0], [None], is_contended=False)])
-    plot.draw(lines, tmp_path / "out.png")
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

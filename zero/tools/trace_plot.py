@@ -1,4 +1,4 @@
-"""A picture of a timeline: lanes as rows, waits in red through all of them, throughput below."""
+"""A picture of a timeline: lanes as rows, waits in red and the ends of steps through all of them, throughput below."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from offload.timeline import COMPUTE, LANES, STALLS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH_PIXELS, HEIGHT_PIXELS = 1600, 900
-DOTS_PER_INCH = 100
+WIDTH_PIXELS, HEIGHT_PIXELS = 1800, 1080
+DOTS_PER_INCH = 200  # A page that is 900 pixels wide shows letters of 12 pixels and more.
+FONT_POINTS, LABEL_POINTS = 9, 7
 LEVELS_MAX = 3  # Of nested computation: the call, the unit's module, and one below.
-LABEL_SHARE, LABEL_HEIGHT_MIN = 0.0042, 0.12  # Of the picture's width a letter takes, of a lane's height it needs.
-EMPTY_HEIGHT = 0.3  # Of a lane without spans, in lanes.
-# By the first word of a span's name in the compute lane, by lane elsewhere.
+LABEL_SHARE, LABEL_HEIGHT_MIN = 0.0075, 0.2  # Of the picture's width a letter takes, of a lane's height it needs.
+STEP = "step"  # The span of the compute lane that ends a step.
+# By the first word of a span's name in the compute lane, by lane elsewhere. Okabe and Ito's: the colour-blind tell them
+# apart.
 COLOURS = {
-    "forward": "#4c78a8",
-    "backward": "#54a24b",
-    "step": "#b279a2",
-    "recompute": "#9ecae9",
-    "stalls": "#e45756",
-    "updates": "#f58518",
-    "reads": "#72b7b2",
-    "writes": "#eeca3b",
-    "copies": "#9d755d",
-    "collectives": "#ff9da6",
+    "forward": "#56b4e9",
+    "backward": "#009e73",
+    STEP: "#999999",
+    "recompute": "#f0e442",
+    "stalls": "#d55e00",
+    "updates": "#e69f00",
+    "reads": "#0072b2",
+    "writes": "#cc79a7",
+    "copies": "#999999",
+    "collectives": "#0072b2",
 }
 
 
@@ -88,15 +90,20 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     Raises ConfigError: matplotlib is missing, or the document is not one that an engine has written.
     """
     require_matplotlib()
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     size = WIDTH_PIXELS / DOTS_PER_INCH, HEIGHT_PIXELS / DOTS_PER_INCH
-    figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
-    lanes, speed = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
-    lanes.set_title(summary(document))
-    _draw_lanes(lanes, list(bars(document)), document["otherData"]["seconds"] * 1e3)
-    _draw_throughput(speed, document)
-    figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
+    with rc_context({"font.size": FONT_POINTS}):
+        figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
+        lanes, speed = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+        title = summary(document)
+        figure.suptitle(title, fontsize=FONT_POINTS)
+        shown = list(bars(document))
+        _draw_lanes(lanes, shown, document["otherData"]["seconds"] * 1e3)
+        _draw_throughput(speed, document)
+        _draw_steps(lanes, speed, shown, document["otherData"]["steps_before"])
+        figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
 
 
 def bars(document: Mapping[str, Any]) -> Iterator[Bar]:
@@ -116,23 +123,30 @@ def bars(document: Mapping[str, Any]) -> Iterator[Bar]:
 
 
 def _draw_lanes(axes: Axes, shown: list[Bar], end_ms: float) -> None:
-    used = {bar.lane for bar in shown}
-    top = 0.0
-    middles = []
-    for lane in LANES:
+    used = [lane for lane in LANES if any(bar.lane == lane for bar in shown)]
+    for number, lane in enumerate(used):
         mine = [bar for bar in shown if bar.lane == lane and (lane != COMPUTE or bar.row < LEVELS_MAX)]
-        height = 1.0 if lane in used else EMPTY_HEIGHT
-        rows = max((bar.row for bar in mine), default=0) + 1
+        rows = max(bar.row for bar in mine) + 1
         for row in range(rows):
             line = [bar for bar in mine if bar.row == row]
-            _draw_row(axes, line, top - height * (0.05 + 0.9 * row / rows), 0.85 * height / rows, end_ms)
-        middles.append(top - height / 2)
-        top -= height
-        axes.axhline(top, color="0.85", lw=0.5)
+            _draw_row(axes, line, -number - 0.05 - 0.9 * row / rows, 0.85 / rows, end_ms)
+        axes.axhline(-number - 1, color="0.85", lw=0.5)
     stalls = [(bar.begin_ms, bar.width_ms) for bar in shown if bar.lane == STALLS]
-    axes.broken_barh(stalls, (top, -top), facecolors=COLOURS[STALLS], alpha=0.15, zorder=0)
-    axes.set_yticks(middles, LANES)
-    axes.set(ylim=(top, 0), xlim=(0, max(end_ms, 1e-3)))
+    axes.broken_barh(stalls, (-len(used), len(used)), facecolors=COLOURS[STALLS], alpha=0.15, zorder=0)
+    axes.set_yticks([-number - 0.5 for number in range(len(used))], used)
+    axes.set(ylim=(-max(len(used), 1), 0), xlim=(0, max(end_ms, 1e-3)))
+
+
+def _draw_steps(lanes: Axes, speed: Axes, shown: list[Bar], steps_before: int) -> None:
+    """A line through both panels where a step ends, and its number above."""
+    begin_ms = 0.0
+    steps = [bar for bar in shown if bar.lane == COMPUTE and bar.name == STEP]
+    for number, step in enumerate(sorted(steps, key=lambda bar: bar.begin_ms), start=steps_before + 1):
+        end_ms = step.begin_ms + step.width_ms
+        for axes in (lanes, speed):
+            axes.axvline(end_ms, color="0", lw=0.9, ls="--")
+        lanes.text((begin_ms + end_ms) / 2, 0.03, f"step {number}", ha="center", va="bottom")
+        begin_ms = end_ms
 
 
 def _draw_row(axes: Axes, line: list[Bar], top: float, height: float, end_ms: float) -> None:
@@ -142,7 +156,7 @@ def _draw_row(axes: Axes, line: list[Bar], top: float, height: float, end_ms: fl
     for bar in line:
         if height > LABEL_HEIGHT_MIN and bar.width_ms > LABEL_SHARE * len(bar.name) * end_ms:
             place = bar.begin_ms + bar.width_ms / 2, top - height / 2
-            axes.text(*place, bar.name, ha="center", va="center", fontsize=7, clip_on=True)
+            axes.text(*place, bar.name, ha="center", va="center", fontsize=LABEL_POINTS, clip_on=True)
 
 
 def _draw_throughput(axes: Axes, document: Mapping[str, Any]) -> None:
@@ -153,6 +167,6 @@ def _draw_throughput(axes: Axes, document: Mapping[str, Any]) -> None:
             axes.step(milliseconds, rates, where="post", color=COLOURS[lane], label=lane)
             axes.fill_between(milliseconds, rates, step="post", color=COLOURS[lane], alpha=0.3)
     if axes.has_data():
-        axes.legend(loc="upper right")
-    axes.set(xlabel="ms", ylabel="NVMe GB/s")
+        axes.legend(loc="upper right", ncols=2, fontsize=LABEL_POINTS)
+    axes.set(xlabel="time [ms]", ylabel="NVMe [GB/s]")
     axes.set_ylim(bottom=0)

@@ -1,0 +1,355 @@
+"""The measured tables of the documentation, printed from the results that are kept in `benchmarks/results`.
+
+A page has `<!-- table: NAME -->`, the table, and `<!-- end -->`. What is between the two is what this prints, and a
+test compares them. `python -m benchmarks.tables --write` refreshes the pages, without it the tables are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import precision_loss, rank_memory, ranks
+from benchmarks.common import verdict_of
+from benchmarks.kept import NAMES, counted, kept, large_runs
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"<!-- table: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+"""A table with its marks in a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A row of a table of marks."""
+
+    label: str
+    source: str
+    """Name of the result."""
+    what: str
+    """The mark in the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table, and the results it comes from."""
+
+    sources: tuple[str, ...]
+    make: Callable[..., str]
+    """Of the results in their order: the table in Markdown."""
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of GitHub's Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
+
+
+UNBOUND = {"at_least": None, "at_most": None, "verdict": ""}
+
+
+def number(value: float, entry: Mapping[str, Any]) -> str:
+    """Two decimals, three digits from 4 on, or more where those would hide on which side of the bound the value is."""
+    shown = ""
+    for more in range(6):
+        shown = f"{value:.{3 + more}g}" if value >= 4 else f"{value:.{2 + more}f}"
+        if verdict_of(float(shown), entry["at_least"], entry["at_most"]) == entry["verdict"]:
+            break
+    return shown
+
+
+def measured(entry: Mapping[str, Any]) -> str:
+    """The median of a mark with its interval."""
+    median = number(entry["median"], entry)
+    if len(entry["values"]) == 1:
+        return f"{median} (one run)"
+    return f"{median} [{number(entry['low'], UNBOUND)}, {number(entry['high'], UNBOUND)}]"
+
+
+def goal(entry: Mapping[str, Any]) -> str:
+    """The bound of a mark, and whether it was missed."""
+    bounds = ((">=", entry["at_least"]), ("<=", entry["at_most"]))
+    text = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+    return f"{text}, **missed**" if entry["verdict"] == "MISSED" else text or "-"
+
+
+def mark_of(result: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+    """The mark of that name; raises KeyError."""
+    for entry in result["marks"]:
+        if entry["what"] == what:
+            found: Mapping[str, Any] = entry
+            return found
+    raise KeyError(f"no mark {what!r} in the result of {result['question']}")
+
+
+def of_marks(*marks: Mark) -> Table:
+    """A table of a question, what was measured, and the goal in each row."""
+    sources = tuple(dict.fromkeys(mark.source for mark in marks))
+
+    def make(*results: Mapping[str, Any]) -> str:
+        by_name = dict(zip(sources, results, strict=True))
+        entries = [(mark.label, mark_of(by_name[mark.source], mark.what)) for mark in marks]
+        return markdown(("", "measured", "goal"), [(label, measured(e), goal(e)) for label, e in entries])
+
+    return Table(sources, make)
+
+
+STEPS = {
+    ("nvme", "deepspeed"): ("DeepSpeed, NVMe", None),
+    ("nvme", "lean"): ("ours, NVMe, no budget", "nvme: lean / deepspeed, step time"),
+    ("nvme", "at a third"): (
+        "ours, NVMe, a third of DeepSpeed's peak memory",
+        "nvme: at a third / deepspeed, step time",
+    ),
+    ("nvme", "auto"): ('ours, NVMe, `host: "auto"`', "nvme: auto / deepspeed, step time"),
+    ("cpu", "deepspeed"): ("DeepSpeed, host memory", None),
+    ("cpu", "lean"): ("ours, host memory", "cpu: ours / deepspeed, step time"),
+    ("nvme", "compute floor"): ("floor: forward and backward alone", None),
+    ("nvme", "read + write alone"): ("floor: the bytes of the step without a budget alone", None),
+}
+"""(series, candidate) -> label, and the mark of its step time."""
+
+
+def steps(*results: Mapping[str, Any]) -> str:
+    """Step time, peak memory and traffic of each contestant."""
+    rows = []
+    for (name, candidate), (label, what) in STEPS.items():
+        result = next(r for r in results if name in r["options"]["tier"])
+        series = next(s for s in result["series"] if s["name"] == name)
+        seconds = statistics.median(r[candidate]["seconds"] for r in counted(series))
+        peak = result["figures"].get(f"{name}: {candidate}, peak memory")
+        moved = result["figures"].get(f"{name}: {candidate}, bytes per parameter and step")
+        entry = None if what is None else mark_of(result, what)
+        rows.append(
+            (
+                label,
+                f"{seconds:.2f} s",
+                "-" if peak is None else f"{peak / 1e9:.2f} GB",
+                "-" if moved is None else f"{moved['ours'] / result['figures']['parameters']:.1f}",
+                "-" if entry is None else measured(entry),
+                "-" if entry is None else goal(entry),
+            )
+        )
+    head = ("", "step", "peak memory", "bytes moved per parameter", "step / DeepSpeed's", "goal")
+    return markdown(head, rows)
+
+
+def largest(*results: Mapping[str, Any]) -> str:
+    """Models inside a memory cgroup."""
+    rows = [
+        (
+            NAMES[run.name][0],
+            f"{run.trained_numel / 1e9:.{2 if run.is_full else 3}f} B",
+            f"{run.limit_gib:g} GiB",
+            f"{run.peak_bytes / 1e9:.2f} GB",
+            f"{run.nvme_bytes / 1e9:.0f} GB",
+            f"{run.moved_bytes / 1e9:.0f} GB",
+            f"{run.seconds:.0f} s",
+            f"{run.floor_ratio:.1f}",
+        )
+        for run in large_runs(results)
+    ]
+    head = ("model", "trained", "memory limit", "peak", "on NVMe", "moved in a step", "step", "step / its bytes alone")
+    return markdown(head, rows)
+
+
+FLAT = "peak / (before the plan + plan + activations)"
+
+
+def memory(*results: Mapping[str, Any]) -> str:
+    """Peak memory against the plan, model by model."""
+    rows = []
+    for result in results:
+        for entry in result["marks"]:
+            name, _, size = entry["what"].removesuffix(f": {FLAT}").partition(" (")
+            budget = "one fixed budget" if name in result["options"]["shapes"] else "none"
+            numel = size.removesuffix(" parameters)") or result_numel(result, name)
+            rows.append((f"GPT, {name}" if budget != "none" else name, numel, budget, measured(entry), goal(entry)))
+    return markdown(("model", "parameters", "budget", "peak / plan", "goal"), rows)
+
+
+def result_numel(result: Mapping[str, Any], name: str) -> str:
+    """The size of a model as the figures of its result tell it."""
+    return next(
+        m[1] for what in result["figures"] if (m := re.fullmatch(rf"{re.escape(name)} \((.*) parameters\)", what))
+    )
+
+
+def rank_memory_ratios(result: Mapping[str, Any]) -> str:
+    """Memory of all processes against the plan: stages down, ranks across."""
+    cells = {
+        (found[1], found[2]): entry
+        for entry in result["marks"]
+        if (found := re.fullmatch(r"stage (\d), (.*): memory of all processes / plan", entry["what"]))
+    }
+    across = list(dict.fromkeys(world for _, world in cells))
+    rows = []
+    for stage in dict.fromkeys(stage for stage, _ in cells):
+        entries = [cells.get((stage, world)) for world in across]
+        shown = [
+            "-" if e is None else number(e["median"], e) + " **missed**" * (e["verdict"] == "MISSED") for e in entries
+        ]
+        rows.append((stage, *shown))
+    return markdown(("stage", *across), rows)
+
+
+CHECKPOINTS = (
+    ("save", "save until the call returns (ours is synced then)", "save until it returns (ours: synced)", "seconds"),
+    ("save", "save until it is synced", "save until synced", "durable_seconds"),
+    ("resume", "load", "load", "seconds"),
+    ("resume", "peak memory of a resume", "peak memory of a resume", "peak_rss_bytes"),
+)
+"""Series, label, mark and figure."""
+
+
+def checkpoints(*results: Mapping[str, Any]) -> str:
+    """Time and memory of a checkpoint, next to DeepSpeed's."""
+    rows = []
+    for result in results:
+        (tier,) = result["options"]["tier"]
+        for kind, label, what, figure in CHECKPOINTS:
+            series = next(s for s in result["series"] if s["name"] == f"{tier}: {kind}")
+            entry = mark_of(result, f"{tier}: {what}, ours / deepspeed")
+            both = []
+            for who in ("ours", "deepspeed"):
+                value = statistics.median({**r[who]["figures"], **r[who]}[figure] for r in counted(series))
+                both.append(f"{value / 1e9:.2f} GB" if figure.endswith("bytes") else f"{value:.2f} s")
+            rows.append((PLACES[tier], label, *both, measured(entry), goal(entry)))
+    return markdown(("states", "", "ours", "DeepSpeed", "ours / DeepSpeed", "goal"), rows)
+
+
+PLACES = {"nvme": "NVMe", "cpu": "host memory"}
+PUBLISHED, CHECKPOINT = "memory_published", "checkpoint_disk_336M"
+ON_NVME, IN_HOST, ASYNC = (
+    "checkpoint_deepspeed_nvme_336M",
+    "checkpoint_deepspeed_cpu_336M",
+    "checkpoint_async_nvme_336M",
+)
+NVME_STEP, CPU_STEP = "train_step_nvme_336M", "train_step_cpu_336M"
+TABLES = {
+    "steps": Table((NVME_STEP, CPU_STEP), steps),
+    "step-ratios": of_marks(
+        Mark(
+            "step without a budget / the slower of the two floors",
+            NVME_STEP,
+            "nvme: lean / max(compute floor, read + write alone)",
+        ),
+        Mark("peak memory at a third / DeepSpeed's, NVMe", NVME_STEP, "nvme: at a third / deepspeed, peak memory"),
+        Mark("peak memory / DeepSpeed's, host memory", CPU_STEP, "cpu: ours / deepspeed, peak memory"),
+        Mark("minor page faults in a steady step, NVMe", "faults", "nvme, 128 tokens: minor faults in a step"),
+        Mark("minor page faults in a steady step, host memory", "faults", "cpu, 128 tokens: minor faults in a step"),
+    ),
+    "disk": of_marks(
+        *(
+            Mark(f"{way}: GB/s, ours / {label}", "swap_bandwidth", f"{way}: GB/s, ours / {rival}")
+            for way in ("read", "write", "mixed")
+            for rival, label in (
+                ("fio", "tuned fio's"),
+                ("deepspeed", "DeepSpeed's, tuned"),
+                ("deepspeed, large calls", "DeepSpeed's with calls of 512 MiB"),
+            )
+        ),
+        Mark(
+            "optimizer's I/O / (its reads alone + its writes alone)",
+            "optimizer_step",
+            "step / (read alone + write alone)",
+        ),
+        Mark("its reads alone / tuned fio", "optimizer_step", "read alone / fio"),
+        Mark("its writes alone / tuned fio", "optimizer_step", "write alone / fio"),
+    ),
+    "adam": of_marks(
+        *(
+            Mark(f"{threads}: speed, ours / {label}", "adam", f"{threads}: speed, ours / {rival}")
+            for threads in ("1 thread", "2 threads")
+            for rival, label in (
+                ("bound", "a loop that only streams the bytes"),
+                ("DeepSpeedCPUAdam", "DeepSpeedCPUAdam"),
+                ("torch fused", "torch's fused Adam"),
+                ("DeepSpeedCPUAdam, huge", "DeepSpeedCPUAdam, both on huge pages"),
+                ("torch fused, huge", "torch's fused Adam, both on huge pages"),
+            )
+        )
+    ),
+    "memory": Table(("memory_flat", PUBLISHED), memory),
+    "largest": Table(("largest_model", "largest_model_3B"), largest),
+    "ranks": Table(("ranks",), ranks.table),
+    "rank-memory": Table(("rank_memory",), rank_memory_ratios),
+    "rank-memory-bytes": Table(("rank_memory",), rank_memory.table),
+    "checkpoints": of_marks(
+        Mark(
+            "save from host memory: GB/s / fio's into a new file",
+            CHECKPOINT,
+            "cpu: save GB/s / fio's write of a new file",
+        ),
+        Mark("... / fio's into a file that is overwritten", CHECKPOINT, "cpu: save GB/s / fio's write of an old file"),
+        Mark(
+            "load into host memory: GB/s / fio's of that file",
+            CHECKPOINT,
+            "cpu: load GB/s / fio's read of the same file",
+        ),
+        Mark(
+            "save with states on NVMe: time of fio's read and write of as many bytes / ours",
+            CHECKPOINT,
+            "nvme: time of fio's read + write / save",
+        ),
+        Mark("load onto NVMe: the same", CHECKPOINT, "nvme: time of fio's read + write / load"),
+        Mark(
+            "the save on NVMe: GB/s / fio's into a new file", CHECKPOINT, "nvme: save GB/s / fio's write of a new file"
+        ),
+        Mark("... / fio's into a file that is overwritten", CHECKPOINT, "nvme: save GB/s / fio's write of an old file"),
+        Mark(
+            "the load onto NVMe: GB/s / fio's of that file", CHECKPOINT, "nvme: load GB/s / fio's read of the same file"
+        ),
+        Mark(
+            "saved beside training, NVMe: extra time until it is there / (its bytes / mixed bandwidth)",
+            ASYNC,
+            "nvme: async, extra time / (bytes / mixed bandwidth)",
+        ),
+        Mark("... seconds that the call takes", ASYNC, "nvme: async, seconds that the call takes"),
+    ),
+    "checkpoints-deepspeed": Table((ON_NVME, IN_HOST), checkpoints),
+    "precision": Table(("precision_loss",), lambda result: precision_loss.table(result["runs"])),
+}
+"""Name in the pages -> table."""
+
+
+def block(name: str) -> str:
+    """A table with its marks and the files it comes from; raises KeyError for a name that is unknown."""
+    table = TABLES[name]
+    files = ", ".join(f"benchmarks/results/{source}.json" for source in table.sources)
+    text = table.make(*(kept(source) for source in table.sources))
+    return f"<!-- table: {name} -->\n<!-- from {files} -->\n\n{text}\n\n<!-- end -->"
+
+
+def refreshed(page: str) -> str:
+    """The text of a page with all its tables as the results have them."""
+    return BLOCK.sub(lambda found: block(found["name"]), page)
+
+
+def pages() -> list[Path]:
+    """Where tables may stand."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def main() -> None:
+    """Print the tables, or refresh the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TABLES)}")
+    parser.add_argument("--write", action="store_true", help="refresh the pages")
+    options = parser.parse_args()
+    if not options.write:
+        print("\n\n".join(block(name) for name in options.names or TABLES))
+        return
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        if (after := refreshed(before)) != before:
+            page.write_text(after, encoding="utf-8")
+            print(page)
+
+
+if __name__ == "__main__":
+    main()
