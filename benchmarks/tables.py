@@ -157,6 +157,27 @@ def largest(*results: Mapping[str, Any]) -> str:
     return markdown(head, rows)
 
 
+CAPACITY = ROOT / "docs" / "capacity.md"
+PLANNED = (("llama-3.1-8b", "full"), ("llama-3.1-70b", "full"), ("llama-3.1-70b", "QLoRA"), ("deepseek-v3", "QLoRA"))
+"""Rows of the capacity page: model, tuning."""
+
+
+def front(*results: Mapping[str, Any]) -> str:
+    """What was trained in how little, and what is planned for a machine with a GPU."""
+    rows = [
+        (f"{NAMES[run.name][0]}: {run.trained_numel / 1e9:.2f} B trained", f"2 CPU cores, {run.limit_gib:g} GiB",
+         f"{run.nvme_bytes / 1e9:.0f} GB", f"{run.seconds:.0f} s, measured")
+        for run in large_runs(results)
+        if run.is_full
+    ]  # fmt: skip
+    first = CAPACITY.read_text(encoding="utf-8").partition("## One rank, fp32 states")[2].partition("\n## ")[0]
+    planned = {tuple(line.strip("| ").split(" | ")[:2]): line for line in first.splitlines()}
+    for row in PLANNED:
+        model, tuning, device, _, nvme, _, seconds = planned[row].strip("| ").split(" | ")
+        rows.append((f"{model}, {tuning}", f"a GPU with 24 GB, of which {device}", nvme, f"{seconds}, planned"))
+    return markdown(("model", "memory", "on NVMe", "a step"), rows)
+
+
 FLAT = "peak / (before the plan + plan + activations)"
 
 
@@ -276,6 +297,7 @@ TABLES = {
     ),
     "memory": Table(("memory_flat", PUBLISHED), memory),
     "largest": Table(("largest_model", "largest_model_3B"), largest),
+    "front": Table(("largest_model", "largest_model_3B"), front),
     "ranks": Table(("ranks",), ranks.table),
     "rank-memory": Table(("rank_memory",), rank_memory_ratios),
     "rank-memory-bytes": Table(("rank_memory",), rank_memory.table),
@@ -332,7 +354,7 @@ def refreshed(page: str) -> str:
 
 def pages() -> list[Path]:
     """Where tables may stand."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def main() -> None:

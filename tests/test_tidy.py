@@ -17,7 +17,16 @@ LAYERS = {"native": set(), "offload": {"native"}, "zero": {"offload"}}
 NATIVE_FOREIGN = {"torch", "numpy"}
 """What native must not know; it works on addresses."""
 TOP_LEVEL = {
-    *("setup.py", "pyproject.toml", "constraints.txt", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"),
+    *(
+        "setup.py",
+        "pyproject.toml",
+        "constraints.txt",
+        "README.md",
+        "README.zh.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "LICENSE",
+    ),
     *("offload", "zero", "native", "compat", "benchmarks", "tests", "scripts", "docs"),
     *(".ci", ".gitignore", ".clang-format", ".pre-commit-config.yaml", "MANIFEST.in"),
 }

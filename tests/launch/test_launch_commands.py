@@ -169,7 +169,7 @@ def test_core_lists() -> None:
 
 DOCUMENTED = [
     line
-    for page in ("README.md", "docs/launching.md")
+    for page in ("README.md", "docs/launching.md", "docs/get-started.md")
     for line in (Path(__file__).parents[2] / page).read_text(encoding="utf-8").splitlines()
     if line.startswith("zero run ")
 ]
@@ -180,7 +180,7 @@ def test_documented_commands_make_a_job(line: str, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("worker-1 slots=4\nworker-2 slots=4\n")
     words = shlex.split(line, comments=True)[2:]
-    made = planned(*words, device_count=4)
+    made = planned(*words, device_count=8)
     assert made.ranks >= 1 and not made.program.words[0].startswith("-")
 
 

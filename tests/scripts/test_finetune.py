@@ -66,7 +66,7 @@ def test_an_adapter_learns_and_is_saved_alone(finetune: ModuleType, given: Path,
     finetune.main(arguments(given, "data.jsonl", "--offload-to", str(nvme_path), "--adapter", adapter))
     base = transformers.AutoModelForCausalLM.from_pretrained(given / "model")
     before = loss_of(base, given)
-    assert loss_of(peft.PeftModel.from_pretrained(base, given / "out"), given) < before - 0.5
+    assert loss_of(peft.PeftModel.from_pretrained(base, given / "out"), given) < before - 0.2
     assert not list((given / "out").glob("model*.safetensors"))
 
 

@@ -13,38 +13,46 @@ import torch
 from zero.config import Config, load_config
 from zero.config.fields import known_keys
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
 
 
-def test_the_examples_train_save_and_load(gpt: ModuleType, nvme_path: Path) -> None:
-    blocks: list[str] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    code, alone, saving = blocks
-    assert '"/nvme"' in code
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_example_trains_and_saves(gpt: ModuleType, nvme_path: Path, page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert '"/nvme"' in code and '"checkpoints"' in code
     batch = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
     names: dict[str, Any] = {
         "GPT": lambda: gpt.GPT(gpt.Shape(layers=1, width=64, sequence=16)),
         "batches": [(batch[:, :-1], batch[:, 1:])] * 3,
     }
-    code, _, ending = code.replace('"/nvme"', repr(str(nvme_path))).partition("engine.close()")
+    for example, here in (('"/nvme"', nvme_path), ('"checkpoints"', nvme_path / "checkpoints")):
+        code = code.replace(example, repr(str(here)))
+    code, _, ending = code.partition("engine.close()")
     exec(code, names)
     assert names["engine"].statistics().steps == 3
     assert names["loss"].item() < 5.54  # ln 256 is where it began
-    assert '"checkpoints"' in saving
-    exec(saving.replace('"checkpoints"', repr(str(nvme_path / "checkpoints"))), names)
+    path, client_state = names["engine"].load_checkpoint(nvme_path / "checkpoints")
     exec(f"engine.close(){ending}", names)
-    assert Path(names["path"]).name == "global_step3" and names["client_state"] == {}
-    model = torch.nn.Linear(3, 3)
-    exec(alone, {**names, "torch": torch, "model": model}, made := {})
-    with made["optimizer"] as optimizer:
-        before = model.weight.detach().clone()
-        model(torch.ones(3)).sum().backward()
-        optimizer.step()
-        assert not torch.equal(model.weight, before)
+    assert Path(path).name == "global_step3" and client_state == {}
+
+
+def test_both_languages_have_the_same_code_and_tables() -> None:
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md")]
+    # Comments are in the reader's language.
+    blocks = [re.findall(r"```.*?```|^\|.*?$", re.sub(r" +# .*", "", page), flags=re.DOTALL | re.M) for page in pages]
+    assert blocks[0] == blocks[1] and len(blocks[0]) > 10
+
+
+def test_the_readme_is_a_screen_and_a_half() -> None:
+    for name in ("README.md", "README.zh.md"):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 130
 
 
 def documented_keys(head: str = "| key | meaning | default |") -> list[str]:
     """First column of a table of keys, each with its block."""
-    table = README.partition(head)[2].partition("\n\n")[0]
+    table = KEYS.partition(head)[2].partition("\n\n")[0]
     keys: list[str] = []
     for row in table.splitlines()[2:]:
         block = ""

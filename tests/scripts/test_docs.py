@@ -1,0 +1,86 @@
+"""Links of the documentation lead somewhere, its commands are commands, its Python is Python, and its site builds."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from zero.tools import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = [re.sub(r"[`*]|\]\([^)]*\)|\[", "", title) for title in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    found = [(indent, language, body) for indent, language, body in FENCE.findall(text) if language in languages]
+    return [re.sub(rf"^{indent}", "", body, flags=re.MULTILINE) for indent, _, body in found]
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, line) of every `zero ...` in a block of shell."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page, "bash"):
+            lines = re.sub(r"\\\n\s*", "", block).splitlines()
+            found += [(page.name, line) for line in lines if line.startswith("zero ")]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_what_is_there(page: Path) -> None:
+    wrong = []
+    for target, anchor in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        there = (page.parent / unquote(target)).resolve() if target else page
+        if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
+            wrong.append(f"{target}#{anchor}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_a_documented_command_is_one(page: str, line: str) -> None:
+    words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
+    with contextlib.suppress(SystemExit):  # what only an argument is missing of, as in a sentence
+        if words[0] not in ("run", "trace"):  # those hand the rest to a script
+            _, unknown = cli.build_parser().parse_known_args([word for word in words if word != "..."])
+            assert unknown == []
+    assert words[0] in (*cli.COMMANDS, "--help", "--version")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_documented_python_is_python(page: Path) -> None:
+    for block in blocks(page, "python"):
+        compile(block.replace(", ...", ""), page.name, "exec")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs: pip install -e '.[docs]'")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "mkdocs.yml"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT / "scripts",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    reference = (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
+    assert "save_checkpoint" in reference and (tmp_path / "site" / "index.html").exists()
