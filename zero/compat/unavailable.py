@@ -39,7 +39,7 @@ NO_PLD = "progressive layer drop is not implemented; leave layers out in the mod
 INSTEAD: dict[str, str] = {
     "": "nothing here stands for it; leave it out, or do it with torch",
     "accelerator": "get_accelerator() has the one of this process; ZERO_DEVICE chooses it",
-    "autotuning": '"auto" values, `zero plan` and `zero tune` choose sizes; autotuning is not implemented',
+    "autotuning": "`zero tune PATH --model FOLDER --write ds.json` runs a model and writes the best configuration",
     "checkpoint": UNIVERSAL,
     "comm": "torch.distributed does it: it has the process group that init_distributed makes",
     "comm.comm.get_comm_operation_count": TIMERS,

@@ -264,7 +264,7 @@ FEATURES: Mapping[str, Feature] = {
         whole: max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu
         min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes mp_size text: model_info_path""",
         about="read by DeepSpeed's launcher, not by an engine.",
-        why="the autotuner reads it, and there is none: the plan chooses sizes from the budgets",
+        why="DeepSpeed's autotuner reads it; `zero tune --model FOLDER --write FILE` stands in its place",
         blocks={"model_info": Feature("flag: profile count: num_params whole: hidden_size num_layers")},
     ),
     "compile": Feature(

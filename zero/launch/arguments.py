@@ -15,7 +15,7 @@ LAUNCHERS = ("pdsh", "ssh", "slurm", "mpi", "local")
 ALIASES = {"openmpi": "mpi", "nossh": "--no_ssh"}
 HYDRA = ("mpich", "mvapich", "impi")  # MPI launchers that take mpich's flags.
 REFUSED = {
-    "autotuning": "zero tune measures disks; other settings are not searched for",
+    "autotuning": "zero tune PATH --model FOLDER --write ds.json runs a model and writes the best configuration",
     "elastic_training": "the number of nodes is fixed; --max_restarts N starts the same ranks again",
     "save_pid": "the launcher stays in the foreground: its process id is that of this command",
     "venv_script": "the same Python is started on every node: put the environment there under the same path",

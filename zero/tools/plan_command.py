@@ -91,8 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     content = _content(options)
-    planning = Planning(options, build_on_meta(options.model, options.model_args))
-    config = planning.config(content)
+    config = _config(content, options)
+    planning = Planning(options, build_on_meta(options.model, options.model_args), config.gradient_accumulation_steps)
     free = planning.config({key: value for key, value in content.items() if key != "memory_budget"})
     least = smallest(planning.model, free, planning.machine, planning.device, options.ranks)
     if not options.json:
@@ -119,14 +119,14 @@ def run(options: argparse.Namespace) -> int:
 class Planning:
     """Plans of one model on one machine under several configurations."""
 
-    def __init__(self, options: argparse.Namespace, model: nn.Module) -> None:
-        self._options, self.model = options, model
+    def __init__(self, options: argparse.Namespace, model: nn.Module, accumulation: int = 1) -> None:
+        self._options, self.model, self._accumulation = options, model, accumulation
         self.device = planned_device() if options.device is not None else compute_device()
         self.machine = _machine(options, self.device)
         self.numel = sum(p.numel() for p in model.parameters())
 
     def config(self, content: dict[str, Any]) -> Config:
-        return load_config(content, world_size=self._options.ranks, ranks_per_node=_of_node(self._options))
+        return _config(content, self._options)
 
     def make(self, content: dict[str, Any]) -> tuple[Layout, Plan]:
         """Raises ConfigError, BudgetError."""
@@ -136,8 +136,7 @@ class Planning:
         return layout, plan
 
     def traffic(self, layout: Layout, plan: Plan) -> StepTraffic:
-        steps = self.config(_content(self._options)).gradient_accumulation_steps
-        return step_traffic(plan, layout, steps, on_gpu=not shares_host_memory(self.device))
+        return step_traffic(plan, layout, self._accumulation, on_gpu=not shares_host_memory(self.device))
 
     def cost(self, rates: Rates, layout: Layout, plan: Plan) -> tuple[int, float | None]:
         """Bytes that a step moves to and from NVMe, and the seconds it takes."""
@@ -158,12 +157,22 @@ def _content(options: argparse.Namespace) -> dict[str, Any]:
     return content
 
 
+def _config(content: dict[str, Any], options: argparse.Namespace) -> Config:
+    return load_config(content, world_size=options.ranks, ranks_per_node=_of_node(options))
+
+
 def _of_node(options: argparse.Namespace) -> int:
     return int(options.ranks // options.nodes)
 
 
 def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
-    """The model that `source` stands for, on the meta device.
+    """`build_model` on the meta device: no values."""
+    with torch.device("meta"):
+        return build_model(source, arguments)
+
+
+def build_model(source: str, arguments: str = "{}") -> nn.Module:
+    """The model that `source` stands for, with the weights of its constructor.
 
     Raises ConfigError: it stands for no model; says what is wrong.
 
@@ -176,8 +185,7 @@ def build_on_meta(source: str, arguments: str = "{}") -> nn.Module:
         raise ConfigError(f"--model-args: not valid JSON: {error}") from error
     if not isinstance(keywords, dict):
         raise ConfigError(f"--model-args: expected an object {{...}}, got {arguments}")
-    with torch.device("meta"):
-        model = _from_callable(source, keywords) if ":" in source else _from_json(_config_file(source))
+    model = _from_callable(source, keywords) if ":" in source else _from_json(_config_file(source))
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{source}: expected a torch.nn.Module, got {type(model).__name__}")
     return model

@@ -1,8 +1,11 @@
-"""Measure the disks below some folders and remember how to open the I/O engine on them.
+"""Measure the disks below some folders and remember how to open the I/O engine; --write a configuration for a model.
 
 Without a known result each device is measured for up to half a minute, with a file of at most 1 GB
 that has no name and is gone at the end. `zero.initialize` uses the result for keys of the `aio` block
 that the configuration does not set ("tune": "cached", the default).
+
+zero tune /nvme --model FOLDER --write ds.json also runs a few steps of the model, with its weights and states where
+they fit, and writes the whole configuration: tiers, budget, micro-batch.
 """
 
 from __future__ import annotations
@@ -16,15 +19,18 @@ from offload.disk.device import identify
 from offload.disk.stripes import StripeMap
 from offload.disk.swapfile import check_folder, stripe_weights
 from offload.sizes import format_bytes
+from zero.tools import tune_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="PATH", help="folder of nvme_path")
     parser.add_argument("--force", action="store_true", help="measure again what is known")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    tune_step.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    tune_step.check(options)
     folders = [check_folder(path) for path in options.paths]
     results: dict[str, tuning.Tuning] = {}
     rows = []
@@ -43,6 +49,9 @@ def run(options: argparse.Namespace) -> int:
     chosen = tuning.combine(found)
     weights = stripe_weights(folders, [result.mixed_bytes_per_second for result in found])
     stripes = StripeMap(weights).counts
+    if options.write is not None:
+        tune_step.write(options, list({r.device.key: r for r in found}.values()), lambda line: print(line, flush=True))
+        return 0
     if options.json:
         entries = [
             {"path": str(folder), "source": source, "trouble": trouble, **result.as_dict()}

@@ -1,0 +1,189 @@
+"""Choose tiers, budget and micro-batch for a model on this machine by plans and by short runs; the whole JSON results.
+
+Plans decide what fits and foretell the order of the tiers. The best two of them run a few steps each. Then the
+micro-batch doubles for as long as samples a second grow and memory suffices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from offload.disk import tuning
+from offload.errors import BudgetError, ConfigError
+from offload.sizes import format_bytes
+from zero.config.given import read_json
+from zero.tools.plan_command import Planning, Rates, build_on_meta, measure_update_rate
+
+TRIED = 2
+"""So many placements run."""
+WORTH = 1.05
+"""A doubled micro-batch is kept if samples a second grow by as much."""
+BATCH_MAX = 64
+TRIAL_SECONDS_MAX = 1800
+DEFAULTS: Mapping[str, Any] = {
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+}
+PLACES = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+"""Tiers of weights and states, what is fastest where nothing else is known first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a few steps took, or why they did not run."""
+
+    micro_batch: int
+    seconds: float = float("inf")
+    peak_bytes: int = 0
+    failure: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Samples a second."""
+        return self.micro_batch / self.seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a configuration for a model")
+    group.add_argument("--write", metavar="FILE", type=Path, help="run a few steps and write the best configuration")
+    group.add_argument("--model", metavar="MODEL", help="of transformers, as zero plan takes it: what runs")
+    group.add_argument("--base", metavar="CONFIG", help="what else the configuration says (bf16, AdamW, clipping 1)")
+    group.add_argument("--sequence", type=int, default=512, help="tokens of a sample (512)")
+    group.add_argument("--steps", type=int, default=3, help="timed steps of a run (3)")
+    group.add_argument("--no-recompute", action="store_true", help="keep activations instead of recomputing them")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that do not go together, before anything is measured."""
+    if options.write is None:
+        if options.model is not None:
+            raise ConfigError("zero tune: --model is for --write FILE, which is missing")
+        return
+    if options.model is None:
+        raise ConfigError("zero tune: --write needs --model, the model to run")
+    if options.write.exists():
+        raise ConfigError(f"zero tune: {options.write} exists; remove it, or write another file")
+
+
+def write(options: argparse.Namespace, tuned: list[tuning.Tuning], say: Callable[[str], None]) -> Trial:
+    """Find the best configuration and write it. Raises ConfigError: nothing fits or runs."""
+    base = dict(DEFAULTS) if options.base is None else dict(read_json(options.base))
+    placed = _placed(base, options, tuned)
+    run = _Runner(options, say)
+    best: tuple[Trial, dict[str, Any]] | None = None
+    for name, content in placed[:TRIED]:
+        trial = run(name, content, 1)
+        if not trial.failure and (best is None or trial.seconds < best[0].seconds):
+            best = trial, content
+    if best is None:
+        names = ", ".join(name for name, _ in placed[:TRIED])
+        raise ConfigError(f"zero tune: {options.model} ran with weights/states on none of {names}; see above")
+    trial, content = best
+    while (doubled := trial.micro_batch * 2) <= BATCH_MAX and 2 * trial.peak_bytes < psutil.virtual_memory().total:
+        larger = run("the same", content, doubled)
+        if larger.failure or larger.rate < WORTH * trial.rate:
+            break
+        trial = larger
+    told = f"{trial.seconds:.3g} s a step of {trial.micro_batch} x {options.sequence} tokens"
+    comment = f"zero tune: {told} on this machine, {format_bytes(trial.peak_bytes)} at most"
+    found = {"_comment": comment, **_with_batch(content, trial.micro_batch)}
+    options.write.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    say(f"{options.write}: {told}")
+    return trial
+
+
+def _placed(
+    base: dict[str, Any], options: argparse.Namespace, tuned: list[tuning.Tuning]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Name and configuration of each placement that fits here, what is expected to be fastest first."""
+    planning = Planning(_as_for_plan(options), build_on_meta(options.model))
+    rates = Rates(
+        read_bytes_per_second=sum(each.read_bytes_per_second for each in tuned),
+        mixed_bytes_per_second=sum(each.mixed_bytes_per_second for each in tuned),
+        update_numel_per_second=measure_update_rate(torch.float32),
+        copy_bytes_per_second=None,
+    )
+    found = []
+    for order, (weights, states) in enumerate(PLACES):
+        content = _with_tiers(base, weights, states, options.paths)
+        try:
+            layout, plan = planning.make(content)
+        except (BudgetError, ConfigError):
+            continue
+        moved, seconds = planning.cost(rates, layout, plan)
+        found.append((seconds if seconds is not None else 0.0, moved, order, f"{weights}/{states}", content))
+    if not found:
+        raise ConfigError(f"zero tune: {options.model} fits on this machine in no way; `zero plan` says what it takes")
+    return [(name, content) for *_, name, content in sorted(found, key=lambda row: row[:3])]
+
+
+def _as_for_plan(options: argparse.Namespace) -> argparse.Namespace:
+    """This machine, one rank."""
+    return argparse.Namespace(host=None, device=None, nvme=None, ranks=1, nodes=1, model=options.model)
+
+
+def _with_tiers(base: dict[str, Any], weights: str, states: str, folders: list[str]) -> dict[str, Any]:
+    content = copy.deepcopy(base)
+    block = content.setdefault("zero_optimization", {})
+    block["stage"] = 3
+    for name, tier in (("offload_param", weights), ("offload_optimizer", states)):
+        place = {"nvme_path": list(folders)} if tier == "nvme" else {}
+        block[name] = {**block.get(name, {}), "device": tier, **place}
+    if "nvme" in (weights, states):
+        content.setdefault("memory_budget", {}).setdefault("host", "auto")
+    return content
+
+
+def _with_batch(content: dict[str, Any], micro_batch: int) -> dict[str, Any]:
+    found = {key: value for key, value in content.items() if key != "train_batch_size"}
+    return {**found, "train_micro_batch_size_per_gpu": micro_batch}
+
+
+class _Runner:
+    """Runs trials, each in a process of its own: one that is killed for memory ends nothing else."""
+
+    def __init__(self, options: argparse.Namespace, say: Callable[[str], None]) -> None:
+        self._options, self._say = options, say
+
+    def __call__(self, name: str, content: dict[str, Any], micro_batch: int) -> Trial:
+        options = self._options
+        task = {
+            "config": {**_with_batch(content, micro_batch), "gradient_accumulation_steps": 1},
+            "model": options.model,
+            "model_args": "{}",
+            "sequence": options.sequence,
+            "steps": options.steps,
+            "recompute": not options.no_recompute,
+        }
+        command = [sys.executable, "-m", "zero.tools.tune_trial"]
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(task), capture_output=True, text=True, timeout=TRIAL_SECONDS_MAX, check=False
+            )
+        except subprocess.TimeoutExpired:
+            trial = Trial(micro_batch, failure=f"took more than {TRIAL_SECONDS_MAX} s")
+        else:
+            trial = _read(done, micro_batch)
+        shown = trial.failure or f"{trial.seconds:.3g} s, {format_bytes(trial.peak_bytes)} at most"
+        self._say(f"  weights/states on {name}, micro-batch {micro_batch}: {shown}")
+        return trial
+
+
+def _read(done: subprocess.CompletedProcess[str], micro_batch: int) -> Trial:
+    if done.returncode == 0:
+        return Trial(micro_batch, **json.loads(done.stdout.splitlines()[-1]))
+    if done.returncode < 0:
+        return Trial(micro_batch, failure=f"killed by signal {-done.returncode}")
+    return Trial(micro_batch, failure=(done.stderr.strip().splitlines() or ["failed"])[-1])
