@@ -207,7 +207,7 @@ def draw(report: Report, path: Path) -> str:
     try:
         import matplotlib
     except ImportError:
-        return "no loss curve: matplotlib is not installed (pip install zero-infinity[examples])"
+        return "no loss curve: matplotlib is not installed (pip install matplotlib)"
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ["scripts/environment.sh", "scripts/quickstart", "scripts/test", "scripts/gpu_check", ".ci/run"]
+SCRIPTS = [
+    "scripts/environment.sh",
+    "scripts/quickstart",
+    "scripts/test",
+    "scripts/gpu_check",
+    "scripts/wheel",
+    ".ci/run",
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

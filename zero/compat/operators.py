@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 
 from offload.accelerator import collectives_version
+from zero.compat import aio
 from zero.compat.unavailable import refused
 
 # What `import deepspeed` shows: the version of DeepSpeed whose surface is covered, and ours of the alias.
@@ -50,10 +52,16 @@ class OpBuilder:
         return self.load()
 
 
+def load_async_io(builder: OpBuilder, verbose: bool = True) -> ModuleType:
+    """The module with `aio_handle`."""
+    return aio
+
+
 BUILDERS: dict[str, Any] = {
     kind: type(kind, (OpBuilder,), {"NAME": name, "__doc__": f"Of {name}."})
     for kind, _, name in (word.partition("=") for word in CLASS_NAMES.split())
 }
+BUILDERS["AsyncIOBuilder"].load = load_async_io
 ALL_OPS: dict[str, OpBuilder] = {kind.NAME: kind() for kind in BUILDERS.values()}
 compatible_ops: dict[str, bool] = {name: name in THERE for name in sorted(ALL_OPS)}
 

@@ -13,6 +13,8 @@ from zero.launch.job import Job
 
 PDSH_FANOUT = 1024
 NODE_MODULE = "zero.launch.node"
+# BatchMode: a password cannot be asked for by several at once. ServerAlive: a node that vanished is noticed.
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 # Launchers with which a node's standard input closes when the launcher ends, however it ends.
 CONNECTED = ("ssh", "local", "pdsh")
 
@@ -92,8 +94,7 @@ def _shell_line(words: Sequence[str], variables: Mapping[str, str], folder: str)
 
 
 def _ssh(job: Job, transport: Transport, variables: Mapping[str, str], folder: str, host: str) -> Command:
-    # BatchMode: a password cannot be asked for by several at once. ServerAlive: a node that vanished is noticed.
-    words = ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+    words = [*SSH]
     if transport.ssh_port is not None:
         words += ["-p", str(transport.ssh_port)]
     line = _shell_line(node_words(job, "--host", host), variables, folder)

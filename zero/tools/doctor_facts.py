@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import zero
-from offload import health
+from offload import health, zero_name
 from offload.accelerator import seen_kind, visible_variable
 from offload.disk import tuning
 from offload.disk.device import identify
@@ -97,10 +97,18 @@ Questions = Iterator[tuple[str, Callable[[], Answer]]]
 
 def software() -> Questions:
     yield "zero-infinity", lambda: good(f"{zero.__version__} in {Path(zero.__file__).parent}")
+    yield "the name zero", _name
     yield "system", lambda: good(f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
     for name in LIBRARIES:
         yield name, lambda name=name: good(importlib.metadata.version(name))  # type: ignore[misc]
     yield "also installed", _optional
+
+
+def _name() -> Answer:
+    others = ", ".join(zero_name.claims())
+    if others:
+        return f"also of {others}", MISSING, f"its files may replace ours, or be removed with ours: {zero_name.MEND}"
+    return good("ours alone")
 
 
 def _optional() -> Answer:

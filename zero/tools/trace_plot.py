@@ -55,8 +55,8 @@ def require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "drawing a timeline needs matplotlib, which is not installed: pip install 'zero-infinity[trace]', or leave "
-            "--png out and open the JSON in ui.perfetto.dev"
+            "drawing a timeline needs matplotlib, which is not installed: pip install matplotlib, or leave --png "
+            "out and open the JSON in ui.perfetto.dev"
         ) from error
 
 

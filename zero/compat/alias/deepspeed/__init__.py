@@ -2,7 +2,9 @@
 
 import sys
 
-from ._names import Finder, Names
+from ._names import Finder, Names, check_zero
+
+check_zero()
 
 __version__ = "0.19.6+zero.1"
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("+")[0].split("."))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,19 @@ fill({name!r}, sys.modules[__name__])
 if __name__ == "__main__":
     sys.exit(sys.modules[__name__].main())
 '''
+
+
+def check_zero() -> None:
+    """Say at once that `zero` is not ours, instead of at the first name; loads nothing if it is. Raises ImportError."""
+    spec = find_spec("zero")
+    origin = Path(spec.origin or "") if spec else Path()
+    if origin.is_file() and origin.read_bytes().startswith(b'"""zero-infinity: '):
+        return
+    try:
+        wrong = importlib.import_module("offload.zero_name").trouble()
+    except ModuleNotFoundError:
+        wrong = f"zero-infinity is not installed for {sys.executable}; install it there"
+    raise ImportError(f"deepspeed: this is the alias of zero-infinity: {wrong}", name=PACKAGE)
 
 
 @functools.cache

@@ -1,0 +1,176 @@
+"""Tensors to and from files with names, through the I/O engine: what runs beside the caller until `wait`.
+
+Whole pages bypass the page cache where buffer, offset and file system allow; the rest, such as the end of a file of
+an odd length, goes through it. The two never share a page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno as errno_names
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from offload.disk.aio import Aio, AioOptions, open_aio
+from offload.disk.aio_base import free_bytes
+from offload.errors import ConfigError, StorageError
+from offload.memory.pinned import map_host, pin, tensor_over
+from offload.mover import Mover, Transfer
+from offload.sizes import PAGE_BYTES
+
+Kind = Literal["read", "write"]
+Where = str | int  # The path of a file, or an open descriptor, which stays open.
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    memory: torch.Tensor  # Held, because what is registered or pinned must not be unmapped before it is given up.
+    undo: list[Callable[[], None]]
+
+    def give_up(self) -> None:
+        for step in self.undo:
+            step()
+
+
+class NamedFiles:
+    """An I/O engine with a thread of its own, for files of the caller's. Whoever does not close it has it closed
+    when it is collected, at the latest when the interpreter ends.
+
+    Raises ConfigError: the options cannot be met here.
+    """
+
+    def __init__(self, options: AioOptions) -> None:
+        self._aio = open_aio(options)
+        self._mover = Mover(self._aio.in_flight, _counter(self._aio))
+        self._under_way: list[Transfer[None]] = []
+        self._lent: dict[int, Lent] = {}
+        self._finish = weakref.finalize(self, _close, self._mover, self._aio, self._lent)
+
+    def start(self, kind: Kind, buffer: torch.Tensor, where: Where, offset: int, *, validate: bool = False) -> None:
+        """Move all bytes of a tensor, from or to byte `offset` of the file; returns at once.
+
+        A file that is written is made if it is missing, and keeps what lies beyond. A tensor on another device goes
+        through host memory. `buffer` has to stay as it is until `wait`, which raises what goes wrong from here on.
+
+        Raises ConfigError: the tensor is not contiguous, or the offset is negative.
+
+        Args:
+            kind: "read" fills the tensor; a file that ends before is an error.
+            validate: read the file once more in the end and compare.
+        """
+        if not buffer.is_contiguous() or offset < 0:
+            raise ConfigError(
+                f"{kind} of {where}: expected a contiguous tensor and an offset of at least 0, got strides "
+                f"{buffer.stride()} and offset {offset}; call contiguous()"
+            )
+        job = _run(self._aio, kind, buffer, where, offset, validate)
+        self._under_way.append(self._mover.post(f"{kind} of {where}", job))
+
+    def wait(self) -> int:
+        """Wait for all that was started; how many transfers that were. Raises StorageError: the first that failed."""
+        ended, self._under_way = self._under_way, []
+        errors = [error for transfer in ended if (error := transfer.settle()) is not None]
+        if errors:
+            raise errors[0]
+        return len(ended)
+
+    def new_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed page-aligned host memory, 1-D, known to the I/O engine and, where there is one, to the GPU.
+
+        Raises BudgetError: the kernel has none.
+        """
+        whole = tensor_over(map_host(numel * dtype.itemsize))
+        undo = [self._aio.register_memory(whole), pin(whole)]
+        self._lent[whole.data_ptr()] = Lent(whole, [step for step in undo if step is not None])
+        return whole[: numel * dtype.itemsize].view(dtype)
+
+    def free_memory(self, memory: torch.Tensor) -> bool:
+        """Forget memory of `new_memory`; False: it is none. It goes with the last tensor that looks at it."""
+        lent = self._lent.pop(memory.data_ptr(), None)
+        if lent is not None:
+            lent.give_up()
+        return lent is not None
+
+    def close(self) -> None:
+        """Wait for what runs, and end the thread. Idempotent."""
+        self._finish()
+
+
+def _counter(aio: Aio) -> Callable[[], int]:
+    return lambda: aio.stats().chunks
+
+
+def _close(mover: Mover, aio: Aio, lent: dict[int, Lent]) -> None:
+    mover.close()
+    for one in lent.values():
+        one.give_up()
+    aio.close()
+
+
+# No method: what runs must not keep the object alive, which would then be closed on the mover's thread.
+async def _run(aio: Aio, kind: Kind, buffer: torch.Tensor, where: Where, offset: int, validate: bool) -> None:
+    host, path = buffer if buffer.device.type == "cpu" else buffer.to("cpu"), str(where)
+    data = host.detach().reshape(-1).view(torch.uint8)
+    with _opened(kind, where, validate) as fd:
+        await _move(aio, kind, fd, data, path, offset)
+        if validate:
+            again = torch.empty_like(data)
+            await aio.read(fd, offset, again, path)
+            if not torch.equal(again, data):
+                what = f"{kind} of {data.numel():,} bytes: the file holds other bytes"
+                raise StorageError(what, errno=errno_names.EIO, path=path, offset=offset, free_bytes=free_bytes(fd))
+    if kind == "read" and host is not buffer:
+        buffer.copy_(host)
+
+
+async def _move(aio: Aio, kind: Kind, fd: int, data: torch.Tensor, path: str, offset: int) -> None:
+    move = aio.read if kind == "read" else aio.write
+    whole = data.numel() // PAGE_BYTES * PAGE_BYTES
+    aligned = not (offset % PAGE_BYTES or data.data_ptr() % PAGE_BYTES)
+    direct = _past_the_cache(fd, kind) if whole and aligned else None
+    if direct is None:
+        await move(fd, offset, data, path)
+        return
+    try:
+        jobs = [move(direct, offset, data[:whole], path)]
+        if whole < data.numel():
+            jobs.append(move(fd, offset + whole, data[whole:], path))
+        # All end before the descriptor is closed, and before the caller hears of one that failed.
+        results = await asyncio.gather(*jobs, return_exceptions=True)
+    finally:
+        os.close(direct)
+    for result in results:
+        if result is not None:
+            raise result
+
+
+@contextmanager
+def _opened(kind: Kind, where: Where, validate: bool) -> Iterator[int]:
+    if isinstance(where, int):
+        yield where
+        return
+    mode = os.O_RDONLY if kind == "read" else os.O_CREAT | (os.O_RDWR if validate else os.O_WRONLY)
+    try:
+        fd = os.open(where, mode | os.O_CLOEXEC, 0o664)
+    except OSError as error:
+        what = f"opening the file for a {kind}"
+        raise StorageError(what, errno=error.errno or 0, path=where, offset=0, free_bytes=None) from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _past_the_cache(fd: int, kind: Kind) -> int | None:
+    """The same file opened once more with O_DIRECT; None where that cannot be."""
+    mode = os.O_RDONLY if kind == "read" else os.O_WRONLY
+    try:
+        return os.open(f"/proc/self/fd/{fd}", mode | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None

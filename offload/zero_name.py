@@ -1,0 +1,70 @@
+"""Whose `zero` is it? Other distributions install a package and a command of that name too.
+
+What they install can lie before ours on `sys.path`, or over our files. Our package then cannot say so itself, so this
+module stands outside of it: the commands and the alias `deepspeed` ask it first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGE, OURS = "zero", "zero-infinity"
+BEGINNING = '"""zero-infinity: '  # Of our package's file. Where another one was installed over it, the folder is ours.
+MEND = f"pip uninstall {PACKAGE}, then pip install --force-reinstall --no-deps with the wheel or checkout of {OURS}"
+
+
+def trouble() -> str:
+    """Why `import zero` does not find our package: what is found, where, and what to do. Empty if it does."""
+    spec = find_spec(PACKAGE)
+    if spec is None:
+        return f"`import {PACKAGE}` finds nothing: {OURS} is not installed for {sys.executable}; install it there"
+    origin = Path(spec.origin or "")
+    if origin.is_file() and origin.read_text(encoding="utf-8", errors="replace").startswith(BEGINNING):
+        return ""
+    ours = Path(__file__).parent.with_name(PACKAGE)
+    return (
+        f"`import {PACKAGE}` finds {_place(spec)}{_owners()}, expected that of {OURS}, in {ours}. "
+        f"If it is a file of your own, rename it; if it was installed, {MEND}"
+    )
+
+
+def _place(spec: ModuleSpec) -> str:
+    return spec.origin or ", ".join(spec.submodule_search_locations or ()) or "a module without a file"
+
+
+def _owners() -> str:
+    others = claims()
+    return f" (installed by {', '.join(others)})" if others else ""
+
+
+def claims() -> list[str]:
+    """Other distributions, with their versions, that have a package or a command of our name. Reads all metadata."""
+    from importlib import metadata  # which takes longer to import than `import deepspeed` may
+
+    packages = metadata.packages_distributions().get(PACKAGE, ())
+    commands = [e.dist.name for e in metadata.entry_points(group="console_scripts", name=PACKAGE) if e.dist]
+    names = {name.replace("_", "-").lower() for name in (*packages, *commands)} - {OURS}
+    return sorted(f"{name} {metadata.version(name)}" for name in names)
+
+
+def check() -> None:
+    """Raises ImportError: `import zero` does not find our package."""
+    wrong = trouble()
+    if wrong:
+        raise ImportError(wrong, name=PACKAGE)
+
+
+def main() -> int:
+    """The commands `zero` and `zero-infinity`; the exit status."""
+    wrong = trouble()
+    if wrong:
+        print(f"{OURS}: {wrong}", file=sys.stderr)
+        return 1
+    # By name: this layer does not import what stands on it, and here it may be somebody else's.
+    run: Callable[[], int] = importlib.import_module(f"{PACKAGE}.tools.cli").main
+    return run()

@@ -1,0 +1,139 @@
+"""DeepSpeed's commands on PATH: each does ours of the same purpose, or says what to do instead."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from aliased import ROOT, environment
+from models import build, make_config
+
+import zero
+from offload.disk import tuning
+from offload.disk.device import identify
+from offload.disk.probe import Setting
+from zero.compat import commands, disk_speed
+from zero.compat.deepspeed import ALIAS
+from zero.compat.to_fp32 import main as zero_to_fp32
+
+BIN = Path(ALIAS) / "bin"
+NAMES = {*commands.COMMANDS, *commands.REFUSED}
+
+
+def called(name: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command as a shell finds it."""
+    path = os.pathsep.join([env.pop("first", str(BIN)), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return subprocess.run(
+        [str(BIN / name), *words], env=environment(PATH=path, **env), capture_output=True, text=True, timeout=120
+    )
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch, name: str, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", [f"/somewhere/{name}", *words])
+    return commands.main()
+
+
+def test_every_command_is_there_by_both_ways_and_no_other() -> None:
+    assert {path.name for path in BIN.iterdir()} == NAMES
+    assert all(os.access(path, os.X_OK) for path in BIN.iterdir())
+    if not (ROOT / "compat" / "pyproject.toml").is_file():
+        pytest.skip("not a checkout")
+    text = (ROOT / "compat" / "pyproject.toml").read_text(encoding="utf-8")
+    assert set(re.findall(r'^(\w+) = "zero\.compat\.commands:main"$', text, flags=re.M)) == NAMES
+
+
+@pytest.mark.parametrize(("name", "instead"), [("ds_bench", "nccl-tests"), ("ds_elastic", "train_batch_size")])
+def test_what_is_not_there_says_what_to_do(name: str, instead: str) -> None:
+    done = called(name, "--all-reduce")
+    assert done.returncode == 2 and done.stderr.startswith(f"{name}: ") and instead in done.stderr
+
+
+@pytest.mark.parametrize("name", ["ds_report", "dsr"])
+def test_the_report_is_the_doctors(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_this_process(monkeypatch, name, "--hide_operator_status") == 0
+    assert "zero-infinity" in capsys.readouterr().out.partition("cpu")[0]
+
+
+@pytest.mark.parametrize("read", [[], ["--read"]])
+def test_ds_io_measures_with_deepspeeds_flags_and_leaves_nothing(nvme_path: Path, read: list[str]) -> None:
+    (nvme_path / "a").mkdir()
+    (nvme_path / "b").mkdir()
+    words = ["--folder_to_device_mapping", f"{nvme_path / 'a'}:0", f"{nvme_path / 'b'}:1", "--io_size", "3M"]
+    words += ["--block_size", "1M", "--queue_depth", "8", "--validate", "--loops", "2", "--engine", "aio_handle", *read]
+    done = called("ds_io", *words)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^E2E {'Read' if read else 'Write'} Speed = [\d.]+ GB/sec$", done.stdout, flags=re.M)
+    assert [os.listdir(nvme_path / name) for name in ("a", "b")] == [[], []]
+
+
+def test_ds_io_refuses_what_it_cannot_measure(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, told in (("--use_gds", "GPUDirect"), ("--gpu", "host memory"), ("--loops=0", "at least 1")):
+        assert in_this_process(monkeypatch, "ds_io", "--folder", str(nvme_path), words) == 1
+        assert told in capsys.readouterr().err
+    assert [disk_speed.parse_size(text) for text in ("4096", "1k", "400M", "2GB")] == [4096, 1024, 400 << 20, 2 << 30]
+
+
+def test_ds_nvme_tune_is_zero_tune_and_ends_with_the_block(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    setting = Setting("io_uring", 4 << 20, 16)
+    found = tuning.Tuning(identify(nvme_path), setting, 3e9, 2e9, 4e9, (), (), 1.0, "2026-01-01T00:00:00Z")
+    monkeypatch.setattr(tuning, "probe", lambda folder: found)
+    assert in_this_process(monkeypatch, "ds_nvme_tune", "--nvme_dir", str(nvme_path), "--loops", "2", "--gds") == 0
+    said = capsys.readouterr().out
+    assert json.loads(said[said.index('{\n "aio"') :]) == {"aio": {"block_size": 4 << 20, "queue_depth": 16}}
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> Path:
+    """A folder with an `ssh` that says where it was to go, and fails for one host."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(
+        '#!/bin/sh\nwhile [ "$1" = -o ]; do shift 2; done\necho "to $1: $2"\n[ "$1" != worker-2 ] || exit 7\n'
+    )
+    (folder / "ssh").chmod(0o755)
+    return folder
+
+
+def test_ds_ssh_runs_on_all_hosts_and_fails_with_the_first_that_failed(tmp_path: Path, ssh: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("worker-1 slots=4\nworker-2 slots=4\nworker-3 slots=1\n")
+    done = called("ds_ssh", "-f", str(hosts), "ls", "-l", "*.py", first=str(ssh))
+    assert done.returncode == 7
+    assert sorted(done.stdout.splitlines()) == [f"worker-{n}: to worker-{n}: ls -l *.py" for n in (1, 2, 3)]
+    assert done.stderr == "ds_ssh: worker-2: status 7 of 'ls -l *.py'\n"
+    done = called("ds_ssh", "-f", str(tmp_path / "none"), "ls", first=str(ssh))
+    assert done.returncode == 1 and "cannot be read" in done.stderr and done.stdout == ""
+
+
+def test_ds_ssh_without_a_hostfile_runs_here(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "DEFAULT_HOSTFILE", "/nowhere/hostfile")
+    assert in_this_process(monkeypatch, "ds_ssh", "echo", "$((1+2))") == 0
+    told = capfd.readouterr()
+    assert told.out == "3\n" and "no /nowhere/hostfile" in told.err
+
+
+def test_zero_to_fp32_writes_the_pickled_file_that_is_named(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zero.initialize(model=build("gpt"), config=make_config(("none", "cpu"), nvme_path))[0] as engine:
+        engine.save_checkpoint(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert zero_to_fp32([".", "pytorch_model.bin"]) == 0
+    assert (tmp_path / "pytorch_model.bin").is_file()
+    read = torch.load("pytorch_model.bin", weights_only=True)
+    assert list(read) == list(build("gpt").state_dict()) and all(v.dtype == torch.float32 for v in read.values())

@@ -1,0 +1,111 @@
+"""`AsyncIOBuilder().load()`: DeepSpeed's handle of asynchronous I/O, on the I/O engine of this library.
+
+Errors are errors: what DeepSpeed reports as -1, or not at all, raises StorageError, which is an OSError.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.disk.aio_base import AioOptions
+from offload.disk.named_files import NamedFiles, Where
+from offload.sizes import PAGE_BYTES, align_up
+
+THREADS_MAX = 64
+
+
+class aio_handle:
+    """Reads and writes tensors from and to files.
+
+    Raises ConfigError, a ValueError: a number out of range.
+
+    Args:
+        block_size: [bytes] of a request; the engine rounds it up to a page.
+        queue_depth: requests in flight.
+        single_submit: one system call per request.
+        overlap_events: False: a request starts when earlier ones have ended.
+        intra_op_parallelism: threads, where the backend has any.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        options = AioOptions(
+            chunk_bytes=align_up(block_size, PAGE_BYTES),
+            queue_depth=queue_depth,
+            single_submit=single_submit,
+            overlap_events=overlap_events,
+            threads=min(intra_op_parallelism, THREADS_MAX),
+        )
+        self._given = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
+        self._files = NamedFiles(options)
+
+    def get_block_size(self) -> int:
+        return self._given[0]
+
+    def get_queue_depth(self) -> int:
+        return self._given[1]
+
+    def get_single_submit(self) -> bool:
+        return self._given[2]
+
+    def get_overlap_events(self) -> bool:
+        return self._given[3]
+
+    def get_intra_op_parallelism(self) -> int:
+        return self._given[4]
+
+    def get_alignment(self) -> int:
+        """Bytes: sizes, offsets and addresses that are multiples bypass the page cache; others work too."""
+        return PAGE_BYTES
+
+    def read(self, buffer: torch.Tensor, filename: str, validate: bool, file_offset: int = 0) -> int:
+        """Fill the tensor from byte `file_offset` of the file. Returns 0. Raises StorageError."""
+        self.pread(buffer, filename, validate, False, file_offset)
+        return 0
+
+    def write(self, buffer: torch.Tensor, filename: str, validate: bool, file_offset: int = 0) -> int:
+        """Write the tensor at byte `file_offset` of the file. Returns 0. Raises StorageError."""
+        self.pwrite(buffer, filename, validate, False, file_offset)
+        return 0
+
+    def pread(self, buffer: torch.Tensor, filename: str, validate: bool, run_async: bool, file_offset: int = 0) -> int:
+        """As `read`. `run_async`: return 0 at once, to be waited for; else as `wait`. `validate`: read and compare."""
+        self._files.start("read", buffer, filename, file_offset, validate=validate)
+        return 0 if run_async else self.wait()
+
+    def pwrite(self, buffer: torch.Tensor, filename: str, validate: bool, run_async: bool, file_offset: int = 0) -> int:
+        """As `pread`, for a write."""
+        self._files.start("write", buffer, filename, file_offset, validate=validate)
+        return 0 if run_async else self.wait()
+
+    def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        return self.pread(buffer, filename, False, False, file_offset)
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        return self.pwrite(buffer, filename, False, False, file_offset)
+
+    def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
+        return self.pread(buffer, filename, False, True, file_offset)
+
+    def async_pwrite(self, buffer: torch.Tensor, filename: Where, file_offset: int = 0) -> int:
+        """As `pwrite`; `filename` may be an open descriptor, which stays open."""
+        self._files.start("write", buffer, filename, file_offset)
+        return 0
+
+    def wait(self) -> int:
+        """Wait for all transfers that were started; how many they were. Raises StorageError: the first that failed."""
+        return self._files.wait()
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """Page-aligned host memory, 1-D, of the example's dtype; pinned where there is a GPU. Raises BudgetError."""
+        return self._files.new_memory(num_elem, example_tensor.dtype)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """False: it is no tensor of `new_cpu_locked_tensor`. Memory goes with the last tensor that looks at it."""
+        return self._files.free_memory(tensor)

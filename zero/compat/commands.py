@@ -1,0 +1,124 @@
+"""DeepSpeed's other commands, by the name they are called: `ds_report`, `dsr`, `ds_io`, `ds_nvme_tune`, `ds_ssh`, ...
+
+Their files in `alias/bin`, and those of the distribution named deepspeed, all come here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TextIO
+
+from offload.disk import tuning
+from offload.errors import ZeroInfinityError
+from zero.compat import launcher
+from zero.compat.disk_speed import ds_io
+from zero.launch.arguments import DEFAULT_HOSTFILE
+from zero.launch.commands import SSH
+from zero.launch.hosts import read_hostfile
+from zero.tools import cli
+
+Words = Sequence[str]
+
+REFUSED = {
+    "ds_bench": (
+        "its benchmarks of collectives are not part of zero-infinity; for NCCL take nccl-tests, for a step as a whole "
+        "engine.statistics(), and `zero doctor` lists the collectives that work here"
+    ),
+    "ds_elastic": (
+        "elastic batch sizes are not implemented; checkpoints load on any number of ranks, so give train_batch_size "
+        "and let gradient_accumulation_steps follow"
+    ),
+}
+
+
+def ds_report(words: Words) -> int:
+    """`zero doctor`."""
+    parser = argparse.ArgumentParser(prog="ds_report", description="What this machine has: `zero doctor`.")
+    for flag in ("--hide_operator_status", "--hide_errors_and_warnings"):
+        parser.add_argument(flag, action="store_true", help="no effect")
+    parser.parse_args(words)
+    return launcher.report()
+
+
+def ds_nvme_tune(words: Words) -> int:
+    """`zero tune` on the folders, and the `aio` block that a DeepSpeed configuration would take."""
+    parser = argparse.ArgumentParser(prog="ds_nvme_tune", description="Measure the disks below folders: `zero tune`.")
+    parser.add_argument("--nvme_dir", nargs="+", required=True, metavar="PATH", help="folders of nvme_path")
+    for flag in ("--no_read", "--no_write", "--gpu", "--gds", "--flush_page_cache", "--verbose"):
+        parser.add_argument(flag, action="store_true", help="no effect: zero tune has a plan of its own")
+    for flag in ("--sweep_config", "--io_size", "--log_dir", "--loops"):
+        parser.add_argument(flag, help="no effect: zero tune has a plan of its own")
+    folders = parser.parse_args(words).nvme_dir
+    status = cli.main(["tune", "--force", *folders])
+    found = [known for folder in folders if (known := tuning.cached(Path(folder)))] if not status else []
+    if found:
+        chosen = tuning.combine(found)
+        block = {"block_size": chosen.chunk_bytes, "queue_depth": chosen.queue_depth}
+        print(json.dumps({"aio": block}, indent=1))
+    return status
+
+
+def ds_ssh(words: Words) -> int:
+    """One command on every host of a hostfile, all at once; the status of the first host that failed."""
+    parser = argparse.ArgumentParser(prog="ds_ssh", description="Run a command on all hosts of a hostfile.")
+    parser.add_argument("-f", "--hostfile", default=DEFAULT_HOSTFILE, help="lines HOST slots=N (%(default)s)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="as a shell gets it: its words are joined by blanks")
+    options = parser.parse_args(words)
+    if not options.command:
+        parser.error("expected a command, got none")
+    line = " ".join(options.command)
+    if options.hostfile == DEFAULT_HOSTFILE and not os.path.exists(DEFAULT_HOSTFILE):
+        print(f"ds_ssh: there is no {DEFAULT_HOSTFILE}, so it runs here alone: {line}", file=sys.stderr)
+        return subprocess.run(["sh", "-c", line]).returncode
+    hosts = list(read_hostfile(options.hostfile))
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return next((status for status in pool.map(lambda host: _on_host(host, line), hosts) if status), 0)
+
+
+def _on_host(host: str, line: str) -> int:
+    """Run it there; each line that comes back is printed behind the name of the host."""
+    with subprocess.Popen(
+        [*SSH, host, line], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
+        for answer in running.stdout or ():
+            _say(sys.stdout, f"{host}: {answer.rstrip()}")
+    if running.returncode:
+        _say(sys.stderr, f"ds_ssh: {host}: status {running.returncode} of {shlex.quote(line)}")
+    return running.returncode
+
+
+def _say(stream: TextIO, line: str) -> None:
+    stream.write(f"{line}\n")  # in one piece, which print is not: other hosts speak too
+    stream.flush()
+
+
+COMMANDS: Mapping[str, Callable[[Words], int]] = {
+    "deepspeed": launcher.main,
+    "ds": launcher.main,
+    "ds_report": ds_report,
+    "dsr": ds_report,
+    "ds_io": ds_io,
+    "ds_nvme_tune": ds_nvme_tune,
+    "ds_ssh": ds_ssh,
+}
+
+
+def main() -> int:
+    """The command whose name this process was started by; its exit status."""
+    name = Path(sys.argv[0]).name
+    if name in REFUSED:
+        print(f"{name}: {REFUSED[name]}", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[name](sys.argv[1:])
+    except (ZeroInfinityError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
