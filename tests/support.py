@@ -46,7 +46,7 @@ class Cell:
     mode: str
 
 
-TABLE = Path(__file__).parent.parent / "docs" / "support.md"
+TABLE = Path(__file__).parent.parent / "docs" / "dev" / "support.md"
 WRITE = "ZERO_WRITE_SUPPORT"
 """Environment variable: write the table instead of holding the cells against it."""
 

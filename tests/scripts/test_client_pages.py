@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {
     "sft": ("trl", "datasets"),
+    "grpo": ("trl", "datasets"),
     "lora": ("peft", "transformers", "accelerate"),
     "llamafactory_like": ("peft", "transformers", "accelerate"),
 }

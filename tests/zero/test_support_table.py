@@ -1,4 +1,4 @@
-"""docs/support.md is what the tests have seen: each cell is run and held against what the page says of it."""
+"""docs/dev/support.md is what the tests have seen: each cell is run and held against what the page says of it."""
 
 from __future__ import annotations
 
