@@ -464,7 +464,6 @@ REFUSED = {
     "data_efficiency.enabled": (True, "set it to false"),
     "compression_training.sparse_pruning.shared_parameters.enabled": (True, "set it to false"),
     "compression_training.layer_reduction.enabled": (True, "set it to false"),
-    "elasticity.enabled": (True, "set it to false"),
     "progressive_layer_drop.enabled": (True, "set it to false"),
     "expert_parallel.enabled": (True, "set it to false"),
     "data_types.param_dtype": ("bf16", "enable bf16"),

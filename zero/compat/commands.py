@@ -20,6 +20,7 @@ from offload.disk import tuning
 from offload.errors import ZeroInfinityError
 from zero.compat import launcher
 from zero.compat.disk_speed import ds_io
+from zero.compat.elasticity import ds_elastic
 from zero.launch.arguments import DEFAULT_HOSTFILE
 from zero.launch.commands import SSH
 from zero.launch.hosts import read_hostfile
@@ -31,10 +32,6 @@ REFUSED = {
     "ds_bench": (
         "its benchmarks of collectives are not part of zero-infinity; for NCCL take nccl-tests, for a step as a whole "
         "engine.statistics(), and `zero doctor` lists the collectives that work here"
-    ),
-    "ds_elastic": (
-        "elastic batch sizes are not implemented; checkpoints load on any number of ranks, so give train_batch_size "
-        "and let gradient_accumulation_steps follow"
     ),
 }
 
@@ -108,6 +105,7 @@ COMMANDS: Mapping[str, Callable[[Words], int]] = {
     "ds_io": ds_io,
     "ds_nvme_tune": ds_nvme_tune,
     "ds_ssh": ds_ssh,
+    "ds_elastic": ds_elastic,
 }
 
 

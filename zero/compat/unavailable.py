@@ -51,7 +51,7 @@ INSTEAD: dict[str, str] = {
     "compile": COMPILE,
     "compression": COMPRESSION,
     "default_inference_config": INFERENCE,
-    "elasticity": "elastic batch sizes are not implemented; checkpoints load on any number of ranks",
+    "elasticity": "torchrun restarts ranks (`zero run --max_restarts`); checkpoints load on any number of them",
     "inference": INFERENCE,
     "io": WRITERS,
     "launcher": LAUNCHER,

@@ -175,13 +175,6 @@ FEATURES: Mapping[str, Feature] = {
             ),
         },
     ),
-    "elasticity": Feature(
-        """whole: max_train_batch_size items: micro_batch_sizes whole: min_gpus max_gpus min_time number: version
-        flag: prefer_larger_batch ignore_non_elastic_batch_info whole: model_parallel_size num_gpus_per_node""",
-        about="would choose the batch size itself.",
-        why="it belongs to elastic batch sizes, which are off",
-        enabled=off("elastic batch size", "give train_batch_size: it holds at any number of ranks that divides it"),
-    ),
     "expert_parallel": Feature(
         """whole: autoep_size expert_tensor_parallel_size flag: validate_folding_routing async_split_plan
         text: preset_model moe_layer_pattern expert_pattern router_pattern flag: use_grouped_mm

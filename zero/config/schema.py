@@ -16,6 +16,7 @@ from zero.config import features
 from zero.config import logging_block as logs
 from zero.config.activation_block import ActivationCheckpointing
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
+from zero.config.elasticity import Elasticity, elastic_sizes
 from zero.config.fields import (
     ConfigBlock,
     Count,
@@ -165,7 +166,7 @@ class Config(ConfigBlock):
     amp: features.amp | None = None
     torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
-    elasticity: features.elasticity | None = None
+    elasticity: Elasticity | None = None
     curriculum_learning: features.curriculum_learning | None = None
     data_efficiency: features.data_efficiency | None = None
     compression_training: features.compression_training | None = None
@@ -338,7 +339,7 @@ class Config(ConfigBlock):
     @model_validator(mode="after")
     def _across_ranks(self, info: ValidationInfo) -> Self:
         world_size = world_size_of(info)
-        resolve_batch(self._given_batch(), world_size)
+        resolve_batch(self._given_batch(world_size), world_size)
         if world_size > 1 and self.communication_data_type == "fp16" and self.bf16.enabled:
             raise problem(
                 '"fp32" or "bf16"',
@@ -393,11 +394,13 @@ class Config(ConfigBlock):
         states = block.model_copy(update={"state_dtype": "bf16"})
         return self.model_copy(update={"zero_optimization": zero.model_copy(update={"offload_optimizer": states})})
 
-    def _given_batch(self) -> dict[str, int]:
-        return {key: getattr(self, key) for key in (TRAIN, MICRO, STEPS) if key in self.model_fields_set}
+    def _given_batch(self, world_size: int) -> dict[str, int]:
+        given = {key: getattr(self, key) for key in (TRAIN, MICRO, STEPS) if key in self.model_fields_set}
+        block = self.elasticity
+        return given if block is None or not block.enabled else elastic_sizes(block, given, world_size)
 
     def _settled(self, report: Report) -> Self:
         """This configuration with its batch sizes completed and its report attached."""
-        settled = self.model_copy(update=resolve_batch(self._given_batch(), report.world_size))
+        settled = self.model_copy(update=resolve_batch(self._given_batch(report.world_size), report.world_size))
         settled._report = report
         return settled

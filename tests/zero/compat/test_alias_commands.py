@@ -48,10 +48,9 @@ def test_every_command_is_there_by_both_ways_and_no_other() -> None:
     assert set(re.findall(r'^(\w+) = "zero\.compat\.commands:main"$', text, flags=re.M)) == NAMES
 
 
-@pytest.mark.parametrize(("name", "instead"), [("ds_bench", "nccl-tests"), ("ds_elastic", "train_batch_size")])
-def test_what_is_not_there_says_what_to_do(name: str, instead: str) -> None:
-    done = called(name, "--all-reduce")
-    assert done.returncode == 2 and done.stderr.startswith(f"{name}: ") and instead in done.stderr
+def test_what_is_not_there_says_what_to_do() -> None:
+    done = called("ds_bench", "--all-reduce")
+    assert done.returncode == 2 and done.stderr.startswith("ds_bench: ") and "nccl-tests" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["ds_report", "dsr"])

@@ -69,7 +69,7 @@ PATHS = [
     *("moe.utils.split_params_into_different_moe_groups_for_optimizer", "compression.compress.init_compression"),
     *("profiling.flops_profiler.get_model_profile", "profiling.flops_profiler.profiler.FlopsProfiler"),
     *("monitor.monitor.MonitorMaster", "inference.engine.InferenceEngine", "inference.config.DeepSpeedInferenceConfig"),
-    *("sequence.layer.DistributedAttention", "module_inject.replace_module", "elasticity.compute_elastic_config"),
+    *("sequence.layer.DistributedAttention", "module_inject.replace_module", "elasticity.elastic_agent"),
     *("autotuning.Autotuner", "linear.OptimizedLinear"),
 ]
 """Below `deepspeed`: reached as attributes after a bare import, and imported from their module."""
@@ -217,7 +217,6 @@ REFUSED = {
     "inference.config.DeepSpeedInferenceConfig()": "init_inference",
     "runtime.fp16.onebit.adam.OnebitAdam([])": "1-bit",
     "ops.op_builder.CPUAdamBuilder().load()": "zero doctor",
-    "elasticity.compute_elastic_config({}, '0')": "elastic",
     "checkpoint.ds_to_universal.main()": "any stage",
 }
 

@@ -131,7 +131,6 @@ FEATURES: dict[str, tuple[Any, str]] = {
     "zero_optimization.zero_quantized_nontrainable_weights": (True, "communication_data_type"),
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "behind the step"),
     "aio.use_gds": (True, "io_uring"),
-    "elasticity.enabled": (True, "train_batch_size"),
     "data_efficiency.enabled": (True, "sampler"),
     "curriculum_learning.enabled": (True, "collate_fn"),
     "sparse_attention": ({"mode": "fixed"}, "flex_attention"),

@@ -80,6 +80,13 @@ OURS: dict[str, dict[str, str]] = {
             "parse_args parse_inclusion_exclusion parse_resource_filter"
         )
     },
+    "elasticity.config": {
+        "zero.compat.elasticity": "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize",
+        "zero.config.elasticity": "ElasticityConfig=Elasticity",
+    },
+    "elasticity.elasticity": {
+        "zero.compat.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config"
+    },
     "moe.utils": {
         "zero.compat.helpers": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"
     },

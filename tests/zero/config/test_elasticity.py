@@ -1,0 +1,135 @@
+"""Elastic batch sizes: DeepSpeed's numbers, and what they promise to every number of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.errors import ConfigError
+from zero.compat import elasticity as theirs
+from zero.config import load_config
+from zero.config.elasticity import HIGHLY_COMPOSITE, Elasticity, elastic_batch
+
+LARGE = {"max_train_batch_size": 10000, "micro_batch_sizes": [8, 12, 16, 17], "min_gpus": 32, "max_gpus": 1500}
+KNOWN = (32, 34, 36, 48, 51, 64, 68, 72, 96, 102, 136, 144, 153, 192, 204, 272, 288, 306, 408, 576, 612, 816, 1224)
+"""Numbers of ranks that DeepSpeed's own test of this block expects, with a batch of 9792."""
+
+
+def config(**block: Any) -> dict[str, Any]:
+    return {"elasticity": {"enabled": True, **block}}
+
+
+def test_the_numbers_are_deepspeeds() -> None:
+    assert theirs.compute_elastic_config(config(**LARGE)) == (9792, list(KNOWN))
+    assert theirs.compute_elastic_config(config(**LARGE), world_size=64) == (9792, list(KNOWN), 17)
+    seven = config(max_train_batch_size=32, micro_batch_sizes=[1, 2, 3, 7], min_gpus=1, max_gpus=1500)
+    assert theirs.compute_elastic_config(seven, world_size=7)[2] == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.integers(40, 5000),
+    st.integers(1, 8),
+    st.integers(8, 200),
+    st.booleans(),
+)
+def test_all_ranks_that_are_named_share_the_batch_and_no_others_can(
+    sizes: list[int], largest: int, fewest: int, most: int, larger: bool
+) -> None:
+    block = Elasticity(
+        max_train_batch_size=largest,
+        micro_batch_sizes=tuple(sizes),
+        min_gpus=fewest,
+        max_gpus=most,
+        prefer_larger_batch=larger,
+    )
+    chosen = elastic_batch(block)
+    batch = chosen.train_batch_size
+    assert batch <= largest or batch == math.lcm(*sizes)
+    assert chosen.ranks == tuple(n for n in range(fewest, most + 1) if any(batch % (m * n) == 0 for m in sizes))
+    for ranks in chosen.ranks[:4]:
+        micro = elastic_batch(block, ranks).micro_batch_size
+        assert micro in sizes and batch % (micro * ranks) == 0
+
+
+def test_highly_composite_numbers_have_more_divisors_than_every_smaller_one() -> None:
+    def divisors(number: int) -> int:
+        return sum(2 if k * k < number else 1 for k in range(1, math.isqrt(number) + 1) if number % k == 0)
+
+    counts = [divisors(number) for number in HIGHLY_COMPOSITE]
+    assert counts == sorted(set(counts))
+
+
+def test_every_number_of_ranks_trains_with_the_same_batch() -> None:
+    found = [load_config(config(**LARGE), world_size=ranks) for ranks in KNOWN]
+    assert {each.train_batch_size for each in found} == {9792}
+    for ranks, each in zip(KNOWN, found, strict=True):
+        assert each.train_micro_batch_size_per_gpu * each.gradient_accumulation_steps * ranks == 9792
+
+
+def test_whole_nodes_share_the_batch_and_where_they_cannot_it_is_cut() -> None:
+    block = {"max_train_batch_size": 96, "micro_batch_sizes": [2, 4], "num_gpus_per_node": 4, "version": 0.2}
+    batch, ranks, micro = theirs.compute_elastic_config(config(**block), world_size=8)
+    assert all(number % 4 == 0 for number in ranks) and 8 in ranks and batch % (micro * 8) == 0 and batch <= 96
+    cut, ranks, micro = theirs.compute_elastic_config(config(**block, min_gpus=4, max_gpus=8), world_size=20)
+    assert (cut, ranks, micro) == (80, [20], 4)
+    with pytest.raises(theirs.ElasticityConfigError, match="a number of ranks with version"):
+        theirs.compute_elastic_config(config(**block))
+
+
+@pytest.mark.parametrize(
+    ("content", "ranks", "message"),
+    [
+        (config(**LARGE), 33, "elasticity: expected 32, 34, 36.*got 33 ranks"),
+        ({**config(**LARGE), "train_batch_size": 64}, 32, "expected no train_batch_size beside elasticity, got 64"),
+        (
+            config(max_train_batch_size=4, micro_batch_sizes=[8]),
+            1,
+            "micro_batch_sizes of at most max_train_batch_size, 4",
+        ),
+        (config(micro_batch_sizes=[0]), 1, "sizes of at least 1"),
+        (config(micro_batch_sizes=2), 1, "a list of sizes"),
+        (config(model_parallel_size=2), 1, "tensor parallelism is not available"),
+    ],
+)
+def test_what_cannot_be_is_refused(content: dict[str, Any], ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(content, world_size=ranks)
+
+
+def test_batch_sizes_beside_it_are_passed_over_if_the_user_says_so() -> None:
+    content = {**config(**LARGE, ignore_non_elastic_batch_info=True), "train_batch_size": 64}
+    assert load_config(content, world_size=32).train_batch_size == 9792
+
+
+def test_the_alias_says_what_is_missing_and_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert theirs.elasticity_enabled(config()) and not theirs.elasticity_enabled({})
+    with pytest.raises(theirs.ElasticityConfigError, match="expected a block with enabled: true"):
+        theirs.compute_elastic_config({"elasticity": {"enabled": False}})
+    with pytest.raises(theirs.ElasticityConfigError, match="max_train_batch_size: missing"):
+        theirs.compute_elastic_config(config(micro_batch_sizes=[2]))
+    with pytest.raises(theirs.ElasticityConfigError, match="unknown key"):
+        theirs.compute_elastic_config(config(**LARGE, max_gpuss=3))
+    with pytest.raises(theirs.ElasticityIncompatibleWorldSize, match="got 128 ranks"):
+        theirs.compute_elastic_config(config(**LARGE), world_size=128)
+    monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", json.dumps(LARGE))
+    theirs.ensure_immutable_elastic_config(LARGE)
+    with pytest.raises(theirs.ElasticityConfigError, match="expected 10000, which DEEPSPEED_ELASTICITY_CONFIG has"):
+        theirs.ensure_immutable_elastic_config({**LARGE, "max_train_batch_size": 9000})
+
+
+def test_the_command_prints_what_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(config(**LARGE)))
+    assert theirs.ds_elastic(["-c", str(tmp_path / "ds.json"), "-w", "64"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "train_batch_size: 9792",
+        f"valid_gpus: {list(KNOWN)}",
+        "micro_batch_size: 17",
+    ]

@@ -1,0 +1,105 @@
+"""`deepspeed.elasticity`: batch sizes for any number of ranks, as functions of the configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offload.errors import ConfigError
+from zero.config.elasticity import Elasticity, elastic_batch
+from zero.config.given import read_json
+from zero.config.loading import load_config
+
+KEY, SCHEDULED = "elasticity", "DEEPSPEED_ELASTICITY_CONFIG"
+
+
+class ElasticityError(ConfigError):
+    """Something about elastic batch sizes."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The configuration cannot be; says why."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """So many ranks cannot share the batch."""
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """`elasticity.enabled` of a configuration."""
+    return bool(ds_config.get(KEY, {}).get("enabled", False))
+
+
+def compute_elastic_config(
+    ds_config: Mapping[str, Any],
+    target_deepspeed_version: str = "",
+    world_size: int = 0,
+    return_microbatch: bool = False,
+) -> tuple[Any, ...]:
+    """The batch size, the numbers of ranks that can share it, and with `return_microbatch` that of one rank.
+
+    Args:
+        ds_config: configuration with an `elasticity` block that is enabled.
+        target_deepspeed_version: accepted; the rule is the same for all.
+        world_size: number of ranks; 0: not known, and no micro-batch is chosen.
+        return_microbatch: return it too; also returned where `world_size` is given, as DeepSpeed does.
+
+    Raises:
+        ElasticityConfigError: no block, or one that cannot be.
+        ElasticityIncompatibleWorldSize: `world_size` ranks cannot share the batch.
+    """
+    if not isinstance(ds_config, Mapping):
+        raise ValueError(f"ds_config: expected a dict, got {type(ds_config).__name__}")
+    if not elasticity_enabled(ds_config):
+        raise ElasticityConfigError("elasticity: expected a block with enabled: true; add one")
+    block = _block(ds_config[KEY])
+    try:
+        chosen = elastic_batch(block, world_size)
+    except ValueError as error:
+        kind = ElasticityIncompatibleWorldSize if world_size else ElasticityConfigError
+        raise kind(f"elasticity: expected {error}, got {world_size} ranks") from None
+    micro = (chosen.micro_batch_size,) if world_size or return_microbatch else ()
+    return (chosen.train_batch_size, list(chosen.ranks), *micro)
+
+
+def _block(given: Mapping[str, Any]) -> Elasticity:
+    for key in ("max_train_batch_size", "micro_batch_sizes"):
+        if key not in given:
+            raise ElasticityConfigError(f"elasticity.{key}: missing; give it")
+    try:
+        block = load_config({KEY: {**given, "enabled": False}}).elasticity
+    except ConfigError as error:
+        raise ElasticityConfigError(str(error)) from None
+    return block or Elasticity()
+
+
+def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
+    """Compare the block with the one that the cluster's scheduler was told, in DEEPSPEED_ELASTICITY_CONFIG.
+
+    Raises ElasticityConfigError: they differ, so the numbers of ranks that the scheduler gives would not fit.
+    """
+    told = os.environ.get(SCHEDULED)
+    if told is None:
+        return
+    now, then = (_block(each) for each in (runtime_elastic_config_dict, json.loads(told)))
+    for key in ("max_train_batch_size", "micro_batch_sizes", "version"):
+        if getattr(now, key) != getattr(then, key):
+            raise ElasticityConfigError(
+                f"elasticity.{key}: expected {getattr(then, key)}, which {SCHEDULED} has, got {getattr(now, key)}; use "
+                "the configuration that the scheduler was given"
+            )
+
+
+def ds_elastic(words: Sequence[str]) -> int:
+    """Print what the `elasticity` block of a configuration chooses."""
+    parser = argparse.ArgumentParser(prog="ds_elastic", description="What the elasticity block of a config chooses.")
+    parser.add_argument("-c", "--config", required=True, metavar="FILE", help="DeepSpeed JSON")
+    parser.add_argument("-w", "--world-size", type=int, default=0, metavar="N", help="ranks there are")
+    options = parser.parse_args(words)
+    found = compute_elastic_config(read_json(options.config), world_size=options.world_size)
+    for name, value in zip(("train_batch_size", "valid_gpus", "micro_batch_size"), found, strict=False):
+        print(f"{name}: {value}")
+    return 0

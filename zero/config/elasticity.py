@@ -1,0 +1,165 @@
+"""`elasticity`: one batch size that many numbers of ranks divide, so that a job may go on with more or fewer of them.
+
+[Source: DeepSpeed's elasticity, versions 0.1 and 0.2 of its rule] The batch size is a micro-batch, or the least common
+multiple of all of them, times a highly composite number that keeps it small enough (the multiple itself always counts).
+Of these the one is taken that the most numbers of ranks can share. The numbers are DeepSpeed's, so jobs that it began
+go on with the same batches.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from zero.config.fields import ConfigBlock, Flag, Inert, InertNumber, Number, Whole, problem, reads
+from zero.config.numbers import parse_whole
+
+# Each has more divisors than every smaller number; as far as DeepSpeed's list goes.
+HIGHLY_COMPOSITE = (
+    *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160),
+    *(25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720),
+)
+
+
+def _parse_sizes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError("a list of sizes")
+    sizes = tuple(parse_whole(item) for item in value)
+    if min(sizes) < 1:
+        raise ValueError("sizes of at least 1")
+    return sizes
+
+
+class Elasticity(ConfigBlock):
+    """`elasticity`: chooses `train_batch_size` and the micro-batch from the number of ranks."""
+
+    enabled: Flag = False
+    max_train_batch_size: Annotated[Whole, Field(ge=1)] = 2000
+    micro_batch_sizes: Annotated[tuple[int, ...], reads(_parse_sizes)] = (2, 4, 6)
+    """Samples of a rank at once that its memory allows."""
+    min_gpus: Annotated[Whole, Field(ge=1)] = 1
+    """Fewest ranks that the job may have."""
+    max_gpus: Annotated[Whole, Field(ge=1)] = 10000
+    min_time: Annotated[InertNumber, Inert("the scheduler of the cluster decides when ranks change")] = None
+    version: Number = 0.1
+    """0.1: any number of ranks that divides the batch; 0.2: whole nodes."""
+    prefer_larger_batch: Flag = True
+    ignore_non_elastic_batch_info: Flag = False
+    """Batch sizes that stand in the configuration too are passed over; else they are an error."""
+    model_parallel_size: Annotated[Whole, Field(ge=1)] = 1
+    """1: tensor parallelism is not available."""
+    num_gpus_per_node: Annotated[Whole, Field(ge=1)] = 1
+    """Of version 0.2."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticBatch:
+    """What was chosen."""
+
+    train_batch_size: int
+    ranks: tuple[int, ...]
+    """Numbers of ranks that can share it, ascending."""
+    micro_batch_size: int | None
+    """Of one rank; None: no number of ranks was given."""
+
+
+def candidate_batch_sizes(bases: Iterable[int], largest: int) -> list[int]:
+    """For each base its multiple by the largest highly composite number that stays within `largest`."""
+    found = set()
+    for base in bases:
+        index = bisect.bisect_right(HIGHLY_COMPOSITE, largest // base)
+        found.add(base * HIGHLY_COMPOSITE[index - 1] if base < largest else base)
+    return sorted(found)
+
+
+def ranks_that_share(batch: int, micro_batches: Sequence[int], fewest: int, most: int) -> list[int]:
+    """Numbers of ranks in [fewest, most] among which `batch` can be shared in whole steps of some micro-batch."""
+    shares = [batch // micro for micro in micro_batches if batch % micro == 0]
+    every = {divisor for share in shares for divisor in _divisors(share)}
+    return sorted(ranks for ranks in every if fewest <= ranks <= most)
+
+
+def _divisors(number: int) -> set[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return {*small, *(number // divisor for divisor in small)}
+
+
+def best_batch(block: Elasticity, largest: int, fewest: int, most: int) -> tuple[int, list[int]]:
+    """The batch size that most numbers of ranks share, and these. Raises ValueError: a micro-batch is too large."""
+    sizes = block.micro_batch_sizes
+    if max(sizes) > largest:
+        raise ValueError(f"micro_batch_sizes of at most max_train_batch_size, {largest}")
+    best: tuple[int, list[int]] = min(sizes), []
+    for batch in candidate_batch_sizes([*sizes, math.lcm(*sizes)], largest):
+        ranks = ranks_that_share(batch, sizes, fewest, most)
+        larger = len(ranks) == len(best[1]) and (batch > best[0]) == block.prefer_larger_batch
+        if len(ranks) > len(best[1]) or larger:
+            best = batch, ranks
+    return best
+
+
+def elastic_batch(block: Elasticity, world_size: int = 0) -> ElasticBatch:
+    """What `block` chooses; `world_size`: number of ranks, 0 asks for the batch size alone.
+
+    Raises ValueError: what was expected, such as other numbers of ranks.
+    """
+    if block.model_parallel_size > 1:
+        raise ValueError("elasticity.model_parallel_size 1: tensor parallelism is not available")
+    if block.version >= 0.2:
+        return _of_whole_nodes(block, world_size)
+    batch, ranks = best_batch(block, block.max_train_batch_size, block.min_gpus, block.max_gpus)
+    if not world_size:
+        return ElasticBatch(batch, tuple(ranks), None)
+    if world_size not in ranks:
+        raise ValueError(f"{_named(ranks)} ranks, which share a batch of {batch}")
+    fitting = [micro for micro in sorted(set(block.micro_batch_sizes)) if batch // world_size % micro == 0]
+    return ElasticBatch(batch, tuple(ranks), fitting[-1])
+
+
+def _of_whole_nodes(block: Elasticity, world_size: int) -> ElasticBatch:
+    """Version 0.2: the nodes share the batch, and where they cannot the batch is cut for those that are there."""
+    node = block.num_gpus_per_node
+    batch, nodes = best_batch(block, block.max_train_batch_size // node, block.min_gpus // node, block.max_gpus // node)
+    batch, ranks = batch * node, [count * node for count in nodes]
+    if not world_size:
+        raise ValueError("a number of ranks with version 0.2")
+    if world_size not in ranks:
+        cut = [block.max_train_batch_size // (m * world_size) * m * world_size for m in block.micro_batch_sizes]
+        batch, ranks = (max if block.prefer_larger_batch else min)(cut), [world_size]
+    sizes = sorted(block.micro_batch_sizes, reverse=True) if block.prefer_larger_batch else block.micro_batch_sizes
+    fitting = [micro for micro in sizes if batch and batch // world_size % micro == 0]
+    if not fitting:
+        raise ValueError(f"micro_batch_sizes of at most {block.max_train_batch_size // world_size}")
+    return ElasticBatch(batch, tuple(ranks), fitting[0])
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:12]))
+    return f"{shown} or more, up to {ranks[-1]}," if len(ranks) > 12 else shown or "no number of"
+
+
+def elastic_sizes(block: Elasticity, given: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """train_batch_size and train_micro_batch_size_per_gpu in the place of `given`, the user's own.
+
+    Raises PydanticCustomError: the user gives some too, or this number of ranks cannot share a batch.
+    """
+    if given and not block.ignore_non_elastic_batch_info:
+        names = ", ".join(given)
+        raise problem(
+            f"no {names} beside elasticity",
+            at=next(iter(given)),
+            got=", ".join(map(str, given.values())),
+            keys=tuple(given),
+            fix="elasticity chooses it: remove it, or set elasticity.ignore_non_elastic_batch_info",
+        )
+    try:
+        chosen = elastic_batch(block, world_size)
+    except ValueError as error:
+        fix = "start as many, or change max_train_batch_size and micro_batch_sizes; ds_elastic shows what they allow"
+        raise problem(str(error), at="elasticity", got=f"{world_size} ranks", keys=("elasticity",), fix=fix) from None
+    return {"train_batch_size": chosen.train_batch_size, "train_micro_batch_size_per_gpu": chosen.micro_batch_size or 1}
