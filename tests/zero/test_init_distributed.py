@@ -100,6 +100,19 @@ def test_half_an_environment_is_refused(name: str) -> None:
         find_place(environ, 29500)
 
 
+@pytest.mark.parametrize(
+    ("names", "host"),
+    [
+        ({"AZ_BATCH_MASTER_NODE": "10.0.0.4:6105"}, "10.0.0.4"),
+        ({"AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5"}, "10.0.0.5"),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "algo-1"),
+        ({"SM_HOSTS": '["algo-1"]', "MASTER_ADDR": "mine"}, "mine"),
+    ],
+)
+def test_clouds_that_start_mpi_name_the_host_of_rank_0(names: dict[str, str], host: str) -> None:
+    assert find_place({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", **names}, 29500).master_addr == host
+
+
 def test_mpi_is_not_looked_for_unless_wanted() -> None:
     assert find_place(OPEN_MPI, 29500, mpi=False) == RankPlace("")
 

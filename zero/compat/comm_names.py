@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.ranks.joining import TIMEOUT_MINUTES
+from zero.ranks.environment import find_place, variables
+from zero.ranks.joining import PORT, TIMEOUT_MINUTES
 from zero.ranks.joining import init_distributed as init_distributed
 
 FROM_TORCH = """
@@ -19,9 +21,10 @@ FROM_TORCH = """
     reduce_scatter reduce_scatter_tensor scatter send
 """
 FROM_HERE = """
-    allgather_fn default_pg_timeout get_all_ranks_from_group get_local_rank get_world_group has_all_gather_into_tensor
-    has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor inference_all_reduce init_distributed
-    is_initialized reduce_scatter_fn
+    all_gather_coalesced all_reduce_coalesced allgather_fn default_pg_timeout get_all_ranks_from_group get_local_rank
+    get_world_group has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
+    has_reduce_scatter_tensor in_aml in_aws_sm in_dlts inference_all_reduce init_distributed is_initialized
+    mpi_discovery patch_aml_env_for_torch_nccl_backend patch_aws_sm_env_for_torch_nccl_backend reduce_scatter_fn
 """
 __all__ = [*FROM_TORCH.split(), *FROM_HERE.split()]
 
@@ -67,6 +70,68 @@ def reduce_scatter_fn(
     **unused: Any,
 ) -> Any:
     return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+class Works:
+    """Handles of several collectives as one."""
+
+    def __init__(self, works: Iterable[Any]) -> None:
+        self._works = list(works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **unused: Any
+) -> Works | None:
+    """Each tensor summed over the ranks, in place."""
+    works = [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
+    return Works(works) if async_op else None
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
+) -> Works | None:
+    """Each input, of all ranks, into the output at its place."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    works = [dist.all_gather_into_tensor(output, given, group, async_op) for output, given in pairs]
+    return Works(works) if async_op else None
+
+
+def in_aml() -> bool:
+    """Azure ML has started this process."""
+    return "AZUREML_EXPERIMENT_ID" in os.environ
+
+
+def in_aws_sm() -> bool:
+    """SageMaker has."""
+    return "SM_TRAINING_ENV" in os.environ
+
+
+def in_dlts() -> bool:
+    return "DLTS_JOB_ID" in os.environ
+
+
+def mpi_discovery(distributed_port: int = PORT, verbose: bool = True) -> None:
+    """Set torchrun's variables from those of MPI. Raises ConfigError: they are incomplete."""
+    place = find_place(os.environ, distributed_port)
+    if not place.alone:
+        os.environ.update(variables(place))
+
+
+def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
+    """`mpi_discovery`, which knows Azure's variables."""
+    mpi_discovery(master_port, verbose)
+
+
+def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
+    """`mpi_discovery`, which knows SageMaker's variables."""
+    mpi_discovery(verbose=verbose)
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -6,6 +6,7 @@ launcher inside another, such as torchrun started by srun on each node, comes fi
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping
@@ -71,7 +72,7 @@ def find_place(environ: Mapping[str, str], port: int, *, mpi: bool = True) -> Ra
         if names.rank in environ and names.world_size in environ:
             place = _read(environ, names)
             here = place.world_size in (1, place.local_world_size)
-            return _with_master(environ, port, place, LOOPBACK if here else _mpi_master())
+            return _with_master(environ, port, place, LOOPBACK if here else _cloud_master(environ) or _mpi_master())
     if mpi and (found := _from_mpi4py()) is not None:
         return _with_master(environ, port, found, _mpi_master())
     local = environ.get("LOCAL_RANK", "0")
@@ -154,6 +155,18 @@ def _with_master(environ: Mapping[str, str], port: int, place: RankPlace, known:
     if not text.isdigit() or not 0 <= int(text) < 1 << 16:
         raise ConfigError(f"MASTER_PORT: expected a port number, got {text!r}")
     return replace(place, master_addr=address, master_port=int(text))
+
+
+def _cloud_master(environ: Mapping[str, str]) -> str:
+    """Host of rank 0 as Azure ML and SageMaker name it where they start MPI; empty elsewhere."""
+    for name in ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"):
+        if environ.get(name):
+            return environ[name].partition(":")[0]
+    try:
+        hosts = json.loads(environ.get("SM_HOSTS", "[]"))
+    except ValueError:
+        return ""
+    return str(hosts[0]) if isinstance(hosts, list) and hosts else ""
 
 
 def _mpi() -> Any:
