@@ -80,6 +80,32 @@ def test_it_goes_on_from_its_newest_checkpoint(finetune: ModuleType, given: Path
     assert again == once
 
 
+@pytest.mark.parametrize(
+    ("option", "wrong", "message"),
+    [
+        ("model", "nowhere", "config.json: no such file; the folder of a model has it"),
+        ("--data", "nothing.txt", "nothing.txt: no such file"),
+        ("--offload-to", "nvmee", "nvmee: no such folder; make the folder, on the drive that is meant"),
+    ],
+)
+def test_what_is_not_there_is_said_before_anything_is_made(
+    finetune: ModuleType, given: Path, option: str, wrong: str, message: str
+) -> None:
+    words = arguments(given, "data.txt", "--offload-to", "cpu")
+    words[0 if option == "model" else words.index(option) + 1] = str(given / wrong)
+    with pytest.raises(SystemExit, match=message):
+        finetune.main(words)
+    assert not (given / wrong).exists() and not (given / "out").exists()
+
+
+def test_a_full_drive_for_the_result_is_said_before_training(
+    finetune: ModuleType, given: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune.shutil, "disk_usage", lambda path: type("", (), {"free": 1000}))
+    with pytest.raises(SystemExit, match="1,000 bytes are free, the model takes"):
+        finetune.main(arguments(given, "data.txt"))
+
+
 def test_too_little_text_is_said(finetune: ModuleType, given: Path) -> None:
     (given / "short.txt").write_text("nothing much")
     with pytest.raises(SystemExit, match="expected at least --sequence 64"):

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models import build, make_config
 
-from zero.reports.log import format_count
+from zero.reports.log import NOTICE, format_count
 
 PROGRAM = """
 import torch, zero
@@ -50,6 +51,20 @@ def test_the_tables_come_at_level_info_and_nothing_above_warnings(tmp_path: Path
     assert {"zero-infinity plan (this rank)", "what is kept in which dtype", NOTE} <= set(told)
     assert LINE.fullmatch(told[-1])
     assert said(tmp_path, log_level="Warning") == []
+
+
+def test_a_drive_that_is_not_needed_is_said_and_so_is_a_model_that_is_not_trained(
+    open_engine: Any, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(NOTICE, "zero"):
+        open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path, memory_budget={"host": "1GB"}))
+        open_engine(build("gpt"), make_config(("nvme", "nvme"), nvme_path))
+        without = make_config(("cpu", "none"), nvme_path)
+        without.pop("optimizer")
+        open_engine(build("gpt"), without)
+    told = [text for text in caplog.messages if text.startswith("zero: ")]
+    assert ["NVMe unused: host memory has room" in text for text in told] == [True, False, False]
+    assert ["none of them trained" in text for text in told] == [False, False, True]
 
 
 @pytest.mark.parametrize(

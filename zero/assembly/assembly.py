@@ -201,7 +201,7 @@ class Assembly:
             format_bytes(spilled),
         )
         if self.exchange.placement.rank == 0:
-            logger.log(NOTICE, "%s", start_line(self.layout, self.plan, self.storage, self.exchange))
+            logger.log(NOTICE, "%s", start_line(self._config, self.layout, self.plan, self.storage, self.exchange))
 
     def _by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []

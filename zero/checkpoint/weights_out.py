@@ -95,7 +95,8 @@ class ExportWeights:
         zero = self._run.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning(
-                "nothing saved in %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false, set it",
+                "nothing saved in %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false; set it, or "
+                "run `zero export` on a checkpoint",
                 save_dir,
             )
             return False

@@ -44,20 +44,25 @@ def follow(config: Config) -> None:
         logger.setLevel(logging.ERROR)
 
 
-def start_line(layout: Layout, plan: Plan, storage: Storage, exchange: Exchange) -> str:
+def start_line(config: Config, layout: Layout, plan: Plan, storage: Storage, exchange: Exchange) -> str:
     """What is trained, what it takes of each tier on this rank, and what moves and updates it."""
+    blocks = (config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer)
     total, trained = (
         sum(slot.numel for unit in layout.units if unit.trainable or not only for slot in unit.slots)
         for only in (False, True)
     )
     parts = [f"{format_count(total)} parameters"]
-    if trained < total:
+    if not trained:
+        parts.append("none of them trained")
+    elif trained < total:
         parts.append(f"{format_count(trained)} of them trained")
     ranks = exchange.placement.world_size
     if ranks > 1:
         parts.append(f"each of {ranks} ranks")
     names = {NVME: "NVMe", HOST: "host", DEVICE: "device"}
     parts += [f"{name} {format_bytes(plan.tier_bytes(tier))}" for tier, name in names.items() if plan.tier_bytes(tier)]
+    if not plan.tier_bytes(NVME) and any(block.device == NVME for block in blocks):
+        parts.append("NVMe unused: host memory has room")
     parts += [storage.disk.aio.backend] if storage.disk else []
     return f"zero: {', '.join([*parts, isa()])}"
 

@@ -24,6 +24,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
 from zero.config.given import read_json
 from zero.tools.plan_command import Planning, Rates, build_on_meta, measure_update_rate
+from zero.tools.tune_trial import WARM_STEPS
 
 TRIED = 2
 """So many placements run."""
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--base", metavar="CONFIG", help="what else the configuration says (bf16, AdamW, clipping 1)")
     group.add_argument("--sequence", type=int, default=512, help="tokens of a sample (512)")
     group.add_argument("--steps", type=int, default=3, help="timed steps of a run (3)")
+    group.add_argument("--on", choices=("none", "cpu", "nvme"), help="weights and states have to be here")
     group.add_argument("--no-recompute", action="store_true", help="keep activations instead of recomputing them")
 
 
@@ -82,26 +84,35 @@ def write(options: argparse.Namespace, tuned: list[tuning.Tuning], say: Callable
     base = dict(DEFAULTS) if options.base is None else dict(read_json(options.base))
     placed = _placed(base, options, tuned)
     run = _Runner(options, say)
-    best: tuple[Trial, dict[str, Any]] | None = None
+    say(f"running {WARM_STEPS + options.steps} steps of each; the best so far is in {options.write}")
+    best: tuple[Trial, str, dict[str, Any]] | None = None
     for name, content in placed[:TRIED]:
         trial = run(name, content, 1)
         if not trial.failure and (best is None or trial.seconds < best[0].seconds):
-            best = trial, content
+            best = trial, name, content
+            _keep(options, trial, content)
     if best is None:
         names = ", ".join(name for name, _ in placed[:TRIED])
         raise ConfigError(f"zero tune: {options.model} ran with weights/states on none of {names}; see above")
-    trial, content = best
+    trial, name, content = best
     while (doubled := trial.micro_batch * 2) <= BATCH_MAX and 2 * trial.peak_bytes < psutil.virtual_memory().total:
-        larger = run("the same", content, doubled)
+        larger = run(name, content, doubled)
         if larger.failure or larger.rate < WORTH * trial.rate:
             break
         trial = larger
-    told = f"{trial.seconds:.3g} s a step of {trial.micro_batch} x {options.sequence} tokens"
-    comment = f"zero tune: {told} on this machine, {format_bytes(trial.peak_bytes)} at most"
+        _keep(options, trial, content)
+    say(f"{options.write}: {_told(options, trial)}")
+    return trial
+
+
+def _told(options: argparse.Namespace, trial: Trial) -> str:
+    return f"{trial.seconds:.3g} s a step of {trial.micro_batch} x {options.sequence} tokens"
+
+
+def _keep(options: argparse.Namespace, trial: Trial, content: dict[str, Any]) -> None:
+    comment = f"zero tune: {_told(options, trial)} on this machine, {format_bytes(trial.peak_bytes)} at most"
     found = {"_comment": comment, **_with_batch(content, trial.micro_batch)}
     options.write.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    say(f"{options.write}: {told}")
-    return trial
 
 
 def _placed(
@@ -116,7 +127,7 @@ def _placed(
         copy_bytes_per_second=None,
     )
     found = []
-    for order, (weights, states) in enumerate(PLACES):
+    for order, (weights, states) in enumerate(PLACES if options.on is None else ((options.on, options.on),)):
         content = _with_tiers(base, weights, states, options.paths)
         try:
             layout, plan = planning.make(content)
@@ -176,7 +187,10 @@ class _Runner:
             trial = Trial(micro_batch, failure=f"took more than {TRIAL_SECONDS_MAX} s")
         else:
             trial = _read(done, micro_batch)
-        shown = trial.failure or f"{trial.seconds:.3g} s, {format_bytes(trial.peak_bytes)} at most"
+        shown = (
+            trial.failure
+            or f"{trial.seconds:.3g} s, {trial.rate:.3g} samples/s, {format_bytes(trial.peak_bytes)} at most"
+        )
         self._say(f"  weights/states on {name}, micro-batch {micro_batch}: {shown}")
         return trial
 
