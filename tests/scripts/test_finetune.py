@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,8 +20,10 @@ STEPS = 8
 
 
 @pytest.fixture
-def finetune(scripts_on_path: Path) -> ModuleType:
-    return importlib.import_module("finetune")
+def finetune(scripts_on_path: Path) -> Iterator[ModuleType]:
+    level = logging.getLogger("zero").level
+    yield importlib.import_module("finetune")
+    logging.getLogger("zero").setLevel(level)  # the script asks for the plan
 
 
 @pytest.fixture

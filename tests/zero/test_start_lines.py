@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -51,6 +52,17 @@ def test_the_tables_come_at_level_info_and_nothing_above_warnings(tmp_path: Path
     assert {"zero-infinity plan (this rank)", "what is kept in which dtype", NOTE} <= set(told)
     assert LINE.fullmatch(told[-1])
     assert said(tmp_path, log_level="Warning") == []
+
+
+def test_a_level_holds_until_an_engine_comes_that_sets_none(open_engine: Any, nvme_path: Path) -> None:
+    logger = logging.getLogger("zero")
+    before = logger.level
+    seen = []
+    for level in ("info", "error", None):
+        more = {} if level is None else {"log_level": level}
+        open_engine(build("gpt"), make_config(("none", "none"), nvme_path, **more))
+        seen.append(logger.level)
+    assert seen == [logging.INFO, logging.ERROR, before]
 
 
 def test_a_drive_that_is_not_needed_is_said_and_so_is_a_model_that_is_not_trained(

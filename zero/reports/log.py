@@ -35,9 +35,19 @@ def show_log() -> None:
             logger.setLevel(NOTICE)
 
 
+_levels_before: list[int] = []
+"""Of the logger, while that of a configuration holds; at most one."""
+
+
 def follow(config: Config) -> None:
-    """Take `log_level`. Without it ranks other than the first say nothing but errors; they would repeat its lines."""
+    """Take `log_level`; it holds until an engine comes whose configuration has none.
+
+    Without it ranks other than the first say nothing but errors; they would repeat its lines.
+    """
+    if _levels_before:
+        logger.setLevel(_levels_before.pop())
     if config.log_level is not None:
+        _levels_before.append(logger.level)
         first, level = world.rank() == 0, getattr(logging, config.log_level.upper())
         logger.setLevel(level if first else max(level, logging.WARNING))
     elif logger.level == NOTICE and world.rank() > 0:
