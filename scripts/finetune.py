@@ -200,7 +200,8 @@ def main(arguments: list[str] | None = None) -> float:
         save(engine, tokenizer, options)
     finally:
         engine.close()
-    print(f"loss {loss:.3f}; the model is in {options.out}")
+    if engine.global_rank == 0:
+        print(f"loss {loss:.3f}; the model is in {options.out}")
     return loss
 
 

@@ -78,8 +78,7 @@ def test_it_goes_on_from_its_newest_checkpoint(finetune: ModuleType, given: Path
     once = finetune.main(arguments(given, "data.txt", "--save-every", "4", "--steps", "12"))
     folders = sorted(path.name for path in (given / "out" / "checkpoints").glob("global_step*"))
     assert folders == ["global_step12", "global_step4", "global_step8"]
-    for name in ("global_step12",):
-        (given / "out" / "checkpoints" / name).rename(given / "away")
+    (given / "out" / "checkpoints" / "global_step12").rename(given / "away")
     again = finetune.main(arguments(given, "data.txt", "--save-every", "4", "--steps", "12"))
     assert again == once
 

@@ -93,6 +93,12 @@ def test_what_is_written_keeps_the_base_and_trains(
     engine.close()
 
 
+def test_what_is_wrong_in_the_base_is_said(folder: Path, nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "base.json").write_text('{"gradient_clippng": 1}')
+    assert cli.main(arguments(folder, nvme_path, "--base", str(folder / "base.json"))) == 1
+    assert "the nearest known key is 'gradient_clipping'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

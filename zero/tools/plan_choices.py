@@ -76,7 +76,7 @@ def find_choices(
     found = []
     for name, change in CHANGES.items():
         changed = copy.deepcopy(dict(content))
-        if not any([_set(changed, path, value) for path, value in change]):
+        if not all([_set(changed, path, value) for path, value in change]):  # else it is another row, or CONFIG
             continue
         try:
             layout, plan = make(changed)
@@ -100,8 +100,6 @@ def _set(content: dict[str, Any], path: str, value: Any) -> bool:
             return False
     if block.get(key) == value or (blocks[0] == "zero_optimization" and block.get("device") in (None, "none")):
         return False
-    if key == "device":
-        block.pop("nvme_path", None)
     block[key] = value
     return True
 

@@ -120,6 +120,7 @@ def _placed(
 ) -> list[tuple[str, dict[str, Any]]]:
     """Name and configuration of each placement that fits here, what is expected to be fastest first."""
     planning = Planning(_as_for_plan(options), build_on_meta(options.model))
+    planning.config(base)  # what is wrong in it is said, and not taken for a model that does not fit
     rates = Rates(
         read_bytes_per_second=sum(each.read_bytes_per_second for each in tuned),
         mixed_bytes_per_second=sum(each.mixed_bytes_per_second for each in tuned),
