@@ -76,6 +76,14 @@ class MemoryRegion:
         """True for memory of a device that nobody else maps, and that is not closed."""
         return self.of_device and not self._shared and self._data is not None
 
+    @property
+    def faultable(self) -> torch.Tensor | None:
+        """Its host memory, if pages may be missing: it is neither page-locked nor somebody else's. Else None."""
+        data = self._data
+        if data is None or self._shared or self._unpin is not None or data.device.type != "cpu":
+            return None
+        return data
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if `tensor` (uint8, not empty) is a part of it."""
         data = self._data

@@ -80,5 +80,8 @@ def test_a_run_peaks_at_weights_gradients_and_the_plan_and_5_percent(nvme_path: 
     if device == "nvme":  # without them in memory, by far
         assert report["plan"]["host"] < states / 2
     assert report["moved"] > 0
-    assert min(report["rss"][1:]) <= report["rss"][0] * 1.01, "what is closed is given back"
+    # Nothing of the plan stays when it is closed: what the allocator keeps of temporaries is far less than that.
+    kept = report["baseline"] + report["weights"] + sum(report["plan"].values()) // 10
+    assert min(report["rss"]) <= kept, "what is closed is given back"
+    assert report["rss"][-1] <= report["rss"][0] + sum(report["plan"].values()) // 10, "and no more stays each time"
     assert report["files"] == []

@@ -154,6 +154,8 @@ class ZeroEngine(EngineNames, nn.Module):
             self.steps.ready_to_run("forward")
             self.model_changes.follow()
             self.accumulation.share_buffers()
+            if self.training and torch.is_grad_enabled():
+                self.run.parts.storage.fault_in()
         try:
             with reports.forward.running(), run.activations.forward(), scaling.precisely(), reports.profiled():
                 return self.module(*scaling.cast_inputs(args), **kwargs)

@@ -17,6 +17,7 @@ from offload.files.snapshot_files import SnapshotSwap
 from offload.kernels.block_sums import BlockSums
 from offload.kernels.square_sums import rows_in
 from offload.memory.arena import Arena, MemoryRegion, Relocate
+from offload.memory.faulting import Faulting
 from offload.memory.shared_region import SharedRegion
 from offload.mover import Mover
 from offload.planes.planes import Disk, Home, Plane
@@ -65,6 +66,7 @@ class Storage:
 
     activations: ActivationStore | None = None
     records_away = False
+    _faulting: Faulting | None = None
 
     def __init__(
         self,
@@ -219,6 +221,11 @@ class Storage:
         self.weights[group.space].exchange(other.weights, group.begin, group.end)
         records.exchange(other.records, group.begin, group.end)
 
+    def fault_in(self) -> None:
+        """Training begins: its memory is faulted in behind what runs now. The first call acts."""
+        if self._faulting is None:
+            self._faulting = Faulting(self._regions)
+
     async def rewrite_stranded(self) -> None:
         """Try again to write what could not be written. Raises StorageError if it still cannot be."""
         for plane in self._planes:
@@ -259,6 +266,8 @@ class Storage:
             disk.close()
 
     def _free(self) -> None:
+        if self._faulting is not None:
+            self._faulting.close()
         if self.activations is not None:
             self.activations.close()
         for plane in self._planes:
