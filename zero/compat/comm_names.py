@@ -9,26 +9,36 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from offload.accelerator import compute_device
+from zero.compat import comm_log
 from zero.ranks.environment import find_place, variables
 from zero.ranks.joining import PORT, TIMEOUT_MINUTES
 from zero.ranks.joining import init_distributed as init_distributed
 
 FROM_TORCH = """
-    P2POp ProcessGroup ReduceOp all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all
-    all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list destroy_process_group gather get_backend
-    get_global_rank get_rank get_world_size group irecv is_available isend monitored_barrier new_group recv reduce
-    reduce_scatter reduce_scatter_tensor scatter send
+    P2POp ProcessGroup ReduceOp batch_isend_irecv destroy_process_group get_backend get_global_rank get_rank
+    get_world_size group is_available new_group
 """
+TIMED = """
+    all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast
+    broadcast_object_list gather irecv isend monitored_barrier recv reduce reduce_scatter reduce_scatter_tensor scatter
+    send
+"""
+FROM_LOG = "configure get_comm_operation_count get_logged_comm_ops has_comm_data log_summary reset_log timed_op"
 FROM_HERE = """
     all_gather_coalesced all_reduce_coalesced allgather_fn default_pg_timeout get_all_ranks_from_group get_local_rank
     get_world_group has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager
-    has_reduce_scatter_tensor in_aml in_aws_sm in_dlts inference_all_reduce init_distributed is_initialized
-    mpi_discovery patch_aml_env_for_torch_nccl_backend patch_aws_sm_env_for_torch_nccl_backend reduce_scatter_fn
+    has_reduce_scatter_tensor in_aml in_aws_sm in_dlts inference_all_reduce init_distributed initialize_mesh_device
+    is_initialized mpi_discovery patch_aml_env_for_torch_nccl_backend patch_aws_sm_env_for_torch_nccl_backend
+    reduce_scatter_fn
 """
-__all__ = [*FROM_TORCH.split(), *FROM_HERE.split()]
+__all__ = [*FROM_TORCH.split(), *TIMED.split(), *FROM_LOG.split(), *FROM_HERE.split()]
 
 globals().update({name: getattr(dist, name) for name in FROM_TORCH.split()})
+globals().update({name: comm_log.timed_op(getattr(dist, name)) for name in TIMED.split()})
+globals().update({name: getattr(comm_log, name) for name in FROM_LOG.split()})
 default_pg_timeout = timedelta(minutes=TIMEOUT_MINUTES)
 
 
@@ -45,10 +55,16 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
+    """A torch `DeviceMesh` over the ranks, on the device of this process."""
+    return init_device_mesh(compute_device().type, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
+@comm_log.timed_op
 def inference_all_reduce(
     tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **unused: Any
 ) -> Any:
@@ -58,7 +74,8 @@ def inference_all_reduce(
 def allgather_fn(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, **unused: Any
 ) -> Any:
-    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    gather = comm_log.timed_op(dist.all_gather_into_tensor)
+    return gather(output_tensor, input_tensor, group, async_op)
 
 
 def reduce_scatter_fn(
@@ -69,7 +86,7 @@ def reduce_scatter_fn(
     async_op: bool = False,
     **unused: Any,
 ) -> Any:
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+    return comm_log.timed_op(dist.reduce_scatter_tensor)(output_tensor, tensor, op, group, async_op)
 
 
 class Works:
@@ -86,6 +103,7 @@ class Works:
         return all(work.is_completed() for work in self._works)
 
 
+@comm_log.timed_op
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **unused: Any
 ) -> Works | None:
@@ -94,6 +112,7 @@ def all_reduce_coalesced(
     return Works(works) if async_op else None
 
 
+@comm_log.timed_op
 def all_gather_coalesced(
     output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> Works | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 import zero
+from zero.compat.comm_log import use_block
 from zero.compat.logs import logger
 from zero.compat.operators import VERSION
 from zero.compat.to_fp32 import TOOLS
@@ -44,6 +45,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         engine, optimizer, loader, scheduler = zero.initialize(**given)
     save_released_as_empty()
     lend_names(engine, given["optimizer"])
+    if (log := engine.run.config.comms_logger) is not None:
+        use_block(log)
     return engine, optimizer, loader, scheduler
 
 

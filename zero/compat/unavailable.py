@@ -33,7 +33,6 @@ WRITERS = "DeepSpeed's checkpoint writers are not part of it; engine.save_checkp
 CONFIG = "DeepSpeedConfig(...) has the whole configuration, its blocks as attributes"
 STAGES = "DeepSpeed's own machinery of sharding is not part of it; the engine has its own, behind the same calls"
 LAUNCHER = "`zero run` starts the ranks, on one node or several; `zero run --help` tells how"
-NO_PLD = "progressive layer drop is not implemented; leave layers out in the model's own forward"
 
 # Beginning of a name below `deepspeed` -> what a user can do; the longest that fits counts.
 INSTEAD: dict[str, str] = {
@@ -42,12 +41,6 @@ INSTEAD: dict[str, str] = {
     "autotuning": "`zero tune PATH --model FOLDER --write ds.json` runs a model and writes the best configuration",
     "checkpoint": UNIVERSAL,
     "comm": "torch.distributed does it: it has the process group that init_distributed makes",
-    "comm.comm.get_comm_operation_count": TIMERS,
-    "comm.comm.get_logged_comm_ops": TIMERS,
-    "comm.comm.has_comm_data": TIMERS,
-    "comm.comm.initialize_mesh_device": "torch.distributed.init_device_mesh does it",
-    "comm.comm.log_summary": "engine.statistics() tells what was moved",
-    "comm.comm.reset_log": TIMERS,
     "compile": COMPILE,
     "compression": COMPRESSION,
     "default_inference_config": INFERENCE,
@@ -91,7 +84,6 @@ INSTEAD: dict[str, str] = {
     "runtime.hybrid_engine": HYBRID,
     "runtime.model_checkpointing": WRITERS,
     "runtime.pipe": PIPELINES,
-    "runtime.progressive_layer_drop": NO_PLD,
     "runtime.quantize": COMPRESSION,
     "runtime.rollout": HYBRID,
     "runtime.sequence_parallel": SEQUENCES,

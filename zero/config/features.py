@@ -126,18 +126,6 @@ FEATURES: Mapping[str, Feature] = {
             "channel_pruning": _TECHNIQUE,
         },
     ),
-    "curriculum_learning": Feature(
-        "text: curriculum_type whole: min_difficulty max_difficulty text: schedule_type",
-        about="would cut the sequences.",
-        why="it belongs to curriculum learning, which is off",
-        enabled=off("curriculum learning", "cut the sequences in collate_fn"),
-        blocks={
-            "schedule_config": Feature(
-                "whole: total_curriculum_step difficulty_step number: root_degree items: difficulty max_step",
-                about="How a curriculum's difficulty grows.",
-            )
-        },
-    ),
     "data_efficiency": Feature(
         "whole: seed",
         about="would choose and cut the samples. Its parts act only if it is enabled itself.",
@@ -188,12 +176,6 @@ FEATURES: Mapping[str, Feature] = {
         enabled=off(
             "expert parallelism", "keep experts as modules: each is a unit of its own, fetched when it is used"
         ),
-    ),
-    "progressive_layer_drop": Feature(
-        "number: theta gamma",
-        about="would skip layers.",
-        why="it belongs to progressive layer drop, which is off",
-        enabled=off("progressive layer drop", "drop layers in the model's forward"),
     ),
     "quantize_training": Feature(
         "flag: quantize_verbose quantizer_kernel whole: quantize_groups",

@@ -32,6 +32,7 @@ from zero.config.fields import (
     reads,
     world_size_of,
 )
+from zero.config.forward_block import CurriculumLearning, ProgressiveLayerDrop
 from zero.config.hints import unknown_key
 from zero.config.machine_block import AioConfig, CheckpointConfig, MemoryBudget
 from zero.config.numbers import parse_whole
@@ -167,13 +168,13 @@ class Config(ConfigBlock):
     torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
     elasticity: Elasticity | None = None
-    curriculum_learning: features.curriculum_learning | None = None
+    curriculum_learning: CurriculumLearning | None = None
     data_efficiency: features.data_efficiency | None = None
     compression_training: features.compression_training | None = None
     weight_quantization: features.weight_quantization | None = None
     quantize_training: features.quantize_training | None = None
     sparse_attention: features.sparse_attention | None = None
-    progressive_layer_drop: features.progressive_layer_drop | None = None
+    progressive_layer_drop: ProgressiveLayerDrop | None = None
     tensor_parallel: features.tensor_parallel | None = None
     expert_parallel: features.expert_parallel | None = None
     inference: features.inference | None = None

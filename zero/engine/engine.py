@@ -29,6 +29,7 @@ from zero.checkpoint.load import LoadCheckpoints
 from zero.checkpoint.saving import SaveCheckpoints
 from zero.checkpoint.weights_out import ExportWeights
 from zero.config import Config
+from zero.data.forward_schedules import ForwardSchedules
 from zero.data.loaders import Loaders
 from zero.engine.averaged_weights import AveragedWeights, AveragesShown
 from zero.engine.client_calls import ClientCalls
@@ -142,14 +143,19 @@ class ZeroEngine(EngineNames, nn.Module):
         self.weights_out = ExportWeights(run, steps, changes)
         self.snapshots = SnapshotCalls(run, steps, self.accumulation, self._turns)
         self.values, self.generations, self.loaders = Values(run, steps), Generation(run, steps), Loaders(run)
-        self.calls = ClientCalls(run, steps, self.offloading)
+        self.calls, self.schedules = ClientCalls(run, steps, self.offloading), ForwardSchedules(run.config)
 
     # ---- the training loop --------------------------------------------------------------------
 
     @traced("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; arguments are passed on untouched, unless `fp16.auto_cast` is set."""
+        """The model's forward; arguments are passed on untouched, unless `fp16.auto_cast` is set.
+
+        In training `curriculum_learning` and `progressive_layer_drop` add theirs.
+        """
         run, reports, scaling = self.run, self.reports, self.scaling
+        if self.training:
+            kwargs.update(self.schedules.told(run.global_steps))
         with uninterrupted, apart():
             self.steps.ready_to_run("forward")
             self.model_changes.follow()

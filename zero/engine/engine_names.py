@@ -16,6 +16,7 @@ from zero.checkpoint.saving import SaveCheckpoints
 from zero.checkpoint.weights_out import ExportWeights
 from zero.compat.engine_getters import ConfigGetters
 from zero.config import Config
+from zero.data.forward_schedules import ForwardSchedules
 from zero.data.loaders import Loaders
 from zero.engine.averaged_weights import AveragedWeights
 from zero.engine.client_calls import ClientCalls
@@ -74,6 +75,7 @@ ANSWERS: dict[tuple[str, type], str] = {
     ("averages", AveragedWeights): "averaged_weights",
     ("generations", Generation): "generation",
     ("loaders", Loaders): "deepspeed_io",
+    ("schedules", ForwardSchedules): "curriculum_scheduler_legacy progressive_layer_drop",
     ("values", Values): "full_parameter full_master full_state named_full_parameters",
     ("saves", SaveCheckpoints): "save_checkpoint checkpoint_tools files",
     ("loads", LoadCheckpoints): "load_checkpoint",

@@ -61,3 +61,58 @@ def test_mpis_variables_become_torchruns(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SM_HOSTS", '["algo-1", "algo-2"]')
     comm_names.patch_aws_sm_env_for_torch_nccl_backend()
     assert [os.environ[name] for name in names] == ["3", "4", "1", "2", "algo-1", "29500"]
+
+
+def timed() -> tuple[dict[str, dict[int, int]], list[str], int, bool, list[str]]:
+    names, size = comm_names, dist.get_world_size()
+    names.reset_log()
+    tensor = torch.ones(10)
+    names.all_reduce(tensor)  # off
+    names.configure(enabled=True)
+    try:
+        names.all_reduce(tensor, log_name="mine", debug="caller")
+        names.all_reduce(tensor, prof=True)
+        names.all_gather_into_tensor(torch.empty(size * 4), tensor=torch.ones(4))
+        names.reduce_scatter_fn(torch.empty(3), torch.ones(3 * size))
+        names.all_to_all_single(torch.empty(size), tensor=torch.ones(size))
+        names.all_reduce_coalesced([torch.ones(1), torch.ones(2)])
+        names.barrier()
+        names.configure(prof_all=False, prof_ops=["broadcast"])
+        names.all_reduce(tensor)  # not among them
+        names.broadcast(tensor, 0)
+        said = names.log_summary(show_straggler=True, return_dict=True)
+    finally:
+        names.configure(enabled=False, prof_all=True, prof_ops=[])
+    counts = {op: {nbytes: row["count"] for nbytes, row in rows.items()} for op, rows in said["summary"].items()}
+    late = said["straggler_analysis"]
+    rows = [row for sizes in late.values() for row in sizes.values()]
+    waits_add_up = all(row["total_straggler_ms"] >= 0 and row["total_comm_lat_ms"] > 0 for row in rows)
+    total = names.get_comm_operation_count()
+    ops = names.get_logged_comm_ops()
+    names.reset_log()
+    return counts, ops, total, waits_add_up and not names.has_comm_data(), sorted(late)
+
+
+def test_collectives_are_timed_by_name_and_size_while_the_log_is_on(rank_pool: Callable[[int], RankPool]) -> None:
+    expected = {
+        "mine": {40: 1},
+        "all_reduce": {40: 1},
+        "all_gather_into_tensor": {16: 1},
+        "reduce_scatter_tensor": {24: 1},
+        "all_to_all_single": {8: 1},
+        "all_reduce_coalesced": {12: 1},
+        "barrier": {0: 1},
+        "broadcast": {40: 1},
+    }
+    for counts, ops, total, sound, late in rank_pool(2).run(timed):
+        assert counts == expected
+        assert (ops, total, sound, late) == (list(expected), len(expected), True, sorted(expected))
+
+
+def test_a_mesh_of_devices_spans_the_ranks(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2).run(mesh_sizes) == [{"data": 2, "model": 1}] * 2
+
+
+def mesh_sizes() -> dict[str, int]:
+    mesh = comm_names.initialize_mesh_device((2, 1), ("data", "model"))
+    return {name: mesh[name].size() for name in ("data", "model")}

@@ -132,9 +132,7 @@ FEATURES: dict[str, tuple[Any, str]] = {
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "behind the step"),
     "aio.use_gds": (True, "io_uring"),
     "data_efficiency.enabled": (True, "sampler"),
-    "curriculum_learning.enabled": (True, "collate_fn"),
     "sparse_attention": ({"mode": "fixed"}, "flex_attention"),
-    "progressive_layer_drop.enabled": (True, "forward"),
     "amp.enabled": (True, "bf16"),
 }
 

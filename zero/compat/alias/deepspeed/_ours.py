@@ -118,6 +118,7 @@ OURS: dict[str, dict[str, str]] = {
     "runtime.config_utils": {
         "zero.compat.plain": "dict_raise_error_on_duplicate_keys get_dict_param get_list_param get_scalar_param"
     },
+    "runtime.data_pipeline.curriculum_scheduler": {"zero.data.forward_schedules": "CurriculumScheduler"},
     "runtime.dataloader": {
         "torch.utils.data": "DeepSpeedDataLoader=DataLoader",
         "zero.data.resumable": "RepeatingLoader",
@@ -134,6 +135,7 @@ OURS: dict[str, dict[str, str]] = {
         "zero.compat.configs": "get_bfloat16_config get_float16_config",
         "zero.config.precision_block": "DeepSpeedBF16Config=Bf16Config DeepSpeedFP16Config=Fp16Config",
     },
+    "runtime.progressive_layer_drop": {"zero.data.forward_schedules": "ProgressiveLayerDrop"},
     "runtime.utils": {
         "zero.compat.helpers": (
             "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm get_only_unique_item "
@@ -176,7 +178,7 @@ OURS: dict[str, dict[str, str]] = {
         "zero.data.resumable": "RepeatingLoader",
         "zero.values.fragments": FRAGMENTS,
     },
-    "utils.comms_logging": {"zero.compat.plain": "convert_size"},
+    "utils.comms_logging": {"zero.compat.comm_log": "CommsLogger", "zero.compat.plain": "convert_size"},
     "utils.debug": {"zero.compat.plain": DEBUGGING},
     "utils.init_on_device": {"zero.compat.plain": "OnDevice"},
     "utils.module_utils": {"zero.compat.helpers": "recursive_getattr recursive_setattr"},

@@ -1,0 +1,259 @@
+"""What the collectives of `deepspeed.comm` took: each is timed while the log is on, and summed up by size.
+
+[Source: DeepSpeed's comms logger: its calls, names and bandwidths] Collectives are waited for while it is on. What the
+engine exchanges on its own is counted by `engine.log_summary()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import statistics
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.accelerator import compute_device, is_accelerator, synchronize
+from zero.compat.logs import logger
+from zero.compat.plain import convert_size
+from zero.ranks import world
+
+# DeepSpeed's name of an argument -> torch's.
+RENAMED = {
+    "all_gather_into_tensor": {"tensor": "input_tensor"},
+    "reduce_scatter_tensor": {"tensor": "input"},
+    "all_to_all_single": {"tensor": "input"},
+}
+SETTINGS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
+OWN_KEYWORDS = ("prof", "log_name", "debug")
+PENDING = ("isend", "irecv")  # Each waits for the other side, which may begin later.
+GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_coalesced")
+# Which argument of torch's is this rank's message, where it is not the first.
+MESSAGES = {
+    "all_gather": "tensor",
+    "all_gather_into_tensor": "input_tensor",
+    "all_gather_coalesced": "input_tensors",
+    "reduce_scatter": "input_list",
+    "reduce_scatter_tensor": "input",
+    "all_to_all_single": "input",
+    "all_to_all": "input_tensor_list",
+}
+
+
+class CommsLogger:
+    """Times in milliseconds, by collective and bytes of the message.
+
+    Attributes:
+        enabled: collectives are timed.
+        prof_all: all of them; else those called with `prof=True`, and those whose names are in `prof_ops`.
+        verbose: a line after each.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = self.verbose = self.debug = False
+        self.prof_all, self.prof_ops = True, list[str]()
+        self._times: dict[str, dict[int, list[float]]] = {}
+        self._kinds: dict[str, str] = {}
+
+    def set(self, **settings: Any) -> None:
+        """Give settings other values; None leaves one as it is."""
+        for name, value in settings.items():
+            if value is not None:
+                setattr(self, name, value)
+
+    def wants(self, name: str, *, asked: bool) -> bool:
+        return self.enabled and (self.prof_all or asked or name in self.prof_ops)
+
+    def append(self, kind: str, name: str, milliseconds: float, nbytes: int) -> None:
+        self._kinds[name] = kind
+        self._times.setdefault(name, {}).setdefault(nbytes, []).append(milliseconds)
+        if self.verbose and world.rank() == 0:
+            rate, bus = _gbps(kind, nbytes, milliseconds)
+            logger.info(
+                "comm op: %s | time (ms): %.2f | msg size: %s | algbw (Gbps): %.2f | busbw (Gbps): %.2f",
+                *(name, milliseconds, convert_size(nbytes), rate, bus),
+            )
+
+    def has_data(self) -> bool:
+        return bool(self._times)
+
+    def reset_data(self) -> None:
+        self._times.clear()
+
+    def get_operation_names(self) -> list[str]:
+        return list(self._times)
+
+    def get_total_operations(self) -> int:
+        return sum(len(times) for sizes in self._times.values() for times in sizes.values())
+
+    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
+        """Name -> bytes -> [count, milliseconds, Gbit/s, Gbit/s of the bus]."""
+        raw: dict[str, dict[int, list[Any]]] = {}
+        for name, sizes in self._times.items():
+            for nbytes, times in sizes.items():
+                rates = [_gbps(self._kinds[name], nbytes, each) for each in times]
+                raw.setdefault(name, {})[nbytes] = [len(times), [*times], *map(list, zip(*rates, strict=True))]
+        return raw
+
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
+        """By bytes of the message; means are without the highest and the lowest tenth. None: there was none."""
+        sizes = self.get_raw_data().get(operation_name)
+        if sizes is None:
+            return None
+        return {
+            nbytes: {
+                "count": count,
+                "total_latency_ms": sum(times),
+                "avg_latency_ms": _mean(times),
+                "tput_avg_gbps": _mean(rates),
+                "busbw_avg_gbps": _mean(bus),
+                "msg_size_bytes": nbytes,
+                "msg_size_str": convert_size(nbytes),
+            }
+            for nbytes, (count, times, rates, bus) in sorted(sizes.items())
+        }
+
+    def stragglers(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """Of each time the least of all ranks, and what this rank waited beyond it. All ranks call it alike."""
+        found: dict[str, dict[int, dict[str, Any]]] = {}
+        for name, sizes in self._times.items():
+            for nbytes, times in sorted(sizes.items()):
+                least = torch.tensor(times, dtype=torch.float64, device=compute_device())
+                dist.all_reduce(least, dist.ReduceOp.MIN)
+                fastest = least.tolist()
+                waited = [time - best for time, best in zip(times, fastest, strict=True)]
+                found.setdefault(name, {})[nbytes] = {
+                    "count": len(times),
+                    "total_comm_lat_ms": sum(fastest),
+                    "total_straggler_ms": sum(waited),
+                    "avg_comm_lat_ms": _mean(fastest),
+                    "avg_straggler_ms": _mean(waited),
+                    "msg_size_bytes": nbytes,
+                    "msg_size_str": convert_size(nbytes),
+                }
+        return found
+
+
+def _mean(values: list[float]) -> float:
+    cut = len(values) // 10
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
+
+
+def _gbps(kind: str, nbytes: int, milliseconds: float) -> tuple[float, float]:
+    """Of the algorithm and of the bus, in Gbit/s. [Source: nccl-tests, PERFORMANCE.md]"""
+    ranks = world.world_size()
+    rate = (nbytes * ranks if kind in GATHERS else nbytes) * 8 / 1e6 / max(milliseconds, 1e-6)
+    if "all_reduce" in kind:
+        return 2 * rate, 2 * rate * (ranks - 1) / ranks
+    if kind in GATHERS or kind.startswith(("reduce_scatter", "all_to_all")):
+        return rate, rate * (ranks - 1) / ranks
+    return rate, rate
+
+
+comms_logger = CommsLogger()
+
+
+def timed_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective, which also takes DeepSpeed's `prof`, `log_name` and `debug`, and is timed while the log is on."""
+    kind = function.__name__
+    renamed = RENAMED.get(kind, {})
+
+    @functools.wraps(function)
+    def logged(*args: Any, **kwargs: Any) -> Any:
+        own = {name: kwargs.pop(name) for name in OWN_KEYWORDS if name in kwargs}
+        kwargs = {renamed.get(name, name): value for name, value in kwargs.items()}
+        name = own.get("log_name", kind)
+        if not comms_logger.wants(name, asked=bool(own.get("prof"))):
+            return function(*args, **kwargs)
+        began = time.perf_counter()
+        work = function(*args, **kwargs)
+        if hasattr(work, "wait") and kind not in PENDING:
+            work.wait()
+        if is_accelerator(compute_device()):
+            synchronize(compute_device())
+        milliseconds = (time.perf_counter() - began) * 1e3
+        comms_logger.append(kind, name, milliseconds, _message_bytes(function, args, kwargs))
+        return work
+
+    return logged
+
+
+def _message_bytes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    message = given.get(MESSAGES.get(function.__name__, next(iter(given), "")))
+    tensors = message if isinstance(message, (list, tuple)) else [message]
+    return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, torch.Tensor))
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Set what is given, after what `comms_logger` of a `DeepSpeedConfig` says, if that is on."""
+    block = getattr(getattr(deepspeed_config, "comms_config", None), "comms_logger", None)
+    if block is not None:
+        use_block(block)
+    comms_logger.set(enabled=enabled, prof_all=prof_all, prof_ops=prof_ops, verbose=verbose, debug=debug)
+
+
+def use_block(block: Any) -> None:
+    """As `comms_logger` of a configuration says, if it is on."""
+    if block.enabled:
+        comms_logger.set(**{name: getattr(block, name) for name in SETTINGS})
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Log on the first rank what was timed; all ranks call it.
+
+    Args:
+        show_straggler: also what each collective waited for its slowest rank.
+        return_dict: return `summary`, `straggler_analysis` and `metadata` (of this rank) too.
+    """
+    summary = {name: comms_logger.get_operation_summary(name) for name in comms_logger.get_operation_names()}
+    late = comms_logger.stragglers() if show_straggler and world.world_size() > 1 else None
+    if world.rank() == 0:
+        for title, table in (("collectives", summary), ("waits for the slowest rank", late)):
+            if table is not None:
+                logger.info("%s\n%s", title, "\n".join(_lines(table)) or "none")
+    if not return_dict:
+        return None
+    now = datetime.now(timezone.utc).isoformat()
+    metadata = {"world_size": world.world_size(), "rank": world.rank(), "timestamp": now}
+    return {"summary": summary, "straggler_analysis": late, "metadata": metadata}
+
+
+def _lines(table: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, sizes in table.items():
+        for row in sizes.values():
+            figures = ", ".join(f"{key} {value:.2f}" for key, value in row.items() if isinstance(value, float))
+            lines.append(f"{name} of {row['msg_size_str']}: {row['count']} calls, {figures}")
+    return lines
+
+
+def has_comm_data() -> bool:
+    """Something was timed."""
+    return comms_logger.has_data()
+
+
+def get_comm_operation_count() -> int:
+    """Calls that were timed."""
+    return comms_logger.get_total_operations()
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Names of the collectives that were timed."""
+    return comms_logger.get_operation_names()
+
+
+def reset_log() -> None:
+    """Forget what was timed."""
+    comms_logger.reset_data()

@@ -1,0 +1,94 @@
+"""`curriculum_learning` and `progressive_layer_drop`: what a model's forward is told about how far training is.
+
+Neither acts on its own: the model cuts its sequences, or leaves its layers out, by the numbers it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from zero.config.fields import ConfigBlock, Flag, Number, Text, Whole, Word, problem, reads
+from zero.config.numbers import parse_whole
+
+AtLeast1 = Annotated[Whole, Field(ge=1)]
+
+
+def _parse_wholes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("a list of whole numbers")
+    return tuple(parse_whole(item) for item in value)
+
+
+Wholes = Annotated[tuple[int, ...] | None, reads(_parse_wholes)]
+
+# Kind of schedule -> the keys of `schedule_config` that it needs.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
+
+
+class CurriculumSteps(ConfigBlock):
+    """`curriculum_learning.schedule_config`: how the difficulty grows, by the kind of schedule."""
+
+    total_curriculum_step: AtLeast1 | None = None
+    """fixed_linear, fixed_root: the step from which on the difficulty is the largest."""
+    difficulty_step: AtLeast1 | None = None
+    """fixed_linear, fixed_root: difficulties are multiples of it (8 suits tensor cores)."""
+    root_degree: Annotated[Number, Field(gt=0)] | None = None
+    """fixed_root: the difficulty grows with the root of the step of this degree; 1 is linear."""
+    difficulty: Wholes = None
+    """fixed_discrete: difficulties, one after the other."""
+    max_step: Wholes = None
+    """fixed_discrete: the last step of each difficulty but the last."""
+
+
+class CurriculumLearning(ConfigBlock):
+    """The difficulty of each step; the model's forward gets that of type "seqlen" as `curriculum_seqlen`."""
+
+    enabled: Flag = False
+    curriculum_type: Text = "seqlen"
+    """Of any other the engine keeps the difficulty (`engine.curriculum_scheduler_legacy`) and tells nobody."""
+    min_difficulty: AtLeast1 | None = None
+    max_difficulty: AtLeast1 | None = None
+    schedule_type: Word[Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]] = "fixed_linear"
+    schedule_config: CurriculumSteps = CurriculumSteps()
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if not self.enabled:
+            return self
+        for key in ("min_difficulty", "max_difficulty"):
+            if getattr(self, key) is None:
+                raise problem("a number of at least 1", at=key, fix="set it, or curriculum_learning.enabled to false")
+        for key in NEEDS[self.schedule_type]:
+            if getattr(self.schedule_config, key) is None:
+                raise problem(f"a value for {self.schedule_type}", at=f"schedule_config.{key}", fix="set it")
+        if self.schedule_type == "fixed_discrete":
+            self._check_steps(self.schedule_config.difficulty or (), self.schedule_config.max_step or ())
+        return self
+
+    def _check_steps(self, difficulties: Sequence[int], last_steps: Sequence[int]) -> None:
+        if not last_steps or len(difficulties) != len(last_steps) + 1:
+            raise problem(
+                "one step less than difficulties, and at least one",
+                at="schedule_config.max_step",
+                got=f"{len(last_steps)} steps, {len(difficulties)} difficulties",
+                fix="the last difficulty has no end",
+            )
+
+
+class ProgressiveLayerDrop(ConfigBlock):
+    """A forward in training gets `progressive_layer_drop=True` and `pld_theta`, with which probability layers stay."""
+
+    enabled: Flag = False
+    theta: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """What the probability falls to."""
+    gamma: Annotated[Number, Field(ge=0)] = 0.001
+    """How fast: at step s it is (1 - theta) * exp(-gamma * s) + theta."""
