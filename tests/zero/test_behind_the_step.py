@@ -142,13 +142,14 @@ def test_step_waits_for_no_transfer_and_whoever_looks_does(
     engine.inject(SLOW)
     engine.step()
     after = engine.statistics()
-    assert after.exposed_wait_seconds == before.exposed_wait_seconds
+    # Every transfer takes SLOW's delay from here on; what the mover does without one is over in a fraction of it.
+    assert after.exposed_wait_seconds - before.exposed_wait_seconds < SLOW.delay_seconds / 2
     assert after.nvme_write_bytes == before.nvme_write_bytes
     assert not updates_of(engine).all_settled
     assert not any(updates_of(engine).current(unit.index) for unit in engine.units)
     LOOKS[look](engine)
     engine.inject(None)
-    assert engine.statistics().exposed_wait_seconds > before.exposed_wait_seconds
+    assert engine.statistics().exposed_wait_seconds - after.exposed_wait_seconds >= SLOW.delay_seconds / 2
     if look in ("synchronize", "named_full_parameters"):
         assert updates_of(engine).all_settled
     assert unequal(engine, reference) == []
