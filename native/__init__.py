@@ -19,6 +19,13 @@ __all__ = ["Native", "NativeUnavailable", "load", "load_cuda"]
 
 _PACKAGE = Path(__file__).resolve().parent
 
+TYPES = (
+    *("float *", "float *[]", "int16_t *", "int64_t *", "uintptr_t", "void *", "void **", "void *[]"),
+    *("zn_aio **", "zn_aio_completion[]", "zn_aio_fault *", "zn_aio_options *", "zn_aio_request *", "zn_aio_stats *"),
+    *("zn_moments *", "zn_segment *", "zn_segment[]", "zn_square_sum *"),
+)
+"""What callers make and cast to by name."""
+
 
 class NativeUnavailable(RuntimeError):
     """A native library cannot be used; the message says why and what to do.
@@ -45,6 +52,17 @@ class Native:
     ffi: Any
     lib: Any
     path: Path
+
+    def __post_init__(self) -> None:
+        """Have cffi look up all names and types now.
+
+        It does so at first use, under a lock. A collection of garbage in the middle of that may end an engine that
+        nobody holds, on the same thread, and what ends it calls functions: they must not need the lock.
+        """
+        for ctype in TYPES:
+            self.ffi.typeof(ctype)
+        for name in dir(self.lib):
+            getattr(self.lib, name, None)  # the header is of all libraries, and each has a part of its functions
 
 
 def load() -> Native:

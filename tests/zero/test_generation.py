@@ -9,69 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+from generating import NEW_TOKENS, WAYS, generated, llama, t5, train
 from hypothesis import given
 from hypothesis import strategies as st
-from models import build, make_config, seeded, tokens, trainability
+from models import build, make_config, tokens, trainability
 from reference import differences, snapshot
-from torch import Tensor, nn
+from torch import nn
 
 from offload.errors import StateError
 from zero.schedule.hot import STREAMED_AT_ONCE, HotUnits
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 Open = Callable[..., Any]
 TIERS = ["none", "cpu", "nvme"]
-NEW_TOKENS = 6
 MANY = 10**9
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
-    "beams": {"do_sample": False, "num_beams": 3},
-}
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
-def llama(layers: int = 3) -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=layers, max_position_embeddings=64, **sizes)
-    return made(transformers.LlamaForCausalLM, config)
-
-
-def t5() -> nn.Module:
-    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 3}
-    config = transformers.T5Config(vocab_size=64, decoder_start_token_id=0, dropout_rate=0.0, **sizes)
-    return made(transformers.T5ForConditionalGeneration, config)
-
-
-def made(kind: Any, config: Any) -> nn.Module:
-    config._attn_implementation = "eager"
-    with seeded(0):
-        model = kind(config)
-    # No end of sequence: all runs are equally long. Sharper than they are made: ties between tokens prove nothing.
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    return model
-
-
 def config_for(tier: str, nvme_path: Any, **more: Any) -> dict[str, Any]:
     return make_config((tier, tier), nvme_path, bf16=False, **more)
-
-
-def generated(model: Any, way: str, new_tokens: int = NEW_TOKENS) -> Tensor:
-    model.eval()
-    with seeded(7):
-        return model.generate(tokens(3), max_new_tokens=new_tokens, min_new_tokens=new_tokens, **WAYS[way])
-
-
-def train(trainer: Any, index: int) -> None:
-    trainer.train()
-    batch = tokens(index)
-    trainer.backward(trainer(input_ids=batch, labels=batch, use_cache=False).loss)
-    trainer.step()
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -244,8 +202,8 @@ def test_train_eval_and_generate_in_turns_find_their_units(nvme_path: Any, open_
 def test_what_is_kept_leaves_room_for_what_is_streamed(numels: list[int], extra: int, uses: list[int]) -> None:
     limit = max(numels) + extra
     numel = dict(enumerate(numels))
-    hot = HotUnits(numel, limit)
-    hot.begin()
+    hot = HotUnits(numel)
+    hot.begin(limit)
     for use in uses:
         unit = use % len(numels)
         hot.used(unit)
@@ -260,8 +218,8 @@ def test_what_is_kept_leaves_room_for_what_is_streamed(numels: list[int], extra:
 
 @given(st.integers(3, 12), st.integers(1, 12), st.integers(2, 5))
 def test_of_a_cycle_of_equal_units_as_many_stay_as_fit(units: int, fitting: int, rounds: int) -> None:
-    hot = HotUnits(dict.fromkeys(range(units), 1), fitting)
-    hot.begin()
+    hot = HotUnits(dict.fromkeys(range(units), 1))
+    hot.begin(fitting)
     kept: list[set[int]] = []
     for _ in range(rounds):
         for unit in range(units):
@@ -273,8 +231,8 @@ def test_of_a_cycle_of_equal_units_as_many_stay_as_fit(units: int, fitting: int,
 
 
 def test_a_unit_used_far_more_often_takes_the_place_of_another() -> None:
-    hot = HotUnits(dict.fromkeys(range(6), 1), 4)
-    hot.begin()
+    hot = HotUnits(dict.fromkeys(range(6), 1))
+    hot.begin(4)
     for encoder in (0, 1):
         hot.used(encoder)
         assert hot.offer(encoder, ()) == ()
@@ -286,6 +244,6 @@ def test_a_unit_used_far_more_often_takes_the_place_of_another() -> None:
 
 
 def test_nothing_is_kept_outside_a_generation() -> None:
-    hot = HotUnits({0: 1}, MANY)
+    hot = HotUnits({0: 1})
     hot.used(0)
     assert hot.offer(0, ()) is None and not hot.kept

@@ -256,12 +256,6 @@ FEATURES: Mapping[str, Feature] = {
         about="steers quantization, which is not here.",
         why="it steers quantization, which is not available",
     ),
-    "hybrid_engine": Feature(
-        """flag: enabled whole: max_out_tokens inference_tp_size flag: release_inference_cache pin_parameters
-        whole: tp_gather_partition_size flag: enable_cuda_graph""",
-        about="faster generation during training.",
-        why="generation uses the same weights as training, and nothing is injected",
-    ),
     "inference": Feature(
         "text: dtype",
         about="clients read its tensor_parallel.tp_size.",

@@ -34,6 +34,7 @@ from zero.config.fields import (
 )
 from zero.config.forward_block import CurriculumLearning, ProgressiveLayerDrop
 from zero.config.hints import unknown_key
+from zero.config.hybrid_block import HybridEngine
 from zero.config.machine_block import AioConfig, CheckpointConfig, MemoryBudget
 from zero.config.numbers import parse_whole
 from zero.config.optimizer_block import OptimizerConfig
@@ -213,7 +214,7 @@ class Config(ConfigBlock):
     autotuning: features.autotuning | None = None
     nebula: features.nebula | None = None
     pipeline: features.pipeline | None = None
-    hybrid_engine: features.hybrid_engine | None = None
+    hybrid_engine: HybridEngine | None = None
     eigenvalue: features.eigenvalue | None = None
     timers: features.timers | None = None
     compile: features.compile | None = None

@@ -73,7 +73,7 @@ ANSWERS: dict[tuple[str, type], str] = {
     ("offloading", OffloadStates): "offload_states reload_states offloaded_states state_devices",
     ("model_changes", ModelChanges): "replan",
     ("averages", AveragedWeights): "averaged_weights",
-    ("generations", Generation): "generation",
+    ("generations", Generation): "generate generation",
     ("loaders", Loaders): "deepspeed_io",
     ("schedules", ForwardSchedules): "curriculum_scheduler_legacy progressive_layer_drop",
     ("values", Values): "full_parameter full_master full_state named_full_parameters",

@@ -1,17 +1,74 @@
-"""`engine.generation()`: a model that generates keeps what fits on the device from token to token."""
+"""A model that generates keeps what fits on the device from token to token: `generate`, `generation()`.
+
+With `hybrid_engine` that is what fits into the memory which is free at that moment, beyond the plan: between steps of
+training nothing else needs it. The forward that trains next finds it given back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
+import torch
+
+from offload.accelerator import is_accelerator
+from offload.sizes import format_bytes
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
+from zero.config.hybrid_block import HybridEngine
+from zero.engine.fused_adapters import fused
+from zero.exchange.first_rank import agree_on_machine
+from zero.plan.machine import read_machine
+from zero.plan.plan import DEVICE
+from zero.ranks import world
+
+logger = logging.getLogger("zero")
+
+LEFT_SHARE = 5
+"""A fifth of what is free is left to activations and others, as the plan does."""
 
 
 class Generation:
+    """Of one engine.
+
+    Args:
+        run: what the collaborators share.
+        steps: of the engine.
+    """
+
     def __init__(self, run: Run, steps: Steps) -> None:
         self._run, self._steps = run, steps
+
+    @property
+    def generate(self) -> Callable[..., Any]:
+        """The model's own `generate`, inside `generation()`. Raises AttributeError: the model has none.
+
+        With `hybrid_engine` as many units stay as the memory that is free now has room for, until a forward with
+        gradients or a step. Where ranks fetch together (stage 3) all of them call it.
+        """
+        generate: Callable[..., Any] = self._run.module.generate  # type: ignore[assignment]
+        block = self._run.config.hybrid_engine
+        if block is None or not block.enabled:
+            return self._inside(generate)
+        return self._keeping(generate, block)
+
+    def _inside(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self.generation():
+                return generate(*args, **kwargs)
+
+        return inside
+
+    def _keeping(self, generate: Callable[..., Any], block: HybridEngine) -> Callable[..., Any]:
+        def keeping(*args: Any, **kwargs: Any) -> Any:
+            room_bytes = self._room_bytes(block.max_out_tokens, sequences_of(args, kwargs))
+            with self._generation(room_bytes, rests=not block.release_inference_cache), fused(self._run):
+                return generate(*args, **kwargs)
+
+        return keeping
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -27,17 +84,68 @@ class Generation:
             StateError: the engine is closed.
             StorageError: the last step could not be completed.
         """
+        with self._generation(0, rests=False):
+            yield
+
+    @contextmanager
+    def _generation(self, room_bytes: int, *, rests: bool) -> Iterator[None]:
         run = self._run
         self._steps.ready_to_run("generation")
         if not run.generations:
-            run.parts.coordinator.begin_generation()
+            run.parts.coordinator.begin_generation(room_bytes)
         run.generations += 1
         try:
             yield
         except BaseException:
             run.parts.hooks.reset()  # torch calls no hooks for an interrupt: uses would stay open for ever
+            rests = False
             raise
         finally:
             run.generations -= 1
             if not run.generations:
-                run.parts.coordinator.end_generation()
+                coordinator = run.parts.coordinator
+                coordinator.rest_generation() if rests else coordinator.end_generation()
+
+    def _room_bytes(self, tokens: int, sequences: int) -> int:
+        """Memory of the device that units may take now, beside the plan's; the same on ranks that fetch together."""
+        run, device = self._run, self._run.device
+        placement, on_cpu = run.exchange.placement, not is_accelerator(device)
+        machine = read_machine(device)
+        if placement.in_step:
+            machine = agree_on_machine(run.exchange, machine, on_cpu=on_cpu)
+        elif on_cpu and machine.device_bytes is not None:
+            machine = replace(machine, device_bytes=machine.device_bytes // (world.ranks_per_node() or 1))
+        free_bytes = machine.device_bytes or 0
+        room_bytes = free_bytes - free_bytes // LEFT_SHARE - cache_bytes(run.module, tokens, sequences)
+        budget = run.config.memory_budget.device
+        if isinstance(budget, int):
+            room_bytes = min(room_bytes, budget - run.parts.plan.tier_bytes(DEVICE))
+        logger.debug("generation: %s more for weights", format_bytes(max(room_bytes, 0)))
+        return max(room_bytes, 0)
+
+
+def sequences_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many sequences a call of `generate` makes at once."""
+    prompts = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 1), None)
+    each = [kwargs.get(name) or 1 for name in ("num_beams", "num_return_sequences")]
+    return (1 if prompts is None else len(prompts)) * max(each)
+
+
+def cache_bytes(model: Any, tokens: int, sequences: int) -> int:
+    """Keys and values of so many tokens, by what a configuration of transformers says; 0: it does not say."""
+    config = _text_config(getattr(model, "config", None))
+
+    def said(*names: str) -> int:
+        """The first of these that it says; 0: none."""
+        return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+
+    layers, heads = said("num_hidden_layers"), said("num_attention_heads")
+    if not (layers and heads):
+        return 0
+    numel = said("num_key_value_heads", "num_attention_heads") * (said("head_dim") or said("hidden_size") // heads)
+    dtype = getattr(config, "dtype", None)
+    return 2 * layers * numel * tokens * sequences * (dtype.itemsize if isinstance(dtype, torch.dtype) else 4)
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -5,7 +5,7 @@ Hooks say when uses begin and end; the policy says what to load and to evict. Se
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -41,10 +41,13 @@ class Coordinator:
         self._loader = loader
         self._numel = {unit.index: unit.numel for unit in layout.units}
         movable = {unit.index: unit.numel for unit in layout.units if not unit.persistent}
-        self._hot = HotUnits(movable, limits.live_numel_max)
+        self._hot = HotUnits(movable)
         self._units = Residency(layout.units)
         self._in_backward = False
         self._lent_numel = 0  # Rows of packed experts that are in use.
+        self._more_numel = 0  # What a generation may hold beyond the limit, in memory of its own.
+        self._undo: dict[int, list[Callable[[], None]]] = {}  # Of units whose copies were altered.
+        self._generation_rests = False  # It is over, and what it kept stays for the next one.
 
     @property
     def device(self) -> torch.device:
@@ -60,20 +63,76 @@ class Coordinator:
     def begin_forward(self, *, training: bool, backward_follows: bool) -> None:
         """The root's forward begins: bring in what it uses first."""
         self._in_backward = False
+        if backward_follows:
+            self._end_rest()
         phase = GENERATE if self._hot.on else "train" if training else "eval"
         self.trace.begin_forward(phase, backward_follows=backward_follows)
         self._prefetch(with_backward=backward_follows)
 
-    def begin_generation(self) -> None:
-        """Forward will follow forward, with the same weights: what fits stays from one to the next."""
-        self._hot.begin()
+    def begin_generation(self, room_bytes: int = 0) -> None:
+        """Forward will follow forward, with the same weights: what fits stays from one to the next.
+
+        `room_bytes`: memory of the device that it may take beside the plan's. Not taken where one that rests has some.
+        """
+        resumed, self._generation_rests = self._generation_rests, False
+        had_numel = self._more_numel
+        if not had_numel:
+            self._more_numel = self._loader.open_room(room_bytes)
+        if not resumed or self._more_numel != had_numel:
+            self._hot.begin(self._live_numel_max)
         self._expect(GENERATE, with_backward=False)
+
+    def rest_generation(self) -> None:
+        """It is over; what was kept stays for another one, until a forward with gradients or new values."""
+        self._generation_rests = True
 
     def end_generation(self) -> None:
         """What was kept is let go, unless it is in use."""
+        self._generation_rests = False
         for index in self._hot.end():
             if not self._units[index].used:
                 self._release(self._units[index])
+        self._leave_room()
+
+    def alter(self, index: int, undo: Callable[[], None]) -> bool:
+        """Fetch a unit that the generation keeps in a copy of its own, so that its values may be altered there.
+
+        False: it has no such copy, or no room. `undo` is called before the copy is let go, whenever that is.
+        """
+        one = self._units[index]
+        if one.used or one.state in (UnitState.HOME, UnitState.EDITED):
+            return False
+        self._bring(one)
+        self._hot.used(index)
+        self._keep_or_release(one, iter(()))
+        if index not in self._hot.kept or one.arrival is None or one.arrival.block is None:
+            return False
+        self._undo.setdefault(index, []).append(undo)
+        return True
+
+    def drop_altered(self) -> None:
+        """Let go of every copy that was altered, used or not: a call that raised has left it."""
+        for index in [*self._undo]:
+            self._release(self._units[index])
+
+    def _end_rest(self) -> None:
+        if self._generation_rests:
+            self.end_generation()
+
+    def _leave_room(self) -> None:
+        """Give the generation's own memory back, and let go of all that may lie there."""
+        if not self._more_numel:
+            return
+        self._more_numel = 0
+        self._hot.shrink(self._live_numel_max)
+        for one in (*self._units.at(UnitState.COMING), *self._units.at(UnitState.LIVE)):
+            if not (one.used or one.seen):
+                self._evict(one)
+        self._loader.close_room()
+
+    @property
+    def _live_numel_max(self) -> int:
+        return self._limits.live_numel_max + self._more_numel - self._lent_numel
 
     def begin_forward_use(self, index: int, *, backward_follows: bool) -> bool:
         """A module that uses the unit is called. True if this is the outermost such call."""
@@ -193,6 +252,7 @@ class Coordinator:
 
     def step_taken(self) -> None:
         """A step is fixed: what comes in from now on has to be as of that step. A training forward comes next."""
+        self._end_rest()
         self._loader.step_taken()
 
     def expect_forward(self) -> None:
@@ -231,6 +291,7 @@ class Coordinator:
         for one in (*self._units.at(UnitState.COMING), *self._units.at(UnitState.LIVE)):
             self._evict(one)
         self._loader.drain()
+        self._leave_room()
         refused: list[str] = []
         for unit in self._layout.units:
             if unit.persistent and self._bound[unit.index].bound:
@@ -278,7 +339,7 @@ class Coordinator:
         Raises BudgetError: what is in use leaves no room.
         """
         nbytes, block = numel * unit.dtype.itemsize, None
-        limit_numel = self._limits.live_numel_max - self._lent_numel - numel
+        limit_numel = self._live_numel_max - numel
         while block is None:
             candidates = self._movable()
             if sum(self._numel[i] for i in self._units.resident()) <= limit_numel:
@@ -334,7 +395,7 @@ class Coordinator:
         """Start the unit's way in, evicting what must go. Raises BudgetError: what is in use now leaves no room."""
         index, unit = one.index, one.unit
         resident, upcoming = self._units.resident(), self._horizon(with_backward=True)
-        live_numel_max = self._limits.live_numel_max - self._lent_numel
+        live_numel_max = self._live_numel_max
         # What a generation keeps yields to what is needed now, and if it must, what waits for gradients after having
         # been recomputed; what is used goes under no circumstances.
         in_use = self._units.in_use()
@@ -370,7 +431,7 @@ class Coordinator:
         self._evict(self._units[max(candidates, key=lambda i: (i not in self._hot.kept, last[i]))])
 
     def _prefetch(self, *, with_backward: bool) -> None:
-        limits = replace(self._limits, live_numel_max=self._limits.live_numel_max - self._lent_numel)
+        limits = replace(self._limits, live_numel_max=self._live_numel_max)
         moves = plan_prefetch(
             self._units.resident(), self._pinned(), self._horizon(with_backward=with_backward), self._numel, limits
         )
@@ -416,7 +477,7 @@ class Coordinator:
             uses = self.trace.upcoming_in_backward(forward_follows=self.accumulating)
         else:
             uses = self.trace.upcoming_in_forward(with_backward=with_backward, to_fetch=True)
-        return list(until(uses, 2 * self._limits.live_numel_max + self._limits.prefetch_numel, self._numel))
+        return list(until(uses, 2 * self._live_numel_max + self._limits.prefetch_numel, self._numel))
 
     def _keep_or_release(self, one: UnitOnDevice, upcoming: Iterator[int]) -> None:
         live = one.state == UnitState.LIVE
@@ -429,7 +490,7 @@ class Coordinator:
             for other in colder:
                 self._release(self._units[other])
             return
-        reach = min(self._limits.reuse_numel_max, self._limits.live_numel_max)
+        reach = min(self._limits.reuse_numel_max, self._live_numel_max)
         distance = reuse_distance(one.index, until(upcoming, reach, self._numel), self._numel)
         if distance is None or distance > reach:
             self._release(one)
@@ -446,6 +507,8 @@ class Coordinator:
             return
         self._units.move(one, UnitState.AWAY)
         self._hot.forget(one.index)
+        for undo in self._undo.pop(one.index, ()):
+            undo()
         one.recomputed = False
         bound = self._bound[one.index]
         refused = bound.recapture()

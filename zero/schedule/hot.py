@@ -17,18 +17,24 @@ MUCH_HOTTER = 2  # A unit used more than this many times as often takes another'
 class HotUnits:
     """The units that stay between the forwards of a generation.
 
-    `numel`: elements of every unit that comes and goes; `live_numel_max`: what may be on the device at once.
+    `numel`: elements of every unit that comes and goes.
     """
 
-    def __init__(self, numel: Mapping[int, int], live_numel_max: int) -> None:
-        self._numel, self._live_numel_max = numel, live_numel_max
+    def __init__(self, numel: Mapping[int, int]) -> None:
+        self._numel, self._live_numel_max = numel, 0
         self._uses: Counter[int] = Counter()
         self.kept: set[int] = set()
         self.on = False  # Inside a generation.
 
-    def begin(self) -> None:
+    def begin(self, live_numel_max: int) -> None:
+        """`live_numel_max`: elements that may be on the device at once."""
+        self._live_numel_max = live_numel_max
         self.on = True
         self._uses.clear()
+
+    def shrink(self, live_numel_max: int) -> None:
+        """There is less room from now on."""
+        self._live_numel_max = live_numel_max
 
     def end(self) -> frozenset[int]:
         """The generation is over; returns what was kept."""

@@ -119,8 +119,8 @@ class Loader:
     def begin(self, unit: Unit) -> Arrival | None:
         """Start the unit's way in; None if no block is free."""
         self._events.module_called()
-        memory = self._storage.flat(unit) if self._in_place else None
-        if memory is not None and memory.device == self._bound[unit.index].flat.device:
+        memory = self._storage.flat(unit) if self._in_place and self._lies_here(unit) else None
+        if memory is not None:
             return Arrival(exact_alias(memory), None, self._bring(unit, memory))
         block = self.lease(unit.nbytes)
         if block is None:
@@ -188,11 +188,30 @@ class Loader:
     def lease(self, nbytes: int) -> Block | None:
         """Memory for values of units, if need be after the writes from what was let go; None if it is not enough."""
         self._reclaim()
-        block = self._storage.unit_pool.try_lease(nbytes)
+        block = self._storage.lease_unit(nbytes)
         while block is None and self._draining:
             self._drain_one()
-            block = self._storage.unit_pool.try_lease(nbytes)
+            block = self._storage.lease_unit(nbytes)
         return block
+
+    def open_room(self, nbytes: int) -> int:
+        """Take more of the device's memory for units, at most `nbytes`; returns for how many elements it is."""
+        moving = [unit for unit in self._layout.units if not unit.persistent]
+        leased = [unit for unit in moving if not (self._in_place and self._lies_here(unit))]
+        whole_bytes = sum(unit.nbytes for unit in leased)
+        if whole_bytes <= self._storage.unit_pool.capacity_bytes or nbytes <= 0:
+            return 0
+        taken_bytes = self._storage.open_unit_room(min(nbytes, whole_bytes))
+        return sum(unit.numel for unit in leased) * taken_bytes // whole_bytes
+
+    def close_room(self) -> None:
+        """Give it back; no unit that lies there may be bound."""
+        self.drain()
+        self._storage.close_unit_room()
+
+    def _lies_here(self, unit: Unit) -> bool:
+        memory = self._storage.flat(unit)
+        return memory is not None and memory.device == self._bound[unit.index].flat.device
 
     def lease_error(self, unit: Unit) -> Block:
         """Lease the unit's memory or raise BudgetError; for when nothing can make room any more."""

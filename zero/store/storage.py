@@ -9,14 +9,14 @@ from types import MappingProxyType
 
 import torch
 
-from offload.accelerator import is_accelerator
+from offload.accelerator import is_accelerator, synchronize
 from offload.disk.aio import AioOptions
 from offload.disk.swapfile import SwapSpace
 from offload.errors import BudgetError, StateError
 from offload.files.snapshot_files import SnapshotSwap
 from offload.kernels.block_sums import BlockSums
 from offload.kernels.square_sums import rows_in
-from offload.memory.arena import Arena, MemoryRegion, Relocate
+from offload.memory.arena import Arena, Block, MemoryRegion, Relocate
 from offload.memory.faulting import Faulting
 from offload.memory.shared_region import SharedRegion
 from offload.mover import Mover
@@ -67,6 +67,7 @@ class Storage:
     activations: ActivationStore | None = None
     records_away = False
     _faulting: Faulting | None = None
+    _unit_room: Arena | None = None  # More for gathered units, while a generation has it.
 
     def __init__(
         self,
@@ -221,6 +222,28 @@ class Storage:
         self.weights[group.space].exchange(other.weights, group.begin, group.end)
         records.exchange(other.records, group.begin, group.end)
 
+    def lease_unit(self, nbytes: int) -> Block | None:
+        """Memory for a gathered unit; None if no free run is long enough."""
+        block = self._unit_room.try_lease(nbytes) if self._unit_room is not None else None
+        return self.unit_pool.try_lease(nbytes) if block is None else block
+
+    def open_unit_room(self, nbytes: int) -> int:
+        """Take more memory of the device for gathered units; returns how much, 0 where the device has it not."""
+        room = Arena("generation", nbytes, "memory_budget.device", self.device)
+        try:
+            room.make()
+        except (BudgetError, torch.OutOfMemoryError):
+            return 0
+        self._unit_room = room
+        return nbytes
+
+    def close_unit_room(self) -> None:
+        """Give it back. The device must be done with what was leased there."""
+        room, self._unit_room = self._unit_room, None
+        if room is not None:
+            synchronize(self.device)
+            room.close()
+
     def fault_in(self) -> None:
         """Training begins: its memory is faulted in behind what runs now. The first call acts."""
         if self._faulting is None:
@@ -270,6 +293,8 @@ class Storage:
             self._faulting.close()
         if self.activations is not None:
             self.activations.close()
+        if self._unit_room is not None:
+            self._unit_room.close()
         for plane in self._planes:
             plane.close()
         for region in self._regions:

@@ -1,0 +1,27 @@
+"""`hybrid_engine`: rollouts between steps of training keep the weights on the device."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from zero.config.fields import ConfigBlock, Flag, Inert, InertFlag, InertWhole, Only, Whole
+
+
+class HybridEngine(ConfigBlock):
+    """`hybrid_engine`: `engine.generate()` keeps all units that the memory which is free now has room for."""
+
+    why = "the model generates with its own modules: nothing is injected, and nothing is gathered across tensor ranks"
+
+    enabled: Flag = False
+    max_out_tokens: Annotated[Whole, Field(ge=1)] = 512
+    """Tokens of a sequence, its prompt included, for which memory is left to the cache of keys and values."""
+    release_inference_cache: Flag = False
+    """Let the units go when `generate` returns; else they stay for the next call, until a forward with gradients."""
+    inference_tp_size: Annotated[
+        Whole, Only((1,), "tensor parallelism is not available; set it to 1: weights that do not fit are streamed")
+    ] = 1
+    pin_parameters: Annotated[Flag | None, Inert("what crosses to the device is page-locked wherever it helps")] = None
+    tp_gather_partition_size: InertWhole = None
+    enable_cuda_graph: InertFlag = None

@@ -1,0 +1,85 @@
+"""LoRA adapters of peft, folded into the weights for as long as a model generates.
+
+A token then costs one product a layer instead of three. Only copies on the device are altered, those that a generation
+keeps; where weights are used in the memory that owns them, and where they are streamed, adapters are computed as ever.
+A copy is dropped afterwards: the weights that are trained or saved never change, so nothing has to be subtracted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.assembly.run import Run
+from zero.params.gathering import GatheredParameters
+
+LAYERS = "peft.tuners.lora.layer"
+
+
+@contextmanager
+def fused(run: Run) -> Iterator[None]:
+    """Inside, the adapters of layers whose weights a generation keeps in copies are part of these. It has begun."""
+    parts = run.parts
+    places = {
+        id(p): (bound.unit.index, position) for bound in parts.bound for position, p in enumerate(bound.parameters)
+    }
+    try:
+        for layer in layers_of(run.module):
+            index, position = places.get(id(layer.get_base_layer().weight), (-1, -1))
+            if index < 0:
+                continue  # in tiles
+            if not _fuse(run, layer, index, position):
+                break  # what is kept is full
+        yield
+    finally:
+        parts.coordinator.drop_altered()
+
+
+def layers_of(model: nn.Module) -> list[Any]:
+    """Linear layers with plain adapters that act, and are not merged."""
+    peft = sys.modules.get(LAYERS)
+    if peft is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, peft.Linear) and _is_plain(module)]
+
+
+def _is_plain(layer: Any) -> bool:
+    base = layer.get_base_layer()
+    return (
+        type(base) is nn.Linear
+        and base.weight.is_floating_point()
+        and not (layer.training or layer.merged or layer.disable_adapters or layer.lora_variant)
+        and not any(layer.lora_bias.values())
+        and any(name in layer.lora_A for name in layer.active_adapters)
+    )
+
+
+def _fuse(run: Run, layer: Any, index: int, position: int) -> bool:
+    """Add the layer's adapters to its weight's copy. False: it is not kept, and nothing has changed."""
+    coordinator, bound = run.parts.coordinator, run.parts.bound[index]
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    weights = [side[name].weight for name in names for side in (layer.lora_A, layer.lora_B)]
+    delta = _delta_of(layer, names, weights)
+    if not coordinator.alter(index, partial(_unfuse, layer)):
+        return False
+    slot = bound.unit.slots[position]
+    weight = bound.flat.data[slot.offset_numel : slot.offset_numel + slot.shape.numel()].view(slot.shape)
+    weight.add_(delta.to(weight))
+    layer.merged_adapters = names
+    return True
+
+
+def _delta_of(layer: Any, names: Sequence[str], weights: list[Any]) -> torch.Tensor:
+    with GatheredParameters(weights), torch.no_grad():
+        deltas: list[torch.Tensor] = [layer.get_delta_weight(name) for name in names]
+        return torch.stack(deltas).sum(0) if len(deltas) > 1 else deltas[0]
+
+
+def _unfuse(layer: Any) -> None:
+    layer.merged_adapters = []
