@@ -372,3 +372,8 @@ def one_forward_of(engine: Any) -> Any:
 
 def reports_progress(engine: Any) -> bool:
     return engine.reports._reporter is not None
+
+
+def room_of_generation(engine: Any) -> Any:
+    """Memory that a generation has beside the plan's; None: none."""
+    return storage_of(engine)._unit_room

@@ -247,3 +247,17 @@ def test_nothing_is_kept_outside_a_generation() -> None:
     hot = HotUnits({0: 1})
     hot.used(0)
     assert hot.offer(0, ()) is None and not hot.kept
+
+
+def test_a_large_unit_takes_the_place_of_smaller_ones_where_more_stays_then() -> None:
+    """Eight layers and a table that is used last: while it is streamed, twice its size has to be free."""
+    numel = {**dict.fromkeys(range(8), 10), 8: 25}
+    hot = HotUnits(numel)
+    hot.begin(90)
+    for _ in range(3):
+        for unit in numel:
+            hot.used(unit)
+            hot.offer(unit, ())
+        kept = set(hot.kept)
+    assert 8 in kept and sum(numel[unit] for unit in kept) == 65
+    assert kept == hot.kept

@@ -11,7 +11,7 @@ import pytest
 import torch
 from generating import generated, llama, train
 from models import build, make_config, seeded, tokens, trainability
-from probe import storage_of
+from probe import room_of_generation
 from reference import differences, snapshot
 
 import zero.engine.generation as generation
@@ -80,7 +80,7 @@ def test_what_is_kept_goes_at_once_where_it_is_to_be_released(nvme_path: Any, op
     engine = open_engine(model, config_for(nvme_path, model, release_inference_cache=True))
     for _ in range(2):
         assert read_by(engine, lambda: generated(engine, "greedy", 4)) == weights_of(engine)
-        assert storage_of(engine)._unit_room is None
+        assert room_of_generation(engine) is None
 
 
 def test_at_half_of_the_memory_a_token_reads_little_more_than_a_cycle_must(
@@ -109,11 +109,11 @@ def test_training_goes_on_bit_for_bit_and_finds_the_memory_given_back(
         config = config_for(nvme_path, model, release_inference_cache=release)
         engine = open_engine(copy.deepcopy(model), config)
         rooms: list[Any] = []
-        engine.module.model.register_forward_hook(lambda *_, e=engine, r=rooms: r.append(storage_of(e)._unit_room))
+        engine.module.model.register_forward_hook(lambda *_, e=engine, r=rooms: r.append(room_of_generation(e)))
         for index in range(4):
             if generates and index % 2 == 0:
                 generated(engine, "greedy", 2)
-                assert (storage_of(engine)._unit_room is None) == release
+                assert (room_of_generation(engine) is None) == release
             del rooms[:]
             train(engine, index)
             assert rooms == [None]
@@ -164,9 +164,9 @@ def test_states_that_are_put_away_give_the_rollouts_memory_back(nvme_path: Any, 
     model = llama()
     engine = open_engine(model, config_for(nvme_path, model))
     wanted = generated(engine, "greedy")
-    assert storage_of(engine)._unit_room is not None
+    assert room_of_generation(engine) is not None
     engine.offload_states(["lp_params"])
-    assert storage_of(engine)._unit_room is None
+    assert room_of_generation(engine) is None
     assert torch.equal(generated(engine, "greedy"), wanted)
     engine.offload_states(["optim_states"])
     assert torch.equal(generated(engine, "greedy"), wanted)
@@ -180,7 +180,7 @@ def test_an_explicit_budget_of_the_device_is_kept(nvme_path: Any, open_engine: O
     budget = planned + 8 * 4 * block_numel(model)
     engine = open_engine(model, {**config, "memory_budget": {"device": budget}})
     generated(engine, "greedy", 2)
-    room = storage_of(engine)._unit_room
+    room = room_of_generation(engine)
     assert room is None or engine.plan.tier_bytes("device") + room.capacity_bytes <= budget
 
 
@@ -195,7 +195,7 @@ def test_an_error_amid_a_rollout_leaves_an_engine_that_trains(nvme_path: Any, op
     with pytest.raises(KeyboardInterrupt):
         generated(engine, "greedy")
     handle.remove()
-    assert storage_of(engine)._unit_room is None
+    assert room_of_generation(engine) is None
     train(engine, 0)
     generated(engine, "greedy")
 

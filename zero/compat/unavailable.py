@@ -22,7 +22,7 @@ COMPRESSION = "compression training is not implemented; quantise the base with b
 ONE_BIT = "1-bit optimizers are not implemented; use AdamW, with communication_data_type for less traffic"
 KERNELS = "DeepSpeed's kernels are not part of it; torch's scaled_dot_product_attention and torch.compile do that"
 INFERENCE = "inference kernels are not implemented; deepspeed.init_inference streams a model larger than memory"
-HYBRID = "the hybrid engine is not implemented; engine.generation() keeps weights from token to token"
+ROLLOUTS = "engine.generate() makes rollouts; hybrid_engine in the configuration keeps weights on the device for them"
 UNIVERSAL = "it is not needed: a checkpoint loads at any stage, tier and number of ranks as it is"
 SWAPPERS = "DeepSpeed's swappers are not part of it; zero_optimization.offload_param and offload_optimizer are"
 ASYNC_IO = "AsyncIOBuilder().load().aio_handle(...) has the engine's I/O, and `zero tune` or ds_io measures a disk"
@@ -81,11 +81,11 @@ INSTEAD: dict[str, str] = {
     "runtime.fp16": "set fp16 in the configuration",
     "runtime.fp16.loss_scaler": SCALER,
     "runtime.fp16.onebit": ONE_BIT,
-    "runtime.hybrid_engine": HYBRID,
+    "runtime.hybrid_engine": ROLLOUTS,
     "runtime.model_checkpointing": WRITERS,
     "runtime.pipe": PIPELINES,
     "runtime.quantize": COMPRESSION,
-    "runtime.rollout": HYBRID,
+    "runtime.rollout": ROLLOUTS,
     "runtime.sequence_parallel": SEQUENCES,
     "runtime.sparse_tensor": "gradients are reduced dense; nn.Embedding(sparse=True) is not needed",
     "runtime.state_dict_factory": INFERENCE,

@@ -20,7 +20,7 @@ class HybridEngine(ConfigBlock):
     release_inference_cache: Flag = False
     """Let the units go when `generate` returns; else they stay for the next call, until a forward with gradients."""
     inference_tp_size: Annotated[
-        Whole, Only((1,), "tensor parallelism is not available; set it to 1: weights that do not fit are streamed")
+        Whole, Only((1, 0), "tensor parallelism is not available; set it to 1: weights that do not fit are streamed")
     ] = 1
     pin_parameters: Annotated[Flag | None, Inert("what crosses to the device is page-locked wherever it helps")] = None
     tp_gather_partition_size: InertWhole = None

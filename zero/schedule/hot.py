@@ -59,27 +59,32 @@ class HotUnits:
             return None
         if unit in self.kept:
             return ()
+        movable = [other for other in self.kept if other not in in_use]
+        colder = [other for other in movable if self._uses[unit] > MUCH_HOTTER * self._uses[other]]
+        leave = self._to_make_room(unit, in_use, sorted(colder, key=lambda other: self._uses[other]))
+        if leave is None:
+            # A large unit is worth more than smaller ones: what is streamed then needs less room.
+            even = [other for other in movable if self._uses[unit] >= self._uses[other]]
+            leave = self._to_make_room(unit, in_use, sorted(even, key=lambda other: (self._numel[other], other)))
+            if leave is None or sum(self._numel[other] for other in leave) >= self._numel[unit]:
+                return None
+        self.kept.add(unit)
+        self.kept.difference_update(leave)
+        return tuple(leave)
+
+    def _to_make_room(self, unit: int, in_use: Collection[int], candidates: list[int]) -> list[int] | None:
+        """The first of the candidates without which the unit may stay; None: it may not even without all."""
         held = {unit, *self.kept, *in_use}
         held_numel = sum(self._numel[other] for other in held)
         rest_numel = sum(self._numel.values()) - held_numel
         largest_numel = max((n for other, n in self._numel.items() if other not in held), default=0)
-        colder = sorted(
-            (
-                other
-                for other in self.kept
-                if other not in in_use and self._uses[unit] > MUCH_HOTTER * self._uses[other]
-            ),
-            key=lambda other: self._uses[other],
-        )
         leave: list[int] = []
         # What is not held is streamed beside it.
         while held_numel + min(STREAMED_AT_ONCE * largest_numel, rest_numel) > self._live_numel_max:
-            if not colder:
+            if len(leave) == len(candidates):
                 return None
-            leave.append(colder.pop(0))
+            leave.append(candidates[len(leave)])
             given_up_numel = self._numel[leave[-1]]
             held_numel, rest_numel = held_numel - given_up_numel, rest_numel + given_up_numel
             largest_numel = max(largest_numel, given_up_numel)
-        self.kept.add(unit)
-        self.kept.difference_update(leave)
-        return tuple(leave)
+        return leave

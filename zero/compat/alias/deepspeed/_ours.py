@@ -124,6 +124,7 @@ OURS: dict[str, dict[str, str]] = {
         "zero.data.resumable": "RepeatingLoader",
     },
     "runtime.engine": {"zero.engine.engine": "DeepSpeedEngine=ZeroEngine"},
+    "runtime.hybrid_engine": {"zero.engine.engine": "DeepSpeedHybridEngine=ZeroEngine"},
     "runtime.lr_schedules": {
         "zero.compat.schedule_arguments": SCHEDULES,
         "zero.lr_schedules": (
