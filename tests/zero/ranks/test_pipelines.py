@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -9,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankPool
 from ranks_runs import quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from offload.errors import RankDivergenceError, ZeroInfinityError
+from offload.errors import RankDivergenceError, RankLostError, ZeroInfinityError
 
 Pool = Callable[[int], RankPool]
 WIDTH, SAMPLES, MICRO, STEPS = 24, 4, 4, 3
@@ -73,7 +76,8 @@ def values_of(engine: Any) -> dict[str, Tensor]:
     from zero.utils import safe_get_full_fp32_param
 
     engine.synchronize()
-    return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+    named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+    return {name: safe_get_full_fp32_param(p).clone() for name, p in named}
 
 
 def run(num_stages: int, config: dict[str, Any], options: dict[str, Any], save: str = "", load: str = "") -> Any:
@@ -129,7 +133,7 @@ def test_tied_weights_are_updated_by_the_sum_of_both_stages(rank_pool: Pool, nvm
         torch.testing.assert_close(value, alone[1][key], rtol=0.0, atol=1e-4)  # a hundredth of what AdamW moves it by
 
 
-@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_with_another_number_of_stages(
     rank_pool: Pool, nvme_path: Path, tmp_path: Path, before: int, after: int
 ) -> None:
@@ -140,6 +144,53 @@ def test_a_checkpoint_goes_on_with_another_number_of_stages(
     for key, value in merged(loaded).items():
         torch.testing.assert_close(value, merged(through)[key], rtol=0.0, atol=1e-4)
     torch.testing.assert_close(torch.tensor(loaded[0][0][0]), torch.tensor(through[0][0][0]), rtol=1e-5, atol=0.0)
+
+
+def at_stage_3(nvme_path: str, folder: str) -> dict[str, Tensor]:
+    """The values of the same layers in a Sequential, on a slice of which each rank works."""
+    import zero
+
+    quiet()
+    layers = [Block(), Block(), nn.Tanh(), Block(), Block()]
+    home = {"device": "nvme", "nvme_path": nvme_path}
+    config = config_of("nvme", nvme_path, stage=3)
+    config["zero_optimization"]["offload_param"] = home
+    with zero.initialize(model=nn.Sequential(*layers), config=config)[0] as engine:
+        assert engine.load_checkpoint(folder)[0] is not None and engine.global_steps == STEPS
+        return values_of(engine)
+
+
+def test_a_checkpoint_of_a_pipeline_loads_at_stage_3_without_one(
+    rank_pool: Pool, nvme_path: Path, tmp_path: Path
+) -> None:
+    saved = rank_pool(2).run(run, 2, config_of("cpu", str(nvme_path)), {}, str(tmp_path))
+    assert same(rank_pool(2).run(at_stage_3, str(nvme_path), str(tmp_path))[0], merged(saved))
+
+
+def freeze(num_stages: int, config: dict[str, Any], which: list[int]) -> Any:
+    """Losses and values where some layers are not trained."""
+    import zero
+    from zero.pipe import PipelineModule
+
+    quiet()
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    for index in which:
+        layers[index].requires_grad_(False)
+    model = PipelineModule(layers, num_stages, loss_fn=loss_of, partition_method="uniform")
+    with zero.initialize(model=model, config=config)[0] as engine:
+        return [engine.train_batch(data(step, 0)).item() for step in range(STEPS)], values_of(engine)
+
+
+@pytest.mark.parametrize("which", [[0, 1], [2, 3]])
+def test_a_stage_of_which_nothing_is_trained_passes_gradients_on(
+    rank_pool: Pool, nvme_path: Path, which: list[int]
+) -> None:
+    config = config_of("cpu", str(nvme_path))
+    (alone,) = rank_pool(1).run(freeze, 1, config, which)
+    answers = rank_pool(2).run(freeze, 2, config, which)
+    assert answers[0][0] == answers[1][0] == alone[0]
+    assert same(merged(answers), alone[1])
 
 
 def overflow(num_stages: int, config: dict[str, Any]) -> Any:
@@ -165,15 +216,15 @@ def test_an_overflow_skips_the_step_on_all_stages(rank_pool: Pool, nvme_path: Pa
     assert same(merged(answers), alone[1])
 
 
-def fail_once(nvme_path: str) -> list[str]:
-    """What is told where the last stage fails in the middle of a batch, by that call and by the next one."""
+def fail_once(nvme_path: str, failing_rank: int) -> list[str]:
+    """What is told where one rank of the last stage fails amid a batch, by that call and by the next one."""
     import zero
     from zero.pipe import PipelineModule
 
     quiet()
 
     def failing(output: Tensor, labels: Tensor) -> Tensor:
-        if labels.flatten()[0] == 7:
+        if labels.flatten()[0] == 7 and dist.get_rank() == failing_rank:
             raise ValueError("no such label")
         return loss_of(output, labels)
 
@@ -190,10 +241,45 @@ def fail_once(nvme_path: str) -> list[str]:
 
 
 def test_what_fails_on_one_stage_is_told_on_all_now_and_later(rank_pool: Pool, nvme_path: Path) -> None:
-    answers = rank_pool(2).run(fail_once, str(nvme_path))
-    assert answers[1][0] == "ValueError: no such label"
-    for text in (*answers[0], answers[1][1]):
-        assert "rank 1" in text and "no such label" in text
+    told_on_all(rank_pool(2).run(fail_once, str(nvme_path), 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing_rank", [2, 3])
+def test_what_fails_on_one_of_two_ranks_of_a_stage_is_told_on_all(
+    rank_pool: Pool, nvme_path: Path, failing_rank: int
+) -> None:
+    told_on_all(rank_pool(4).run(fail_once, str(nvme_path), failing_rank))
+
+
+def told_on_all(answers: list[list[str]]) -> None:
+    own = [told[0] for told in answers if told[0] == "ValueError: no such label"]
+    assert len(own) == 1
+    for text in (text for told in answers for text in told if text != own[0]):
+        assert "rank " in text and "no such label" in text
+
+
+def die(nvme_path: str) -> str:
+    import zero
+    from zero.pipe import PipelineModule
+
+    quiet()
+
+    def ending(output: Tensor, labels: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return output
+
+    model = PipelineModule([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], 2, loss_fn=ending)
+    engine = zero.initialize(model=model, config=config_of("cpu", nvme_path))[0]
+    with pytest.raises(RankLostError) as caught:
+        engine.train_batch(data(0, 0))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_stage_whose_process_dies_is_named(rank_pool: Pool, nvme_path: Path) -> None:
+    text = rank_pool(2).run(die, str(nvme_path), errors="return")[0]
+    assert "rank 1" in text and "has died" in text
 
 
 def refusals(nvme_path: str) -> list[str]:
