@@ -346,6 +346,7 @@ WIDE_FUNCTIONS = {
     ("zero/ops/adam.py", "__init__"),
     ("zero/params/initialisation.py", "__init__"),
     ("zero/params/tiled_linear.py", "__init__"),
+    ("zero/pipe/module.py", "__init__"),
 }
 """DeepSpeed's signatures are not ours to shorten, nor what must be said about their arguments."""
 
@@ -410,7 +411,7 @@ NOT_PRIVATE = {
 }
 """Names that are torch's, or that users of DeepSpeed call."""
 NOT_BEHIND_AN_ENGINE = {
-    *("aio._pool", "lines._handles", "there._name"),
+    *("aio._pool", "library.ffi._lock", "lines._handles", "there._name"),
     *("unconfigured._settings", "unconfigured._state", "zero.checkpointing._state"),
 }
 """What is tested by itself: one part, made by its test."""

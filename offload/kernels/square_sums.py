@@ -80,6 +80,10 @@ class SquareSum:
         low += sum(part.high for part in parts if part.bin == top - 1)
         return cls(high, low, top, sum(part.nonfinite for part in parts))
 
+    def negated(self) -> SquareSum:
+        """What takes this from a sum; elements that are not finite stay counted there."""
+        return SquareSum(-self.high, -self.low, self.bin)
+
     def norm(self) -> float:
         """The square root of the sum, which is rounded to fp64 before; NaN with elements that are not finite."""
         if self.nonfinite:

@@ -26,6 +26,7 @@ from zero.checkpoint.dcp_format import MODEL, OPTIMIZER, PIECE_NUMEL, STEP, shor
 from zero.checkpoint.export import rounded
 from zero.checkpoint.folder import folder_named, open_checkpoint
 from zero.checkpoint.frozen import check_reference, frozen_sums
+from zero.checkpoint.of_stages import of_stage
 from zero.checkpoint.saving import SaveCheckpoints
 from zero.checkpoint.source import Opened, Saved, Source
 from zero.exchange.together import Together
@@ -57,10 +58,18 @@ class Wanted:
         strict: every parameter and buffer must have a value, and every value a place.
         optimizer: its states are wanted too, and step counts.
         known_frozen: the source leaves out what is not trained.
+        elsewhere: names of parameters and buffers that other stages of a pipeline have.
     """
 
     def __init__(
-        self, source: Source, parts: Assembly, *, strict: bool, optimizer: ZeroOptimizer | None, known_frozen: bool
+        self,
+        source: Source,
+        parts: Assembly,
+        *,
+        strict: bool,
+        optimizer: ZeroOptimizer | None,
+        known_frozen: bool,
+        elsewhere: Collection[str] = (),
     ) -> None:
         self._source, self._parts = source, parts
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
@@ -81,7 +90,7 @@ class Wanted:
                 _check_shape(MODEL + name, source.tensors[MODEL + name], buffer)
             else:
                 missing.append(name)
-        known = {name for leaf in parts.leaves for name in leaf.names} | self.buffers.keys()
+        known = {name for leaf in parts.leaves for name in leaf.names} | self.buffers.keys() | set(elsewhere)
         saved = [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
         unexpected = [name for name in saved if name not in known]
         if strict and (missing or unexpected):
@@ -316,7 +325,7 @@ class LoadCheckpoints:
             self._steps.synchronize()
         finally:
             self._state.half_loaded = failed
-        together = Together(self._run.exchange)
+        together = Together(self._run.exchange.everyone)
         states = load_optimizer_states and not load_module_only
         damaged: list[str] = []
         while (opened := self._open(folder, tag, together, damaged)) is not None:
@@ -345,7 +354,7 @@ class LoadCheckpoints:
         try:
             together.do("looking for a checkpoint", look)
             name = found[0].folder.name.encode() if found else b""
-            names = {answer.decode() for answer in self._run.exchange.agree("checkpoint to load", name)}
+            names = {answer.decode() for answer in self._run.exchange.everyone.agree("checkpoint to load", name)}
             if len(names) > 1:
                 raise ConfigError(
                     f"load_checkpoint: ranks find different checkpoints in {load_dir} ({', '.join(sorted(names))}); it "
@@ -362,12 +371,20 @@ class LoadCheckpoints:
     ) -> dict[str, Any]:
         run, parts, updater = self._run, self._run.parts, self._run.updater if states else None
         placement, state, source = parts.exchange.placement, opened.state, opened.source
+        elsewhere, state = of_stage(state, parts)
 
         def check() -> Checked:
-            client, mine = opened.client(), opened.rank_state(placement.rank)
+            client, mine = opened.client(), opened.rank_state(parts.exchange.everyone.placement.rank)
             # Where fewer ranks have saved, the first one's position in the data is the others' too.
             told = mine if mine is not None else opened.rank_state(0)
-            wanted = Wanted(source, parts, strict=strict, optimizer=updater, known_frozen=not state["has_frozen"])
+            known_frozen = not state["has_frozen"]
+            wanted = Wanted(
+                *(source, parts),
+                strict=strict,
+                optimizer=updater,
+                known_frozen=known_frozen,
+                elsewhere=elsewhere,
+            )
             if updater is not None:
                 name_of = {id(leaf.parameter): leaf.names[0] for leaf in parts.leaves}
                 check_groups(updater, state["groups"], name_of)

@@ -30,6 +30,7 @@ from zero.checkpoint.frozen import (
     frozen_indices,
     frozen_sums,
 )
+from zero.checkpoint.of_stages import whole_state
 from zero.checkpoint.save import CheckpointSave
 from zero.checkpoint.source import CLIENT, RANK, STATE
 from zero.checkpoint.writer import Extents, plan_extents
@@ -100,7 +101,7 @@ class SaveCheckpoints:
         behind = self._may_save_behind(state)
         if not behind:
             self._steps.synchronize()
-        save = CheckpointSave(parts, parts.exchange, folder, name, self.files)
+        save = CheckpointSave(parts, parts.exchange.everyone, folder, name, self.files)
         keep_last = self._run.config.checkpoint.keep_last
         save.beside, save.keep_last, save.tools = frozen.beside, keep_last, self.checkpoint_tools
         said = f"checkpoint {folder / name}: {format_bytes(extents.nbytes)} of this rank saved"
@@ -123,7 +124,9 @@ class SaveCheckpoints:
         if not self._run.config.checkpoint.async_save:
             return False
         why, changed = "", sorted(frozenset.union(*self._state.changed))
-        if state["accumulating"] is not None:
+        if self._run.exchange.is_stage:
+            why = "the stages of a pipeline save together"
+        elif state["accumulating"] is not None:
             why = "gradients have been collected since the last step, and they change with the next backward"
         elif self._run.parts.plan.two_slots:
             why = "states change places inside backward (offload_optimizer.update_in_backward)"
@@ -153,7 +156,7 @@ class SaveCheckpoints:
     def _save_frozen(self, save_dir: Path, *, left_out: bool) -> FrozenPart:
         """What becomes of the weights that are not trained; writes what checkpoints share of them. All ranks come."""
         mode, parts = self._run.config.checkpoint.frozen, self._run.parts
-        if left_out or mode == "always" or not frozen_indices(parts):
+        if left_out or mode == "always" or parts.exchange.is_stage or not frozen_indices(parts):
             return FrozenPart(inside=not left_out)
         if self._state.frozen_sums is None:
             self._state.frozen_sums = frozen_sums(parts, parts.exchange)
@@ -198,7 +201,12 @@ class SaveCheckpoints:
         """What all ranks have in common, and all that this rank writes."""
         parts, placement = self._run.parts, self._run.exchange.placement
         indices = frozen_indices(parts)
-        extents = plan_extents(parts, placement, lambda index: frozen.inside or index not in indices, self._run.updater)
+        own = parts.exchange.everyone.saves
+
+        def wanted(index: int) -> bool:
+            return (frozen.inside or index not in indices) and own(parts.leaves[index].names[0])
+
+        extents = plan_extents(parts, placement, wanted, own, self._run.updater)
         dtypes = {
             parts.leaves[slot.index].names[0]: str(unit.dtype).removeprefix("torch.")
             for unit in parts.layout.units
@@ -211,7 +219,9 @@ class SaveCheckpoints:
         if not state["has_frozen"]:
             left_out = set(state["frozen"])
             state["aliases"] = {alias: name for alias, name in state["aliases"].items() if name not in left_out}
-        together = Together(parts.exchange)
+        if parts.exchange.is_stage:
+            state = whole_state(parts.exchange.everyone, state)
+        together = Together(parts.exchange.everyone)
         accumulated = together.do("saving collected gradients", lambda: add_accumulated(extents, parts, placement))
         answers = self._run.exchange.agree("collected gradients", b"" if accumulated is None else b"some")
         state["accumulating"] = ranks_shape(placement) if any(answers) else None
@@ -225,7 +235,7 @@ class SaveCheckpoints:
         self, state: dict[str, Any], client_state: Mapping[str, Any], accumulated: dict[str, Any] | None
     ) -> dict[str, torch.Tensor]:
         """What this rank saves besides tensors, as archives. Raises ConfigError if objects of users cannot be saved."""
-        rank = self._run.exchange.placement.rank
+        rank = self._run.exchange.everyone.placement.rank
         values: dict[str, Callable[[], Any]] = {f"{RANK}.{rank}": lambda: rank_state(self._run, accumulated)}
         if rank == 0:
             values = {STATE: lambda: state, CLIENT: lambda: client_part(self._run, client_state), **values}
@@ -243,7 +253,7 @@ class SaveCheckpoints:
 
     def _agree_on_tag(self, tag: Any) -> str:
         name = check_tag(tag)
-        names = [answer.decode() for answer in self._run.exchange.agree("checkpoint tag", name.encode())]
+        names = [answer.decode() for answer in self._run.exchange.everyone.agree("checkpoint tag", name.encode())]
         if len(set(names)) > 1:
             told = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(names))
             message = f"save_checkpoint: ranks have different tags ({told})"

@@ -368,15 +368,22 @@ def failure_file(rank: int) -> str:
 
 
 def plan_extents(
-    parts: Assembly, placement: Placement, wanted: Callable[[int], bool], optimizer: ZeroOptimizer | None
+    parts: Assembly,
+    placement: Placement,
+    wanted: Callable[[int], bool],
+    own: Callable[[str], bool],
+    optimizer: ZeroOptimizer | None,
 ) -> Extents:
     """What this rank writes of the model: its part of the planes, and of the first rank buffers and step counts.
 
+    `wanted`: parameters, by index; `own`: buffers, by name.
     `optimizer`: has the numbers that belong to states; None: all are 0. If it keeps small states, no update is due.
     """
     extents = Extents(parts.layout, parts.plan.sub_groups, parts.leaves, placement, wanted, parts.plan.states_of)
     if placement.rank == 0:
         for name, buffer in persistent_buffers(parts.model).items():
+            if not own(name):
+                continue
             extents.add(MODEL + name, buffer.detach().to("cpu", copy=True))
         trained = {slot.index for unit in parts.layout.units if unit.trainable for slot in unit.slots}
         for leaf in parts.leaves:

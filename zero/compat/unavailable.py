@@ -13,7 +13,7 @@ from torch import nn
 
 TENSORS = "tensor parallelism is not implemented; stage 3 shards weights over the same ranks without it"
 SEQUENCES = "sequence parallelism is not implemented; use torch.distributed.tensor.experimental.context_parallel"
-PIPELINES = "pipelines are not implemented; stage 3 with offload needs none, or use torch.distributed.pipelining"
+PIPELINES = "the schedules are torch.distributed.pipelining's; zero.pipe.PipelineModule and pipeline.schedule choose"
 EXPERTS = (
     "DeepSpeed's MoE layers are not implemented; a model's own experts (ModuleList, or packed as transformers has "
     "them) are units here and only those that are called move"

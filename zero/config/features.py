@@ -268,13 +268,7 @@ FEATURES: Mapping[str, Feature] = {
         about="Azure's checkpoint service.",
         why="checkpoints are written by this engine; checkpoint.async_save does so behind training",
     ),
-    "parallel_write": Feature("flag: pipeline_stage", why="there are no pipeline stages to share the writing"),
-    "pipeline": Feature(
-        """any: stages text: partition flag: seed_layers whole: activation_checkpoint_interval flag: pipe_partitioned
-        grad_partitioned use_reentrant""",
-        about="read by a PipelineModule only.",
-        why="a PipelineModule reads it, and pipelines are not available",
-    ),
+    "parallel_write": Feature("flag: pipeline_stage", why="each stage of a pipeline writes what it has"),
     "timers": Feature("", why="throughput is not timed", blocks={"throughput": Feature("flag: enabled synchronized")}),
     "writer": Feature(
         """text: type any: io_buffer_size flag: io_buffer_double number: io_multiplier flag: show_statistics

@@ -38,6 +38,7 @@ from zero.config.hybrid_block import HybridEngine
 from zero.config.machine_block import AioConfig, CheckpointConfig, MemoryBudget
 from zero.config.numbers import parse_whole
 from zero.config.optimizer_block import OptimizerConfig
+from zero.config.pipeline_block import Pipeline
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
 from zero.config.scheduler_block import SchedulerConfig
 from zero.config.zero_block import ZeroConfig
@@ -213,7 +214,7 @@ class Config(ConfigBlock):
     flops_profiler: logs.FlopsProfiler | None = None
     autotuning: features.autotuning | None = None
     nebula: features.nebula | None = None
-    pipeline: features.pipeline | None = None
+    pipeline: Pipeline | None = None
     hybrid_engine: HybridEngine | None = None
     eigenvalue: features.eigenvalue | None = None
     timers: features.timers | None = None

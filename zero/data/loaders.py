@@ -25,6 +25,7 @@ def make_loader(
     route: str = "train",
     batch_size: int | None = None,
     sampler: Sampler[Any] | None = None,
+    place: tuple[int, int] | None = None,
     **options: Any,
 ) -> DataLoader[Any]:
     """A loader of this rank's micro-batches.
@@ -42,6 +43,7 @@ def make_loader(
         route: one of `ROUTES`.
         batch_size: samples; None: train_micro_batch_size_per_gpu.
         sampler: which samples this rank gets, in which order; None: see above.
+        place: which part of the data, and of how many; None: this rank's, of all ranks.
         options: of the DataLoader.
     """
     if route not in ROUTES:
@@ -51,7 +53,8 @@ def make_loader(
         raise ConfigError(
             f"loader: expected a dataset with __getitem__ and __len__, or an IterableDataset, got {type(data).__name__}"
         )
-    world_size, drop = world.world_size(), config.dataloader_drop_last
+    rank, world_size = place or (world.rank(), world.world_size())
+    drop, shuffle = config.dataloader_drop_last, route == "train"
     if iterable and world_size > 1:
         raise ConfigError(
             f"loader: an IterableDataset cannot be dealt out to {world_size} ranks, each would see all of it; make a "
@@ -61,7 +64,6 @@ def make_loader(
     options |= {"pin_memory": pin, "drop_last": drop}
     if iterable:
         return DataLoader(data, sampler=sampler, **options)
-    rank, shuffle = world.rank(), route == "train"
     if sampler is None and world_size == 1 and not shuffle:
         sampler = SequentialSampler(data)  # type: ignore[arg-type]
     elif sampler is None:

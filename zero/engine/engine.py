@@ -181,17 +181,30 @@ class ZeroEngine(EngineNames, nn.Module):
             StateError: the graph was made before the last step, or the engine is closed.
             StorageError: a transfer failed.
         """
+        loss = self.part_of_loss(loss) if scale_wrt_gas else loss
+        self.reports.note_loss(loss)
+        with self.running_backward():
+            self.scaling.scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        return loss
+
+    def part_of_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of one micro-batch divided by the accumulation steps."""
+        accumulation = self.run.config.gradient_accumulation_steps
+        return self.scaling.part_of(loss, accumulation) if accumulation > 1 else loss
+
+    @contextmanager
+    def running_backward(self) -> Iterator[None]:
+        """One backward through the model, whoever runs it: of a loss, or from gradients of its outputs.
+
+        Raises as `backward`.
+        """
         with uninterrupted:
             self.steps.ready("backward", TO_TRAIN)
-        parts, accumulation = self.run.parts, self.run.config.gradient_accumulation_steps
-        if scale_wrt_gas and accumulation > 1:
-            loss = self.scaling.part_of(loss, accumulation)
-        self.reports.note_loss(loss)
+        parts = self.run.parts
         with self.reports.backward.running():
             parts.coordinator.accumulating = not self.accumulation.is_gradient_accumulation_boundary()
             with parts.watch.outermost():
-                self.scaling.scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        return loss
+                yield
 
     @whole
     @traced("step")

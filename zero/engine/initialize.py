@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,11 +19,16 @@ from zero.config.auto_values import Facts, auto_lines, facts_of, resolve_auto
 from zero.config.given import config_argument
 from zero.config.precision_block import DTYPES
 from zero.engine.engine import ZeroEngine
+from zero.engine.pipeline_engine import PipelineEngine, open_stages
+from zero.exchange.all_stages import AllStages
+from zero.exchange.exchange import Exchange
 from zero.exchange.partners import open_exchange
 from zero.optim.make_rule import trained_from
 from zero.optim.optimizer import ZeroOptimizer
+from zero.optim.rules import Trained
 from zero.optim.scheduling import check_scheduler
 from zero.params.initialisation import suspended
+from zero.pipe.module import PipelineModule
 from zero.ranks.joining import join_or_stay_alone
 from zero.reports.log import NOTICE, follow, show_log
 
@@ -78,37 +83,61 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     """
     if model is None:
         raise ConfigError("initialize: model is missing")
-    _refuse_pipelines(model)
+    pipeline = model if isinstance(model, PipelineModule) else None
+    if pipeline is None:
+        _refuse_pipelines(model)
     if mpu is not None or mesh_param is not None:
         raise ConfigError("initialize: mpu and mesh_param are not available; leave them out")
     check_scheduler(lr_scheduler)
     show_log()
     if dist_init_required is not False:
         join_or_stay_alone(distributed_port)
-    loaded = _read_config(args, config if config is not None else config_params)
+    replicas = None if pipeline is None else pipeline.data_place[1]
+    loaded = _read_config(args, config if config is not None else config_params, replicas)
     loaded = _without_autos(loaded, facts_of(model, optimizer, training_data))
     trained = trained_from(optimizer, model_parameters, model, loaded)
     device = compute_device()
-    exchange = open_exchange(loaded, device)
-    try:
-        with suspended():
-            engine = ZeroEngine(model, trained, loaded, device, exchange, lr_scheduler)
-    except BaseException as error:  # the other ranks wait for this one
-        exchange.close(error)
-        raise
+    stages = None if pipeline is None else open_stages(pipeline, loaded, device)
+    engine = _open_engine(model, trained, loaded, device, stages, lr_scheduler)
     given = loaded.origin("activation_checkpointing") == "user"
     checkpointing.follow(engine.activations, configured=given)
     engine.run.collate_fn = collate_fn
+    if pipeline is not None and stages is not None:
+        # It is no ZeroEngine, has its names, and refuses forward, backward and step, as DeepSpeed's does.
+        engine = cast(ZeroEngine, PipelineEngine(engine, pipeline, stages))
     engine.run.training_dataloader = None if training_data is None else engine.deepspeed_io(training_data)
     return engine, engine.updater, engine.training_dataloader, engine.lr_scheduler
 
 
-def _read_config(args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None) -> Config:
+def _open_engine(
+    model: nn.Module,
+    trained: Trained | None,
+    loaded: Config,
+    device: torch.device,
+    stages: AllStages | None,
+    lr_scheduler: Any,
+) -> ZeroEngine:
+    exchange: Exchange | None = stages
+    try:
+        exchange = open_exchange(loaded, device, stages)
+        with suspended():
+            return ZeroEngine(model, trained, loaded, device, exchange, lr_scheduler)
+    except BaseException as error:  # the other ranks wait for this one
+        for opened in (exchange, stages):
+            if opened is not None:
+                opened.close(error)
+        raise
+
+
+def _read_config(
+    args: Any, source: str | os.PathLike[str] | dict[str, Any] | Config | None, world_size: int | None = None
+) -> Config:
+    """The configuration for as many parts of the data as there are; None: one a rank."""
     if source is None:
         source = config_argument(args)
     if source is None:
         raise ConfigError("initialize: give config=, a path or a dict, or args with zero_config or deepspeed_config")
-    loaded = load_config(source)
+    loaded = load_config(source, world_size=world_size)
     follow(loaded)
     if loaded.inactive:
         logger.log(NOTICE, "zero: without effect here: %s; `zero config show` says why", ", ".join(loaded.inactive))
@@ -140,7 +169,6 @@ def _refuse_pipelines(model: nn.Module) -> None:
     named = any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__)
     if named or all(hasattr(model, mark) for mark in PIPELINE_MARKS):
         raise ConfigError(
-            f"initialize: model: {type(model).__name__} is a PipelineModule, and pipelines are not available; give an "
-            "nn.Module, such as nn.Sequential of the same layers (with ZeRO it need not fit a device), or build the "
-            "pipeline with torch.distributed.pipelining"
+            f"initialize: model: {type(model).__name__} is DeepSpeed's PipelineModule or made like it; make a "
+            "zero.pipe.PipelineModule of the same layers, or an nn.Sequential (with ZeRO it need not fit a device)"
         )

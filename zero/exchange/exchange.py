@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload.kernels import kernels
+from offload.kernels.square_sums import SquareSum
 from offload.memory.byte_tensors import bytes_of, tensor_of
 from offload.streams import Fence
 from zero.params.layout import Layout, Unit
@@ -41,8 +42,31 @@ class Exchange:
     overlaps: bool = True  # False: whoever starts a reduction waits for it.
     memory: SharedPlaces | None = None  # Where what all ranks see is to be allocated; None: nothing is shared.
 
-    def __init__(self, placement: Placement = ONE_RANK) -> None:
+    def __init__(self, placement: Placement = ONE_RANK, everyone: Exchange | None = None) -> None:
         self.placement = placement
+        self._outer = everyone
+
+    @property
+    def everyone(self) -> Exchange:
+        """With all ranks of the run: in a pipeline those of other stages too, which hold other parameters."""
+        return self if self._outer is None else self._outer
+
+    @property
+    def is_stage(self) -> bool:
+        """True in a pipeline."""
+        return self._outer is not None
+
+    def over_stages(self, what: str, payload: bytes) -> list[bytes]:
+        """One `payload` a stage of a pipeline, from the ranks at this one's place; without a pipeline, this one's."""
+        return [payload]
+
+    def saves(self, name: str) -> bool:
+        """True if this stage writes the parameter or buffer into checkpoints; a tied one is written by one stage."""
+        return True
+
+    def counted_elsewhere(self) -> SquareSum:
+        """What this stage's gradients have of the norm that another stage has too."""
+        return SquareSum()
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """The storage is made, on every rank. All ranks come here."""
@@ -147,8 +171,8 @@ class Wire:
 class AmongRanks(Exchange):
     """What every exchange between several ranks leaves to their comm."""
 
-    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        super().__init__(placement)
+    def __init__(self, comm: Comm, placement: Placement, wire: Wire, everyone: Exchange | None = None) -> None:
+        super().__init__(placement, everyone)
         self._comm, self._wire, self.overlaps = comm, wire, wire.overlaps
 
     def agree(self, what: str, payload: bytes) -> list[bytes]:
@@ -164,8 +188,8 @@ class AmongRanks(Exchange):
 class Collectives(AmongRanks):
     """Exchange by collectives of torch.distributed. `wire`: how gradients travel."""
 
-    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        super().__init__(comm, placement, wire)
+    def __init__(self, comm: Comm, placement: Placement, wire: Wire, everyone: Exchange | None = None) -> None:
+        super().__init__(comm, placement, wire, everyone)
         self._shard, self._replicas = comm.group(placement.shard_ranks), comm.group(placement.replica_ranks)
         self._near = comm.group(placement.near_ranks)
         self._before = placement.world_size if wire.prescale else wire.predivide_factor
@@ -241,7 +265,7 @@ class Collectives(AmongRanks):
         return self._comm.payload
 
     def renewed(self) -> Collectives:
-        return Collectives(self._comm, self.placement, self._wire)
+        return Collectives(self._comm, self.placement, self._wire, self._outer)
 
     def close(self, error: BaseException | None = None) -> None:
         self._comm.close(error)

@@ -12,6 +12,7 @@ from offload.streams import open_streams
 from offload.system.descriptors import same_node
 from zero.config import Config
 from zero.config.precision_block import DTYPES
+from zero.exchange.all_stages import AllStages
 from zero.exchange.exchange import Alone, Collectives, Exchange, Wire
 from zero.exchange.shared_memory import SharedMemory
 from zero.params.placement import place, why_not_near
@@ -21,21 +22,25 @@ from zero.ranks.comm import Comm
 logger = logging.getLogger("zero")
 
 
-def open_exchange(config: Config, device: torch.device) -> Exchange:
+def open_exchange(config: Config, device: torch.device, stages: AllStages | None = None) -> Exchange:
     """What the engine of a configuration exchanges with other ranks. All ranks come here.
 
     Raises ConfigError: a group that the configuration asks for cannot be made of the ranks. `config`: validated for the
-    number of ranks.
+    number of ranks. `stages`: of a pipeline, on one of which this engine is; None: all ranks have the whole model.
     """
-    comm = Comm(device, open_streams(device), fixed_order=config.sums_16_bit_in_fp32)
-    shares_memory = _can_share(comm, config, device)
+    fixed = config.sums_16_bit_in_fp32
+    if stages is None:
+        comm = Comm(device, open_streams(device), fixed_order=fixed)
+    else:
+        comm = stages.stage_comm(open_streams(device), fixed_order=fixed)
+    shares_memory = _can_share(comm, config, device, stages)
     placement = place(config, comm.rank, comm.world_size, shares_memory=shares_memory)
     reason = why_not_near(config, comm.world_size, shares_memory=shares_memory)
     if reason:
         logger.info("zero_optimization.zero_hpz_partition_size has no effect here: %s", reason)
     if placement.alone:
         comm.close()
-        return Alone(placement)
+        return Alone(placement, stages)
     wire = Wire(
         dtype=DTYPES.get(config.communication_data_type or ""),
         prescale=config.prescale_gradients,
@@ -44,16 +49,18 @@ def open_exchange(config: Config, device: torch.device) -> Exchange:
         overlaps=config.zero_optimization.overlap_comm,
     )
     if shares_memory:
-        return SharedMemory(comm, placement, wire)
-    return Collectives(comm, placement, wire)
+        return SharedMemory(comm, placement, wire, stages)
+    return Collectives(comm, placement, wire, stages)
 
 
-def _can_share(comm: Comm, config: Config, device: torch.device) -> bool:
+def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStages | None) -> bool:
     """Do the ranks keep one copy of each slice in shared memory, and use it there? All get the same answer."""
     wish = config.zero_optimization.shared_host_memory
     if comm.world_size == 1 or wish is False:
         return False
     possible = device.type == "cpu" and aliases() and same_node(partial(comm.agree, "one node"))
+    if stages is not None:  # stages open their groups together, so all need the same ones
+        possible = all(answer == b"\1" for answer in stages.agree("shared memory", bytes([possible])))
     if wish is True and not possible:
         raise ConfigError(
             "zero_optimization.shared_host_memory: needs ranks that compute on the CPU of one node, without "

@@ -33,7 +33,7 @@ from offload.planes.planes import Disk, Home, Plane, settle_all
 from offload.planes.two_slots import TwoSlotPlane
 from offload.streams import Fence
 from offload.system.descriptors import Share, exchange_descriptors
-from zero.exchange.exchange import AmongRanks, Turn, Wire
+from zero.exchange.exchange import AmongRanks, Exchange, Turn, Wire
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
 from zero.ranks.comm import Comm
@@ -95,8 +95,8 @@ class SharedMemory(AmongRanks):
     `wire`: how gradients travel; they are added up in fp32, so only `averages` and `overlaps` matter.
     """
 
-    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
-        super().__init__(comm, placement, wire)
+    def __init__(self, comm: Comm, placement: Placement, wire: Wire, everyone: Exchange | None = None) -> None:
+        super().__init__(comm, placement, wire, everyone)
         self.scale = 1.0 / placement.world_size if wire.averages else 1.0
         self.memory = self._regions = Regions(comm)
         self._board: NodeBoard | None = None
@@ -226,7 +226,7 @@ class SharedMemory(AmongRanks):
             self._storage.mover.post("updates that other ranks wait for", self._listen(self._epoch))
 
     def renewed(self) -> SharedMemory:
-        return SharedMemory(self._comm, self.placement, self._wire)
+        return SharedMemory(self._comm, self.placement, self._wire, self._outer)
 
     def close(self, error: BaseException | None = None) -> None:
         self.release()

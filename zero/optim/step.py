@@ -86,6 +86,10 @@ def agree_on_step(
         raise StateError(f"step: the ranks are at different steps ({steps}); every rank must call step() equally often")
     # Slices of one shard group: replicas have the same ones.
     total = SquareSum.merged(SquareSum.unpack(heads[rank][1]) for rank in exchange.placement.shard_ranks)
+    if exchange.is_stage:
+        mine = SquareSum.merged([total, exchange.everyone.counted_elsewhere()])
+        stages = exchange.everyone.over_stages(f"norm of step {number}", mine.pack())
+        total = SquareSum.merged(map(SquareSum.unpack, stages))
     union = {index for answer in answers for index, has in enumerate(answer[HEAD.size :]) if has}
     return total.norm(), union
 

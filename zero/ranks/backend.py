@@ -50,6 +50,11 @@ def name_for(device: torch.device) -> str:
     return KINDS[device.type].collectives
 
 
+def default_group(ranks: Sequence[int]) -> Handle:
+    """A process group of global ranks with the default group's backend; every rank calls this in the same order."""
+    return dist.new_group(list(ranks))
+
+
 def new_group(
     ranks: Sequence[int],
     name: str,

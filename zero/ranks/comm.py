@@ -15,8 +15,8 @@ import asyncio
 import os
 import struct
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class Comm:
         deadline_seconds: a wait without evidence of anything wrong is warned about after so long.
         fixed_order: sums are made by the caller, in rank order, on NCCL too (gloo: always).
         timeline: where collectives are noted.
+        teams: global ranks of this group and of all that are made beside it, by all ranks at once; empty: there is no
+            other.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Comm:
         deadline_seconds: float = 30.0,
         fixed_order: bool = False,
         timeline: Timeline | None = None,
+        teams: Sequence[Sequence[int]] = (),
     ) -> None:
         self.device = device
         self.streams, self._timeline = streams, timeline or Timeline()
@@ -83,7 +86,7 @@ class Comm:
         control = None
         if self.world_size > 1:
             self._lines, self._watch, control = open_lines(
-                self._log, self._fate, self._members, device, process_group, deadline_seconds
+                *(self._log, self._fate, self._members, device, process_group, deadline_seconds, teams)
             )
         self._leave = weakref.finalize(self, _leave, os.getpid(), self._watch, self._lines, self._fate)
         self._meeting = Meeting(
@@ -109,6 +112,15 @@ class Comm:
                 if other == key:
                     self._groups[key] = Group(key, key.index(self.rank), handle)
         return self._groups[key]
+
+    def group_among(self, groups: Sequence[Sequence[int]]) -> Group:
+        """This rank's of several groups that do not overlap; alone if it is in none. All ranks give the same list."""
+        own = Group((self.rank,), 0)
+        for ranks in map(tuple, groups):
+            handle = self._open(ranks)
+            if self.rank in ranks:
+                own = Group(ranks, ranks.index(self.rank), handle)
+        return own
 
     def _open(self, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == 1 or self._lines is None:
@@ -187,6 +199,35 @@ class Comm:
         Inside, a rank that has failed or left ends the fate of all, so call `check` while waiting.
         """
         return self._waiting(self._log.count, what)
+
+    @contextmanager
+    def all_of(self, kind: str) -> Iterator[None]:
+        """What ranks do inside with messages of their own, in groups of this: what fails on one ends it for all.
+
+        A RankLostError raised inside means that such a message failed: the error that comes out says why.
+        Raises RankDivergenceError: another rank has failed, also in an earlier call.
+
+        `kind`: the same words on every rank.
+        """
+        ticket = self.ticket(kind, -1, "all stages")
+        try:
+            with self._waiting(ticket.place, str(ticket)):
+                yield
+        except RankLostError as error:  # of which nobody knows yet whose fault it is
+            raise self._explained(RuntimeError(str(error)), str(ticket)) from error
+        except BaseException as error:
+            self._failed(error, ticket)
+            raise
+        finally:
+            self._order.passed(ticket.number)
+
+    def end(self, error: BaseException) -> None:
+        """Ranks outside of this group no longer work together with it: its own waits end too. Any thread."""
+        self._fate.end(again(error))
+
+    def ends_with(self, other: Comm) -> None:
+        """What ends `other` ends this."""
+        other._fate.tell(self.end)
 
     def cancel(self, ticket: Ticket, error: BaseException) -> None:
         """This rank cannot take part in `ticket`: the ranks that wait for it are told why. Any thread."""

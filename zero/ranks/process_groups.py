@@ -23,10 +23,20 @@ class Lines:
         device: where NCCL's collectives run.
         parent: whose ranks and timeout they have; None: torch's default group.
         board: where ranks show their connections.
+        teams: the global ranks of this and of all groups like it, that open their groups at the same time; empty:
+            all ranks are in this one.
     """
 
-    def __init__(self, device: torch.device, parent: Any, board: StatusBoard, fate: Fate) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        parent: Any,
+        board: StatusBoard,
+        fate: Fate,
+        teams: Sequence[Sequence[int]] = (),
+    ) -> None:
         self._device, self._parent, self._board, self._fate = device, parent, board, fate
+        self._teams = [list(team) for team in teams]
         self._handles: list[Any] = []
         self._ends: dict[str, set[Connection]] = {}
 
@@ -37,7 +47,10 @@ class Lines:
         """
         before = connections()
         timeout = timedelta(seconds=OPENING_SECONDS) if name == "gloo" and backend.has_cpu(self._parent) else None
-        handle = backend.new_group(ranks, name, self._parent, timeout, self._device, self._fate.check)
+        handle = None
+        for wanted in self._everywhere(ranks):
+            made = backend.new_group(wanted, name, self._parent, timeout, self._device, self._fate.check)
+            handle = made if list(wanted) == list(ranks) else handle
         if backend.own_rank() not in ranks:
             return None
         self._handles.append(handle)
@@ -50,6 +63,14 @@ class Lines:
             self._ends[key] = connections() - before
             self._board.tell_ends(key, [end.ends for end in self._ends[key]])
         return handle
+
+    def _everywhere(self, ranks: Sequence[int]) -> list[Sequence[int]]:
+        """The same group in each team: torch makes a group only if every rank of the default group comes along."""
+        own = next((team for team in self._teams if ranks[0] in team), None)
+        if own is None:
+            return [ranks]
+        places = [own.index(rank) for rank in ranks]
+        return [[team[place] for place in places] for team in self._teams]
 
     def cut(self) -> None:
         """End whatever is under way, here and on the ranks at the other ends."""

@@ -23,13 +23,20 @@ CONNECTING_SECONDS = 10.0  # For one more connection to a store that has answere
 
 
 def open_lines(
-    log: Log, fate: Fate, members: Sequence[int], device: torch.device, parent: Any, deadline_seconds: float
+    log: Log,
+    fate: Fate,
+    members: Sequence[int],
+    device: torch.device,
+    parent: Any,
+    deadline_seconds: float,
+    teams: Sequence[Sequence[int]] = (),
 ) -> tuple[Lines, Watch, Any]:
     """The groups, the watch and the group for meetings of an engine with several ranks. All ranks come here.
 
     Raises RankLostError: a rank has ended meanwhile.
 
     `parent`: the group of the members; None: torch's default group. `deadline_seconds`: see `Watch`.
+    `teams`: see `Lines`.
     """
     rank = members.index(backend.own_rank())
     try:
@@ -43,7 +50,7 @@ def open_lines(
             f"rank {rank}: opening the engine failed: the store of the process group, which rank 0 or the launcher "
             f"keeps, does not answer: {(str(error).splitlines() or [type(error).__name__])[0]}"
         ) from error
-    lines = Lines(device, parent, board, fate)
+    lines = Lines(device, parent, board, fate, teams)
     watch.when_broken(lines.cut)
     what = "opening the engine"
     try:

@@ -212,7 +212,7 @@ REFUSED = {
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter(None)": "sequence parallelism",
     "utils.groups._get_sequence_parallel_group()": "sequence parallelism",
     "moe.layer.MoE(8)": "experts",
-    "pipe.PipelineModule([])": "pipelines",
+    "runtime.pipe.schedule.TrainSchedule(4, 2, 0)": "pipeline.schedule",
     "compression.compress.init_compression(None, {})": "quantise",
     "inference.config.DeepSpeedInferenceConfig()": "init_inference",
     "runtime.fp16.onebit.adam.OnebitAdam([])": "1-bit",
@@ -244,16 +244,16 @@ def test_using_what_is_not_implemented_names_the_feature_and_what_to_do() -> Non
 def test_what_is_not_implemented_can_be_subclassed_and_asked_for() -> None:
     text = """
     import torch, deepspeed
-    from deepspeed.pipe import PipelineModule
-    class Mine(PipelineModule):
+    from deepspeed.sequence.layer import DistributedAttention
+    class Mine(DistributedAttention):
         def __init__(self):
-            super().__init__(layers=[])
-    print(issubclass(Mine, torch.nn.Module), isinstance(torch.nn.Linear(1, 1), PipelineModule),
+            super().__init__(None, None)
+    print(issubclass(Mine, torch.nn.Module), isinstance(torch.nn.Linear(1, 1), DistributedAttention),
         isinstance(1, deepspeed.moe.layer.MoE))
     try:
         Mine()
     except NotImplementedError as error:
-        print("PipelineModule" in str(error))
+        print("DistributedAttention" in str(error))
     """
     assert said(*code(text)).split() == ["True", "False", "False", "True"]
 

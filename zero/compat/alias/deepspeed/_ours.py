@@ -132,6 +132,13 @@ OURS: dict[str, dict[str, str]] = {
             "get_torch_optimizer=torch_optimizer"
         ),
     },
+    "runtime.pipe.engine": {"zero.engine.pipeline_engine": "PipelineEngine"},
+    "runtime.pipe.module": {
+        "zero.engine.pipeline_engine": "PipelineError",
+        "zero.pipe.module": "PipelineModule",
+        "zero.pipe.specs": "LayerSpec TiedLayerSpec",
+    },
+    "runtime.pipe.topology": {"zero.pipe.topology": "PipeDataParallelTopology ProcessTopology"},
     "runtime.precision_config": {
         "zero.compat.configs": "get_bfloat16_config get_float16_config",
         "zero.config.precision_block": "DeepSpeedBF16Config=Bf16Config DeepSpeedFP16Config=Fp16Config",

@@ -1,0 +1,346 @@
+"""The engine of a pipeline: an engine for this rank's stage, and runs of micro-batches through all stages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from offload.accelerator import is_accelerator
+from offload.errors import ConfigError, StateError
+from zero.config import Config
+from zero.config.pipeline_block import Pipeline
+from zero.data.loaders import make_loader
+from zero.data.resumable import RepeatingLoader
+from zero.engine.engine import ZeroEngine
+from zero.exchange.all_stages import AllStages
+from zero.exchange.together import Together
+from zero.pipe.module import PipelineModule
+from zero.pipe.schedules import MicroBatches, Schedules, mapped, shape_of
+from zero.pipe.tied import TiedWeights
+
+RUNS = "train_batch() runs forward, backward and step of all micro-batches, and eval_batch() the forwards"
+PART = "a stage has a part of the weights; save_checkpoint() writes all of them, `zero export` makes weights of it"
+REFUSED = {
+    **dict.fromkeys(("forward", "backward", "step", "scale", "no_sync"), RUNS),
+    **dict.fromkeys(("save_16bit_model", "save_fp16_model", "save_fp32_model"), PART),
+    "generation": "tokens would pass all stages one after the other; load the checkpoint with zero.init_inference",
+    "save_snapshot": "snapshots are of one stage only; save_checkpoint() is of all",
+    "load_snapshot": "snapshots are of one stage only; load_checkpoint() is of all",
+}
+"""Names of ZeroEngine that a pipeline does not answer -> what does."""
+
+
+class PipelineError(StateError):
+    """A call that an engine of a pipeline does not answer."""
+
+
+def open_stages(module: PipelineModule, config: Config, device: torch.device) -> AllStages:
+    """The ranks of a pipeline; tied weights are equal when this returns. All ranks come here.
+
+    Raises:
+        ConfigError: the configuration asks for what a pipeline has not got.
+    """
+    zero = config.zero_optimization
+    if zero.stage > 1:
+        raise ConfigError(
+            f"zero_optimization.stage: {zero.stage} is not available in a pipeline: a stage sums up whole gradients "
+            "over its micro-batches, as with DeepSpeed; set it to 1, or to 3 without a pipeline"
+        )
+    if zero.offload_optimizer is not None and zero.offload_optimizer.snapshot is not None:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.snapshot is not available in a pipeline, whose stages would have to "
+            "commit together; use save_checkpoint"
+        )
+    columns = module.topology().get_axis_comm_lists("pipe")
+    stages = AllStages(device, module.stage_ranks, columns, module.borrowed)
+    try:
+        TiedWeights(module, stages).make_equal()
+    except BaseException as error:
+        stages.close(error)
+        raise
+    return stages
+
+
+class PipelineEngine:
+    """What `zero.initialize` returns for a `PipelineModule`. It has the names of `ZeroEngine`, but those in `REFUSED`.
+
+    What fails on one rank while a batch runs ends the pipeline on all: each call from then on tells the first error.
+
+    Args:
+        engine: of this rank's stage.
+        stages: all ranks; closed with this.
+    """
+
+    def __init__(self, engine: ZeroEngine, module: PipelineModule, stages: AllStages) -> None:
+        self._engine, self._pipeline, self._stages = engine, module, stages
+        self.num_stages, self.stage_id = module.num_stages, module.stage_id
+        self._tied = TiedWeights(module, stages)
+        self._work = _StageWork(engine, module)
+        self._schedules = Schedules(module, stages, self._work, (engine.run.config.pipeline or Pipeline()).schedule)
+        self._iterator: Iterator[Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+
+    # ---- batches ------------------------------------------------------------------------------
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a batch: `gradient_accumulation_steps`."""
+        return self._engine.run.config.gradient_accumulation_steps
+
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        return self.stage_id == self.num_stages - 1
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """What `train_batch` and `eval_batch` read when they are given nothing."""
+        self._iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """As `set_dataiterator`; it begins anew when it is at its end."""
+        self._iterator = iter(RepeatingLoader(loader))
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Call `fn` with what the data has; it returns (inputs, labels)."""
+        self._batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Nothing: shapes may change from batch to batch."""
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train", **options: Any
+    ) -> DataLoader[Any]:
+        """A loader of this rank's part of the data, which all its stages share. Raises ConfigError as `make_loader`."""
+        run = self._engine.run
+        options.setdefault("collate_fn", run.collate_fn)
+        pin = is_accelerator(run.device)
+        place = self._pipeline.data_place
+        loader = make_loader(dataset, run.config, pin=pin, route=route, batch_size=batch_size, place=place, **options)
+        if self._iterator is None:
+            self.set_dataloader(loader)
+        return loader
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Forward and backward of all micro-batches, and a step. All ranks come here.
+
+        Args:
+            data_iter: has (inputs, labels) of micro-batches; read on the first and on the last stage.
+
+        Returns:
+            The mean loss of all micro-batches, of all parts of the data, on every rank: 0-D, fp32.
+
+        Raises:
+            StateError: the data is at its end on a rank; nothing has changed then.
+            ConfigError: micro-batches have several shapes.
+            RankDivergenceError: it failed on another rank, now or before; names the rank and the error.
+        """
+        batches = self._read(data_iter, self.micro_batches)
+        with self._stages.running("train_batch"):
+            self._engine.train()
+            self._schedules.run(batches, self.micro_batches, train=True)
+            self._tied.add_up(lambda parameter: self._engine.steps.values_of(parameter, to_change=True))
+            self._engine.step()
+            return self._told(self._work.take_losses(), "mean")
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Forward of some micro-batches, without gradients, in evaluation mode. All ranks come here.
+
+        Args:
+            data_iter: as in `train_batch`; other shapes than there are fine.
+            return_logits: return (loss, outputs of the last stage); outputs are None on other stages.
+            compute_loss: False: the outputs of the last stage are what is returned, None on other stages.
+            reduce_output: "avg": the mean loss; None: the list of this rank's losses, on the last stage.
+            bcast_loss: the mean is taken over all parts of the data, and told to all ranks; else the last stage's.
+            num_micro_batches: None: as many as in a batch to train.
+
+        Raises:
+            As `train_batch`.
+        """
+        if reduce_output not in ("avg", None):
+            raise ConfigError(f'eval_batch: reduce_output: expected "avg" or None, got {reduce_output!r}')
+        count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        batches = self._read(data_iter, count)
+        was_training = self._engine.training
+        with self._stages.running("eval_batch"):
+            self._engine.eval()
+            try:
+                outputs = self._schedules.run(batches, count, train=False)
+                losses = self._work.losses_of(outputs, batches.labels) if compute_loss else []
+            finally:
+                self._engine.train(was_training)
+            loss: Any = None
+            if compute_loss and reduce_output is None:
+                loss = losses or None
+            elif compute_loss and bcast_loss:
+                loss = self._told(losses, "mean")
+            elif compute_loss and losses:
+                loss = torch.stack(losses).mean()
+        logits = _joined(outputs) if self.is_last_stage() else None
+        if not compute_loss:
+            return logits
+        return (loss, logits) if return_logits else loss
+
+    def _read(self, data_iter: Iterator[Any] | None, count: int) -> MicroBatches:
+        """This rank's micro-batches. What one rank cannot read none runs."""
+        self._stages.check()
+        together, failure, mine = Together(self._stages), None, MicroBatches((), (), "")
+        try:
+            mine = self._read_own(self._iterator if data_iter is None else data_iter, count)
+        except Exception as error:
+            failure = error
+        told = together.exchange("reading micro-batches", json.dumps([count, mine.shape]).encode(), failure)
+        asked = [json.loads(answer) for answer in told]
+        if len({number for number, _ in asked}) > 1:
+            raise ConfigError(f"the ranks run different numbers of micro-batches: {[number for number, _ in asked]}")
+        # What crosses between the stages follows from what the first of them is given.
+        return MicroBatches(mine.inputs, mine.labels, asked[self._stages.column.ranks[0]][1])
+
+    def _read_own(self, data: Iterator[Any] | None, count: int) -> MicroBatches:
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return MicroBatches((), (), "")
+        if data is None:
+            raise ConfigError("train_batch: expected data_iter, or set_dataiterator(...) before, got neither")
+        inputs, labels, device = [], [], self._engine.run.device
+        for number in range(count):
+            try:
+                batch = next(data)
+            except StopIteration:
+                raise StateError(
+                    f"data_iter is at its end after {number} of {count} micro-batches; give it whole batches, or begin "
+                    "anew with zero.RepeatingLoader"
+                ) from None
+            batch = batch if self._batch_fn is None else self._batch_fn(batch)
+            if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+                raise ConfigError(f"data_iter: expected (inputs, labels), got {type(batch).__name__}; see set_batch_fn")
+            inputs.append(mapped(batch[0], lambda part: part.to(device)) if self.is_first_stage() else None)
+            labels.append(mapped(batch[1], lambda part: part.to(device)) if self.is_last_stage() else None)
+        shapes = list(dict.fromkeys(map(shape_of, inputs)))
+        if self.num_stages > 1 and len(shapes) > 1:
+            raise ConfigError(
+                f"data_iter: expected micro-batches of one shape in a batch, got {' and '.join(shapes[:2])}; drop the "
+                "last of an epoch (drop_last), or pad it"
+            )
+        return MicroBatches(inputs, labels, shapes[0] if shapes else "")
+
+    def _told(self, losses: list[torch.Tensor], what: str) -> torch.Tensor:
+        """The mean over the ranks that have losses, on every rank."""
+        mine = torch.stack([loss.detach().float() for loss in losses]).mean().item() if losses else None
+        answers = self._stages.agree(f"{what} loss", json.dumps(mine).encode())
+        known = torch.tensor([json.loads(answers[rank]) for rank in self._stages.last_ranks], dtype=torch.float64)
+        return known.mean().float()
+
+    # ---- what the engine of the stage answers -------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The layers of this stage."""
+        return self._pipeline
+
+    def close(self) -> None:
+        """Give everything back, on this rank; see `ZeroEngine.close`. Idempotent."""
+        try:
+            self._engine.close()
+        finally:
+            self._stages.close()
+
+    def destroy(self) -> None:
+        """As `close`, and the weights stay. All ranks of a stage call it together."""
+        try:
+            self._engine.destroy()
+        finally:
+            self._stages.close()
+
+    def __enter__(self) -> PipelineEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _refusal("forward")
+
+    def __getattr__(self, name: str) -> Any:
+        """All other names are those of the stage's engine."""
+        if name.startswith("__") or "_engine" not in self.__dict__:
+            raise AttributeError(name)
+        if name in REFUSED:
+
+            def refused(*args: Any, **kwargs: Any) -> NoReturn:
+                raise _refusal(name)
+
+            return refused
+        return getattr(self._engine, name)
+
+
+class _StageWork:
+    """What schedules have the engine of a stage do."""
+
+    def __init__(self, engine: ZeroEngine, module: PipelineModule) -> None:
+        self._engine, self._module = engine, module
+        self._losses: list[torch.Tensor] = []
+        self._backwards = 0
+
+    def forward(self, value: Any) -> Any:
+        return self._engine(value)
+
+    def loss(self, output: Any, labels: Any) -> torch.Tensor:
+        """Divided and scaled, to run backward from."""
+        loss = self.loss_of(output, labels)
+        self._losses.append(loss.detach())
+        part = self._engine.part_of_loss(loss)
+        self._engine.reports.note_loss(part)
+        return self._engine.scaling.scaled(part)
+
+    def loss_of(self, output: Any, labels: Any) -> torch.Tensor:
+        loss = output if self._module.loss_fn is None else self._module.loss_fn(output, labels)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ConfigError(f"PipelineModule: loss_fn: expected a scalar tensor, got {shape_of(loss)}")
+        return loss
+
+    def losses_of(self, outputs: list[Any], labels: Any) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [self.loss_of(*pair) for pair in zip(outputs, labels, strict=True)] if outputs else []
+
+    def take_losses(self) -> list[torch.Tensor]:
+        losses, self._losses, self._backwards = self._losses, [], 0
+        return losses
+
+    def backward(self) -> AbstractContextManager[None]:
+        return self._one_backward()
+
+    @contextmanager
+    def _one_backward(self) -> Iterator[None]:
+        if self._backwards:
+            self._engine.step()  # counts the micro-batch before
+        self._backwards += 1
+        with self._engine.running_backward():
+            yield
+
+
+def _refusal(name: str) -> PipelineError:
+    return PipelineError(f"{name} is not available in a pipeline: {REFUSED[name]}")
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """One output a micro-batch, as one batch where they are tensors."""
+    if outputs and all(isinstance(output, torch.Tensor) and output.dim() for output in outputs):
+        return torch.cat(outputs)
+    return outputs

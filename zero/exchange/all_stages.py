@@ -1,0 +1,116 @@
+"""All ranks of a pipeline: what its stages agree on, what they add up, and where their messages go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offload.errors import RankLostError
+from offload.kernels import kernels
+from offload.kernels.square_sums import SquareSum
+from offload.streams import Streams, open_streams
+from zero.exchange.exchange import Exchange
+from zero.params.placement import Placement
+from zero.ranks import backend, world
+from zero.ranks.comm import Comm
+from zero.ranks.rank_group import Group
+
+
+class AllStages(Exchange):
+    """With every rank of a pipeline; a stage's engine has an exchange of its own with the ranks of that stage.
+
+    What fails on one rank ends the waits of all, on other stages too.
+
+    Args:
+        device: where activations are.
+        stage_ranks: of each stage, its ranks; all ranks appear once.
+        columns: the ranks that one part of the micro-batches passes, in the order of the stages; of each part.
+        borrowed: beginnings of names that this stage has and an earlier one too; that one saves them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        stage_ranks: Sequence[Sequence[int]],
+        columns: Sequence[Sequence[int]],
+        borrowed: Collection[str] = (),
+    ) -> None:
+        self._comm = Comm(device, open_streams(device))
+        super().__init__(Placement(self._comm.rank, self._comm.world_size))
+        self._stage_ranks, self._columns, self._borrowed = stage_ranks, columns, tuple(borrowed)
+        self._twice = SquareSum()
+        self._parents: list[Any] = []
+        self.device = device
+        self.column: Group = self.group(range(len(stage_ranks)))
+        """In whose order micro-batches pass; its handle is for the messages of schedules."""
+
+    @property
+    def last_ranks(self) -> Sequence[int]:
+        """The ranks of the last stage."""
+        return self._stage_ranks[-1]
+
+    def stage_comm(self, streams: Streams, *, fixed_order: bool) -> Comm:
+        """The collectives of this rank's stage. All ranks come here."""
+        rank = world.rank()
+        handles = [backend.default_group(ranks) for ranks in self._stage_ranks]
+        own = next(index for index, ranks in enumerate(self._stage_ranks) if rank in ranks)
+        self._parents.append(handles[own])
+        comm = Comm(self.device, streams, process_group=handles[own], fixed_order=fixed_order, teams=self._stage_ranks)
+        comm.ends_with(self._comm)
+        return comm
+
+    def agree(self, what: str, payload: bytes) -> list[bytes]:
+        return self._comm.agree(what, payload)
+
+    def over_stages(self, what: str, payload: bytes) -> list[bytes]:
+        answers = self._comm.agree(what, payload)
+        return [answers[rank] for rank in self.column.ranks]
+
+    def saves(self, name: str) -> bool:
+        return not name.startswith(self._borrowed)
+
+    def counted_elsewhere(self) -> SquareSum:
+        return self._twice.negated()
+
+    def group(self, stages: Sequence[int]) -> Group:
+        """This column's ranks of some stages; alone on another stage. All ranks come here with the same stages."""
+        return self._comm.group_among([[column[stage] for stage in stages] for column in self._columns])
+
+    def each(self, group: Group, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Every rank's `flat` (1-D, host, of one size on all), in the order of the group."""
+        if group.size == 1:
+            return (flat,)
+        whole = torch.empty(group.size * flat.numel(), dtype=flat.dtype, device=self.device)
+        own = whole[group.index * flat.numel() : (group.index + 1) * flat.numel()]
+        own.copy_(flat)
+        try:
+            backend.finish(backend.all_gather(whole, own, group.handle), self._comm.check)
+        except RuntimeError as error:
+            raise RankLostError(f"a message between stages failed: {error}") from error
+        return backend.slices(whole.cpu(), flat.numel())
+
+    def begin_step(self) -> None:
+        """Nothing of the gradients is known to be on another stage too."""
+        self._twice = SquareSum()
+
+    def count_elsewhere(self, gradient: torch.Tensor) -> None:
+        """An earlier stage has this gradient (1-D, host) too, and counts it for the norm."""
+        self._twice = SquareSum.merged([self._twice, SquareSum.of(kernels.block_sumsq(gradient))])
+
+    def check(self) -> None:
+        """Raise what has ended the pipeline, if anything has."""
+        self._comm.check()
+
+    @contextmanager
+    def running(self, what: str) -> Iterator[None]:
+        """The stages run together inside; see `Comm.all_of`."""
+        with self._comm.all_of(what):
+            yield
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._comm.close(error)
+        while self._parents:
+            backend.end_group(self._parents.pop())

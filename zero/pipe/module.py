@@ -1,0 +1,234 @@
+"""`PipelineModule`: a list of layers, of which each rank builds those of its stage."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from zero import checkpointing
+from zero.pipe.partition import stage_bounds
+from zero.pipe.specs import LayerSpec, TiedLayerSpec
+from zero.pipe.topology import DATA, PIPE, PipeDataParallelTopology, ProcessTopology
+from zero.ranks import world
+from zero.ranks.joining import join_or_stay_alone
+
+TIED = "tied_modules"
+
+
+class PipelineModule(nn.Module):
+    """A model whose layers are run one after the other, cut into stages. DeepSpeed's arguments.
+
+    A layer gets what the one before it returns, as one argument: a tensor, or a tuple of tensors. A parameter's name is
+    its layer's number in the whole model ("3.weight"), or the key of a tied layer ("tied_modules.embed.weight"),
+    whatever the number of stages.
+
+    Args:
+        layers: `LayerSpec`s, `TiedLayerSpec`s, modules and other callables.
+        num_stages: divides the ranks; ranks of one stage are neighbours and share the data out.
+        topology: instead of `num_stages`: with the axes "pipe" and "data".
+        loss_fn: called with (output of the last layer, labels); None: the output of the last layer is the loss.
+        seed_layers: layer i is built, and each time run, with random numbers of its own. So weights and dropout are the
+            same with any number of stages; without it each stage goes on with the random numbers that it has.
+        seed_fn: instead of seeding Python, numpy and torch: called with the seed.
+        base_seed: of layer 0; layer i is built with `base_seed + i`.
+        partition_method: "parameters", "uniform" or "type:REGEX"; see `stage_bounds`.
+        activation_checkpoint_interval: so many layers are one checkpoint, of which backward computes again what
+            it needs; 0: none.
+        activation_checkpoint_func: as torch's `checkpoint`; None: `zero.checkpointing`'s, as the configuration says.
+        checkpointable_layers: names of classes; a run of layers is a checkpoint if all are among them; None: any.
+
+    Raises:
+        ConfigError: an argument is wrong; names it.
+    """
+
+    def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        super().__init__()
+        join_or_stay_alone()
+        self._topology = _grid(num_stages, topology)
+        self.num_stages, self.loss_fn = self._topology.get_dim(PIPE), loss_fn
+        self.stage_id = int(getattr(self._topology.get_coord(world.rank()), PIPE))
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func or checkpointing.non_reentrant_checkpoint
+        self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
+        if dynamic_shape:
+            raise ConfigError(
+                "PipelineModule: dynamic_shape is not available: the micro-batches of one batch have one shape, which "
+                "may be another in the next batch; leave it out"
+            )
+        specs = list(layers)
+        _check_layers(specs)
+        self.parts = stage_bounds(specs, self.num_stages, partition_method)
+        self.num_layers, self.micro_offset = len(specs), 0
+        self.tied_stages = {key: self._stages_of(uses) for key, uses in _uses(specs).items()}
+        """Key of a tied layer -> the stages that have it, in order."""
+        self.tied_modules = nn.ModuleDict()
+        self.forward_funcs: list[Callable[..., Any]] = []
+        self._build(specs)
+
+    def topology(self) -> ProcessTopology:
+        """Which rank runs which stage."""
+        return self._topology
+
+    def num_pipeline_stages(self) -> int:
+        return self.num_stages
+
+    @property
+    def stage_ranks(self) -> list[list[int]]:
+        """Of each stage, its ranks."""
+        return [self._topology.get_axis_list(PIPE, stage) for stage in range(self.num_stages)]
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """Which part of the data this rank gets, and of how many."""
+        return getattr(self._topology.get_coord(world.rank()), DATA), self._topology.get_dim(DATA)
+
+    @property
+    def borrowed(self) -> list[str]:
+        """Beginnings of names that this stage has and an earlier one too."""
+        return [f"{TIED}.{key}." for key, stages in self.tied_stages.items() if self.stage_id in stages[1:]]
+
+    @contextmanager
+    def without_a_trace(self) -> Iterator[None]:
+        """A forward inside leaves random numbers, the count of forwards and buffers as they are."""
+        before, buffers = self.micro_offset, [(buffer, buffer.detach().clone()) for buffer in self.buffers()]
+        try:
+            with torch.random.fork_rng(), torch.no_grad():
+                yield
+        finally:
+            self.micro_offset = before
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+    def forward(self, inputs: Any) -> Any:
+        """This stage's layers, one after the other. `inputs`: of the first: a tensor or a tuple of tensors."""
+        # A checkpoint computes its layers again with the seeds of this call.
+        self.micro_offset += 1
+        count, interval = len(self.forward_funcs), self.activation_checkpoint_interval
+        for begin in range(0, count, interval or max(count, 1)):
+            end = min(begin + (interval or count), count)
+            run = partial(self._run_layers, begin, end, self.micro_offset)
+            if interval and torch.is_grad_enabled() and self._may_checkpoint(begin, end):
+                given = inputs if isinstance(inputs, tuple) else (inputs,)
+                inputs = self.activation_checkpoint_func(run, *given)
+            else:
+                inputs = run(*inputs) if isinstance(inputs, tuple) else run(inputs)
+        return inputs
+
+    def _run_layers(self, begin: int, end: int, micro_offset: int, *inputs: Any) -> Any:
+        value: Any = inputs[0] if len(inputs) == 1 else inputs
+        for index in range(begin, end):
+            if self.seed_layers:
+                self._seed(self.base_seed * micro_offset + self.parts[self.stage_id] + index)
+            value = self.forward_funcs[index](value)
+        return value
+
+    def _may_checkpoint(self, begin: int, end: int) -> bool:
+        if self.checkpointable_layers is None:
+            return True
+        return all(type(layer).__name__ in self.checkpointable_layers for layer in self.forward_funcs[begin:end])
+
+    def _build(self, specs: Sequence[Any]) -> None:
+        first_uses = {key: uses[0] for key, uses in _uses(specs).items()}
+        for index in range(self.parts[self.stage_id], self.parts[self.stage_id + 1]):
+            layer = specs[index]
+            if isinstance(layer, TiedLayerSpec):
+                if layer.key not in self.tied_modules:
+                    # Made as, and with the seed of, its first place in the whole model, whichever stage has that.
+                    first = first_uses[layer.key]
+                    self.tied_modules[layer.key] = self._built(first, specs[first])
+                module = self.tied_modules[layer.key]
+                self.forward_funcs.append(module if layer.forward_fn is None else partial(layer.forward_fn, module))
+                continue
+            if isinstance(layer, (LayerSpec, nn.Module)):
+                layer = self._built(index, layer) if isinstance(layer, LayerSpec) else layer
+                self.add_module(str(index), layer)
+            self.forward_funcs.append(layer)
+
+    def _built(self, index: int, spec: LayerSpec) -> nn.Module:
+        if self.seed_layers:
+            self._seed(self.base_seed + index)
+        return spec.build()
+
+    def _seed(self, seed: int) -> None:
+        if self.seed_fn is not None:
+            self.seed_fn(seed)
+            return
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def _stages_of(self, uses: Sequence[int]) -> list[int]:
+        return sorted({next(s for s in range(self.num_stages) if use < self.parts[s + 1]) for use in uses})
+
+    def tied_parameters(self, key: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of a tied module that this stage has, in an order that all stages share."""
+        for name, parameter in self.tied_modules[key].named_parameters():
+            yield f"{TIED}.{key}.{name}", parameter
+
+
+def _grid(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+    ranks = world.world_size()
+    if topology is not None:
+        if topology.get_axis_names() != [PIPE, DATA] or topology.world_size() != ranks:
+            raise ConfigError(
+                f'PipelineModule: topology: expected the axes ["pipe", "data"] for {ranks} ranks, got '
+                f"{dict(zip(topology.axes, topology.dims, strict=True))}; tensor parallelism is not available"
+            )
+        if num_stages not in (None, topology.get_dim(PIPE)):
+            raise ConfigError(
+                f"PipelineModule: num_stages: expected {topology.get_dim(PIPE)} as in the topology, got {num_stages}; "
+                "leave it out"
+            )
+        return topology
+    if num_stages is None:
+        raise ConfigError("PipelineModule: expected num_stages or topology, got neither")
+    if num_stages < 1 or ranks % num_stages:
+        raise ConfigError(
+            f"PipelineModule: num_stages: expected a divisor of the {ranks} ranks, got {num_stages}; start a multiple "
+            "of the stages as ranks"
+        )
+    return PipeDataParallelTopology(num_stages, ranks // num_stages)
+
+
+def _check_layers(layers: Sequence[Any]) -> None:
+    for index, layer in enumerate(layers):
+        if isinstance(layer, PipelineModule):
+            raise ConfigError(f"PipelineModule: layers[{index}] is a PipelineModule; give its layers instead")
+        if not (isinstance(layer, (LayerSpec, nn.Module)) or callable(layer)):
+            raise ConfigError(
+                f"PipelineModule: layers[{index}]: expected a LayerSpec, a module or a callable, got "
+                f"{type(layer).__name__}"
+            )
+
+
+def _uses(layers: Sequence[Any]) -> dict[str, list[int]]:
+    """Key of each tied layer -> where it stands."""
+    uses: dict[str, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if isinstance(layer, TiedLayerSpec):
+            uses.setdefault(layer.key, []).append(index)
+    return uses

@@ -1,0 +1,278 @@
+"""Micro-batches through the stages, in the order of a schedule of torch.distributed.pipelining.
+
+[Note: numbers instead of batches] torch's schedules cut a batch into micro-batches. What they are given here is the
+numbers of micro-batches; inputs and labels are looked up by them, so both may be any nest of tensors.
+
+[Note: shapes] Who receives must know the shape before. Stages tell each other what they send after a forward without
+gradients, once for each shape of micro-batches; the last stage sends nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from offload.errors import ConfigError, RankLostError
+from zero.exchange.all_stages import AllStages
+from zero.exchange.together import Together
+from zero.pipe.module import PipelineModule
+
+
+class Work(Protocol):
+    """What an engine does for its stage."""
+
+    def forward(self, value: Any) -> Any:
+        """This stage's layers, of one micro-batch."""
+
+    def loss(self, output: Any, labels: Any) -> torch.Tensor:
+        """To run backward from, of one micro-batch; on the last stage."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the backward of one micro-batch."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Of one run, on one rank.
+
+    Attributes:
+        inputs: on the first stage, of each micro-batch.
+        labels: on the last stage, of each micro-batch.
+        shape: of one micro-batch's inputs, as text: all have the same.
+    """
+
+    inputs: Sequence[Any]
+    labels: Sequence[Any]
+    shape: str
+
+    def __len__(self) -> int:
+        return max(len(self.inputs), len(self.labels))
+
+
+class _Layers(nn.Module):
+    """A stage's layers as torch's stages call them: with the number of a micro-batch, or with what was received."""
+
+    def __init__(self, work: Work, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self._work, self._is_first, self._is_last = work, is_first, is_last
+        self.batches = MicroBatches((), (), "")
+        self.outputs: list[Any] = []
+        self.failure: BaseException | None = None
+
+    def begin(self, batches: MicroBatches) -> None:
+        self.batches, self.outputs, self.failure = batches, [], None
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        with self.noting():
+            value: Any = args[0] if len(args) == 1 else args
+            if self._is_first:
+                value = self.batches.inputs[int(args[0])]
+            output = self._work.forward(value)
+            if not self._is_last:
+                return _sendable(output)
+            self.outputs.append(output)
+            return tuple(_tensors(output))  # it goes nowhere
+
+    def loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        with self.noting():
+            at = int(number)
+            loss = self._work.loss(self.outputs[at], self.batches.labels[at])
+            self.outputs[at] = None
+            return loss
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """An error inside is this rank's own, and no other's that ends a message."""
+        try:
+            yield
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+
+
+class _Stage(PipelineStage):
+    """Runs each backward as the engine wants it."""
+
+    def __init__(self, layers: _Layers, work: Work, *args: Any, **kwargs: Any) -> None:
+        super().__init__(layers, *args, **kwargs)
+        self._layers, self._work = layers, work
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        output = bwd_kwargs["stage_output"]
+        outputs = output if isinstance(output, (tuple, list)) else [output]
+        with self._layers.noting(), self._work.backward():
+            if not any(isinstance(part, torch.Tensor) and part.requires_grad for part in outputs):
+                return (None,) * len(bwd_kwargs["input_values"]), None  # nothing is trained up to here
+            gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            # What is sent is read as it lies.
+            return tuple(None if part is None else part.contiguous() for part in gradients), groups
+
+
+class Schedules:
+    """The runs of one rank's stage.
+
+    Args:
+        name: "1f1b" or "gpipe".
+    """
+
+    def __init__(self, module: PipelineModule, stages: AllStages, work: Work, name: str) -> None:
+        self._module, self._stages, self._work, self._name = module, stages, work, name
+        self._is_first, self._is_last = module.stage_id == 0, module.stage_id == module.num_stages - 1
+        self._made: dict[bool, tuple[tuple[str, int], Any, _Layers]] = {}
+
+    def run(self, batches: MicroBatches, count: int, *, train: bool) -> list[Any]:
+        """All micro-batches, forward and, to train, backward. All ranks come here. Returns the last stage's outputs, to
+        evaluate; of others nothing.
+
+        Raises RankLostError: a message to another stage failed; else what failed here.
+
+        `count`: of micro-batches; `batches.shape` is the first stage's on all ranks.
+        """
+        if self._module.num_stages == 1:
+            return self._run_alone(batches, train=train)
+        schedule, layers = self._schedule(batches, count, train=train)
+        layers.begin(batches)
+        numbers = torch.arange(count)
+        try:
+            args = (numbers,) if self._is_first else ()
+            target = numbers if self._is_last and train else None
+            with torch.enable_grad() if train else torch.no_grad():
+                schedule.step(*args, target=target, return_outputs=False)
+        except Exception as error:
+            if layers.failure is not None:
+                raise layers.failure from None
+            raise RankLostError(f"a message between stages failed: {error}") from error
+        finally:
+            outputs = layers.outputs
+            layers.begin(MicroBatches((), (), ""))
+        return outputs
+
+    def _run_alone(self, batches: MicroBatches, *, train: bool) -> list[Any]:
+        outputs = []
+        with torch.enable_grad() if train else torch.no_grad():
+            for value, labels in zip(batches.inputs, batches.labels, strict=True):
+                outputs.append(self._work.forward(value))
+                if train:
+                    loss = self._work.loss(outputs[-1], labels)
+                    with self._work.backward():
+                        loss.backward()  # type: ignore[no-untyped-call]
+                    outputs[-1] = None
+        return outputs
+
+    def _schedule(self, batches: MicroBatches, count: int, *, train: bool) -> tuple[Any, _Layers]:
+        key = batches.shape, count
+        if train not in self._made or self._made[train][0] != key:
+            layers = _Layers(self._work, is_first=self._is_first, is_last=self._is_last)
+            stage = self._stage(layers, batches, train=train)
+            # 1F1B needs as many micro-batches as stages; with fewer both orders are the same but for memory.
+            kind = (
+                Schedule1F1B if self._name == "1f1b" and train and count >= self._module.num_stages else ScheduleGPipe
+            )
+            made = kind(stage, count, loss_fn=layers.loss if train else None, scale_grads=False)
+            self._made[train] = key, made, layers
+        return self._made[train][1:]
+
+    def _stage(self, layers: _Layers, batches: MicroBatches, *, train: bool) -> _Stage:
+        received, sent = self._shapes(batches, train=train)
+        number = (torch.zeros(1, dtype=torch.int64),)
+        nothing = (torch.empty(1, device="meta"),)
+        return _Stage(
+            *(layers, self._work, self._module.stage_id, self._module.num_stages, self._stages.device),
+            input_args=number if self._is_first else received,
+            output_args=nothing if self._is_last else sent,
+            group=self._stages.column.handle,
+        )
+
+    def _shapes(
+        self, batches: MicroBatches, *, train: bool
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """What this stage receives and sends, as tensors without values. All ranks come here."""
+        received: tuple[torch.Tensor, ...] = ()
+        sent: tuple[torch.Tensor, ...] = ()
+        together = Together(self._stages)
+        for stage in range(self._module.num_stages - 1):
+            mine, payload, failure = stage == self._module.stage_id, b"", None
+            try:
+                payload = self._tried(batches, received) if mine else b""
+            except Exception as error:
+                failure = error
+            answers = together.exchange(f"shapes behind stage {stage}", payload, failure)
+            shapes = tuple(_heard(part, train) for part in json.loads(answers[self._stages.column.ranks[stage]]))
+            sent = shapes if mine else sent
+            received = shapes if stage + 1 == self._module.stage_id else received
+        return received, sent
+
+    def _tried(self, batches: MicroBatches, received: Sequence[torch.Tensor]) -> bytes:
+        """The shapes that a forward of this stage returns."""
+        value = batches.inputs[0] if self._is_first else _filled(received, self._stages.device)
+        with self._module.without_a_trace():
+            output = self._work.forward(value)
+        parts = output if isinstance(output, (tuple, list)) else (output,)
+        return json.dumps([_told(part) for part in map(_checked, parts)]).encode()
+
+
+def _sendable(output: Any) -> Any:
+    if isinstance(output, (tuple, list)):
+        return tuple(_checked(part).contiguous() for part in output)
+    return _checked(output).contiguous()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    mapped(value, lambda part: found.append(part) or part)  # type: ignore[func-returns-value]
+    yield from found
+
+
+def _checked(part: Any) -> torch.Tensor:
+    if not isinstance(part, torch.Tensor):
+        raise ConfigError(
+            f"PipelineModule: what crosses from stage to stage is a tensor or a tuple of tensors, got "
+            f"{type(part).__name__}; hand it to the layers when they are made, or put it into a tensor"
+        )
+    return part
+
+
+def _told(part: torch.Tensor) -> tuple[list[int], str]:
+    return list(part.shape), str(part.dtype).removeprefix("torch.")
+
+
+def _heard(told: tuple[list[int], str], train: bool) -> torch.Tensor:
+    shape, name = told
+    dtype = getattr(torch, name)
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=train and dtype.is_floating_point)
+
+
+def _filled(shapes: Sequence[torch.Tensor], device: torch.device) -> Any:
+    made = tuple(torch.zeros(part.shape, dtype=part.dtype, device=device) for part in shapes)
+    return made[0] if len(made) == 1 else made
+
+
+def shape_of(value: Any) -> str:
+    """The shapes and dtypes in a nest of tensors, as text."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)}{value.dtype}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {shape_of(part)}' for key, part in value.items())}}}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(shape_of, value))})"
+    return type(value).__name__
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A nest of tensors with each tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(part, change) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(part, change) for part in value)
+    return value

@@ -1,0 +1,89 @@
+"""Layers that are described first and built on the ranks that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+
+
+class LayerSpec:
+    """A layer that is built on its stage only. As DeepSpeed's.
+
+    Args:
+        typename: a class of modules.
+        module_args, module_kwargs: of its constructor.
+
+    Raises:
+        ConfigError: `typename` is no class of modules.
+    """
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise ConfigError(f"LayerSpec: typename: expected a class of torch.nn.Module, got {typename!r}")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.module_args), *(f"{key}={value!r}" for key, value in self.module_kwargs.items())]
+        return f"{self.typename.__name__}({', '.join(given)})"
+
+    def build(self) -> nn.Module:
+        """Make the layer, now."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def numel(self) -> int:
+        """Elements of the layer's trained parameters, of which none is allocated where its class allows that."""
+        # Whatever the constructor draws, the random numbers that users see go on as if it had not run.
+        with torch.random.fork_rng():
+            try:
+                with torch.device("meta"):
+                    built = self.build()
+            except Exception:  # a constructor that computes with values cannot run without them
+                built = self.build()
+        return trained_numel(built)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer whose module several places of the pipeline share: one module a stage, with equal weights on all.
+
+    All parameters of the module are shared, whichever attributes are named: on one stage it is one module too.
+
+    Args:
+        key: places with the same key share one module, made as the first of them says.
+        forward_fn: called as `forward_fn(module, input)`; None: the module itself is called.
+        tied_weight_attr: names of the parameters that are meant, dotted; they must exist.
+        typename, module_args, module_kwargs: as in `LayerSpec`.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[..., Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+    def build(self) -> nn.Module:
+        """Make the module. Raises ConfigError: it has not got what `tied_weight_attr` names."""
+        module = super().build()
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        missing = [name for name in self.tied_weight_attr if name not in names]
+        if missing:
+            raise ConfigError(
+                f"TiedLayerSpec({self.key!r}): tied_weight_attr: {', '.join(missing)} is no parameter of "
+                f"{self.typename.__name__}, which has {', '.join(sorted(names)) or 'none'}"
+            )
+        return module
+
+
+def trained_numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

@@ -1,0 +1,57 @@
+"""Weights that several stages have: equal at the beginning, and updated by the sum of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from zero.exchange.all_stages import AllStages
+from zero.pipe.module import PipelineModule
+from zero.ranks.rank_group import Group
+from zero.values.parameters import ParameterValues
+
+
+class TiedWeights:
+    """The tied layers of one stage. All ranks make it together."""
+
+    def __init__(self, module: PipelineModule, stages: AllStages) -> None:
+        self._module, self._stages = module, stages
+        self._groups = {key: stages.group(who) for key, who in module.tied_stages.items() if len(who) > 1}
+
+    def make_equal(self) -> None:
+        """Give each stage the values of the first that has them. Before the engine is made."""
+        for group, _, parameter in self._shared():
+            values = self._stages.each(group, parameter.detach().cpu().reshape(-1))
+            with torch.no_grad():
+                parameter.copy_(values[0].view(parameter.shape))
+
+    def add_up(self, values_of: Callable[[nn.Parameter], ParameterValues]) -> None:
+        """Give each stage the sum of all stages' gradients, added up in the order of the stages. Before a step.
+
+        `values_of`: what is known of a parameter, to change it.
+        """
+        self._stages.begin_step()
+        for group, _, parameter in self._shared():
+            if not parameter.requires_grad:
+                continue
+            values = values_of(parameter)
+            mine = values.gradient()
+            has = self._stages.each(group, torch.tensor([mine is not None]).to(torch.uint8))
+            if not any(bool(part) for part in has):
+                continue
+            flat = torch.zeros(parameter.numel()) if mine is None else mine.reshape(-1)
+            total, *rest = self._stages.each(group, flat)
+            for part in rest:
+                total = total + part
+            values.set_gradient(total.view(parameter.shape))
+            if group.index:
+                # It is stored rounded, and what is stored is what this stage's sum of squares has.
+                stored = values.gradient()
+                self._stages.count_elsewhere(total if stored is None else stored.reshape(-1).contiguous())
+
+    def _shared(self) -> Iterator[tuple[Group, str, nn.Parameter]]:
+        for key, group in self._groups.items():
+            if group.size > 1:
+                yield from ((group, name, parameter) for name, parameter in self._module.tied_parameters(key))

@@ -1,0 +1,79 @@
+"""Which rank stands where: a grid of named axes, ranks in row-major order. DeepSpeed's names."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from offload.errors import ConfigError
+
+PIPE, DATA = "pipe", "data"
+
+
+class ProcessTopology:
+    """Ranks on a grid; the last axis has neighbouring ranks.
+
+    Args:
+        axes: names, such as ["pipe", "data"].
+        dims: how long each is.
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes, self.dims = list(axes), [int(dim) for dim in dims]
+        if len(self.axes) != len(self.dims) or min(self.dims, default=0) < 1:
+            raise ConfigError(f"ProcessTopology: expected a length of at least 1 for each of {axes!r}, got {dims!r}")
+        self._coordinates = list(itertools.product(*map(range, self.dims)))
+
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self.dims)
+
+    def get_axis_names(self) -> list[str]:
+        return list(self.axes)
+
+    def get_dim(self, axis: str) -> int:
+        """How long an axis is; 0 if there is none of that name."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_rank(self, **coordinates: int) -> int:
+        """The rank at one coordinate for each axis. Raises ConfigError: an axis is missing, or it is off the grid."""
+        if set(coordinates) != set(self.axes):
+            raise ConfigError(f"get_rank: expected a coordinate for each of {self.axes}, got {coordinates}")
+        wanted = tuple(coordinates[axis] for axis in self.axes)
+        if wanted not in self._coordinates:
+            raise ConfigError(f"get_rank: {coordinates} is not in a grid of {dict(zip(self.axes, self.dims))}")  # noqa: B905
+        return self._coordinates.index(wanted)
+
+    def get_coord(self, rank: int) -> NamedTuple:
+        """Where a rank stands, with a field for each axis."""
+        if not 0 <= rank < self.world_size():
+            raise ConfigError(f"get_coord: rank: expected 0 to {self.world_size() - 1}, got {rank}")
+        kind: Any = NamedTuple("ProcessCoord", [(axis, int) for axis in self.axes])  # type: ignore[misc]
+        coordinate: NamedTuple = kind(*self._coordinates[rank])
+        return coordinate
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """Ranks whose coordinate on an axis is `idx`, in order."""
+        return self.filter_match(**{axis: idx})
+
+    def filter_match(self, **coordinates: int) -> list[int]:
+        """Ranks that stand at these coordinates, in order."""
+        at = {self.axes.index(axis): value for axis, value in coordinates.items()}
+        return [r for r, c in enumerate(self._coordinates) if all(c[axis] == value for axis, value in at.items())]
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The lists of ranks that differ in one axis only; empty if there is none of that name."""
+        if axis not in self.axes:
+            return []
+        others = [name for name in self.axes if name != axis]
+        places = itertools.product(*(range(self.get_dim(name)) for name in others))
+        return [self.filter_match(**dict(zip(others, place, strict=True))) for place in places]
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages, each run by as many ranks as there are parts of the data; ranks of a stage are neighbours."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__([PIPE, DATA], [num_pp, num_dp])
