@@ -170,7 +170,7 @@ class PipelineEngine:
             num_micro_batches: None: as many as in a batch to train.
 
         Raises:
-            As `train_batch`.
+            ConfigError, StateError, RankDivergenceError: as `train_batch`.
         """
         if reduce_output not in ("avg", None):
             raise ConfigError(f'eval_batch: reduce_output: expected "avg" or None, got {reduce_output!r}')
