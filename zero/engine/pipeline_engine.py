@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -170,7 +171,7 @@ class PipelineEngine:
             num_micro_batches: None: as many as in a batch to train.
 
         Raises:
-            As `train_batch`.
+            ConfigError, StateError, RankDivergenceError: as `train_batch`.
         """
         if reduce_output not in ("avg", None):
             raise ConfigError(f'eval_batch: reduce_output: expected "avg" or None, got {reduce_output!r}')
@@ -208,11 +209,16 @@ class PipelineEngine:
         asked = [json.loads(answer) for answer in told]
         if len({number for number, _ in asked}) > 1:
             raise ConfigError(f"the ranks run different numbers of micro-batches: {[number for number, _ in asked]}")
-        # What crosses between the stages follows from what the first of them is given.
-        return MicroBatches(mine.inputs, mine.labels, asked[self._stages.column.ranks[0]][1])
+        # What crosses between the stages follows from what the first of them is given; where one part of the data has
+        # another shape than before, all tell each other anew.
+        shape = " | ".join(asked[rank][1] for rank in self._pipeline.stage_ranks[0])
+        return MicroBatches(mine.inputs, mine.labels, shape)
 
     def _read_own(self, data: Iterator[Any] | None, count: int) -> MicroBatches:
         if not (self.is_first_stage() or self.is_last_stage()):
+            if data is not None and data is self._iterator:
+                # Checkpoints have its position on each rank, and with other stages this one may have to go on from it.
+                list(itertools.islice(data, count))
             return MicroBatches((), (), "")
         if data is None:
             raise ConfigError("train_batch: expected data_iter, or set_dataiterator(...) before, got neither")

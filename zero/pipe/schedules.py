@@ -45,7 +45,7 @@ class MicroBatches:
     Attributes:
         inputs: on the first stage, of each micro-batch.
         labels: on the last stage, of each micro-batch.
-        shape: of one micro-batch's inputs, as text: all have the same.
+        shape: of one micro-batch's inputs, in each part of the data, as text: the same on all ranks.
     """
 
     inputs: Sequence[Any]
@@ -135,7 +135,7 @@ class Schedules:
 
         Raises RankLostError: a message to another stage failed; else what failed here.
 
-        `count`: of micro-batches; `batches.shape` is the first stage's on all ranks.
+        `count`: of micro-batches.
         """
         if self._module.num_stages == 1:
             return self._run_alone(batches, train=train)
