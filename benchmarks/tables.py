@@ -49,6 +49,34 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
 
 
+def coded_weights(result: Mapping[str, Any]) -> str:
+    """Loss and bytes with weights as codes."""
+    figures = result["figures"]
+    plain = figures["bf16"]
+    rows = [
+        (
+            name,
+            f"{each['loss']:.4f}",
+            f"{each['loss'] - plain['loss']:+.4f}" if each is not plain else "",
+            f"{each['bytes'] / plain['bytes']:.3f}",
+        )
+        for name, each in figures.items()
+    ]
+    return markdown(["weights", "held-out loss", "minus bf16", "bytes / bf16"], rows)
+
+
+def rollouts(result: Mapping[str, Any]) -> str:
+    """Tokens a second and bytes a token, by the room for weights."""
+    figures, marks = result["figures"], {mark["what"]: mark for mark in result["marks"]}
+    rows = []
+    for name in ("all", "half", "a quarter", "without hybrid_engine"):
+        mark = marks[f"{name}: tokens a second / plain"]
+        nbytes = figures.get(f"{name}: bytes a token")
+        told = "" if nbytes is None else f"{nbytes / figures['weights']:.2f}"
+        rows.append((name, f"{mark['median']:.2f} [{mark['low']:.2f}, {mark['high']:.2f}]", told))
+    return markdown(["room for", "tokens a second / all in memory", "read a token / weights"], rows)
+
+
 UNBOUND = {"at_least": None, "at_most": None, "verdict": ""}
 
 
@@ -264,6 +292,8 @@ TABLES = {
         Mark("minor page faults in a steady step, NVMe", "faults", "nvme, 128 tokens: minor faults in a step"),
         Mark("minor page faults in a steady step, host memory", "faults", "cpu, 128 tokens: minor faults in a step"),
     ),
+    "codes": Table(("codes_loss",), coded_weights),
+    "rollouts": Table(("rollout",), rollouts),
     "disk": of_marks(
         *(
             Mark(f"{way}: GB/s, ours / {label}", "swap_bandwidth", f"{way}: GB/s, ours / {rival}")

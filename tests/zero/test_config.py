@@ -427,7 +427,7 @@ def harmless_value(key: Key) -> Any:
 
 def test_every_inert_key_in_use_is_listed_once_and_acting_ones_are_not() -> None:
     inert = [key for key in KEYS.values() if key.role == "inert" and block_of(key.field) is None]
-    refused_blocks = ("scheduler.type", "zero_optimization.zenflow.", "sparse_attention.", "weight_quantization.")
+    refused_blocks = ("scheduler.type", "zero_optimization.zenflow.", "sparse_attention.")
     harmless = [key for key in inert if not key.path.startswith(refused_blocks)]
     assert len(harmless) > 250
     for key in harmless:
@@ -478,7 +478,6 @@ REFUSED = {
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "remove it"),
     "scheduler.type": ("ReduceLROnPlateau", "yourself"),
     "sparse_attention": ({"mode": "fixed"}, "remove it"),
-    "weight_quantization": ({"post_init_quant": {}}, "remove it"),
 }
 
 

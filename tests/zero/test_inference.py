@@ -156,7 +156,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mp_size": 4}, r"mp_size: got 4; .*streamed instead"),
     ({"injection_policy": {"Block": ("out",)}}, r"injection_policy: .*block\.compile\(\)"),
     ({"enable_cuda_graph": True}, r"enable_cuda_graph: .*reduce-overhead"),
-    ({"quant": {"enabled": True}}, r"quant: .*quantised already"),
+    ({"quant": {"weight": {"num_bits": 2}}}, r"quant.weight: expected num_bits"),
     ({"moe": {"ep_size": 2}}, r"moe: .*set ep_size to 1"),
     ({"set_empty_params": True}, r"set_empty_params: .*zero\.Init"),
     ({"dtype": "int8"}, r"dtype: expected torch\.float32, .* got 'int8'"),

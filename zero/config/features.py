@@ -211,18 +211,6 @@ FEATURES: Mapping[str, Feature] = {
         blocks={"tp": _TENSOR_PARALLEL_GROUP},
         aliases={"tensor_parallel": "tp", "kernel_inject": "replace_with_kernel_inject"},
     ),
-    "weight_quantization": Feature(
-        """flag: enabled whole: num_bits text: q_type whole: q_groups object: quantized_initialization
-        post_init_quant""",
-        about="on in DeepSpeed as soon as the block exists.",
-        why="it belongs to weight quantization, which is off",
-        unless=Unless(
-            "no such block, or enabled: false",
-            "quantized weights are not available; remove it, and give a base that is quantised already",
-            "enabled",
-            False,
-        ),
-    ),
     "zenflow": Feature(
         """number: topk_ratio any: select_strategy select_interval update_interval flag: overlap_step offload
         number: auto_ratio whole: full_warm_up_rounds number: pt_reserved_cores_perc whole: steps_per_epoch""",

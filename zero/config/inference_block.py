@@ -15,6 +15,7 @@ from zero.config.given import read_json
 from zero.config.hints import nearest
 from zero.config.loading import load_config
 from zero.config.precision_block import DTYPES, parse_dtype
+from zero.config.quantization_block import Codes, parse_codes
 from zero.config.schema import Config
 
 ALIASES = {
@@ -23,7 +24,11 @@ ALIASES = {
     "injection_dict": "injection_policy",
     "zero_optimization": "zero",
 }
-PASSED_ON = ("memory_budget", "aio")  # Blocks of a training config that are ours and mean the same here.
+PASSED_ON = (
+    "memory_budget",
+    "aio",
+    "weight_quantization",
+)  # Blocks of a training config that are ours and mean the same here.
 
 
 def _on(value: object) -> bool:
@@ -53,7 +58,6 @@ REFUSED: dict[str, tuple[Callable[[object], bool], str]] = {
     "moe": (_above_one("ep_size"), "expert parallelism is not available; set ep_size to 1"),
     "ep_size": (_above_one(), "expert parallelism is not available; set it to 1"),
     "enable_cuda_graph": (_on, 'CUDA graphs are not available; try block.compile(mode="reduce-overhead")'),
-    "quant": (_on, "weights are not quantised here; give a model that is quantised already"),
     "use_triton": (_on, "triton kernels are not available; compile the blocks instead: block.compile()"),
     "triton_autotune": (_on, "triton kernels are not available; remove it"),
     "set_empty_params": (_on, "build the model under zero.Init instead: its values never are in memory together"),
@@ -75,6 +79,7 @@ class InferenceOptions:
     training_config: Config  # The rest of it, as the engine reads it.
     dtype: torch.dtype | None  # None: as the model is.
     checkpoint: str | None  # A folder of .safetensors files.
+    quantization: Mapping[str, Codes]  # Part of a module's name -> how its weight is coded.
     ignored: tuple[str, ...]  # Keys that have no effect.
 
 
@@ -99,12 +104,16 @@ def read_inference(
     zero = given.get("zero")
     if zero is not None and not isinstance(zero, Mapping):
         problems.append(f'zero: expected an object such as {{"offload_param": {{...}}}}, got {shown(zero)}')
+    coded = _quantization(given.get("quant"), problems)
     if problems:
         raise ConfigError("\n  ".join(["init_inference:", *problems]))
+    training_config = _training_config(given, dtype)
+    block = training_config.weight_quantization
     return InferenceOptions(
-        _training_config(given, dtype),
+        training_config,
         dtype,
         None if checkpoint is None else os.fspath(checkpoint),
+        {**({} if block is None else block.rules), **coded},
         tuple(key for key in given if key in IGNORED or key in REFUSED),
     )
 
@@ -117,7 +126,7 @@ def _merged(
         config = read_json(os.fspath(config))
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"init_inference: config: expected a path or a dict, got {type(config).__name__}")
-    known = ["dtype", "zero", "checkpoint", *PASSED_ON, *REFUSED, *IGNORED]
+    known = ["dtype", "zero", "checkpoint", "quant", *PASSED_ON, *REFUSED, *IGNORED]
     merged: dict[str, Any] = {}
     for source in (config or {}, keywords):
         for written, value in source.items():
@@ -141,6 +150,32 @@ def _dtype(value: object, problems: list[str]) -> torch.dtype | None:
     except ValueError:
         problems.append(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16, got {value!r}")
         return None
+
+
+def _quantization(value: object, problems: list[str]) -> dict[str, Codes]:
+    """Of DeepSpeed's `quant`: all weights of nn.Linear, in groups of the default size."""
+    if not value or not _on(value):
+        return {}
+    block = value if isinstance(value, Mapping) else {}
+    weight = block.get("weight", {})
+    activation = block.get("activation")
+    if isinstance(activation, Mapping) and activation.get("enabled"):
+        problems.append("quant.activation.enabled: activations are not quantised; set it to false")
+    if not isinstance(weight, Mapping):
+        problems.append(f"quant.weight: expected an object, got {shown(weight)}")
+        return {}
+    if not _on(weight):
+        return {}
+    rule = {
+        "num_bits": weight.get("num_bits", 8),
+        "symmetric": weight.get("q_type", "symmetric") == "symmetric",
+        "group_size": weight.get("group_size", Codes().group_size),
+    }
+    try:
+        return {"": parse_codes(rule)}
+    except ValueError as error:
+        problems.append(f"quant.weight: expected {error}")
+        return {}
 
 
 def _training_config(given: Mapping[str, Any], dtype: torch.dtype | None) -> Config:

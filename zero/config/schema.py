@@ -40,6 +40,7 @@ from zero.config.numbers import parse_whole
 from zero.config.optimizer_block import OptimizerConfig
 from zero.config.pipeline_block import Pipeline
 from zero.config.precision_block import DTYPES, Bf16Config, DataTypes, Fp16Config, TorchAutocast
+from zero.config.quantization_block import WeightQuantization
 from zero.config.scheduler_block import SchedulerConfig
 from zero.config.zero_block import ZeroConfig
 
@@ -173,7 +174,7 @@ class Config(ConfigBlock):
     curriculum_learning: CurriculumLearning | None = None
     data_efficiency: features.data_efficiency | None = None
     compression_training: features.compression_training | None = None
-    weight_quantization: features.weight_quantization | None = None
+    weight_quantization: WeightQuantization | None = None
     quantize_training: features.quantize_training | None = None
     sparse_attention: features.sparse_attention | None = None
     progressive_layer_drop: ProgressiveLayerDrop | None = None

@@ -16,6 +16,7 @@ from zero.config import Config
 from zero.config.inference_block import read_inference
 from zero.engine.engine import ZeroEngine
 from zero.engine.pretrained import load_pretrained
+from zero.engine.quantization import quantize
 from zero.params.released import is_kept
 from zero.reports.log import NOTICE, show_log
 from zero.values.access import take_back
@@ -75,7 +76,8 @@ def init_inference(
                 "fp16"); None (default): as they are. DeepSpeed's default is fp16. Buffers keep their dtype.
             zero: as `zero_optimization` of a training config; `offload_param` says where the weights live.
             checkpoint: folder of .safetensors files whose values the model gets, tensor by tensor.
-            memory_budget, aio: as in a training config.
+            quant: DeepSpeed's block: weights of `nn.Linear` are kept as codes; `weight_quantization` says more.
+            memory_budget, aio, weight_quantization: as in a training config.
         kwargs: keys of `config`.
 
     Returns:
@@ -83,7 +85,7 @@ def init_inference(
 
     Raises:
         ConfigError: a key is unknown, contradicts a keyword, or asks for what is not available: kernel injection,
-            tensor parallelism, quantisation, CUDA graphs. Names it and the alternative.
+            tensor parallelism, CUDA graphs. Names it and the alternative.
         BudgetError: the plan does not fit.
     """
     show_log()
@@ -96,6 +98,8 @@ def init_inference(
         _cast(model, options.dtype)
     if options.checkpoint is not None:
         load_pretrained(model, options.checkpoint)
+    if options.quantization:
+        quantize(model, options.quantization)
     return InferenceEngine(model, options.training_config, device)
 
 

@@ -20,6 +20,7 @@ from zero.config.given import config_argument
 from zero.config.precision_block import DTYPES
 from zero.engine.engine import ZeroEngine
 from zero.engine.pipeline_engine import PipelineEngine, open_stages
+from zero.engine.quantization import quantize
 from zero.exchange.all_stages import AllStages
 from zero.exchange.exchange import Exchange
 from zero.exchange.partners import open_exchange
@@ -96,6 +97,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     loaded = _read_config(args, config if config is not None else config_params, replicas)
     loaded = _without_autos(loaded, facts_of(model, optimizer, training_data))
     trained = trained_from(optimizer, model_parameters, model, loaded)
+    _quantize(model, loaded, trained)
     device = compute_device()
     stages = None if pipeline is None else open_stages(pipeline, loaded, device)
     engine = _open_engine(model, trained, loaded, device, stages, lr_scheduler)
@@ -127,6 +129,14 @@ def _open_engine(
             if opened is not None:
                 opened.close(error)
         raise
+
+
+def _quantize(model: nn.Module, config: Config, trained: Trained | None) -> None:
+    """As `weight_quantization` says, before anything is planned."""
+    rules = {} if config.weight_quantization is None else config.weight_quantization.rules
+    if rules:
+        ours = {id(p) for group in (trained.groups if trained else ()) for p in group["params"]}
+        quantize(model, rules, lambda parameter: id(parameter) in ours)
 
 
 def _read_config(

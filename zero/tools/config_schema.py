@@ -32,6 +32,8 @@ def _block(block: type[ConfigBlock]) -> dict[str, Any]:
         else:
             bounds = {key: declared[name][key] for key in ("minimum", "maximum") if key in declared[name]}
             entry = _leaf(kinds_of(field.annotation), bounds, words_in(field.annotation))
+            if dict in kinds_of(field.annotation):
+                entry["anyOf"] += [form for form in declared[name]["anyOf"] if form["type"] == "object"]
             entry["default"] = plain(field.default)
             if role_of(field) == "inert":
                 entry["description"] = f"Accepted, without effect: {reason_of(field, block)}."
@@ -77,6 +79,4 @@ def _leaf(kinds: set[Any], bounds: dict[str, Any], words: list[str]) -> dict[str
         forms.append({"type": "string"} if not words else {"type": "string", "examples": words})
     if tuple in kinds:
         forms += [{"type": "array"}, {"type": "string"}]
-    if dict in kinds:
-        forms.append({"type": "object"})
     return {"anyOf": forms}

@@ -144,7 +144,8 @@ def member_fits(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     if key in schema.get("properties", {}):
         return fits(value, schema["properties"][key])
     patterns = [form for pattern, form in schema.get("patternProperties", {}).items() if re.search(pattern, key)]
-    return any(fits(value, form) for form in patterns) or bool(schema.get("additionalProperties", True))
+    others = schema.get("additionalProperties", True)
+    return any(fits(value, form) for form in patterns) or (others if isinstance(others, bool) else fits(value, others))
 
 
 SCHEMA = json_schema(Config)

@@ -124,7 +124,6 @@ FEATURES: dict[str, tuple[Any, str]] = {
     "compression_training.layer_reduction.enabled": (True, "torchao"),
     "compression_training.weight_quantization.shared_parameters.enabled": (True, "torchao"),
     "quantize_training.enabled": (True, "torchao"),
-    "weight_quantization": ({"post_init_quant": {}}, "quantised already"),
     "optimizer.type": ("OneBitAdam", "AdamW"),
     "zero_optimization.zero_quantized_weights": (True, "communication_data_type"),
     "zero_optimization.zero_quantized_gradients": (True, "communication_data_type"),

@@ -1,0 +1,95 @@
+"""Weights become codes, a layer at a time: neither the 16-bit model nor all codes besides it are ever in memory.
+
+Values are read where they are, in memory, where `zero.Init` has put them, or in the checkpoint they were pointed to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.memory.pinned import return_freed_memory
+from offload.sizes import format_bytes
+from zero.config.quantization_block import Codes
+from zero.params.gathering import GatheredParameters
+from zero.params.quantized_linear import QuantizedLinear
+
+logger = logging.getLogger("zero")
+
+
+def quantize(
+    model: nn.Module, rules: Mapping[str, Codes], trained: Callable[[nn.Parameter], bool] = lambda p: False
+) -> list[str]:
+    """Replace layers of the model by `QuantizedLinear`, in place.
+
+    Layers whose weight somebody else has too (a table of tokens) stay as they are.
+
+    Args:
+        model: before it has an engine.
+        rules: part of a module's name -> how its weight is coded; the first that fits counts, "" fits all.
+        trained: of a parameter: it is to be trained.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        ConfigError: a weight that a name asks for is trained; a shape cannot be cut into groups; nothing fits a name.
+            Names the layer; nothing has changed.
+    """
+    chosen = list(_chosen(model, rules, trained))
+    _check_names(rules, [name for name, _, _ in chosen])
+    before_bytes = after_bytes = 0
+    for name, linear, codes in chosen:
+        before_bytes += linear.weight.numel() * linear.weight.element_size()
+        with GatheredParameters(linear.weight):
+            try:
+                layer = QuantizedLinear.of(linear, codes)
+            except ConfigError as error:
+                raise ConfigError(f"weight_quantization: {name}: {error}") from error
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, layer)
+        after_bytes += sum(
+            p.numel() * p.element_size() for p in (layer.packed, layer.steps, layer.least) if p is not None
+        )
+        return_freed_memory()
+    logger.info(
+        "%d weights are kept as codes: %s instead of %s",
+        *(len(chosen), format_bytes(after_bytes), format_bytes(before_bytes)),
+    )
+    return [name for name, _, _ in chosen]
+
+
+def _chosen(
+    model: nn.Module, rules: Mapping[str, Codes], trained: Callable[[nn.Parameter], bool]
+) -> Iterator[tuple[str, nn.Linear, Codes]]:
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    for name, module in model.named_modules():
+        rule = next((part for part in rules if part in name), None) if type(module) is nn.Linear else None
+        if rule is None or owners[id(module.weight)] > 1 or not name:
+            continue
+        wrong = rules[rule].why_not(module.out_features, module.in_features)
+        if trained(module.weight):
+            if rule:
+                raise ConfigError(
+                    f"weight_quantization: {name}: its weight is trained, and codes are not; freeze it "
+                    "(requires_grad_(False)) and train an adapter, or take it out of post_init_quant"
+                )
+        elif wrong and rule:
+            raise ConfigError(
+                f"weight_quantization: {name}: {wrong}; choose another group_size, or leave the layer out"
+            )
+        elif not wrong:
+            yield name, module, rules[rule]
+
+
+def _check_names(rules: Mapping[str, Codes], chosen: list[str]) -> None:
+    unused = [part for part in rules if part and not any(part in name for name in chosen)]
+    if unused:
+        raise ConfigError(
+            f"weight_quantization.post_init_quant: no nn.Linear with a weight of its own has {unused[0]!r} in its "
+            "name; name modules as model.named_modules() does, or a part of that"
+        )

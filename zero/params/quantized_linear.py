@@ -1,0 +1,209 @@
+"""A Linear layer whose weight is kept as codes of 4 or 8 bits, decoded where and when it is used.
+
+[Format] The weight is cut into groups of `group_size` elements along its rows (`group_dim` 1) or its columns (0). Of
+each group a step and the least value are kept in fp16, rounded so that they enclose all values, and a code q for each
+value: value = least + q * step. A symmetric group keeps the step alone: value = (q - half) * step, where half is 8 or
+128. Codes of 4 bits lie two in a byte, the first in the low bits. [Source: group-wise quantisation of DeepSpeed's
+ZeRO-Inference]
+
+Codes and what decodes them are parameters that are not trained: an engine moves, stores and saves them as others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from offload.errors import ConfigError
+from zero.config.quantization_block import Codes
+
+CHUNK_NUMEL = 8 << 20
+"""Elements that are decoded at once in fp32."""
+
+
+class QuantizedLinear(nn.Module):
+    """Takes the place of an `nn.Linear`; the codes are not trained, gradients reach its input and its bias.
+
+    Args:
+        in_features, out_features: as in `nn.Linear`.
+        codes: how the weight is coded.
+        dtype: of the decoded weight.
+        bias: the layer's own parameter, or None.
+
+    Attributes:
+        packed: (out_features, in_features * num_bits / 8), uint8.
+        steps, least: fp16, of shape `codes.group_shape`; `least` is None where symmetric.
+    """
+
+    least: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        codes: Codes,
+        *,
+        dtype: torch.dtype = torch.float32,
+        bias: nn.Parameter | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        wrong = codes.why_not(out_features, in_features)
+        if wrong:
+            raise ConfigError(f"QuantizedLinear of ({out_features}, {in_features}): {wrong}")
+        self.in_features, self.out_features, self.codes, self.dtype = in_features, out_features, codes, dtype
+        shape = codes.group_shape(out_features, in_features)
+        nbytes = in_features * codes.num_bits // 8
+
+        def kept(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.packed = kept(out_features, nbytes, dtype=torch.uint8)
+        self.steps = kept(*shape, dtype=torch.float16)
+        self.register_parameter("least", None if codes.symmetric else kept(*shape, dtype=torch.float16))
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, codes: Codes) -> QuantizedLinear:
+        """The same layer, its weight coded; the bias is the same parameter. Its values must be there.
+
+        Raises ConfigError: the shape cannot be cut into such groups, or a value is not finite or beyond fp16's range.
+        """
+        weight = linear.weight.detach()
+        made = cls(
+            linear.in_features, linear.out_features, codes, dtype=weight.dtype, bias=linear.bias, device=weight.device
+        )
+        packed, steps, least = encode(weight, codes)
+        for parameter, values in ((made.packed, packed), (made.steps, steps), (made.least, least)):
+            if parameter is not None and values is not None:
+                parameter.data.copy_(values)
+        return made.train(linear.training)
+
+    @property
+    def weight(self) -> Tensor:
+        """The decoded weight, (out_features, in_features), made anew at each look."""
+        return decode(self.packed.detach(), self.steps.detach(), self._least, self.codes, self.dtype)
+
+    @property
+    def _least(self) -> Tensor | None:
+        return None if self.least is None else self.least.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features)."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            # By itself autograd would keep the decoded weight until backward, four times what the codes are.
+            y: Tensor = _Product.apply(x, self.packed, self.steps, self.least, self.codes)  # type: ignore[no-untyped-call]
+        else:
+            y = F.linear(x, decode(self.packed, self.steps, self.least, self.codes, x.dtype))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        codes = self.codes
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"num_bits={codes.num_bits}, group_size={codes.group_size}, symmetric={codes.symmetric}"
+        )
+
+
+class _Product(torch.autograd.Function):
+    """x times the transpose of a coded weight; the backward decodes it once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, steps: Tensor, least: Tensor | None, codes: Codes) -> Tensor:
+        ctx.save_for_backward(packed, steps, least)
+        ctx.codes = codes
+        return F.linear(x, decode(packed, steps, least, codes, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        packed, steps, least = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient @ decode(packed, steps, least, ctx.codes, gradient.dtype), None, None, None, None
+
+
+# ---- numbers -----------------------------------------------------------------------------------
+
+
+def encode(weight: Tensor, codes: Codes) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(packed, steps, least) of a weight, see the format above. Raises ConfigError: as `QuantizedLinear.of`."""
+    if not bool(torch.isfinite(weight).all()):
+        raise ConfigError("a weight to be quantised has values that are inf or NaN")
+    values = _grouped(weight.float(), codes)
+    axis = 2 if codes.group_dim == 1 else 1
+    low, high = values.amin(axis, keepdim=True), values.amax(axis, keepdim=True)
+    if codes.symmetric:
+        # The code of the largest is one less than half above zero, and that of the least half below.
+        least = None
+        steps = _half(torch.maximum(high / (codes.half - 1), -low / codes.half), up=True)
+        q = values / _not_zero(steps.float()) + codes.half
+    else:
+        least = _half(low, up=False)
+        steps = _half((high - least.float()) / codes.largest, up=True)
+        q = (values - least.float()) / _not_zero(steps.float())
+    whole = q.round_().clamp_(0, codes.largest).to(torch.uint8).view(weight.shape)
+    if not all(bool(torch.isfinite(part).all()) for part in (steps, *([] if least is None else [least]))):
+        raise ConfigError("a weight to be quantised has values beyond the range of fp16; name it not, or scale it")
+    return _packed(whole, codes.num_bits), steps.squeeze(axis), None if least is None else least.squeeze(axis)
+
+
+def decode(packed: Tensor, steps: Tensor, least: Tensor | None, codes: Codes, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`, computed in fp32, some rows at a time."""
+    rows, columns = packed.shape[0], packed.shape[1] * 8 // codes.num_bits
+    out = torch.empty(rows, columns, dtype=dtype, device=packed.device)
+    for begin, end in _row_runs(rows, columns, codes):
+        q = _grouped(_unpacked(packed[begin:end], codes.num_bits).float(), codes)
+        step = _of_rows(steps, begin, end, codes)
+        values = (q - codes.half) * step if least is None else q * step + _of_rows(least, begin, end, codes)
+        out[begin:end] = values.view(end - begin, columns)
+    return out
+
+
+def _row_runs(rows: int, columns: int, codes: Codes) -> Iterator[tuple[int, int]]:
+    """[begin, end) of rows that are decoded together; groups along columns are not cut."""
+    unit = codes.group_size if codes.group_dim == 0 else 1
+    height = max(CHUNK_NUMEL // max(columns, 1) // unit, 1) * unit
+    for begin in range(0, rows, height):
+        yield begin, min(begin + height, rows)
+
+
+def _of_rows(parts: Tensor, begin: int, end: int, codes: Codes) -> Tensor:
+    """Those of the groups in rows [begin, end), in fp32, shaped to go with `_grouped`."""
+    if codes.group_dim == 1:
+        return parts[begin:end].float().unsqueeze(2)
+    return parts[begin // codes.group_size : end // codes.group_size].float().unsqueeze(1)
+
+
+def _grouped(values: Tensor, codes: Codes) -> Tensor:
+    """(rows, groups, group_size), or (groups, group_size, columns)."""
+    rows, columns = values.shape
+    if codes.group_dim == 1:
+        return values.view(rows, columns // codes.group_size, codes.group_size)
+    return values.view(rows // codes.group_size, codes.group_size, columns)
+
+
+def _packed(whole: Tensor, num_bits: int) -> Tensor:
+    return whole[:, 0::2] | (whole[:, 1::2] << 4) if num_bits == 4 else whole
+
+
+def _unpacked(packed: Tensor, num_bits: int) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), 2).flatten(1) if num_bits == 4 else packed
+
+
+def _not_zero(steps: Tensor) -> Tensor:
+    """Values of a group that are all alike have no step: their code is 0, whatever they are divided by."""
+    return torch.where(steps == 0, torch.ones_like(steps), steps)
+
+
+def _half(values: Tensor, *, up: bool) -> Tensor:
+    """fp16, rounded towards plus (`up`) or minus infinity."""
+    near = values.half()
+    wrong = near.float() < values if up else near.float() > values
+    bits = near.view(torch.int16)
+    # A number's neighbour has the neighbouring bits; those of a negative one grow towards minus infinity.
+    grows = torch.where(bits >= 0, 1, -1).to(torch.int16)
+    return torch.where(wrong, bits + grows if up else bits - grows, bits).view(torch.float16)
