@@ -92,10 +92,9 @@ def parse_codes(value: object) -> Codes:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        told = (
-            f"no key {key!r}, only {known}" if key not in GroupQuantization.model_fields else f"{key}: {first['msg']}"
-        )
-        raise ValueError(told.replace(": expected ", " of ")) from None
+        if key not in known:
+            raise ValueError(f"no key {key!r}, only {', '.join(known)}") from None
+        raise ValueError(f"{key}: {first['msg']}".replace(": expected ", " of ")) from None
 
 
 def _parse_rules(value: object) -> dict[str, dict[str, Any]]:
