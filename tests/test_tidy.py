@@ -346,6 +346,7 @@ WIDE_FUNCTIONS = {
     ("zero/ops/adam.py", "__init__"),
     ("zero/params/initialisation.py", "__init__"),
     ("zero/params/tiled_linear.py", "__init__"),
+    ("zero/moe/layer.py", "__init__"),
     ("zero/pipe/module.py", "__init__"),
 }
 """DeepSpeed's signatures are not ours to shorten, nor what must be said about their arguments."""

@@ -1,175 +1,290 @@
-"""Mixtures of experts: what is not routed to does not move, neither weights nor states, and the numbers are torch's."""
+"""Layers of experts route as DeepSpeed's formulas say, and train under an engine as in plain torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from harness import reference_of
-from models import TOKENS, VOCAB, make_config, next_token_loss, seeded, tokens, trainability
-from reference import differences, snapshot
+from models import seeded
+from ranks import RankPool
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zero
+from offload.errors import ConfigError
+from zero.moe import MoE
+from zero.moe.routing import Room, top1, top2, topk
 
 Open = Callable[..., Any]
-WIDTH, HIDDEN, LAYERS, EXPERTS = 32, 64, 2, 64
-LIMITS = {"stage3_max_live_parameters": 80_000, "stage3_prefetch_bucket_size": 40_000}
+TOKENS, EXPERTS, WIDTH = 40, 5, 16
 
 
-class Expert(nn.Module):
-    """8,192 elements with its bias-free Linears: two pages of its own."""
+# ---- routing, against masks of tokens x experts x places ---------------------------------------
 
+
+def dense_top1(logits: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """(tokens, experts, places) weights and the loss, the first tokens staying."""
+    gates = F.softmax(logits, dim=1)
+    mask = F.one_hot(gates.argmax(1), EXPERTS)
+    loss = (gates.mean(0) * mask.float().mean(0)).sum() * EXPERTS
+    at = mask.cumsum(0) - 1
+    mask = mask * (at < capacity)
+    places = F.one_hot((at * mask).sum(1), TOKENS).float()
+    return torch.einsum("se,sc->sec", gates * mask, places), loss
+
+
+def dense_top2(logits: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    gates = F.softmax(logits, dim=1)
+    mask1 = F.one_hot(gates.argmax(1), EXPERTS)
+    mask2 = F.one_hot(logits.masked_fill(mask1.bool(), -math.inf).argmax(1), EXPERTS)
+    at1, at2 = mask1.cumsum(0) - 1, mask2.cumsum(0) - 1 + mask1.sum(0, keepdim=True)
+    loss = (gates.mean(0) * mask1.float().mean(0)).mean() * EXPERTS * EXPERTS
+    mask1, mask2 = mask1 * (at1 < capacity), mask2 * (at2 < capacity)
+    share1, share2 = (gates * mask1).sum(1), (gates * mask2).sum(1)
+    whole = (share1 + share2).clamp(min=torch.finfo(torch.float32).eps)
+    combined = torch.zeros(TOKENS, EXPERTS, 2 * TOKENS)
+    for share, mask, at in ((share1, mask1, at1), (share2, mask2, at2)):
+        places = F.one_hot((at * mask).sum(1), 2 * TOKENS).float()
+        combined = combined + torch.einsum("se,sc->sec", (share / whole).unsqueeze(1) * mask, places)
+    return combined, loss
+
+
+def logits_of() -> Tensor:
+    with seeded(0):
+        return torch.randn(TOKENS, EXPERTS) + torch.linspace(0, 2, EXPERTS)
+
+
+def weights_of(routing: Any) -> Tensor:
+    """(tokens, experts)."""
+    return torch.zeros(TOKENS, EXPERTS).scatter_add_(1, routing.experts, routing.weights)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 4.0, None])
+def test_one_expert_a_token_as_by_masks(factor: float | None) -> None:
+    logits = logits_of()
+    routing = top1(logits, Room(factor, 4), used=None, noisy=False, at_random=False)
+    capacity = TOKENS if factor is None else max(math.ceil(TOKENS / EXPERTS * factor), 4)
+    dense, loss = dense_top1(logits, capacity)
+    torch.testing.assert_close(weights_of(routing), dense.sum(2), rtol=0, atol=0)
+    assert torch.equal(routing.balance_loss, loss)
+    assert int(routing.counts.sum()) == TOKENS
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.0, None])
+def test_two_experts_a_token_as_by_masks(factor: float | None) -> None:
+    logits = logits_of()
+    routing = top2(logits, Room(factor, 4), samples_second=False)
+    capacity = 2 * TOKENS if factor is None else max(math.ceil(TOKENS / EXPERTS * factor * 2), 4)
+    dense, loss = dense_top2(logits, capacity)
+    torch.testing.assert_close(weights_of(routing), dense.sum(2), rtol=1e-6, atol=1e-7)
+    assert torch.equal(routing.balance_loss, loss)
+
+
+def test_of_more_experts_the_most_probable_stay_and_weights_add_up_to_one() -> None:
+    logits = logits_of()
+    everything = topk(logits, 3, Room(None, 4))
+    assert bool(everything.kept.all())
+    torch.testing.assert_close(everything.weights.sum(1), torch.ones(TOKENS))
+    routing = topk(logits, 3, Room(0.5, 1))
+    places = math.ceil(TOKENS / EXPERTS * 0.5 * 3)
+    gates = F.softmax(logits, dim=1)
+    for expert in range(EXPERTS):
+        came = (routing.experts == expert).any(1)
+        stayed = ((routing.experts == expert) & routing.kept).any(1)
+        assert int(stayed.sum()) == min(int(came.sum()), places)
+        if bool((came & ~stayed).any()):
+            assert gates[stayed, expert].min() >= gates[came & ~stayed, expert].max()
+    sums = routing.weights.sum(1)
+    torch.testing.assert_close(sums, (routing.kept.any(1)).float())
+
+
+def test_a_draw_decides_who_stays_and_noise_whom_a_token_goes_to() -> None:
+    logits = torch.zeros(TOKENS, EXPERTS)
+    logits[:, 0] = 9.0
+    room = Room(1.0, 1)
+    stayed = [top1(logits, room, used=None, noisy=False, at_random=True).kept[:, 0] for _ in range(2)]
+    assert [int(kept.sum()) for kept in stayed] == [TOKENS // EXPERTS] * 2
+    assert not torch.equal(*stayed)
+    chosen = top1(torch.zeros(TOKENS, EXPERTS), room, used=None, noisy=True, at_random=False).experts
+    assert len(chosen.unique()) > 1
+    seconds = top2(torch.zeros(TOKENS, EXPERTS), room, samples_second=True).experts[:, 1]
+    assert len(seconds.unique()) > 1
+
+
+def test_unused_tokens_go_to_no_expert() -> None:
+    used = torch.arange(TOKENS) % 2
+    routing = top1(logits_of(), Room(None, 1), used=used, noisy=False, at_random=False)
+    assert torch.equal(routing.kept[:, 0], used.bool())
+    assert int(routing.counts.sum()) == int(used.sum())
+
+
+# ---- the layer ---------------------------------------------------------------------------------
+
+
+class Expert(nn.Sequential):
     def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+
+class Model(nn.Module):
+    def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * HIDDEN, bias=False)
-        self.down = nn.Linear(2 * HIDDEN, WIDTH, bias=False)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.moe = MoE(WIDTH, Expert(), num_experts=4, **arguments)
+        self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        hidden, loss, _ = self.moe(self.first(x))
+        return self.last(hidden).square().mean() + 0.01 * loss
 
 
-class Mixture(nn.Module):
-    """Two experts for each token, or two for the whole batch; as the models of transformers did with ModuleLists."""
-
-    def __init__(self, experts: int, whole_batch: bool) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, experts, bias=False)
-        self.experts = nn.ModuleList(Expert() for _ in range(experts))
-        self.whole_batch = whole_batch
-
-    def forward(self, x: Tensor, offset: int) -> Tensor:
-        flat = x.reshape(-1, WIDTH)
-        scores = self.gate(flat).softmax(-1)
-        if self.whole_batch:
-            scores = scores.roll(offset, -1).mean(0, keepdim=True).expand_as(scores)
-        weights, chosen = scores.topk(2, dim=-1)
-        out = torch.zeros_like(flat)
-        for index in chosen.unique().tolist():
-            rows, place = (chosen == index).nonzero(as_tuple=True)
-            out = out.index_add(0, rows, self.experts[index](flat[rows]) * weights[rows, place, None])
-        return x + out.view_as(x)
+LAYERS: dict[str, dict[str, Any]] = {
+    "top-1": {"use_rts": False},
+    "top-2": {"k": 2, "top2_2nd_expert_sampling": False, "capacity_factor": 0.6},
+    "top-3, residual": {"k": 3, "use_residual": True, "drop_tokens": False},
+}
 
 
-class Layer(nn.Module):
-    def __init__(self, experts: int, whole_batch: bool) -> None:
-        super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.mixture = Mixture(experts, whole_batch)
-
-    def forward(self, x: Tensor, offset: int) -> Tensor:
-        return self.mixture(x + self.mix(x), offset)
-
-
-class MoE(nn.Module):
-    """`offset` turns the routing, so that each batch has experts of its own."""
-
-    def __init__(self, experts: int = EXPERTS, whole_batch: bool = True) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.position = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList(Layer(experts, whole_batch) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
-        x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
-        for layer in self.layers:
-            x = layer(x, offset)
-        return next_token_loss(self.head(x), tokens)
-
-
-def moe(**sizes: Any) -> MoE:
+def made(layer: str) -> tuple[Model, list[Tensor]]:
     with seeded(0):
-        return MoE(**sizes)
+        return Model(**LAYERS[layer]), [torch.randn(2, 12, WIDTH) for _ in range(4)]
 
 
-class Watched:
-    """Counts calls of experts: what a run really used."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.calls: dict[str, int] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, Expert):
-                module.register_forward_pre_hook(lambda module, args, name=name: self._count(name))
-
-    def _count(self, name: str) -> None:
-        self.calls[name] = self.calls.get(name, 0) + 1
-
-
-def train(trainer: Any, steps: int) -> None:
-    for index in range(steps):
-        trainer.backward(trainer(tokens(index), 7 * index))
-        trainer.step()
-
-
-@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("whole_batch", [True, False], ids=["two experts a batch", "two experts a token"])
-def test_bytes_follow_the_experts_used(open_engine: Open, nvme_path: Any, device: str, whole_batch: bool) -> None:
-    steps = 10
-    model = moe(whole_batch=whole_batch)
-    watched = Watched(model)
-    engine = open_engine(model, make_config((device, device), nvme_path, zero=LIMITS))
-    train(engine, steps)
-    nbytes = {unit.name: unit.nbytes for unit in engine.units}
-    experts = {name for name in nbytes if ".experts." in name}
-    assert experts >= set(watched.calls) and len(experts) == LAYERS * EXPERTS
-    others = sum(nbytes[name] for name in set(nbytes) - experts)
-    used = sum(nbytes[name] * count for name, count in watched.calls.items())
-    fetched = engine.statistics().gathered_bytes
-    # Forward and backward; a unit that is kept between them is fetched once.
-    assert (used + others * steps) <= fetched <= 1.1 * 2 * (used + others * steps)
-    if whole_batch:
-        assert sum(watched.calls.values()) == 2 * LAYERS * steps
-        assert fetched < 0.2 * steps * sum(nbytes.values()), "all experts would have been many times that"
+def test_every_token_gets_the_sum_of_its_experts() -> None:
+    with seeded(0):
+        layer = MoE(WIDTH, Expert(), num_experts=4, k=3, drop_tokens=False).eval()
+        x = torch.randn(2, 6, WIDTH)
+    output, _, counts = layer(x)
+    tokens = x.view(-1, WIDTH)
+    gates = F.softmax(layer.deepspeed_moe.gate.wg(tokens), dim=1)
+    best = gates.topk(3, dim=1)
+    experts = layer.deepspeed_moe.experts.deepspeed_experts
+    expected = torch.stack(
+        [
+            sum((w / weights.sum()) * experts[int(e)](token) for w, e in zip(weights, chosen, strict=True))
+            for token, weights, chosen in zip(tokens, best.values, best.indices, strict=True)
+        ]
+    )
+    torch.testing.assert_close(output.view(-1, WIDTH), expected)
+    assert int(counts.sum()) == 3 * len(tokens)
 
 
-@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
-def test_a_mixture_trains_to_the_bits_of_a_run_without_the_engine(
-    open_engine: Open, nvme_path: Any, device: str
+def plain_losses(layer: str, batches: list[Tensor], model: Model) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for batch in batches:
+        loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def engine_losses(layer: str, stage: int, tier: str, path: str, ranks: int = 1) -> list[float]:
+    where = {"device": tier} | ({"nvme_path": path} if tier == "nvme" else {})
+    model, batches = made(layer)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {
+            "stage": stage,
+            **({"offload_param": where} if stage == 3 else {}),
+            **({"offload_optimizer": dict(where)} if stage else {}),
+            "stage3_param_persistence_threshold": 0,
+            "shared_host_memory": False,
+        },
+    }
+    losses = []
+    with zero.initialize(model=model, config=config)[0] as engine:
+        for batch in batches:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (2, "nvme"), (3, "cpu"), (3, "nvme")])
+def test_an_engine_trains_it_as_plain_torch(layer: str, stage: int, tier: str, nvme_path: Any) -> None:
+    model, batches = made(layer)
+    wanted = plain_losses(layer, batches, model)
+    assert engine_losses(layer, stage, tier, str(nvme_path)) == pytest.approx(wanted, rel=1e-5)
+
+
+def losses_of_rank(stage: int, path: str) -> list[float]:
+    """Each rank has batches of its own: an expert may get tokens on one rank and none on the other."""
+    rank = torch.distributed.get_rank()
+    model, batches = made("top-1")
+    batches = [batch[:1, : 4 + 8 * rank] for batch in batches]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "shared_host_memory": False,
+            **({"offload_param": {"device": "nvme", "nvme_path": path}} if stage == 3 else {}),
+        },
+    }
+    losses = []
+    with zero.initialize(model=model, config=config)[0] as engine:
+        for batch in batches:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_ranks_train_as_plain_torch_on_the_mean_of_their_losses(
+    rank_pool: Callable[[int], RankPool], stage: int, nvme_path: Any
 ) -> None:
-    model = moe(experts=8, whole_batch=False)
-    names = trainability(model)
-    engine = open_engine(model, make_config((device, device), nvme_path, zero=LIMITS, clipping=0.3))
-    train(engine, 6)
-    reference = reference_of(moe(experts=8, whole_batch=False), clipping=0.3)
-    train(reference, 6)
-    assert differences(snapshot(engine, names), snapshot(reference, names)) == []
+    model, batches = made("top-1")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    wanted: list[list[float]] = [[], []]
+    for batch in batches:
+        optimizer.zero_grad()
+        for rank in range(2):
+            loss = model(batch[:1, : 4 + 8 * rank])
+            (loss / 2).backward()
+            wanted[rank].append(float(loss.detach()))
+        optimizer.step()
+    found = rank_pool(2).run(losses_of_rank, stage, str(nvme_path))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_states_of_experts_without_a_gradient_stay_where_they_are(open_engine: Open, nvme_path: Any) -> None:
-    """torch skips a parameter without a gradient: its record is neither read nor written, its step is not counted."""
-    model = moe()
-    watched = Watched(model)
-    engine = open_engine(model, make_config(("nvme", "nvme"), nvme_path, zero=LIMITS))
-    adopted = engine.statistics().nvme_write_bytes
-    steps = 6
-    train(engine, steps)
-    engine.synchronize()
-    others = sum(unit.numel for unit in engine.units if ".experts." not in unit.name)
-    numel = {unit.name: unit.numel for unit in engine.units}
-    trained = sum(numel[name] * count for name, count in watched.calls.items()) + others * steps
-    assert engine.statistics().nvme_write_bytes - adopted == trained * (2 + 10)  # the weight; remainder and two moments
-    idle = next(unit for unit in engine.units if ".experts." in unit.name and unit.name not in watched.calls)
-    state = engine.full_state(idle.slots[0].name)
-    assert state["step"] == 0 and not state["exp_avg"].any()
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"ep_size": 2}, "ep_size"),
+        ({"noisy_gate_policy": "Noise"}, "noisy_gate_policy"),
+        ({"k": 5}, "k: expected 1 to num_experts"),
+        ({"enable_expert_tensor_parallelism": True}, "tensor_parallelism"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_argument(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Model(**arguments)
 
 
-def test_what_comes_after_the_experts_is_foretold_whichever_they_were(open_engine: Open, nvme_path: Any) -> None:
-    """Only the experts themselves are missed; the same two every time are no surprise after a while."""
-    engine = open_engine(moe(), make_config(("nvme", "nvme"), nvme_path, zero=LIMITS))
-    train(engine, 12)
-    before = engine.statistics()
-    train(engine, 12)
-    after = engine.statistics()
-    assert after.prefetch_misses - before.prefetch_misses <= 12 * 2 * LAYERS
-    for group in engine.optimizer.param_groups:
-        group["lr"] = 0.0  # the same batch is routed to the same experts from here on
-    for _ in range(30):
-        engine.backward(engine(tokens(0), 0))
-        engine.step()
-    before = engine.statistics()
-    for _ in range(5):
-        engine.backward(engine(tokens(0), 0))
-        engine.step()
-    assert engine.statistics().prefetch_misses == before.prefetch_misses
+def test_fewer_tokens_than_an_expert_takes_at_least_say_what_to_set() -> None:
+    with pytest.raises(ConfigError, match="min_capacity"):
+        Model(min_capacity=8)(torch.ones(1, 3, WIDTH))
+
+
+def test_names_and_marks_are_those_of_deepspeed() -> None:
+    model = Model(use_residual=True)
+    names = {name for name, _ in model.named_parameters()}
+    assert {"moe.deepspeed_moe.gate.wg.weight", "moe.mlp.0.weight", "moe.coefficient.weight"} <= names
+    assert "moe.deepspeed_moe.experts.deepspeed_experts.3.2.bias" in names
+    marked = {name for name, p in model.named_parameters() if not getattr(p, "allreduce", True)}
+    assert marked == {name for name in names if ".deepspeed_experts." in name}
+    noisy = Model(noisy_gate_policy="Jitter").train()
+    assert not torch.equal(*[noisy(torch.ones(2, 12, WIDTH)) for _ in range(2)])

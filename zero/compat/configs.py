@@ -65,6 +65,9 @@ class DeepSpeedConfig:
         return self._block(BLOCKS_BY_NAME[name]) if name in BLOCKS_BY_NAME else getattr(self.config, name)
 
     def _block(self, name: str) -> Any:
-        """A block; one that was not given has its defaults, and so is off."""
+        """A block; one that was not given has its defaults, and is off."""
         given = getattr(self.config, name)
-        return get_args(type(self.config).model_fields[name].annotation)[0]() if given is None else given
+        if given is not None:
+            return given
+        kind = get_args(type(self.config).model_fields[name].annotation)[0]
+        return kind(**({"enabled": False} if "enabled" in kind.model_fields else {}))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zero.assembly.state_kinds import OffloadStateTypeEnum
 from zero.compat.accelerator_names import get_accelerator
 from zero.compat.logs import logger
+from zero.moe.layer import MoE
 from zero.params.gathering import GatheredParameters
 from zero.params.released import is_kept
 
@@ -110,8 +111,9 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """DeepSpeed's MoE layers of a model: none."""
-    return False, 0
+    """Whether a model has layers of experts (`zero.moe.MoE`), and how many experts the last of them has."""
+    counts = [module.num_experts for module in m.modules() if isinstance(module, MoE)]
+    return bool(counts), counts[-1] if counts else 0
 
 
 def is_moe_param(param: Tensor) -> bool:
@@ -119,7 +121,7 @@ def is_moe_param(param: Tensor) -> bool:
 
 
 def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
-    """The param groups as a list; there are no experts of DeepSpeed's to split off.
+    """The param groups as a list: experts are on every rank, so they need no groups of their own.
 
     Raises ValueError: they are neither a group nor several.
     """

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import zero
 from zero.compat.comm_log import use_block
+from zero.compat.helpers import has_moe_layers
 from zero.compat.logs import logger
 from zero.compat.operators import VERSION
 from zero.compat.to_fp32 import TOOLS
@@ -109,7 +110,7 @@ def lend_names(engine: Any, client_optimizer: Any = None) -> None:
             "DeepSpeedEngine.clip_fp32_gradients", "step() clips, to gradient_clipping of the configuration"
         ),
         "data_parallel_group": dist.group.WORLD,
-        "has_moe_layers": False,
+        "has_moe_layers": has_moe_layers(engine.module)[0],
         "hooks_for_optimizer": True,
         "mpu": None,
         "optimizer_params": lambda: given("optimizer", "params"),

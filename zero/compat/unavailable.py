@@ -15,8 +15,8 @@ TENSORS = "tensor parallelism is not implemented; stage 3 shards weights over th
 SEQUENCES = "sequence parallelism is not implemented; use torch.distributed.tensor.experimental.context_parallel"
 PIPELINES = "the schedules are torch.distributed.pipelining's; zero.pipe.PipelineModule and pipeline.schedule choose"
 EXPERTS = (
-    "DeepSpeed's MoE layers are not implemented; a model's own experts (ModuleList, or packed as transformers has "
-    "them) are units here and only those that are called move"
+    "experts are not dealt out to ranks; moe.layer.MoE with ep_size 1 has them on all, and a model's own experts "
+    "(ModuleList, or packed as transformers has them) are units of which only those that are called move"
 )
 COMPRESSION = "compression training is not implemented; quantise the base with bitsandbytes or torchao, or the result"
 ONE_BIT = "1-bit optimizers are not implemented; use AdamW, with communication_data_type for less traffic"

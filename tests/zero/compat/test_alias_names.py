@@ -211,7 +211,7 @@ REFUSED = {
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.register_with_transformers()": "sequence parallelism",
     "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter(None)": "sequence parallelism",
     "utils.groups._get_sequence_parallel_group()": "sequence parallelism",
-    "moe.layer.MoE(8)": "experts",
+    "moe.ep_router.TokenChoiceTopKRouter()": "experts",
     "runtime.pipe.schedule.TrainSchedule(4, 2, 0)": "pipeline.schedule",
     "compression.compress.init_compression(None, {})": "quantise",
     "inference.config.DeepSpeedInferenceConfig()": "init_inference",

@@ -87,6 +87,9 @@ OURS: dict[str, dict[str, str]] = {
     "elasticity.elasticity": {
         "zero.compat.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config"
     },
+    "moe.experts": {"zero.moe.layer": "Experts"},
+    "moe.layer": {"zero.moe.layer": "MoE"},
+    "moe.sharded_moe": {"zero.moe.layer": "MOELayer TopKGate"},
     "moe.utils": {
         "zero.compat.helpers": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"
     },

@@ -1,0 +1,182 @@
+"""`MoE`: a layer of experts of which each token uses some, with DeepSpeed's arguments, results and parameter names.
+
+All experts are on every rank; at ZeRO stage 3 each rank keeps a part of each, and experts come one after the other like
+other modules, from wherever they are kept. Every expert is called in every forward, be it with no token, so that ranks
+that fetch together agree on what comes next.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from offload.errors import ConfigError
+from zero.moe.routing import Room, Routing, top1, top2, topk
+
+POLICIES = (None, "None", "Jitter", "RSample")
+JITTER = 1e-2
+"""Inputs of the gate are multiplied by 1 plus or minus so much."""
+
+
+class TopKGate(nn.Module):
+    """Sends tokens to experts, in fp32."""
+
+    def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: Any = None,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if noisy_gate_policy not in POLICIES:
+            raise ConfigError(
+                f"MoE: noisy_gate_policy: expected None, 'Jitter' or 'RSample', got {noisy_gate_policy!r}"
+            )
+        if not 1 <= k <= num_experts:
+            raise ConfigError(f"MoE: k: expected 1 to num_experts ({num_experts}), got {k}")
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.k, self.noisy_gate_policy, self.use_rts = k, noisy_gate_policy, use_rts
+        self._samples_second = top2_2nd_expert_sampling
+        factors = (capacity_factor, eval_capacity_factor) if drop_tokens else (None, None)
+        self._rooms = {
+            training: Room(factor, min_capacity) for training, factor in zip((True, False), factors, strict=True)
+        }
+
+    def forward(self, tokens: Tensor, used_token: Tensor | None = None) -> Routing:
+        """(tokens, model_dim), and which of them are to be used (k = 1 only)."""
+        noise = self.noisy_gate_policy if self.training else None
+        given = tokens.float()
+        if noise == "Jitter":
+            given = given * torch.empty_like(given).uniform_(1 - JITTER, 1 + JITTER)
+        logits, room = F.linear(given, self.wg.weight.float()), self._rooms[self.training]
+        if self.k == 1:
+            return top1(logits, room, used=used_token, noisy=noise == "RSample", at_random=self.use_rts)
+        if self.k == 2:
+            return top2(logits, room, samples_second=self._samples_second)
+        return topk(logits, self.k, room)
+
+
+class Experts(nn.Module):
+    """Copies of one module."""
+
+    def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
+        super().__init__()
+        self.deepspeed_experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.num_local_experts = num_local_experts
+        for parameter in self.deepspeed_experts.parameters():
+            # What scripts look for when they make param groups.
+            parameter.allreduce, parameter.group_name = False, expert_group_name  # type: ignore[attr-defined]
+
+
+class MOELayer(nn.Module):
+    """A gate and its experts. `l_aux`, `exp_counts`: of the last forward."""
+
+    l_aux: Tensor
+    exp_counts: Tensor
+
+    def __init__(self, gate: TopKGate, experts: Experts) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts
+
+    def forward(self, x: Tensor, used_token: Tensor | None = None) -> Tensor:
+        """(..., model_dim) to the same."""
+        tokens = x.reshape(-1, x.shape[-1])
+        routing: Routing = self.gate(tokens, used_token)
+        self.l_aux, self.exp_counts = routing.balance_loss, routing.counts
+        out = torch.zeros_like(tokens)
+        weights = routing.weights.to(tokens.dtype)
+        for number, expert in enumerate(self.experts.deepspeed_experts):
+            rows, choice = torch.where((routing.experts == number) & routing.kept)
+            answer = expert(tokens[rows])
+            if isinstance(answer, tuple):
+                answer = answer[0]  # beside a bias that is not added
+            out = out.index_add(0, rows, answer.to(out.dtype) * weights[rows, choice].unsqueeze(1))
+        return out.view(x.shape)
+
+
+class MoE(nn.Module):
+    """A layer of experts, of which each token uses `k`.
+
+    Args:
+        hidden_size: width of the input and the output.
+        expert: a module from (tokens, hidden_size) to the same, or to a tuple that begins with it; it is copied.
+        num_experts: so many copies.
+        ep_size: 1: every rank has all experts (a part of each, at ZeRO stage 3).
+        k: experts of a token.
+        capacity_factor, eval_capacity_factor: an expert takes so many times its even share of the tokens, in training
+            and else; what comes beyond goes to no expert.
+        min_capacity: an expert takes at least so many.
+        use_residual: the expert itself sees all tokens too, and a learned coefficient mixes both.
+        noisy_gate_policy: "Jitter" of the gate's input or "RSample", Gumbel noise on its logits, in training; or None.
+        drop_tokens: False: experts take all that come.
+        use_rts: which tokens stay is drawn (k = 1); False: the first ones.
+        use_tutel: accepted; there is one way.
+        enable_expert_tensor_parallelism: not available: must be False.
+        top2_2nd_expert_sampling: the second of two experts is drawn.
+
+    Raises ConfigError: `ep_size` is not 1, or an argument is out of range.
+    """
+
+    def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if ep_size != 1:
+            raise ConfigError(
+                f"MoE: ep_size: got {ep_size}; experts are not dealt out to ranks. Set it to 1: at ZeRO stage 3 each "
+                "rank keeps a part of every expert, on whatever tier, and fetches them one after the other"
+            )
+        if enable_expert_tensor_parallelism:
+            raise ConfigError("MoE: enable_expert_tensor_parallelism: not available; set it to False")
+        self.num_experts = self.num_local_experts = num_experts
+        self.ep_size, self.use_residual, self.expert_group_name = ep_size, use_residual, f"ep_size_{ep_size}"
+        gate = TopKGate(
+            *(hidden_size, num_experts, k, capacity_factor, eval_capacity_factor, min_capacity, noisy_gate_policy),
+            *(drop_tokens, use_rts, None, top2_2nd_expert_sampling),
+        )
+        self.deepspeed_moe = MOELayer(gate, Experts(expert, num_experts, self.expert_group_name))
+        if use_residual:
+            self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Accepted: there are no groups of experts."""
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., hidden_size) to the same, the loss of the balance (to be added to the model's), and tokens an expert.
+
+        `used_token`: (tokens,), 0 for those that go to no expert; with k = 1.
+        """
+        output = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            plain = self.mlp(hidden_states)
+            plain = plain[0] if isinstance(plain, tuple) else plain
+            share = F.softmax(self.coefficient(hidden_states), dim=-1)
+            output = output * share[..., 0:1] + plain * share[..., 1:]
+        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts

@@ -1,0 +1,131 @@
+"""Which expert a token goes to, with which weight, and which tokens find no room: pure functions on logits.
+
+[Source: DeepSpeed's top-1, top-2 and top-k gating, after GShard (arXiv:2006.16668) and Switch (arXiv:2101.03961)] The
+rules are theirs; tokens are kept as indices, not as a mask of tokens x experts x places.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from offload.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Of (tokens) to (experts), `k` choices each.
+
+    Attributes:
+        experts: (tokens, k), int64.
+        weights: (tokens, k) fp32, what the experts' outputs are multiplied by; 0 where there is no room.
+        kept: (tokens, k), bool: the expert has room.
+        balance_loss: scalar, large where few experts get most tokens.
+        counts: (experts,), tokens that wanted each expert.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor
+    balance_loss: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many tokens an expert takes: `factor` times its even share, and at least `least`; None: all that come."""
+
+    factor: float | None
+    least: int
+
+    def places(self, tokens: int, experts: int, k: int, counts: Tensor) -> int:
+        if self.factor is None:
+            return int(counts.max())
+        return max(math.ceil(tokens / experts * self.factor * k), self.least)
+
+
+def top1(logits: Tensor, room: Room, *, used: Tensor | None, noisy: bool, at_random: bool) -> Routing:
+    """One expert a token, weighed by its probability.
+
+    Args:
+        logits: (tokens, experts), fp32.
+        room: of each expert.
+        used: (tokens,), 0 for those that go to no expert; None: all go.
+        noisy: Gumbel noise is added before an expert is chosen.
+        at_random: which tokens stay where an expert has no room for all is drawn; else the first ones.
+
+    Raises ConfigError: there are fewer tokens than an expert takes at least.
+    """
+    tokens, experts = logits.shape
+    if tokens < room.least:
+        raise ConfigError(
+            f"MoE: {tokens} tokens, and min_capacity is {room.least}; set it to 0, or give more tokens at once"
+        )
+    gates = F.softmax(logits, dim=1)
+    chosen = torch.argmax(logits + gumbel_like(logits) if noisy else gates, dim=1)
+    mask = F.one_hot(chosen, experts)
+    if used is not None:
+        mask = mask * used.reshape(-1, 1).to(mask.dtype)
+    counts = mask.sum(0).detach()
+    loss = (gates.mean(0) * mask.float().mean(0)).sum() * experts
+    order = torch.rand_like(gates) if at_random else torch.arange(tokens, 0, -1, device=gates.device).unsqueeze(1)
+    kept = among_first(mask * order.detach(), mask.bool(), room.places(tokens, experts, 1, counts))
+    weights = gates.gather(1, chosen.unsqueeze(1))
+    kept = kept.gather(1, chosen.unsqueeze(1))
+    return Routing(chosen.unsqueeze(1), weights * kept, kept, loss, counts)
+
+
+def top2(logits: Tensor, room: Room, *, samples_second: bool) -> Routing:
+    """Two experts a token, weighed by their probabilities, which are scaled to a sum of 1 over those with room.
+
+    `samples_second`: the second is drawn, by Gumbel noise; else it is the second most probable.
+    """
+    tokens, experts = logits.shape
+    gates = F.softmax(logits, dim=1)
+    first = torch.argmax(gates, dim=1)
+    mask1 = F.one_hot(first, experts)
+    noisy = logits + gumbel_like(logits) if samples_second else logits
+    second = torch.argmax(noisy.masked_fill(mask1.bool(), float("-inf")), dim=1)
+    mask2 = F.one_hot(second, experts)
+    loss = (gates.mean(0) * mask1.float().mean(0)).mean() * experts * experts
+    counts = (mask1 + mask2).sum(0).detach()
+    places = room.places(tokens, experts, 2, counts)
+    # Second choices come behind all first ones.
+    at1 = (mask1.cumsum(0) - 1).gather(1, first.unsqueeze(1))
+    at2 = (mask2.cumsum(0) - 1 + mask1.sum(0)).gather(1, second.unsqueeze(1))
+    kept = torch.cat((at1, at2), 1) < places
+    chosen = torch.stack((first, second), 1)
+    return Routing(chosen, scaled(gates.gather(1, chosen) * kept), kept, loss, counts)
+
+
+def topk(logits: Tensor, k: int, room: Room) -> Routing:
+    """The k most probable experts of each token; where an expert has no room for all, the most probable stay."""
+    tokens, experts = logits.shape
+    gates = F.softmax(logits, dim=1)
+    chosen = torch.topk(gates, k, dim=1).indices
+    mask = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, chosen, True)
+    counts = mask.sum(0).detach()
+    loss = (gates.mean(0) * mask.float().mean(0)).mean() * experts * experts / k
+    places = room.places(tokens, experts, k, counts)
+    kept = among_first((gates * mask).detach(), mask, places).gather(1, chosen)
+    return Routing(chosen, scaled(gates.gather(1, chosen) * kept), kept, loss, counts)
+
+
+def among_first(order: Tensor, mask: Tensor, places: int) -> Tensor:
+    """(tokens, experts): those of the mask that are among the `places` of their expert with the largest `order`."""
+    best = torch.topk(order, min(places, len(order)), dim=0).indices
+    return mask & torch.zeros_like(mask).scatter_(0, best, True)
+
+
+def scaled(weights: Tensor) -> Tensor:
+    """(tokens, k) so that each token's sum is 1; those of a token without any stay 0."""
+    return weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
+
+
+def gumbel_like(logits: Tensor) -> Tensor:
+    """Noise whose addition makes an argmax a draw by the probabilities."""
+    return -torch.empty_like(logits).exponential_().log()
