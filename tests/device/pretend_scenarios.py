@@ -47,7 +47,7 @@ def sent(data: Tensor, engine: Any) -> Tensor:
 def opened(model: Any, place: Place, folder: Path, **more: Any) -> Any:
     built = build(model) if isinstance(model, str) else model
     # Ranks with a device share no host memory; those on the CPU do as they do.
-    more["zero"] = {"shared_host_memory": False, **more.get("zero", {})}
+    more["zero"] = {"shared_host_memory": SHARING, **more.get("zero", {})}
     return zero.initialize(model=built, config=make_config(place, folder, **more))[0]
 
 
@@ -96,6 +96,7 @@ def training(model: str = "gpt", **config: Any) -> Scenario:
 
 MUON = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3}}
 FP16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
+SHARING: str | bool = "auto" if os.environ.get("PRETEND_WAY") == "over_host" else False
 STATES = "offload_optimizer"
 SCENARIOS |= {
     "plain": training(),
@@ -150,7 +151,7 @@ def small_states(place: Place, folder: Path) -> Results:
 
     def started() -> Any:
         model = build("gpt")
-        built = make_config(place, folder, zero={"shared_host_memory": False}, **config)
+        built = make_config(place, folder, zero={"shared_host_memory": SHARING}, **config)
         return zero.initialize(model=model, config=built, optimizer=RowsAlone(model.parameters()))[0]
 
     engine = started()

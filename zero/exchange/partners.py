@@ -7,14 +7,16 @@ from functools import partial
 
 import torch
 
+from offload import accelerator
 from offload.errors import ConfigError
 from offload.streams import open_streams
 from offload.system.descriptors import same_node
 from zero.config import Config
 from zero.config.precision_block import DTYPES
 from zero.exchange.exchange import Alone, Collectives, Exchange, Wire
+from zero.exchange.host_gathers import HostGathers
 from zero.exchange.shared_memory import SharedMemory
-from zero.params.placement import place, why_not_near
+from zero.params.placement import Placement, place, why_not_near
 from zero.plan.machine import aliases
 from zero.ranks.comm import Comm
 
@@ -45,6 +47,8 @@ def open_exchange(config: Config, device: torch.device) -> Exchange:
     )
     if shares_memory:
         return SharedMemory(comm, placement, wire)
+    if _gathers_over_host(comm, config, device, placement):
+        return HostGathers(comm, placement, wire)
     return Collectives(comm, placement, wire)
 
 
@@ -53,10 +57,37 @@ def _can_share(comm: Comm, config: Config, device: torch.device) -> bool:
     wish = config.zero_optimization.shared_host_memory
     if comm.world_size == 1 or wish is False:
         return False
+    if accelerator.is_accelerator(device):
+        return False
     possible = device.type == "cpu" and aliases() and same_node(partial(comm.agree, "one node"))
     if wish is True and not possible:
         raise ConfigError(
             "zero_optimization.shared_host_memory: needs ranks that compute on the CPU of one node, without "
             'ZERO_NO_ALIAS; got ranks that do not share memory; set it to "auto" or false'
+        )
+    return possible
+
+
+def _gathers_over_host(comm: Comm, config: Config, device: torch.device, placement: Placement) -> bool:
+    """Do GPUs copy slices from host memory of all ranks? All get the same answer."""
+    zero = config.zero_optimization
+    wish = zero.shared_host_memory
+    if wish is False or not accelerator.is_accelerator(device):
+        return False
+    fits = placement.weights_sharded and zero.offload_param.device == "cpu" and placement.near_size == 1
+    if wish is True and not fits:
+        raise ConfigError(
+            "zero_optimization.shared_host_memory: on GPUs it needs stage 3 with offload_param on the cpu and no "
+            'zero_hpz_partition_size; got something else; set it to "auto" or false'
+        )
+    if not fits:
+        return False
+    if wish == "auto" and b"1" in comm.agree("GPUs that read each other", b"%d" % accelerator.reads_peers()):
+        return False
+    possible = same_node(partial(comm.agree, "one node"))
+    if wish is True and not possible:
+        raise ConfigError(
+            "zero_optimization.shared_host_memory: needs ranks on one node; got ranks that do not share memory; set it "
+            'to "auto" or false'
         )
     return possible
