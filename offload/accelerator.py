@@ -124,6 +124,16 @@ def device_count() -> int:
     return 0 if _wish()[0] == "cpu" or _built_kind() is None else int(torch.accelerator.device_count())
 
 
+def reads_peers() -> bool:
+    """False where no device of this machine can read the memory of another; True too where a process sees one alone."""
+    kind = chosen_kind()
+    ask = getattr(_module(kind), "can_device_access_peer", None) if kind is not None else None
+    devices = range(device_count())
+    if ask is None or len(devices) < 2:
+        return True
+    return any(ask(one, other) for one in devices for other in devices if one != other)
+
+
 def visible_variable() -> str:
     """The environment variable that says which devices a process sees."""
     return (_built_kind() or FIRST).visible

@@ -136,3 +136,15 @@ def ranks_by_gloo(group: str) -> list[str]:
     """Cells: each scenario at one place."""
     modes, names = itertools.cycle(MODES), RANKS[group]
     return [f"{name}:{ONLY.get(name, PLACES)[0]}:{mode}" for name, mode in zip(names, modes, strict=False)]
+
+
+OVER_HOST_BY_DEFAULT = ("clipped_and_accumulated:cpu-cpu:copies,compute", "lora_saved_and_loaded:cpu-nvme:late")
+CHANGES_WEIGHTS = ("clamped_in_forward", "scaled_in_forward")
+"""Refused where ranks read slices where they live."""
+
+
+def ranks_over_host(group: str) -> list[str]:
+    """Cells: each scenario with its weights in host memory, where it can have them there."""
+    modes, names = itertools.cycle(MODES), [name for name in RANKS[group] if name not in CHANGES_WEIGHTS]
+    cells = zip((name for name in names if name not in ONLY), modes, strict=False)
+    return [f"{name}:cpu-cpu:{mode}" for name, mode in cells]

@@ -1,9 +1,9 @@
 """torch.distributed between processes that have a pretend GPU each.
 
-`join` makes the default group, in one of two ways. "streams": what lies on the device goes as NCCL has it. A call
+`join` makes the default group, in one of three ways. "streams": what lies on the device goes as NCCL has it. A call
 returns at once, its work runs in order on a stream of the group, behind what the caller's current stream had been
 given, and `wait` makes the current stream wait, not the host. "gloo": what lies on the device is staged through the
-host, as torch's gloo does for CUDA.
+host, as torch's gloo does for CUDA. "over_host": as "streams", and weights are gathered from host memory of all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from offload import accelerator
 
 NAME = "pretend"
-WAYS = {"streams": f"cpu:gloo,cuda:{NAME}", "gloo": "gloo"}
+WAYS = {"streams": f"cpu:gloo,cuda:{NAME}", "gloo": "gloo", "over_host": f"cpu:gloo,cuda:{NAME}"}
 COLLECTIVES = ("all_gather", "reduce_scatter", "exchange", "all_reduce", "broadcast")
 NUMBERS = (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TIMEOUT = timedelta(seconds=60)
@@ -169,7 +169,7 @@ def _staged(collective: Callable[..., Any]) -> Callable[..., Any]:
 def join(way: str, folder: Path) -> None:
     """Make the default group of the ranks that share `folder`; RANK and WORLD_SIZE say which this is."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if way == "streams":
+    if way != "gloo":
 
         def make(store: Any, rank: int, size: int, timeout: timedelta) -> PretendGroup:
             return PretendGroup(store, rank, size, timeout, folder)

@@ -19,7 +19,7 @@ from odd_states import RowsAlone
 from torch import Tensor
 
 import zero
-from offload.accelerator import compute_device
+from offload.accelerator import compute_device, is_accelerator
 from zero.optim import contributions
 
 Place = tuple[str, str]
@@ -44,10 +44,16 @@ def sent(data: Tensor, engine: Any) -> Tensor:
     return data.pin_memory().to(engine.device, non_blocking=True)
 
 
+def shares(place: Place, stage: int = 3, zero_hpz_partition_size: int = 1, **others: Any) -> bool:
+    """Weights are gathered from host memory of all ranks."""
+    over_host = os.environ.get("PRETEND_WAY") == "over_host" and is_accelerator(compute_device())
+    return over_host and stage == 3 and place[0] == "cpu" and zero_hpz_partition_size == 1
+
+
 def opened(model: Any, place: Place, folder: Path, **more: Any) -> Any:
     built = build(model) if isinstance(model, str) else model
-    # Ranks with a device share no host memory; those on the CPU do as they do.
-    more["zero"] = {"shared_host_memory": False, **more.get("zero", {})}
+    # Ranks with a device share no host memory, unless that is their way; those on the CPU never do.
+    more["zero"] = {"shared_host_memory": shares(place, **more.get("zero", {})), **more.get("zero", {})}
     return zero.initialize(model=built, config=make_config(place, folder, **more))[0]
 
 
@@ -150,7 +156,7 @@ def small_states(place: Place, folder: Path) -> Results:
 
     def started() -> Any:
         model = build("gpt")
-        built = make_config(place, folder, zero={"shared_host_memory": False}, **config)
+        built = make_config(place, folder, zero={"shared_host_memory": shares(place)}, **config)
         return zero.initialize(model=model, config=built, optimizer=RowsAlone(model.parameters()))[0]
 
     engine = started()

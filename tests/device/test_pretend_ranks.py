@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from pretend_groups import FOUR_RANKS, MODES, RANKS, RANKS_BY_DEFAULT, ranks_by_gloo, ranks_everywhere
+from pretend_groups import (
+    FOUR_RANKS,
+    MODES,
+    OVER_HOST_BY_DEFAULT,
+    RANKS,
+    RANKS_BY_DEFAULT,
+    ranks_by_gloo,
+    ranks_everywhere,
+    ranks_over_host,
+)
 from pretend_process import needed, verdicts_of_ranks, wrong
 
 
@@ -28,6 +37,16 @@ def test_two_ranks_at_every_place_have_the_bits_of_two_cpus(group: str, mode: st
 @pytest.mark.parametrize("group", RANKS)
 def test_two_ranks_whose_collectives_are_gloos_have_the_bits_of_two_cpus(group: str) -> None:
     same(ranks_by_gloo(group), "gloo")
+
+
+def test_two_ranks_that_gather_over_the_host_have_the_bits_of_two_cpus() -> None:
+    same(list(OVER_HOST_BY_DEFAULT), "over_host")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", RANKS)
+def test_two_ranks_that_gather_over_the_host_have_the_bits_of_two_cpus_in_every_scenario(group: str) -> None:
+    same(ranks_over_host(group), "over_host")
 
 
 @pytest.mark.slow

@@ -106,7 +106,9 @@ class Assembly:
         try:
             coming = room_to_come(leaf.parameter for leaf in self.leaves) if previous is None else {}
             self.storage = Storage(
-                *(self.layout, self.plan, config, owner.device, exchange.memory, named), coming=coming
+                *(self.layout, self.plan, config, owner.device, exchange.memory, named),
+                coming=coming,
+                slices=exchange.slices,
             )
         except BaseException:
             if self.snapshots is not None:

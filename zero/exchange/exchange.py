@@ -17,6 +17,7 @@ import torch
 from offload.kernels import kernels
 from offload.kernels.square_sums import SquareSum
 from offload.memory.byte_tensors import bytes_of, tensor_of
+from offload.memory.shared_region import SharedRegion
 from offload.streams import Fence
 from zero.params.layout import Layout, Unit
 from zero.params.placement import ONE_RANK, Placement
@@ -41,6 +42,7 @@ class Exchange:
     scale: float = 1.0  # What the sum over ranks has to be multiplied by to give their mean.
     overlaps: bool = True  # False: whoever starts a reduction waits for it.
     memory: SharedPlaces | None = None  # Where what all ranks see is to be allocated; None: nothing is shared.
+    reads_homes: bool = False  # True: ranks read slices where they live, at any time.
 
     def __init__(self, placement: Placement = ONE_RANK, everyone: Exchange | None = None) -> None:
         self.placement = placement
@@ -67,6 +69,10 @@ class Exchange:
     def counted_elsewhere(self) -> SquareSum:
         """What this stage's gradients have of the norm that another stage has too."""
         return SquareSum()
+
+    def slices(self, nbytes: int) -> SharedRegion | None:
+        """Host memory for this rank's slices of one space that the others can read; None: nobody does. In order."""
+        return None
 
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """The storage is made, on every rank. All ranks come here."""

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from offload import accelerator
 from offload.errors import ConfigError
 from offload.streams import open_streams
 from offload.system.descriptors import same_node
@@ -14,8 +15,9 @@ from zero.config import Config
 from zero.config.precision_block import DTYPES
 from zero.exchange.all_stages import AllStages
 from zero.exchange.exchange import Alone, Collectives, Exchange, Wire
+from zero.exchange.host_gathers import HostGathers
 from zero.exchange.shared_memory import SharedMemory
-from zero.params.placement import place, why_not_near
+from zero.params.placement import Placement, place, why_not_near
 from zero.plan.machine import aliases
 from zero.ranks.comm import Comm
 
@@ -50,6 +52,8 @@ def open_exchange(config: Config, device: torch.device, stages: AllStages | None
     )
     if shares_memory:
         return SharedMemory(comm, placement, wire, stages)
+    if _gathers_over_host(comm, config, device, placement):
+        return HostGathers(comm, placement, wire)
     return Collectives(comm, placement, wire, stages)
 
 
@@ -57,6 +61,8 @@ def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStag
     """Do the ranks keep one copy of each slice in shared memory, and use it there? All get the same answer."""
     wish = config.zero_optimization.shared_host_memory
     if comm.world_size == 1 or wish is False:
+        return False
+    if accelerator.is_accelerator(device):
         return False
     possible = device.type == "cpu" and aliases() and same_node(partial(comm.agree, "one node"))
     if stages is not None:  # stages open their groups together, so all need the same ones
@@ -67,3 +73,28 @@ def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStag
             'ZERO_NO_ALIAS; got ranks that do not share memory; set it to "auto" or false'
         )
     return possible
+
+
+def _gathers_over_host(comm: Comm, config: Config, device: torch.device, placement: Placement) -> bool:
+    """Do GPUs copy slices from host memory of all ranks? All get the same answer."""
+    zero = config.zero_optimization
+    if zero.shared_host_memory is not True or not accelerator.is_accelerator(device):
+        return False
+    fits = placement.weights_sharded and zero.offload_param.device == "cpu" and placement.near_size == 1
+    if not fits:
+        raise ConfigError(
+            "zero_optimization.shared_host_memory: on GPUs it needs stage 3 with offload_param on the cpu and no "
+            f"zero_hpz_partition_size; got stage {zero.stage}, offload_param.device {zero.offload_param.device!r} and "
+            f'zero_hpz_partition_size {placement.near_size}; set it to "auto" or false'
+        )
+    if not same_node(partial(comm.agree, "one node")):
+        raise ConfigError(
+            "zero_optimization.shared_host_memory: needs ranks on one node; got ranks that do not share memory; set it "
+            'to "auto" or false'
+        )
+    if b"1" in comm.agree("GPUs that read each other", b"%d" % accelerator.reads_peers()) and comm.rank == 0:
+        logger.info(
+            "shared_host_memory: GPUs of this node read each other's memory, where collectives may be faster; "
+            'compare with "auto"'
+        )
+    return True

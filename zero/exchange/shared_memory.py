@@ -95,6 +95,8 @@ class SharedMemory(AmongRanks):
     `wire`: how gradients travel; they are added up in fp32, so only `averages` and `overlaps` matter.
     """
 
+    reads_homes = True
+
     def __init__(self, comm: Comm, placement: Placement, wire: Wire, everyone: Exchange | None = None) -> None:
         super().__init__(comm, placement, wire, everyone)
         self.scale = 1.0 / placement.world_size if wire.averages else 1.0
@@ -114,11 +116,7 @@ class SharedMemory(AmongRanks):
     def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
         """Find the others' slices. All ranks come here, once their storage is made."""
         comm, placement = self._comm, self.placement
-        share = partial(comm.agree, "sharing")
-        self._urges = len(layout.units)
-        self._left = self._urges + comm.world_size
-        self._layout, self._storage, self._updates = layout, storage, updates
-        self._board = NodeBoard.join(comm.rank, comm.world_size, self._left + 1, share)
+        share = self._join(layout, storage, updates)
         self._reducer = SharedExchange.join(
             comm.rank,
             comm.world_size,
@@ -132,9 +130,19 @@ class SharedMemory(AmongRanks):
         self._tell_slots()
         if storage.disk is not None:  # all ranks have made the same plan, so all have one
             self._open_swaps(storage.disk, share)
+
+    def _join(self, layout: Layout, storage: Storage, updates: DueUpdates) -> Share:
+        """Make the board, on which this rank tells of its slices from now on."""
+        comm = self._comm
+        share = partial(comm.agree, "sharing")
+        self._urges = len(layout.units)
+        self._left = self._urges + comm.world_size
+        self._layout, self._storage, self._updates = layout, storage, updates
+        self._board = NodeBoard.join(comm.rank, comm.world_size, self._left + 1, share)
         storage.at_end.append(self._end)
         storage.at_rest.append(self._let_go)  # an engine that is dropped ends with its storage
         updates.stored = self._publish
+        return share
 
     def adopted(self) -> None:
         self.rewritten()
@@ -153,16 +161,20 @@ class SharedMemory(AmongRanks):
         return None
 
     async def _fetch(self, rank: int, epoch: int, unit: Unit, flat: torch.Tensor) -> None:
-        what = f"the slice of {unit.name} as of step {epoch - 1}"
-        if self._there.read(rank, unit.index) < epoch:
-            with self._named(what), self._comm.waiting(what):
-                await self._reached(rank, unit, epoch, what)
+        await self._awaited(rank, epoch, unit)
         into = flat.chunk(self.placement.shard_size)[self.placement.shard_ranks.index(rank)]
         if unit.index in self._copies:
             begin, end = self._copies[unit.index]
             into.copy_(self._slices[rank].data[begin:end])
         elif unit.index not in self._storage.plan.whole:
             await self._planes[rank][self._layout.space_of(unit)].read(unit.begin, unit.end, into)
+
+    async def _awaited(self, rank: int, epoch: int, unit: Unit) -> None:
+        """Return once another rank's slice is there as of an epoch."""
+        what = f"the slice of {unit.name} as of step {epoch - 1}"
+        if self._there.read(rank, unit.index) < epoch:
+            with self._named(what), self._comm.waiting(what):
+                await self._reached(rank, unit, epoch, what)
 
     async def _reached(self, rank: int, unit: Unit, epoch: int, what: str) -> None:
         await self._there.reached(
@@ -198,7 +210,7 @@ class SharedMemory(AmongRanks):
                 yield [part.view(flat.dtype) for part in slices]
 
     def sees(self, flat: torch.Tensor) -> bool:
-        return _lies_in(flat, self._regions.pools[self._comm.rank])
+        return lies_in(flat, self._regions.pools[self._comm.rank])
 
     def rewritten(self, unstored: Collection[int] = ()) -> None:
         async def advance() -> None:
@@ -246,6 +258,7 @@ class SharedMemory(AmongRanks):
             board.close()
         while self._swaps:
             self._swaps.pop().close()
+        self._planes = {}
         self._regions.close()
 
     def _open_swaps(self, own: Disk, share: Share) -> None:
@@ -339,7 +352,7 @@ class SharedMemory(AmongRanks):
         self._ended = True
 
 
-def _lies_in(flat: torch.Tensor, region: SharedRegion) -> bool:
+def lies_in(flat: torch.Tensor, region: SharedRegion) -> bool:
     try:
         region.offset_of(flat)
     except StateError:

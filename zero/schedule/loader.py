@@ -233,8 +233,7 @@ class Loader:
                 # Nobody may have waited for what was fetched in vain: collectives still write there, and they are
                 # late where another rank is.
                 self._storage.streams.wait(arrival.transfer.result())
-            placement = self._exchange.placement
-            if modified and placement.shares_memory and placement.weights_sharded:
+            if modified and (self._exchange.reads_homes and self._exchange.placement.weights_sharded):
                 raise StateError(
                     f"unit {unit.name}: forward has modified its weights in place, and the ranks of this node read "
                     "each other's slices where they lie, at any time. Set zero_optimization.shared_host_memory to false"

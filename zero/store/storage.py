@@ -78,9 +78,10 @@ class Storage:
         shared: SharedPlaces | None = None,
         open_snapshot: OpenSnapshot | None = None,
         coming: Mapping[int, int] = MappingProxyType({}),
+        slices: Callable[[int], SharedRegion | None] = lambda nbytes: None,
     ) -> None:
         self.layout, self.plan, self.device, self._shared = layout, plan, device, shared
-        self._open_snapshot = open_snapshot
+        self._open_snapshot, self._slices = open_snapshot, slices
         self._flats: dict[int, torch.Tensor] = {}
         self._pinned = is_accelerator(device) and wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
@@ -102,10 +103,7 @@ class Storage:
             self.mover = Mover(aio.in_flight, lambda: aio.stats().chunks, self.timeline, self.streams.enter)
         try:
             self.arena = Arena(
-                "host",
-                plan.arena_bytes,
-                "memory_budget.host",
-                torch.device("cpu"),
+                *("host", plan.arena_bytes, "memory_budget.host", torch.device("cpu")),
                 pinned=self._pinned,
                 register=aio.register_memory if aio else None,
             )
@@ -124,8 +122,9 @@ class Storage:
             ]
             near = self._region(DEVICE, sum(plan.near_parts.values())) if plan.near_parts else None
             self.near = {index: near.take(nbytes) for index, nbytes in plan.near_parts.items()} if near else {}
-            moving = self.disk, self.mover, self.streams
-            self.activations = open_activations(plan, device, moving, pinned=self._pinned)
+            self.activations = open_activations(
+                plan, device, (self.disk, self.mover, self.streams), pinned=self._pinned
+            )
         except BaseException:
             self.close()
             raise
@@ -350,7 +349,7 @@ class Storage:
             runs, pieces = (list(self._cut_at_sub_groups(space, uncut)) for uncut in (runs, pieces))
         whole = [unit for unit in space.units if unit.index in self.plan.whole]
         homes = {unit.begin: unit.own(self._whole_home(unit, whole)) for unit in whole}
-        return self._plane(f"weights ({space.dtype})", width, runs, homes, pieces)
+        return self._plane(f"weights ({space.dtype})", width, runs, homes, pieces, shared=self._slices)
 
     def _whole_home(self, unit: Unit, units: Sequence[Unit]) -> torch.Tensor:
         """Memory for all slices of a unit; that of all `units` is allocated at once."""
@@ -412,6 +411,7 @@ class Storage:
         given: Mapping[int, torch.Tensor] = MappingProxyType({}),
         pieces: Sequence[tuple[int, int, str]] = (),
         travels: bool = True,
+        shared: Callable[[int], SharedRegion | None] = lambda nbytes: None,
     ) -> Plane:
         """Homes for each run: `given` memory, by where it begins; else a part of one region per memory tier, or of the
         swap space. With snapshots each of `pieces`, whatever its tier, has two places there.
@@ -423,11 +423,12 @@ class Storage:
         pairs = [self._pair(begin, end, nbytes_of(begin, end)) for begin, end, _ in pieces if self.plan.snapshots]
         first_slots = {pair.begin: pair.offsets[0] for pair in pairs}
         ours = [run for run in runs if run[0] not in given]
-        regions = {
-            tier: self._region(tier, sum(nbytes_of(begin, end) for begin, end, t in ours if t == tier), travels=travels)
-            for tier in (DEVICE, HOST)
-            if any(t == tier for _, _, t in ours)
-        }
+        regions = {}
+        for tier in (DEVICE, HOST):
+            nbytes = sum(nbytes_of(begin, end) for begin, end, t in ours if t == tier)
+            if any(t == tier for _, _, t in ours):
+                region = shared(nbytes) if tier == HOST else None
+                regions[tier] = self._region(tier, nbytes, region, travels=travels)
         homes, host_bytes = [], 0
         for begin, end, tier in runs:
             nbytes = nbytes_of(begin, end)

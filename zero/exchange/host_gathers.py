@@ -1,0 +1,124 @@
+"""Gathers through the host memory of a node whose GPUs cannot read each other's memory.
+
+There a collective copies every slice through the host anyway. Here the slices that live in host memory live in regions
+that every rank has mapped and page-locked, and each GPU copies its peers' slices over its own link from where they
+are. Epochs say when a slice may be read, as in `shared_memory.py`. Whatever does not live in host memory is gathered by
+collectives, and gradients are reduced by them.
+
+[Note: copies end on the host] A gather is over only when the device has made its copies. A rank takes the next step
+only when its gathers are over, and no slice changes before every rank has taken it: so nobody writes what is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.memory.pinned import pin
+from offload.memory.shared_region import SharedRegion
+from offload.planes.planes import Plane, settle_all
+from offload.streams import Fence
+from zero.exchange.exchange import Collectives, Turn, Wire
+from zero.exchange.shared_memory import SharedMemory, lies_in
+from zero.params.layout import Layout, Unit
+from zero.params.placement import Placement
+from zero.ranks.comm import Comm
+from zero.ranks.rank_group import Payload
+from zero.store.storage import Storage
+
+if TYPE_CHECKING:
+    from zero.optim.pending_updates import DueUpdates
+
+
+class HostGathers(SharedMemory):
+    """See above. All ranks are on one node, and weights are sharded. `wire`: how gradients travel."""
+
+    reads_homes = True
+
+    def __init__(self, comm: Comm, placement: Placement, wire: Wire) -> None:
+        super().__init__(comm, placement, wire)
+        self._collectives = Collectives(comm, placement, wire)
+        self.memory, self.scale = None, self._collectives.scale
+        self._given: list[list[SharedRegion]] = []  # Of each plane of weights with homes in host memory, by rank.
+        self._homes: dict[int, tuple[list[SharedRegion], int, int]] = {}  # Unit -> regions by rank, and which bytes.
+        self._unpin: list[Callable[[], None]] = []
+
+    def slices(self, nbytes: int) -> SharedRegion:
+        """See `Exchange`. The owner page-locks its own mapping."""
+        regions = self._regions.each(nbytes, "slices of weights")
+        self._given.append(regions)
+        for rank, region in enumerate(regions):
+            unpin = pin(region.data) if rank != self._comm.rank else None
+            if unpin is not None:
+                self._unpin.append(unpin)
+        return regions[self._comm.rank]
+
+    def attach(self, layout: Layout, storage: Storage, updates: DueUpdates) -> None:
+        self._collectives.attach(layout, storage, updates)
+        self._join(layout, storage, updates)
+        for space, plane in zip(layout.spaces, storage.weights, strict=True):
+            regions = next((given for given in self._given if _is_over(plane, given[self._comm.rank])), None)
+            # A plane with two slots changes places on its own: its units come by collectives.
+            if regions is None or type(plane) is not Plane:
+                continue
+            for unit in space.units:
+                place = plane.host_range(unit.begin, unit.end)
+                if place is not None:
+                    self._homes[unit.index] = (regions, *place)
+
+    def turn(self, what: str, unit: Unit) -> Turn:
+        if what == "gather" and unit.index in self._homes:
+            return (self._epoch,)
+        return self._collectives.turn(what, unit)
+
+    def give_up(self, turn: Turn, error: BaseException) -> None:
+        if not (turn and isinstance(turn[0], int)):  # who waits for a slice gets it once it is there
+            self._collectives.give_up(turn, error)
+
+    async def gather(self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence) -> Fence:
+        if unit.index not in self._homes:
+            return await self._collectives.gather(turn, unit, flat, *after)
+        others = [rank for rank in self.placement.shard_ranks if rank != self._comm.rank]
+        copies: list[Fence] = [*after]
+
+        async def fetch(rank: int) -> None:
+            await self._awaited(rank, turn[0], unit)
+            regions, begin, end = self._homes[unit.index]
+            into = flat.chunk(self.placement.shard_size)[self.placement.shard_ranks.index(rank)]
+            # Behind all earlier uses of `flat`: this rank's own slice is behind them too.
+            copies.append(self._storage.streams.copy_in(into, regions[rank].data[begin:end], *after))
+
+        try:
+            await settle_all([fetch(rank) for rank in others])
+        finally:
+            await self._storage.streams.reached(*copies)
+        return copies[-1]
+
+    @asynccontextmanager
+    async def reduce(
+        self, turn: Turn, unit: Unit, flat: torch.Tensor, *after: Fence
+    ) -> AsyncIterator[list[torch.Tensor]]:
+        async with self._collectives.reduce(turn, unit, flat, *after) as parts:
+            yield parts
+
+    def sees(self, flat: torch.Tensor) -> bool:
+        return True
+
+    def payload(self) -> Mapping[str, Payload]:
+        return self._collectives.payload()
+
+    def renewed(self) -> HostGathers:
+        return HostGathers(self._comm, self.placement, self._wire)
+
+    def _let_go(self) -> None:
+        while self._unpin:
+            self._unpin.pop()()
+        self._given, self._homes = [], {}
+        super()._let_go()
+
+
+def _is_over(plane: Plane, region: SharedRegion) -> bool:
+    return plane.host is not None and lies_in(plane.host, region)
