@@ -161,8 +161,10 @@ def spilling(open_engine: Open, nvme_path: Path, model: str = "gpt", **more: Any
 def interrupted_when(ready: Callable[[], bool]) -> Iterator[None]:
     """A KeyboardInterrupt in the main thread, inside, as soon as `ready()`."""
 
+    entered = False  # One that comes before somebody expects it would end the process.
+
     def interrupt(number: int, frame: Any) -> None:
-        if not ready():
+        if not (entered and ready()):
             signal.setitimer(signal.ITIMER_REAL, 0.005)
             return
         raise KeyboardInterrupt
@@ -171,6 +173,7 @@ def interrupted_when(ready: Callable[[], bool]) -> Iterator[None]:
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0.005)  # somebody else's, such as the time limit of a test
     try:
         with pytest.raises(KeyboardInterrupt):
+            entered = True
             yield
     finally:
         signal.signal(signal.SIGALRM, before)

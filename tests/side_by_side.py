@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -209,12 +210,12 @@ class Parent:
         return Worker(pid, ours, Path(path))
 
     def _hear(self, worker: Worker) -> None:
-        try:
+        kind, values = "lost", ()
+        with suppress(EOFError, OSError):
             kind, values = pickle.loads(worker.connection.recv_bytes())
-        except (EOFError, OSError):
+        if kind == "lost":  # not inside an except block: another worker is forked, and all its tests would run there
             self._lost(worker)
-            return
-        if kind == "ask":
+        elif kind == "ask":
             self._hand_out(worker)
         elif kind == "broken":
             raise RuntimeError(f"a worker failed outside of tests:\n{values[0]}")

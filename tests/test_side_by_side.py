@@ -113,12 +113,12 @@ def test_a_session_is_made_once_in_each_process_and_given_back(tmp_path: Path) -
 
 DEADLY = {
     "test_deadly.py": """
-        import os, signal
+        import os, signal, sys
         def test_before(): pass
         def test_the_end():
             os.write(2, b"last words")
             os.kill(os.getpid(), signal.SIGKILL)
-        def test_behind(): pass
+        def test_behind(): assert sys.exc_info() == (None, None, None), "the new process runs inside an except block"
         """,
     "test_other.py": "def test_it(): pass",
 }

@@ -470,8 +470,8 @@ OF_RANKS = (
     Removal(
         "memory is reused while a collective that nobody waited for writes there",
         "zero/schedule/loader.py",
-        "                self._storage.streams.wait(arrival.transfer.result())\n            placement",
-        "                pass\n            placement",
+        "                self._storage.streams.wait(arrival.transfer.result())\n            if modified and (",
+        "                pass\n            if modified and (",
         ("fetched_in_vain:cpu-cpu", "fetched_in_vain:nvme-nvme"),
     ),
 )

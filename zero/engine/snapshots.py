@@ -36,7 +36,7 @@ class SnapshotTurns(StepListener):
         snapshots.begin(run.global_steps, capture(run, self.names(), run.parts.stepper.norm))
 
     def commit_last(self) -> None:
-        """The engine closes. If that is because of an error, other ranks may be anywhere."""
+        """The engine closes. Where an error is on its way or handled, a step may be torn, and other ranks anywhere."""
         snapshots = self._run.parts.snapshots
         if snapshots is None or snapshots.pending is None or sys.exc_info()[0] is not None:
             return
