@@ -22,6 +22,8 @@ class Removal:
     """Why nobody notices, as far as is known: the test expects that nobody does."""
     ranks: bool = False
     """Two ranks run the scenarios."""
+    way: str = "streams"
+    """In which they have collectives."""
 
     @property
     def cells(self) -> list[str]:
@@ -475,4 +477,29 @@ OF_RANKS = (
         ("fetched_in_vain:cpu-cpu", "fetched_in_vain:nvme-nvme"),
     ),
 )
+OVER_THE_HOST = (
+    Removal(
+        "a slice of another rank is read before that rank has taken the step",
+        "zero/exchange/host_gathers.py",
+        "            await self._awaited(rank, turn[0], unit)\n",
+        "",
+        ("plain:cpu-cpu", "left_out_apart_2:cpu-cpu", "generated_between:cpu-cpu"),
+    ),
+    Removal(
+        "a gather is over before the device has made its copies",
+        "zero/exchange/host_gathers.py",
+        "            await self._storage.streams.reached(*copies)",
+        "            pass",
+        ("evaluated_before_the_step:cpu-cpu:copies_out",),
+    ),
+    Removal(
+        "another rank's slice is copied behind nothing",
+        "zero/exchange/host_gathers.py",
+        "regions[rank].data[begin:end], *after))",
+        "regions[rank].data[begin:end]))",
+        ("evaluated_before_the_step:cpu-cpu", "clipped_and_accumulated:cpu-none"),
+        "this rank's own slice is copied there first, on the same stream, behind the same fences",
+    ),
+)
 REMOVALS += tuple(replace(removal, ranks=True) for removal in OF_RANKS)
+REMOVALS += tuple(replace(removal, ranks=True, way="over_host") for removal in OVER_THE_HOST)

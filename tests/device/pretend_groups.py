@@ -106,7 +106,10 @@ OF_RANKS = {
         *("no_sync_0", "no_sync_1", "no_sync_2", "no_sync_3"),
         *("left_out", "left_out_apart_0", "left_out_apart_1", "left_out_apart_2", "left_early", "several_uses"),
     ),
-    "between_steps": ("fetched_in_vain", "edited_by_the_first", "generated_between", "lora_saved_and_loaded"),
+    "between_steps": (
+        *("fetched_in_vain", "edited_by_the_first", "generated_between", "evaluated_before_the_step"),
+        *("given_back", "lora_saved_and_loaded"),
+    ),
 }
 """What is there for several ranks' sake."""
 NOT_IN_STEP = (
@@ -138,7 +141,10 @@ def ranks_by_gloo(group: str) -> list[str]:
     return [f"{name}:{ONLY.get(name, PLACES)[0]}:{mode}" for name, mode in zip(names, modes, strict=False)]
 
 
-OVER_HOST_BY_DEFAULT = ("clipped_and_accumulated:cpu-cpu:copies,compute", "lora_saved_and_loaded:cpu-nvme:late")
+OVER_HOST_BY_DEFAULT = (
+    *("clipped_and_accumulated:cpu-cpu:copies,compute", "lora_saved_and_loaded:cpu-nvme:late"),
+    "given_back:cpu-cpu:late",
+)
 CHANGES_WEIGHTS = ("clamped_in_forward", "scaled_in_forward")
 """Refused where ranks read slices where they live."""
 

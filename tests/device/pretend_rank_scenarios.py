@@ -156,6 +156,36 @@ def generated_between(place: Place, folder: Path) -> Results:
 
 
 @scenario
+def evaluated_before_the_step(place: Place, folder: Path) -> Results:
+    """The host asks for a step while the device is still to evaluate with the weights of before."""
+    engine, losses = opened("gpt", place, folder), []
+    for index in range(3):
+        micro_batch(engine, index)
+        with torch.no_grad():
+            losses += [engine(sent(batch(50 + at), engine)) for at in range(3)]
+        engine.step()
+    return closing(engine, {f"loss {at}": kept(loss) for at, loss in enumerate(losses)})
+
+
+@scenario
+def given_back(place: Place, folder: Path) -> Results:
+    """Files in memory that ranks share are mapped and open while an engine has them, and no longer."""
+
+    def left() -> Results:
+        mapped = Path("/proc/self/maps").read_text().count("memfd:zero-infinity")
+        opened_files = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if os.path.islink(each.path)]
+        return {
+            "mapped": torch.tensor(mapped),
+            "open": torch.tensor(sum("memfd:zero" in name for name in opened_files)),
+        }
+
+    before, engine = left(), opened("gpt", place, folder)
+    step(engine, 0)
+    found = closing(engine)
+    return {**found, **{name: value - before[name] for name, value in left().items()}}
+
+
+@scenario
 def lora_saved_and_loaded(place: Place, folder: Path) -> Results:
     engine = opened("lora", place, folder, clipping=0.1)
     step(engine, 0)

@@ -52,7 +52,7 @@ def open_exchange(config: Config, device: torch.device, stages: AllStages | None
     )
     if shares_memory:
         return SharedMemory(comm, placement, wire, stages)
-    if _gathers_over_host(comm, config, device, placement):
+    if gathers_over_host(comm, config, device, placement):
         return HostGathers(comm, placement, wire)
     return Collectives(comm, placement, wire, stages)
 
@@ -75,26 +75,33 @@ def _can_share(comm: Comm, config: Config, device: torch.device, stages: AllStag
     return possible
 
 
-def _gathers_over_host(comm: Comm, config: Config, device: torch.device, placement: Placement) -> bool:
+def gathers_over_host(comm: Comm, config: Config, device: torch.device, placement: Placement) -> bool:
     """Do GPUs copy slices from host memory of all ranks? All get the same answer."""
     zero = config.zero_optimization
-    if zero.shared_host_memory is not True or not accelerator.is_accelerator(device):
+    wish = zero.shared_host_memory
+    if wish is False or not accelerator.is_accelerator(device):
         return False
     fits = placement.weights_sharded and zero.offload_param.device == "cpu" and placement.near_size == 1
-    if not fits:
+    if wish is True and not fits:
         raise ConfigError(
             "zero_optimization.shared_host_memory: on GPUs it needs stage 3 with offload_param on the cpu and no "
             f"zero_hpz_partition_size; got stage {zero.stage}, offload_param.device {zero.offload_param.device!r} and "
             f'zero_hpz_partition_size {placement.near_size}; set it to "auto" or false'
         )
-    if not same_node(partial(comm.agree, "one node")):
+    if not fits:
+        return False
+    one_node = same_node(partial(comm.agree, "one node"))
+    if wish is True and not one_node:
         raise ConfigError(
             "zero_optimization.shared_host_memory: needs ranks on one node; got ranks that do not share memory; set it "
             'to "auto" or false'
         )
-    if b"1" in comm.agree("GPUs that read each other", b"%d" % accelerator.reads_peers()) and comm.rank == 0:
+    reads_peers = b"1" in comm.agree("GPUs that read each other", b"%d" % accelerator.reads_peers())
+    chosen = wish is True or (one_node and not reads_peers)
+    if comm.rank == 0 and one_node:
         logger.info(
-            "shared_host_memory: GPUs of this node read each other's memory, where collectives may be faster; "
-            'compare with "auto"'
+            "shared_host_memory: GPUs of this node %s; weights are gathered %s",
+            "read each other's memory" if reads_peers else "cannot read each other's memory",
+            "from the host memory of all ranks" if chosen else "by collectives",
         )
-    return True
+    return chosen
