@@ -148,9 +148,9 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(layer: str) -> tuple[Model, list[Tensor]]:
+def made(layer: str, **more: Any) -> tuple[Model, list[Tensor]]:
     with seeded(0):
-        return Model(**LAYERS[layer]), [torch.randn(2, 12, WIDTH) for _ in range(4)]
+        return Model(**LAYERS[layer], **more), [torch.randn(2, 12, WIDTH) for _ in range(4)]
 
 
 def test_every_token_gets_the_sum_of_its_experts() -> None:
@@ -216,10 +216,10 @@ def test_an_engine_trains_it_as_plain_torch(layer: str, stage: int, tier: str, n
     assert engine_losses(layer, stage, tier, str(nvme_path)) == pytest.approx(wanted, rel=1e-5)
 
 
-def losses_of_rank(stage: int, path: str) -> list[float]:
+def losses_of_rank(stage: int, path: str, ep_size: int) -> list[float]:
     """Each rank has batches of its own: an expert may get tokens on one rank and none on the other."""
     rank = torch.distributed.get_rank()
-    model, batches = made("top-1")
+    model, batches = made("top-1", ep_size=ep_size)
     batches = [batch[:1, : 4 + 8 * rank] for batch in batches]
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -241,9 +241,9 @@ def losses_of_rank(stage: int, path: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "ep_size"), [(1, 1), (3, 1), (3, 2)])
 def test_two_ranks_train_as_plain_torch_on_the_mean_of_their_losses(
-    rank_pool: Callable[[int], RankPool], stage: int, nvme_path: Any
+    rank_pool: Callable[[int], RankPool], stage: int, ep_size: int, nvme_path: Any
 ) -> None:
     model, batches = made("top-1")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
@@ -255,7 +255,7 @@ def test_two_ranks_train_as_plain_torch_on_the_mean_of_their_losses(
             (loss / 2).backward()
             wanted[rank].append(float(loss.detach()))
         optimizer.step()
-    found = rank_pool(2).run(losses_of_rank, stage, str(nvme_path))
+    found = rank_pool(2).run(losses_of_rank, stage, str(nvme_path), ep_size)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
@@ -263,7 +263,8 @@ def test_two_ranks_train_as_plain_torch_on_the_mean_of_their_losses(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"ep_size": 2}, "ep_size"),
+        ({"ep_size": 3}, r"ep_size: expected a divisor of num_experts \(4\), got 3"),
+        ({"ep_size": 0}, "ep_size"),
         ({"noisy_gate_policy": "Noise"}, "noisy_gate_policy"),
         ({"k": 5}, "k: expected 1 to num_experts"),
         ({"enable_expert_tensor_parallelism": True}, "tensor_parallelism"),

@@ -1,4 +1,7 @@
-"""`deepspeed.utils.groups`: there is one group, of all ranks; none for sequences, tensors or experts."""
+"""`deepspeed.utils.groups`: there is one group, of all ranks; none for sequences or tensors.
+
+Every rank has all experts, or parts of all: a token goes to no other rank, and all ranks share each expert.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero.compat.unavailable import EXPERTS, SEQUENCES, missing_function
+from zero.compat.unavailable import EXPERTS, SEQUENCES, TENSORS, missing_function
 from zero.ranks import world
 
 _get_sequence_parallel_group = missing_function("utils.groups._get_sequence_parallel_group", SEQUENCES)
 _get_sequence_parallel_rank = missing_function("utils.groups._get_sequence_parallel_rank", SEQUENCES)
 _get_expert_parallel_group = missing_function("utils.groups._get_expert_parallel_group", EXPERTS)
-_get_expert_data_parallel_group = missing_function("utils.groups._get_expert_data_parallel_group", EXPERTS)
 _get_local_all_to_all_group = missing_function("utils.groups._get_local_all_to_all_group", EXPERTS)
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Nothing to do for groups of one. Raises NotImplementedError for groups of experts."""
-    if ep_size != 1 or mpu is not None:
-        missing_function("utils.groups.initialize", EXPERTS)()
+    """Nothing to do: `ep_size` changes no number. Raises NotImplementedError: `mpu` is given."""
+    if mpu is not None:
+        missing_function("utils.groups.initialize", TENSORS)()
 
 
 def get_data_parallel_group() -> Any:
@@ -49,6 +51,22 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 def _get_expert_parallel_world_size(group_name: str | None = None) -> int:
     return 1
+
+
+def _get_expert_parallel_rank(group_name: str | None = None) -> int:
+    return 0
+
+
+def _get_expert_data_parallel_group(group_name: str | None = None) -> Any:
+    return dist.group.WORLD
+
+
+def _get_expert_data_parallel_world_size(group_name: str | None = None) -> int:
+    return world.world_size()
+
+
+def _get_expert_data_parallel_rank(group_name: str | None = None) -> int:
+    return world.rank()
 
 
 _clone_world_group = get_data_parallel_group

@@ -15,7 +15,7 @@ TENSORS = "tensor parallelism is not implemented; stage 3 shards weights over th
 SEQUENCES = "sequence parallelism is not implemented; use torch.distributed.tensor.experimental.context_parallel"
 PIPELINES = "the schedules are torch.distributed.pipelining's; zero.pipe.PipelineModule and pipeline.schedule choose"
 EXPERTS = (
-    "experts are not dealt out to ranks; moe.layer.MoE with ep_size 1 has them on all, and a model's own experts "
+    "experts are not dealt out to ranks; moe.layer.MoE has them on all, and a model's own experts "
     "(ModuleList, or packed as transformers has them) are units of which only those that are called move"
 )
 COMPRESSION = "compression training is not implemented; quantise the base with bitsandbytes or torchao, or the result"

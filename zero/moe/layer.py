@@ -2,12 +2,14 @@
 
 All experts are on every rank; at ZeRO stage 3 each rank keeps a part of each, and experts come one after the other like
 other modules, from wherever they are kept. Every expert is called in every forward, be it with no token, so that ranks
-that fetch together agree on what comes next.
+that fetch together agree on what comes next. Weights come to the tokens: `ep_size`, by which tokens go to ranks that
+have the weights, changes nothing about the numbers, and nothing here.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from torch.nn import functional as F
 
 from offload.errors import ConfigError
 from zero.moe.routing import Room, Routing, top1, top2, topk
+from zero.reports.log import NOTICE
+
+logger = logging.getLogger("zero")
 
 POLICIES = (None, "None", "Jitter", "RSample")
 JITTER = 1e-2
@@ -113,7 +118,8 @@ class MoE(nn.Module):
         hidden_size: width of the input and the output.
         expert: a module from (tokens, hidden_size) to the same, or to a tuple that begins with it; it is copied.
         num_experts: so many copies.
-        ep_size: 1: every rank has all experts (a part of each, at ZeRO stage 3).
+        ep_size: ranks that DeepSpeed deals the experts out to; a divisor of `num_experts`. Every rank has all experts
+            here (a part of each, at ZeRO stage 3), with the same results.
         k: experts of a token.
         capacity_factor, eval_capacity_factor: an expert takes so many times its even share of the tokens, in training
             and else; what comes beyond goes to no expert.
@@ -126,7 +132,7 @@ class MoE(nn.Module):
         enable_expert_tensor_parallelism: not available: must be False.
         top2_2nd_expert_sampling: the second of two experts is drawn.
 
-    Raises ConfigError: `ep_size` is not 1, or an argument is out of range.
+    Raises ConfigError: an argument is out of range.
     """
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -148,10 +154,14 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
-        if ep_size != 1:
-            raise ConfigError(
-                f"MoE: ep_size: got {ep_size}; experts are not dealt out to ranks. Set it to 1: at ZeRO stage 3 each "
-                "rank keeps a part of every expert, on whatever tier, and fetches them one after the other"
+        if ep_size < 1 or num_experts % ep_size:
+            raise ConfigError(f"MoE: ep_size: expected a divisor of num_experts ({num_experts}), got {ep_size}")
+        if ep_size > 1:
+            logger.log(
+                NOTICE,
+                "MoE: ep_size %d: experts are not dealt out to ranks; at ZeRO stage 3 each rank keeps a part of every "
+                "expert and fetches them one after the other, with the same results",
+                ep_size,
             )
         if enable_expert_tensor_parallelism:
             raise ConfigError("MoE: enable_expert_tensor_parallelism: not available; set it to False")
