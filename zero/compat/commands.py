@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,7 +78,9 @@ def ds_ssh(words: Words) -> int:
         return subprocess.run(["sh", "-c", line]).returncode
     hosts = list(read_hostfile(options.hostfile))
     with ThreadPoolExecutor(len(hosts)) as pool:
-        return next((status for status in pool.map(lambda host: _on_host(host, line), hosts) if status), 0)
+        # All of them before the first that failed is looked for: an iterator that is left cancels what has not begun.
+        statuses = list(pool.map(lambda host: _on_host(host, line), hosts))
+    return next((status for status in statuses if status), 0)
 
 
 def _on_host(host: str, line: str) -> int:
@@ -93,10 +96,12 @@ def _on_host(host: str, line: str) -> int:
 
 
 def _say(stream: TextIO, line: str) -> None:
-    stream.write(f"{line}\n")  # in one piece, which print is not: other hosts speak too
-    stream.flush()
+    with _speaking:
+        print(line, file=stream, flush=True)
 
 
+_speaking = threading.Lock()
+"""Hosts speak at the same time, and a text stream is for one thread."""
 COMMANDS: Mapping[str, Callable[[Words], int]] = {
     "deepspeed": launcher.main,
     "ds": launcher.main,

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,18 @@ def test_ds_ssh_runs_on_all_hosts_and_fails_with_the_first_that_failed(tmp_path:
     assert done.stderr == "ds_ssh: worker-2: status 7 of 'ls -l *.py'\n"
     done = called("ds_ssh", "-f", str(tmp_path / "none"), "ls", first=str(ssh))
     assert done.returncode == 1 and "cannot be read" in done.stderr and done.stdout == ""
+
+
+def test_ds_ssh_comes_to_hosts_that_wait_for_their_turn_when_another_fails(
+    tmp_path: Path, ssh: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An idle thread of the pool takes several hosts, one after the other."""
+    monkeypatch.setattr(commands, "ThreadPoolExecutor", lambda hosts: ThreadPoolExecutor(1))
+    monkeypatch.setenv("PATH", f"{ssh}{os.pathsep}{os.environ['PATH']}")
+    hosts = [f"worker-{n}" for n in (2, 1, 3, 4, 5, 6)]
+    (tmp_path / "hosts").write_text("".join(f"{host} slots=1\n" for host in hosts))
+    assert in_this_process(monkeypatch, "ds_ssh", "-f", str(tmp_path / "hosts"), "ls") == 7
+    assert capfd.readouterr().out.splitlines() == [f"{host}: to {host}: ls" for host in hosts]
 
 
 def test_ds_ssh_without_a_hostfile_runs_here(
