@@ -139,7 +139,6 @@ def test_nodes_without_a_hostfile_are_numbered() -> None:
         (("--no_ssh", "--node_rank", "1"), "--node_rank: expected 0 to 0, got 1"),
         (("--module", "--no_python"), "--module and --no_python: expected one of them, got both"),
         (("--max_restarts", "-1"), "--max_restarts: expected at least 0"),
-        (("--autotuning", "tune"), "--autotuning: not available: zero tune"),
         (("--elastic_training",), "--elastic_training: not available"),
         (("--save_pid",), "--save_pid: not available"),
         (("--bind_core_list", "3-1"), "--bind_core_list 3-1: expected numbers and ranges"),

@@ -712,9 +712,10 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 def test_changing_the_dict_later_does_not_change_the_config() -> None:
-    given_dict: dict[str, Any] = {"autotuning": {"arg_mappings": {"a": 1}}, "zero_optimization": {"sub_group_size": 8}}
+    tuning = {"arg_mappings": {"a": "--a"}}
+    given_dict: dict[str, Any] = {"autotuning": tuning, "zero_optimization": {"sub_group_size": 8}}
     config = load_config(given_dict)
     before = config.as_dict()
-    given_dict["autotuning"]["arg_mappings"]["a"] = 2
+    given_dict["autotuning"]["arg_mappings"]["a"] = "--b"
     given_dict["zero_optimization"]["sub_group_size"] = 16
     assert config.as_dict() == before and load_config(config, world_size=2).zero_optimization.sub_group_size == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from offload.disk import tuning
 from offload.disk.device import identify
 from zero.tools import cli, tune_step, tune_trial
 from zero.tools.plan_command import build_model
-from zero.tools.tune_step import Trial
+from zero.tools.tune_search import Candidate, Trial, search
 
 pytest.importorskip("transformers")
 SHAPE = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_positions": 32}
@@ -50,8 +51,8 @@ def test_the_best_placement_is_written_with_the_largest_micro_batch_that_pays(
     """Where a micro-batch is out of memory the one before it is kept."""
     ran: list[tuple[str, int]] = []
 
-    def run(self: Any, name: str, content: dict[str, Any], micro_batch: int) -> Trial:
-        zero_block = content["zero_optimization"]
+    def run(self: Any, candidate: Candidate, micro_batch: int) -> Trial:
+        zero_block = candidate.content["zero_optimization"]
         name = f"{zero_block['offload_param']['device']}/{zero_block['offload_optimizer']['device']}"
         ran.append((name, micro_batch))
         if micro_batch == out_of:
@@ -74,15 +75,15 @@ def test_what_is_written_keeps_the_base_and_trains(
     (folder / "base.json").write_text(json.dumps(base))
     tried: list[dict[str, Any]] = []
 
-    def run(self: Any, name: str, content: dict[str, Any], micro_batch: int) -> Trial:
-        config = {**content, "train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 1}
+    def run(self: Any, candidate: Candidate, micro_batch: int) -> Trial:
+        config = {**candidate.content, "train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": 1}
         tried.append(config)
         task = {"config": config, "model": str(folder / "model"), "model_args": "{}", "sequence": 16}
         return Trial(micro_batch, **tune_trial.measure({**task, "steps": 1, "recompute": True}))
 
     monkeypatch.setattr(tune_step._Runner, "__call__", run)
     monkeypatch.setattr(tune_step, "PLACES", (("nvme", "nvme"),))
-    monkeypatch.setattr(tune_step, "BATCH_MAX", 1)
+    monkeypatch.setattr(tune_step, "search", functools.partial(search, most=1))
     assert cli.main(arguments(folder, nvme_path, "--base", str(folder / "base.json"))) == 0
     written = json.loads((folder / "ds.json").read_text())
     assert len(tried) == 1 and written["optimizer"] == base["optimizer"]

@@ -38,7 +38,7 @@ LAUNCHER = "`zero run` starts the ranks, on one node or several; `zero run --hel
 INSTEAD: dict[str, str] = {
     "": "nothing here stands for it; leave it out, or do it with torch",
     "accelerator": "get_accelerator() has the one of this process; ZERO_DEVICE chooses it",
-    "autotuning": "`zero tune PATH --model FOLDER --write ds.json` runs a model and writes the best configuration",
+    "autotuning": "`zero run --autotuning run SCRIPT`, or deepspeed --autotuning, tries configurations with the script",
     "checkpoint": UNIVERSAL,
     "comm": "torch.distributed does it: it has the process group that init_distributed makes",
     "compile": COMPILE,

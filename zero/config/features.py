@@ -221,15 +221,6 @@ FEATURES: Mapping[str, Feature] = {
         ),
     ),
     # ---- without effect ---------------------------------------------------------------------------
-    "autotuning": Feature(
-        """flag: enabled fast text: results_dir exps_dir flag: overwrite whole: start_profile_step end_profile_step
-        text: metric metric_path tuner_type whole: tuner_early_stopping number: tuner_num_trials object: arg_mappings
-        whole: max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu
-        min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes mp_size text: model_info_path""",
-        about="read by DeepSpeed's launcher, not by an engine.",
-        why="DeepSpeed's autotuner reads it; `zero tune --model FOLDER --write FILE` stands in its place",
-        blocks={"model_info": Feature("flag: profile count: num_params whole: hidden_size num_layers")},
-    ),
     "compile": Feature(
         """flag: enabled disable text: backend object: kwargs flag: deepcompile autoep_non_moe free_activation
         count: free_activation_threshold flag: offload_activation offload_activation_pin_memory offload_opt_states

@@ -15,6 +15,7 @@ from offload.errors import ConfigError
 from zero.config import features
 from zero.config import logging_block as logs
 from zero.config.activation_block import ActivationCheckpointing
+from zero.config.autotuning_block import Autotuning
 from zero.config.batch import MICRO, STEPS, TRAIN, resolve_batch
 from zero.config.elasticity import Elasticity, elastic_sizes
 from zero.config.fields import (
@@ -213,7 +214,7 @@ class Config(ConfigBlock):
     csv_monitor: logs.CsvMonitor | None = None
     comet: logs.Comet | None = None
     flops_profiler: logs.FlopsProfiler | None = None
-    autotuning: features.autotuning | None = None
+    autotuning: Autotuning | None = None
     nebula: features.nebula | None = None
     pipeline: Pipeline | None = None
     hybrid_engine: HybridEngine | None = None

@@ -11,6 +11,7 @@ import logging
 import resource
 import time
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ from offload.stopwatch import Stopwatch
 from zero.assembly.run import Run
 from zero.assembly.steps import Steps
 from zero.config import Config
+from zero.engine.measured_run import MeasuredRun
 from zero.flops_profiler import OneForward
 from zero.forward_profiler import FlopsProfiler
 from zero.optim.optimizer import learning_rates, momentum_of
@@ -156,6 +158,9 @@ class Reports:
         self._one_forward = OneForward(profiler) if wanted and profiler is not None else None
         reports = first and Reporter.wanted(config, self.monitor)
         self._reporter = Reporter(run, config, self.monitor) if reports else None
+        block = config.autotuning
+        path = None if block is None else block.metric_path
+        self._measured = None if block is None or path is None else MeasuredRun(block, Path(path), run, steps)
         self._reported_steps = 0
 
     def profiled(self) -> AbstractContextManager[None]:
@@ -170,9 +175,14 @@ class Reports:
             self._reporter.note_loss(loss)
 
     def report_step(self) -> None:
-        if self._reporter is not None and self._run.global_steps != self._reported_steps:
-            self._reported_steps = self._run.global_steps
+        """Raises SystemExit: this was the last step of a run that `zero run --autotuning` measures."""
+        if self._run.global_steps == self._reported_steps:
+            return
+        self._reported_steps = self._run.global_steps
+        if self._reporter is not None:
             self._reporter.step_taken(self._run, self)
+        if self._measured is not None:
+            self._measured.step_taken()
 
     def seconds_so_far(self) -> dict[str, float]:
         """What the loop has spent [s], by `TIMES`."""

@@ -15,12 +15,11 @@ LAUNCHERS = ("pdsh", "ssh", "slurm", "mpi", "local")
 ALIASES = {"openmpi": "mpi", "nossh": "--no_ssh"}
 HYDRA = ("mpich", "mvapich", "impi")  # MPI launchers that take mpich's flags.
 REFUSED = {
-    "autotuning": "zero tune PATH --model FOLDER --write ds.json runs a model and writes the best configuration",
     "elastic_training": "the number of nodes is fixed; --max_restarts N starts the same ranks again",
     "save_pid": "the launcher stays in the foreground: its process id is that of this command",
     "venv_script": "the same Python is started on every node: put the environment there under the same path",
 }
-WITH_VALUE = ("autotuning", "venv_script")
+WITH_VALUE = ("venv_script",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bind_core_list", metavar="CORES", help="such as 0-7,16: what to share out (all that may be used)")
     add("--max_restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times (0)")
     add("--enable_each_rank_log", metavar="FOLDER", help="write each rank's output into files there")
+    tuning = "run a few steps under several configurations and write the best; run: then go on with it"
+    add("--autotuning", choices=("tune", "run"), help=tuning)
     add("--comment", default="", help="for slurm")
     add("--account", default="", help="for slurm")
     add("--no_ssh_check", action="store_true", help=argparse.SUPPRESS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 
 from zero.launch import arguments, starting
+from zero.tools import autotuning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,4 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.autotuning is not None:
+        arguments.check(options)
+        options.script_args = autotuning.tune(options)
+        if options.autotuning == "tune":
+            return 0
     return starting.launch(options)

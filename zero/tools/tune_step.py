@@ -7,16 +7,13 @@ micro-batch doubles for as long as samples a second grow and memory suffices.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from offload.disk import tuning
@@ -24,36 +21,14 @@ from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
 from zero.config.given import read_json
 from zero.tools.plan_command import Planning, Rates, build_on_meta, measure_update_rate
+from zero.tools.tune_search import PLACES, TRIAL_SECONDS_MAX, Candidate, Trial, search, with_batch, with_tiers
 from zero.tools.tune_trial import WARM_STEPS
 
-TRIED = 2
-"""So many placements run."""
-WORTH = 1.05
-"""A doubled micro-batch is kept if samples a second grow by as much."""
-BATCH_MAX = 64
-TRIAL_SECONDS_MAX = 1800
 DEFAULTS: Mapping[str, Any] = {
     "bf16": {"enabled": True},
     "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
 }
-PLACES = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
-"""Tiers of weights and states, what is fastest where nothing else is known first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What a few steps took, or why they did not run."""
-
-    micro_batch: int
-    seconds: float = float("inf")
-    peak_bytes: int = 0
-    failure: str = ""
-
-    @property
-    def rate(self) -> float:
-        """Samples a second."""
-        return self.micro_batch / self.seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,24 +58,12 @@ def write(options: argparse.Namespace, tuned: list[tuning.Tuning], say: Callable
     """Find the best configuration and write it. Raises ConfigError: nothing fits or runs."""
     base = dict(DEFAULTS) if options.base is None else dict(read_json(options.base))
     placed = _placed(base, options, tuned)
-    run = _Runner(options, say)
     say(f"running {WARM_STEPS + options.steps} steps of each; the best so far is in {options.write}")
-    best: tuple[Trial, str, dict[str, Any]] | None = None
-    for name, content in placed[:TRIED]:
-        trial = run(name, content, 1)
-        if not trial.failure and (best is None or trial.seconds < best[0].seconds):
-            best = trial, name, content
-            _keep(options, trial, content)
+    best = search(placed, _Runner(options, say), lambda trial, candidate: _keep(options, trial, candidate))
     if best is None:
-        names = ", ".join(name for name, _ in placed[:TRIED])
+        names = ", ".join(candidate.name for candidate in placed)
         raise ConfigError(f"zero tune: {options.model} ran with weights/states on none of {names}; see above")
-    trial, name, content = best
-    while (doubled := trial.micro_batch * 2) <= BATCH_MAX and 2 * trial.peak_bytes < psutil.virtual_memory().total:
-        larger = run(name, content, doubled)
-        if larger.failure or larger.rate < WORTH * trial.rate:
-            break
-        trial = larger
-        _keep(options, trial, content)
+    trial, _ = best
     say(f"{options.write}: {_told(options, trial)}")
     return trial
 
@@ -109,16 +72,14 @@ def _told(options: argparse.Namespace, trial: Trial) -> str:
     return f"{trial.seconds:.3g} s a step of {trial.micro_batch} x {options.sequence} tokens"
 
 
-def _keep(options: argparse.Namespace, trial: Trial, content: dict[str, Any]) -> None:
+def _keep(options: argparse.Namespace, trial: Trial, candidate: Candidate) -> None:
     comment = f"zero tune: {_told(options, trial)} on this machine, {format_bytes(trial.peak_bytes)} at most"
-    found = {"_comment": comment, **_with_batch(content, trial.micro_batch)}
+    found = {"_comment": comment, **with_batch(candidate.content, trial.micro_batch)}
     options.write.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def _placed(
-    base: dict[str, Any], options: argparse.Namespace, tuned: list[tuning.Tuning]
-) -> list[tuple[str, dict[str, Any]]]:
-    """Name and configuration of each placement that fits here, what is expected to be fastest first."""
+def _placed(base: dict[str, Any], options: argparse.Namespace, tuned: list[tuning.Tuning]) -> list[Candidate]:
+    """Each placement that fits here, what is expected to be fastest first."""
     planning = Planning(_as_for_plan(options), build_on_meta(options.model))
     planning.config(base)  # what is wrong in it is said, and not taken for a model that does not fit
     rates = Rates(
@@ -129,7 +90,7 @@ def _placed(
     )
     found = []
     for order, (weights, states) in enumerate(PLACES if options.on is None else ((options.on, options.on),)):
-        content = _with_tiers(base, weights, states, options.paths)
+        content = with_tiers(base, weights, states, options.paths)
         try:
             layout, plan = planning.make(content)
         except (BudgetError, ConfigError):
@@ -138,29 +99,12 @@ def _placed(
         found.append((seconds if seconds is not None else 0.0, moved, order, f"{weights}/{states}", content))
     if not found:
         raise ConfigError(f"zero tune: {options.model} fits on this machine in no way; `zero plan` says what it takes")
-    return [(name, content) for *_, name, content in sorted(found, key=lambda row: row[:3])]
+    return [Candidate(name, content) for *_, name, content in sorted(found, key=lambda row: row[:3])]
 
 
 def _as_for_plan(options: argparse.Namespace) -> argparse.Namespace:
     """This machine, one rank."""
     return argparse.Namespace(host=None, device=None, nvme=None, ranks=1, nodes=1, model=options.model)
-
-
-def _with_tiers(base: dict[str, Any], weights: str, states: str, folders: list[str]) -> dict[str, Any]:
-    content = copy.deepcopy(base)
-    block = content.setdefault("zero_optimization", {})
-    block["stage"] = 3
-    for name, tier in (("offload_param", weights), ("offload_optimizer", states)):
-        place = {"nvme_path": list(folders)} if tier == "nvme" else {}
-        block[name] = {**block.get(name, {}), "device": tier, **place}
-    if "nvme" in (weights, states):
-        content.setdefault("memory_budget", {}).setdefault("host", "auto")
-    return content
-
-
-def _with_batch(content: dict[str, Any], micro_batch: int) -> dict[str, Any]:
-    found = {key: value for key, value in content.items() if key != "train_batch_size"}
-    return {**found, "train_micro_batch_size_per_gpu": micro_batch}
 
 
 class _Runner:
@@ -169,10 +113,11 @@ class _Runner:
     def __init__(self, options: argparse.Namespace, say: Callable[[str], None]) -> None:
         self._options, self._say = options, say
 
-    def __call__(self, name: str, content: dict[str, Any], micro_batch: int) -> Trial:
+    def __call__(self, candidate: Candidate, micro_batch: int) -> Trial:
         options = self._options
+        base = {key: value for key, value in candidate.content.items() if key != "train_batch_size"}
         task = {
-            "config": {**_with_batch(content, micro_batch), "gradient_accumulation_steps": 1},
+            "config": {**with_batch(base, micro_batch), "gradient_accumulation_steps": 1},
             "model": options.model,
             "model_args": "{}",
             "sequence": options.sequence,
@@ -188,11 +133,7 @@ class _Runner:
             trial = Trial(micro_batch, failure=f"took more than {TRIAL_SECONDS_MAX} s")
         else:
             trial = _read(done, micro_batch)
-        shown = (
-            trial.failure
-            or f"{trial.seconds:.3g} s, {trial.rate:.3g} samples/s, {format_bytes(trial.peak_bytes)} at most"
-        )
-        self._say(f"  weights/states on {name}, micro-batch {micro_batch}: {shown}")
+        self._say(f"  weights/states on {candidate.name}, micro-batch {micro_batch}: {trial}")
         return trial
 
 

@@ -147,7 +147,7 @@ def test_what_this_engine_does_not_do_is_refused_by_name_with_the_alternative(pa
 @pytest.mark.parametrize(
     ("path", "why"),
     [("pipeline.stages", "arguments of PipelineModule"), ("eigenvalue.enabled", "quantization"),
-     ("autotuning.enabled", "zero tune"), ("nebula.enabled", "async_save"),
+     ("autotuning.enabled", "--autotuning"), ("nebula.enabled", "async_save"),
      ("zero_optimization.offload_optimizer.super_offload", "behind the step")],
 )  # fmt: skip
 def test_what_only_helps_a_feature_that_is_not_here_is_listed_with_the_reason(path: str, why: str) -> None:

@@ -1,0 +1,58 @@
+"""Measures a few steps of the user's own loop for `zero run --autotuning`, and ends the script."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.utils import _pytree
+
+from offload.accelerator import is_accelerator, module_of
+from zero.assembly.run import Run
+from zero.assembly.steps import Steps
+from zero.config.autotuning_block import Autotuning
+from zero.plan.machine import peak_rss_bytes
+from zero.ranks import world
+
+
+class MeasuredRun:
+    """Of one engine, on every rank; the first writes."""
+
+    def __init__(self, block: Autotuning, path: Path, run: Run, steps: Steps) -> None:
+        self._block, self._path, self._run, self._steps = block, path, run, steps
+        self._rows = 0
+        self._began = 0.0
+        self._look = run.module.register_forward_pre_hook(self._note_rows, with_kwargs=True)
+
+    def _note_rows(self, module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """What the script takes for a micro-batch: it need not be what the configuration says."""
+        self._look.remove()
+        leaves = _pytree.tree_leaves((given, named))
+        self._rows = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+
+    def step_taken(self) -> None:
+        """Raises SystemExit: that was the last one."""
+        taken = self._run.global_steps
+        if taken == self._block.start_profile_step:
+            self._steps.synchronize()
+            self._began = time.perf_counter()
+        elif taken == self._block.end_profile_step:
+            self._steps.synchronize()
+            self._end(time.perf_counter() - self._began)
+
+    def _end(self, seconds: float) -> NoReturn:
+        run, device = self._run, self._run.device
+        peak_bytes = module_of(device).max_memory_allocated(device) if is_accelerator(device) else peak_rss_bytes()
+        steps = self._block.end_profile_step - self._block.start_profile_step
+        found = {
+            "seconds": seconds / steps,
+            "samples": run.config.train_batch_size,
+            "rows": self._rows,
+            "peak_bytes": peak_bytes,
+        }
+        if world.rank() == 0:
+            self._path.write_text(json.dumps(found), encoding="utf-8")
+        raise SystemExit(0)

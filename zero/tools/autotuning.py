@@ -1,0 +1,246 @@
+"""`--autotuning`: the user's own script runs a few steps under several configurations, and the best is written.
+
+Each run is a job of its own with the flags that were given. Its configuration carries `autotuning.metric_path`: the
+engine that finds it measures some steps, writes there what they took, and ends the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ConfigError
+from zero.config import load_config
+from zero.config.autotuning_block import Autotuning
+from zero.config.given import CONFIG_NAMES, read_json
+from zero.launch.starting import launch
+from zero.tools.tune_search import (
+    BATCH_MAX,
+    MICRO_BATCH,
+    PLACES,
+    TRIAL_SECONDS_MAX,
+    Candidate,
+    Trial,
+    search,
+    with_batch,
+    with_tiers,
+)
+
+FLAGS = (*CONFIG_NAMES, "deepspeed")  # Of a script, that take the file; the last as transformers has it.
+END_SECONDS = 60.0
+OF_A_COMMAND = ("autotuning", "run", "parser")
+BEST = "ds_config_optimal.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The script's argument that names the configuration."""
+
+    index: int
+    prefix: str  # "--flag=" where the two are one word.
+    path: Path
+
+    def replaced(self, words: Sequence[str], path: Path) -> list[str]:
+        return [*words[: self.index], f"{self.prefix}{path}", *words[self.index + 1 :]]
+
+
+def tune(options: argparse.Namespace) -> list[str]:
+    """Find the best configuration and write it; the script's arguments with it. Raises ConfigError: nothing runs."""
+    if options.no_ssh:
+        raise ConfigError("--autotuning: expected one command for all ranks, got --no_ssh; leave one of them out")
+    given = find_config(options.script_args)
+    base = dict(read_json(str(given.path)))
+    block = load_config({"autotuning": base.pop("autotuning", {})}).autotuning or Autotuning()
+    runs = Runs(options, block, given)
+    best = Path(block.results_dir) / BEST
+
+    def keep(trial: Trial, candidate: Candidate) -> None:
+        best.parent.mkdir(parents=True, exist_ok=True)
+        comment = f"zero run --autotuning: {trial}; weights/states {candidate.name}, micro-batch {trial.micro_batch}"
+        content = {"_comment": comment, **runs.content(candidate, trial.micro_batch)}
+        best.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    least, most = _micro_batches(base, block, options.script_args)
+    print(f"autotuning {options.script}: runs of {block.end_profile_step} steps, in {block.exps_dir}", flush=True)
+    found = search(_candidates(base), runs, keep, least=least, most=most)
+    if found is None:
+        raise ConfigError(f"--autotuning: {options.script} ran under no configuration; see {block.exps_dir}")
+    trial, _ = found
+    words = runs.words(best, trial.micro_batch)
+    print(f"{best}: {trial}; the script's arguments: {' '.join(words)}", flush=True)
+    return words
+
+
+def find_config(words: Sequence[str]) -> Given:
+    """Where the script's arguments name its configuration: behind one of `FLAGS`, or the only JSON file of them.
+
+    Raises ConfigError: nowhere, or more than one file could be it.
+    """
+    named, others = [], []
+    for index, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        is_flag = flag.startswith("--") and flag[2:].replace("-", "_") in FLAGS
+        if is_flag and equals:
+            named.append(Given(index, f"{flag}=", Path(value)))
+        elif is_flag and index + 1 < len(words) and Path(words[index + 1]).is_file():
+            named.append(Given(index + 1, "", Path(words[index + 1])))
+        elif word.endswith(".json") and Path(word).is_file():
+            others.append(Given(index, "", Path(word)))
+    found = named or others
+    if len(found) != 1:
+        listed = ", ".join(str(each.path) for each in found) or "none"
+        raise ConfigError(
+            f"--autotuning: expected one configuration in the arguments of the script, got {listed}; the script has to "
+            "take it by --deepspeed_config FILE or --deepspeed FILE, so that each run can have its own"
+        )
+    return found[0]
+
+
+def _micro_batches(base: Mapping[str, Any], block: Autotuning, words: Sequence[str]) -> tuple[int, int]:
+    """The first that is tried, and the largest."""
+    argument = (block.arg_mappings or {}).get(MICRO_BATCH)
+    own = base.get(MICRO_BATCH)
+    given = str(value_of(words, argument) if argument else own)
+    least = block.min_train_micro_batch_size_per_gpu or (int(given) if given.isdecimal() else 1)
+    most = block.max_train_micro_batch_size_per_gpu or max(BATCH_MAX, least)
+    if block.num_tuning_micro_batch_sizes is not None:
+        most = min(most, least << block.num_tuning_micro_batch_sizes - 1)
+    if least > most:
+        raise ConfigError(
+            f"autotuning.max_train_micro_batch_size_per_gpu: expected at least {least}, the first that is tried, got "
+            f"{most}"
+        )
+    is_scripts = own == "auto" and not argument
+    stays = is_scripts or block.metric == "latency"
+    if is_scripts:
+        print(f"{MICRO_BATCH} is the script's: it stays, unless autotuning.arg_mappings names the argument", flush=True)
+    return least, least if stays else most
+
+
+def _candidates(base: dict[str, Any]) -> Iterator[Candidate]:
+    """The configuration as it is, then the placements that it is not; NVMe if it names a folder."""
+    zero_block = base.get("zero_optimization") or {}
+    blocks = [zero_block.get(name) or {} for name in ("offload_param", "offload_optimizer")]
+    own = tuple(block.get("device", "none") for block in blocks)
+    folders = next((block["nvme_path"] for block in reversed(blocks) if block.get("nvme_path")), ())
+    yield Candidate("given", base)
+    for weights, states in PLACES:
+        if (weights, states) == own and zero_block.get("stage") == 3:
+            continue
+        if "nvme" not in (weights, states) or folders:
+            places = [folders] if isinstance(folders, str) else folders
+            yield Candidate(f"{weights}-{states}", with_tiers(base, weights, states, places))
+
+
+class Runs:
+    """Runs the script with a configuration of its own, in a folder of its own."""
+
+    def __init__(self, options: argparse.Namespace, block: Autotuning, given: Given) -> None:
+        self._options, self._block, self._given = options, block, given
+        self._seen: float | None = None  # Of the script's rows, for each sample of a micro-batch.
+
+    def __call__(self, candidate: Candidate, micro_batch: int) -> Trial:
+        folder = Path(self._block.exps_dir).resolve() / f"{candidate.name}_mbs{micro_batch}"
+        folder.mkdir(parents=True, exist_ok=True)
+        measured, config = folder / "metrics.json", folder / "ds_config.json"
+        steps = {name: getattr(self._block, name) for name in ("start_profile_step", "end_profile_step")}
+        block = {"metric_path": str(measured), **steps}
+        text = json.dumps({**self.content(candidate, micro_batch), "autotuning": block}, indent=2)
+        known = measured.is_file() and config.is_file() and config.read_text() == text
+        if self._block.overwrite or not known:
+            measured.unlink(missing_ok=True)
+            config.write_text(text)
+            failure = self.job(folder, self.words(config, micro_batch))
+        else:
+            failure = ""
+        trial = self._read(measured, micro_batch, failure)
+        print(f"  weights/states on {candidate.name}, micro-batch {micro_batch}: {trial}", flush=True)
+        return trial
+
+    def content(self, candidate: Candidate, micro_batch: int) -> dict[str, Any]:
+        """The configuration; a micro-batch that is the script's stays so."""
+        content = candidate.content
+        return dict(content) if content.get(MICRO_BATCH) == "auto" else with_batch(content, micro_batch)
+
+    def words(self, config: Path, micro_batch: int) -> list[str]:
+        """The script's arguments with this configuration, and with what `arg_mappings` names."""
+        words = self._given.replaced(self._options.script_args, config)
+        if argument := (self._block.arg_mappings or {}).get(MICRO_BATCH):
+            words = with_argument(words, argument, micro_batch)
+        return words
+
+    def job(self, folder: Path, words: list[str]) -> str:
+        """Why it failed; empty: it did not."""
+        of_job = {name: value for name, value in vars(self._options).items() if name not in OF_A_COMMAND}
+        options = json.dumps({**of_job, "autotuning": None, "script_args": words})
+        with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as errors:
+            command = [sys.executable, "-m", "zero.tools.autotuning", options]
+            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors)
+            try:
+                status = job.wait(TRIAL_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                return f"took more than {TRIAL_SECONDS_MAX} s"
+            finally:
+                _end(job)
+        last = (folder / "stderr.log").read_text(errors="replace").rstrip("=\n ").splitlines()
+        return f"{last[-1] if last else f'status {status}'} ({folder / 'stderr.log'})" if status else ""
+
+    def _read(self, measured: Path, micro_batch: int, failure: str) -> Trial:
+        if not measured.is_file():
+            early = f"the script ended before step {self._block.end_profile_step}; lower autotuning.end_profile_step"
+            return Trial(micro_batch, failure=failure or early)
+        found = json.loads(measured.read_text(encoding="utf-8"))
+        seen = found.pop("rows") / micro_batch
+        if self._seen is None:
+            self._seen = seen
+        elif seen != self._seen:
+            fix = "let it follow the configuration's, or name its argument in autotuning.arg_mappings"
+            return Trial(micro_batch, failure=f"the script's own micro-batch did not grow; {fix}")
+        return Trial(micro_batch, **found)
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """Its ranks end with it."""
+    if job.poll() is None:
+        job.terminate()
+        try:
+            job.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
+
+
+def value_of(words: Sequence[str], argument: str) -> str | None:
+    """What the arguments say of this one."""
+    place = _place(words, argument)
+    return None if place is None else words[place[0]].removeprefix(place[1])
+
+
+def with_argument(words: Sequence[str], argument: str, value: int) -> list[str]:
+    """The arguments with this one, in place of what they said of it."""
+    place = _place(words, argument)
+    if place is None:
+        return [*words, f"--{argument.lstrip('-')}", str(value)]
+    index, prefix = place
+    return [*words[:index], f"{prefix}{value}", *words[index + 1 :]]
+
+
+def _place(words: Sequence[str], argument: str) -> tuple[int, str] | None:
+    """The word with the value, and what stands before the value in it."""
+    flag = f"--{argument.lstrip('-')}"
+    for index, word in enumerate(words):
+        if word.startswith(f"{flag}="):
+            return index, f"{flag}="
+        if word == flag and index + 1 < len(words):
+            return index + 1, ""
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(launch(argparse.Namespace(**json.loads(sys.argv[1]))))

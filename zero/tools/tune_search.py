@@ -1,0 +1,113 @@
+"""Search by short runs: the placement of weights and states that is fastest, then the micro-batch that pays."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from offload.sizes import format_bytes
+
+TRIED = 2
+"""So many placements run."""
+WORTH = 1.05
+"""A doubled micro-batch is kept if samples a second grow by as much."""
+BATCH_MAX = 64
+TRIAL_SECONDS_MAX = 1800
+PLACES = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+"""Tiers of weights and states, what is fastest where nothing else is known first."""
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A configuration but for its micro-batch, and what it is called."""
+
+    name: str
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a few steps took, or why they did not run."""
+
+    micro_batch: int
+    seconds: float = float("inf")
+    peak_bytes: int = 0
+    failure: str = ""
+    samples: int | None = None
+    """Of a step, on all ranks; None: a micro-batch."""
+
+    @property
+    def rate(self) -> float:
+        """Samples a second."""
+        return (self.samples or self.micro_batch) / self.seconds
+
+    def __str__(self) -> str:
+        peak = format_bytes(self.peak_bytes)
+        return self.failure or f"{self.seconds:.3g} s, {self.rate:.3g} samples/s, {peak} at most"
+
+
+Run = Callable[[Candidate, int], Trial]
+"""Runs a configuration with a micro-batch."""
+Keep = Callable[[Trial, Candidate], None]
+"""Is told of each that is the best so far."""
+
+
+def search(
+    candidates: Iterable[Candidate], run: Run, keep: Keep, *, least: int = 1, most: int = BATCH_MAX
+) -> tuple[Trial, Candidate] | None:
+    """The best of the first `TRIED` candidates that run, with the largest micro-batch that pays; None: none runs.
+
+    Args:
+        candidates: what is expected to be fastest first.
+        run: see `Run`.
+        keep: see `Keep`.
+        least: the micro-batch that candidates are compared at.
+        most: the largest that is tried; `least`: it stays.
+    """
+    best: tuple[Trial, Candidate] | None = None
+    ran = 0
+    for candidate in candidates:
+        trial = run(candidate, least)
+        ran += not trial.failure
+        if not trial.failure and (best is None or trial.seconds < best[0].seconds):
+            best = trial, candidate
+            keep(*best)
+        if ran == TRIED:
+            break
+    if best is None:
+        return None
+    trial, candidate = best
+    total_bytes = psutil.virtual_memory().total
+    while (doubled := trial.micro_batch * 2) <= most and 2 * trial.peak_bytes < total_bytes:
+        larger = run(candidate, doubled)
+        if larger.failure or larger.rate < WORTH * trial.rate:
+            break
+        trial = larger
+        keep(trial, candidate)
+    return trial, candidate
+
+
+def with_tiers(base: dict[str, Any], weights: str, states: str, folders: Sequence[str]) -> dict[str, Any]:
+    """The configuration with weights and states there; `folders`: for what is on NVMe."""
+    content = copy.deepcopy(base)
+    block = content.setdefault("zero_optimization", {})
+    block["stage"] = 3
+    for name, tier in (("offload_param", weights), ("offload_optimizer", states)):
+        place = {"nvme_path": list(folders)} if tier == "nvme" else {}
+        others = {key: value for key, value in block.get(name, {}).items() if key != "nvme_path"}
+        block[name] = {**others, "device": tier, **place}
+    if "nvme" in (weights, states):
+        content.setdefault("memory_budget", {}).setdefault("host", "auto")
+    return content
+
+
+def with_batch(content: dict[str, Any], micro_batch: int) -> dict[str, Any]:
+    """The configuration with this micro-batch; a step has as many samples as it says, or as many micro-batches."""
+    settled = isinstance(content.get("train_batch_size"), int)
+    kept = {key: value for key, value in content.items() if not (settled and key == "gradient_accumulation_steps")}
+    return {**kept, MICRO_BATCH: micro_batch}
