@@ -21,6 +21,9 @@ RIVAL_BUFFER_NUMEL = 100_000_000
 RIVAL_SUB_GROUP_NUMEL = 1_000_000_000
 """Its default `sub_group_size`."""
 
+OF_ZERO = ("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+"""Of its settings, those that stand beside `offload_optimizer`; all of them small: its leanest."""
+
 
 def training_config(tier: str, path: Path | str, shape: Shape) -> dict[str, Any]:
     """The JSON that both engines get: weights and optimizer states on `tier`, bf16, AdamW, clipping."""
@@ -58,7 +61,7 @@ def rival_config(tier: str, path: Path | str, shape: Shape, settings: Mapping[st
         zero["offload_param"]["buffer_size"] = max(settings.get("buffer_size", RIVAL_BUFFER_NUMEL), largest_numel)
     for name, value in settings.items():
         if name != "buffer_size":
-            (zero if name == "sub_group_size" else zero["offload_optimizer"])[name] = value
+            (zero if name in OF_ZERO else zero["offload_optimizer"])[name] = value
     return config
 
 
@@ -66,7 +69,8 @@ def rival_settings(tier: str) -> dict[str, dict[str, Any]]:
     """What DeepSpeed is tried with, by name. Only its NVMe path can be pipelined."""
     best = {name: dict(given) for name, given in BEST_SETTINGS.items() if tier == "nvme" or not given}
     sizes = [numel for numel in SUB_GROUP_SIZES if numel != RIVAL_SUB_GROUP_NUMEL]  # that one is "default"
-    return {**best, **{f"sub_group_size {numel:,}": {"sub_group_size": numel} for numel in sizes}}
+    found = {**best, **{f"sub_group_size {numel:,}": {"sub_group_size": numel} for numel in sizes}}
+    return {**found, "leanest": {name: min(SUB_GROUP_SIZES) for name in OF_ZERO}} if tier == "nvme" else found
 
 
 def add_arguments(parsed: argparse.ArgumentParser, *, shape: str = "336M", warmup: int = 3, steps: int = 4) -> None:

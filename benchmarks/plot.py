@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-WIDTH_INCHES, DOTS_PER_INCH, FONT_POINTS = 8.5, 200, 9.5
+WIDTH_INCHES, DOTS_PER_INCH, FONT_POINTS, NOTE_LETTERS = 8.5, 200, 9.5, 140
 """A page shows the picture about 850 pixels wide: twice as many dots, and letters of 13 pixels."""
 BLUE, SKY, GREEN, ORANGE, RED, PURPLE, BLACK, GREY = (
     *("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#000000", "#999999"),
@@ -29,6 +30,7 @@ BLUE, SKY, GREEN, ORANGE, RED, PURPLE, BLACK, GREY = (
 """Okabe and Ito's colours: whoever is colour-blind tells them apart."""
 STYLES = {
     ("nvme", "deepspeed"): ("DeepSpeed, NVMe", RED),
+    ("nvme: deepspeed, leanest", "deepspeed"): ("DeepSpeed, NVMe,\nits leanest settings", ORANGE),
     ("nvme", "lean"): ("ours, NVMe, no budget", BLUE),
     ("nvme", "at a third"): ("ours, NVMe, a third of\nDeepSpeed's peak memory", BLUE),
     ("nvme", "auto"): ('ours, NVMe, host: "auto"', BLUE),
@@ -39,7 +41,7 @@ STYLES = {
 }
 """(series, candidate) -> label and colour, in the order of the picture."""
 FLOORS = ("compute floor", "read + write alone")
-MARKERS = "osD^vPX*"
+MARKERS = "osD^vPX*p"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,9 @@ def draw_steps(figure: Figure, sources: Mapping[str, Any]) -> None:
             axes.minorticks_off()
         axes.set_title(title)
     if len(sizes) > 1:
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.suptitle("A GPT of " + ", ".join(f"{size / 1e6:,.0f}" for size in sizes) + " M parameters, one rank")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    else:
+        figure.suptitle(f"A GPT of {sizes[0] / 1e6:,.0f} M parameters, one rank")
 
 
 def _seconds(point: Point) -> float | None:
@@ -186,8 +189,11 @@ class Picture:
     height_inches: float
 
 
+OF_336M = ("train_step_nvme_336M", "train_step_cpu_336M")
+SIZES = ("train_step_70M", "train_step_168M", *OF_336M, "train_step_1.3B", "train_step_3B")
 DRAWN = {
-    "step_and_memory": Picture(draw_steps, ("train_step_nvme_336M", "train_step_cpu_336M"), 4.0),
+    "step_and_memory": Picture(draw_steps, OF_336M, 4.0),
+    "sizes": Picture(draw_steps, SIZES, 5.2),
     "largest_model": Picture(draw_largest, ("largest_model", "largest_model_3B"), 3.2),
     "losses": Picture(draw_losses, ("precision_loss",), 4.2),
 }
@@ -211,6 +217,7 @@ def write(name: str, folder: Path) -> Path:
         picture.draw(figure, sources)
         files = ", ".join(f"{source}.json" for source in sources)
         note = "; ".join(filter(None, (files, machine_of(sources.values()))))
+        note = textwrap.fill(note, NOTE_LETTERS)
         figure.supxlabel(note, fontsize=0.75 * FONT_POINTS, color="0.35", x=0.01, ha="left")
         figure.savefig(target, metadata={"Software": None})
     return target

@@ -34,6 +34,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(layers=2, width=128, vocabulary=256, sequence=16),
+    "70M": Shape(layers=12, width=640),
     "110M": Shape(layers=12, width=832),
     "168M": Shape(layers=16, width=896),
     "336M": Shape(layers=16, width=1280),

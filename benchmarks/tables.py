@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import precision_loss, rank_memory, ranks
+from benchmarks import plot, precision_loss, rank_memory, ranks
 from benchmarks.common import verdict_of
 from benchmarks.kept import NAMES, counted, kept, large_runs
 
@@ -166,6 +166,23 @@ def steps(*results: Mapping[str, Any]) -> str:
     return markdown(head, rows)
 
 
+def sizes(*results: Mapping[str, Any]) -> str:
+    """Step time and peak memory of each contestant by size of model."""
+    found = plot.points_of(results)
+    counts = sorted({point.numel for points in found.values() for point in points})
+    rows = []
+    for who, points in found.items():
+        by_numel = {point.numel: point for point in points}
+        cells = [_step_and_peak(by_numel[numel]) if numel in by_numel else "-" for numel in counts]
+        rows.append((plot.STYLES[who][0].replace("\n", " "), *cells))
+    return markdown(("", *(f"{numel / 1e6:,.0f} M" for numel in counts)), rows)
+
+
+def _step_and_peak(point: plot.Point) -> str:
+    peak = "" if point.peak_rss_bytes is None else f", {point.peak_rss_bytes / 1e9:.2f} GB"
+    return f"{point.step_seconds:.2f} s{peak}"
+
+
 def largest(*results: Mapping[str, Any]) -> str:
     """Models inside a memory cgroup."""
     rows = [
@@ -281,6 +298,7 @@ ON_NVME, IN_HOST, ASYNC = (
 NVME_STEP, CPU_STEP = "train_step_nvme_336M", "train_step_cpu_336M"
 TABLES = {
     "steps": Table((NVME_STEP, CPU_STEP), steps),
+    "sizes": Table(plot.SIZES, sizes),
     "step-ratios": of_marks(
         Mark(
             "step without a budget / the slower of the two floors",
