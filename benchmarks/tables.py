@@ -295,7 +295,7 @@ ON_NVME, IN_HOST, ASYNC = (
     "checkpoint_deepspeed_cpu_336M",
     "checkpoint_async_nvme_336M",
 )
-NVME_STEP, CPU_STEP = "train_step_nvme_336M", "train_step_cpu_336M"
+NVME_STEP, CPU_STEP = plot.OF_336M
 TABLES = {
     "steps": Table((NVME_STEP, CPU_STEP), steps),
     "sizes": Table(plot.SIZES, sizes),

@@ -10,7 +10,7 @@ Each run is a process of its own, so that peak memory is its own too.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.common import Candidate, Report, RivalMissing, Series, floor_deviates, measure, parser
@@ -36,8 +36,6 @@ def main() -> None:
     parsed.add_argument("--tier", nargs="+", choices=["nvme", "cpu", "none"], default=["nvme", "cpu"])
     parsed.add_argument("--alone", action="store_true", help="our engine only: no rival, no floors (so with none)")
     parsed.add_argument("--optimizer", choices=["AdamW", "Muon"], default="AdamW", help="Muon: next to AdamW, no rival")
-    names = sorted(rival_settings("nvme"))
-    parsed.add_argument("--rival", nargs="+", choices=names, default=names, help="settings to try of DeepSpeed (all)")
     options = parsed.parse_args()
     report = Report("train_step", __doc__, options, folders=[options.path])
     bench = Bench(options)
@@ -57,7 +55,7 @@ def main() -> None:
 
 def nvme(report: Report, bench: Bench, options: argparse.Namespace) -> None:
     """Weights and states on disk: three budgets, the rival, and the floor."""
-    best = rival_at_its_best(report, bench, "nvme", options.rival)
+    best = rival_at_its_best(report, bench, "nvme")
     first = measure("first look", {"lean": bench.ours("nvme")}, rounds=1, warmups=0, disk=options.path)
     report.keep(first)
     lean = first.rounds[0]["lean"].figures
@@ -89,7 +87,7 @@ def nvme(report: Report, bench: Bench, options: argparse.Namespace) -> None:
 
 def cpu(report: Report, bench: Bench, options: argparse.Namespace) -> None:
     """Weights and states in host memory."""
-    best = rival_at_its_best(report, bench, "cpu", options.rival)
+    best = rival_at_its_best(report, bench, "cpu")
     candidates: dict[str, Candidate] = {"lean": bench.ours("cpu")}
     if best is not None:
         candidates[RIVAL] = bench.rival("cpu", best.rounds[0][RIVAL].figures["settings"])
@@ -121,16 +119,14 @@ def muon(report: Report, bench: Bench, tier: str, options: argparse.Namespace) -
         show_bytes(report, bench, series, name)
 
 
-def rival_at_its_best(report: Report, bench: Bench, tier: str, wanted: Collection[str]) -> Series | None:
-    """A run of DeepSpeed with each of its settings that are wanted; a series of the fastest alone, None if none ran."""
+def rival_at_its_best(report: Report, bench: Bench, tier: str) -> Series | None:
+    """One run of DeepSpeed with each of its settings; a series of the fastest one alone, None if it is missing."""
     reason = deepspeed_setup.why_missing()
     if reason is not None:
         report.lack(RIVAL, reason)
         return None
     runs: list[Series] = []
     for name, settings in rival_settings(tier).items():
-        if name not in wanted:
-            continue
         what = f"{tier}: deepspeed, {name}"
         run = bench.rival(tier, settings)
         try:

@@ -75,7 +75,9 @@ class Pretended:
         found = self.measure(config, words)
         if isinstance(found, str):
             return found
-        Path(config["autotuning"]["metric_path"]).write_text(json.dumps({"peak_bytes": 1000, **found}))
+        own = config["train_micro_batch_size_per_gpu"]
+        text = json.dumps({"peak_bytes": 1000, "micro_batch": found["rows"] if own == "auto" else own, **found})
+        Path(config["autotuning"]["metric_path"]).write_text(text)
         return ""
 
 
@@ -184,7 +186,7 @@ def test_a_script_with_a_micro_batch_of_its_own_is_not_taken_for_faster(
 
     pretend(monkeypatch, measure)
     tune(parsed(job("--rows", "2")))
-    assert "the script's own micro-batch did not grow" in capsys.readouterr().out
+    assert "the script's own micro-batch is not the one that is tried" in capsys.readouterr().out
     written = json.loads(Path("autotuning_results/ds_config_optimal.json").read_text())
     assert written["train_micro_batch_size_per_gpu"] == 2
 
@@ -210,7 +212,20 @@ def test_without_it_the_micro_batch_stays(
 ) -> None:
     runs = pretend(monkeypatch, lambda config, words: {"seconds": 1.0, "samples": 8, "rows": 8})
     tune(parsed(job(base={**BASE, "train_micro_batch_size_per_gpu": "auto"})))
-    assert len(runs.ran) == 2 and "unless autotuning.arg_mappings names the argument" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert len(runs.ran) == 2 and "unless autotuning.arg_mappings names the argument" in told
+    assert told.count(", micro-batch 8: ") == 2
+
+
+def test_an_argument_that_does_not_act_is_told(
+    job: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever it says, the script takes 8 rows."""
+    pretend(monkeypatch, lambda config, words: {"seconds": 1.0, "samples": 8, "rows": 8})
+    block = {"arg_mappings": {"train_micro_batch_size_per_gpu": "--rows"}}
+    with pytest.raises(ConfigError, match="ran under no configuration"):
+        tune(parsed(job("--rows=2", base={**BASE, "train_micro_batch_size_per_gpu": "auto"}, **block)))
+    assert "the script's own micro-batch is not the one that is tried" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -299,7 +314,8 @@ def test_an_engine_measures_the_steps_and_ends_the_script(tmp_path: Path) -> Non
     engine.close()
     assert ended.value.code == 0
     found = json.loads((tmp_path / "metrics.json").read_text())
-    assert (found["samples"], found["rows"]) == (4, 2) and found["seconds"] > 0 and found["peak_bytes"] > 0
+    assert (found["samples"], found["micro_batch"], found["rows"]) == (4, 2, 2)
+    assert found["seconds"] > 0 and found["peak_bytes"] > 0
 
 
 def test_ranks_run_tuned_and_then_to_the_end(job: Write, capfd: pytest.CaptureFixture[str]) -> None:

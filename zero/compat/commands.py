@@ -28,6 +28,8 @@ from zero.launch.hosts import read_hostfile
 from zero.tools import cli
 
 Words = Sequence[str]
+_speaking = threading.Lock()
+"""Hosts of `ds_ssh` speak at the same time, and a text stream is for one thread."""
 
 REFUSED = {
     "ds_bench": (
@@ -100,8 +102,6 @@ def _say(stream: TextIO, line: str) -> None:
         print(line, file=stream, flush=True)
 
 
-_speaking = threading.Lock()
-"""Hosts speak at the same time, and a text stream is for one thread."""
 COMMANDS: Mapping[str, Callable[[Words], int]] = {
     "deepspeed": launcher.main,
     "ds": launcher.main,

@@ -50,6 +50,7 @@ class MeasuredRun:
         found = {
             "seconds": seconds / steps,
             "samples": run.config.train_batch_size,
+            "micro_batch": run.config.train_micro_batch_size_per_gpu,
             "rows": self._rows,
             "peak_bytes": peak_bytes,
         }

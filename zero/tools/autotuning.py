@@ -160,7 +160,7 @@ class Runs:
         else:
             failure = ""
         trial = self._read(measured, micro_batch, failure)
-        print(f"  weights/states on {candidate.name}, micro-batch {micro_batch}: {trial}", flush=True)
+        print(f"  weights/states on {candidate.name}, micro-batch {trial.micro_batch}: {trial}", flush=True)
         return trial
 
     def content(self, candidate: Candidate, micro_batch: int) -> dict[str, Any]:
@@ -196,13 +196,15 @@ class Runs:
             early = f"the script ended before step {self._block.end_profile_step}; lower autotuning.end_profile_step"
             return Trial(micro_batch, failure=failure or early)
         found = json.loads(measured.read_text(encoding="utf-8"))
-        seen = found.pop("rows") / micro_batch
+        own = found.pop("micro_batch")
+        seen = found.pop("rows") / own
         if self._seen is None:
             self._seen = seen
-        elif seen != self._seen:
+        argument = (self._block.arg_mappings or {}).get(MICRO_BATCH)
+        if seen != self._seen or (argument and own != micro_batch):
             fix = "let it follow the configuration's, or name its argument in autotuning.arg_mappings"
-            return Trial(micro_batch, failure=f"the script's own micro-batch did not grow; {fix}")
-        return Trial(micro_batch, **found)
+            return Trial(own, failure=f"the script's own micro-batch is not the one that is tried; {fix}")
+        return Trial(own, **found)
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

@@ -21,7 +21,16 @@ from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
 from zero.config.given import read_json
 from zero.tools.plan_command import Planning, Rates, build_on_meta, measure_update_rate
-from zero.tools.tune_search import PLACES, TRIAL_SECONDS_MAX, Candidate, Trial, search, with_batch, with_tiers
+from zero.tools.tune_search import (
+    MICRO_BATCH,
+    PLACES,
+    TRIAL_SECONDS_MAX,
+    Candidate,
+    Trial,
+    search,
+    with_batch,
+    with_tiers,
+)
 from zero.tools.tune_trial import WARM_STEPS
 
 DEFAULTS: Mapping[str, Any] = {
@@ -117,7 +126,7 @@ class _Runner:
         options = self._options
         base = {key: value for key, value in candidate.content.items() if key != "train_batch_size"}
         task = {
-            "config": {**with_batch(base, micro_batch), "gradient_accumulation_steps": 1},
+            "config": {**base, MICRO_BATCH: micro_batch, "gradient_accumulation_steps": 1},
             "model": options.model,
             "model_args": "{}",
             "sequence": options.sequence,
