@@ -64,11 +64,6 @@ def updates_of(engine: Any) -> Any:
     return engine.run.parts.stepper.updates
 
 
-def updates_ahead_of(engine: Any) -> Any:
-    """The updates inside backward; None where they are not configured."""
-    return engine.run.parts.ahead
-
-
 def spare_of(engine: Any) -> Any:
     """The memory of gradients that results are lent."""
     return engine.run.parts.stepper.pipeline.spare
@@ -153,12 +148,6 @@ def drain_mover(engine: Any) -> None:
     """Return once the mover has nothing to do, read-ahead included."""
     mover = engine.run.parts.storage.mover
     mover.run("settling", mover._drain())
-
-
-def settle_updates_ahead(engine: Any) -> None:
-    """Return once every update inside the last backward has ended, well or not."""
-    for attempt in engine.run.parts.ahead._attempts.values():
-        attempt.transfer.settle()
 
 
 def read_nothing_ahead(engine: Any) -> None:

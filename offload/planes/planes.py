@@ -8,7 +8,7 @@ what makes a tier data and not a code path.
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -214,27 +214,6 @@ class Plane:
         """(first, last, bytes where they are in memory or None) of each home's part of [begin, end), in order."""
         for home, lo, hi in self._pieces(begin, end):
             yield lo, hi, None if home.memory is None else self._slice(home, lo, hi)
-
-    def exchange(self, other: Plane, begin: int, end: int) -> None:
-        """Let [begin, end) of this plane and of `other` trade places: each holds what the other held.
-
-        Raises:
-            StateError: the two are not cut alike, or [begin, end) cuts a home, or a write to it is outstanding.
-        """
-        mine, theirs = self._homes_within(begin, end), other._homes_within(begin, end)
-        ours = [(home.begin, home.end) for home in self._homes[mine]]
-        if (
-            not ours
-            or (ours[0][0], ours[-1][1]) != (begin, end)
-            or ours != [(home.begin, home.end) for home in other._homes[theirs]]
-        ):
-            raise StateError(f"plane {self.name}: [{begin:,}, {end:,}) is no run of homes that both planes have")
-        if any(s.begin < end and begin < s.end for s in (*self._stranded, *other._stranded)):
-            raise StateError(f"plane {self.name}: part of [{begin:,}, {end:,}) is not on the disk yet")
-        self._homes[mine], other._homes[theirs] = other._homes[theirs], self._homes[mine]
-
-    def _homes_within(self, begin: int, end: int) -> slice:
-        return slice(bisect_left(self._begins, begin), bisect_left(self._begins, end))
 
     def swap_bytes(self, begin: int, end: int) -> int:
         """How many bytes of [begin, end) live in the swap space."""

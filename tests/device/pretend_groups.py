@@ -49,7 +49,6 @@ AROUND_TRAINING = {
     "order": (
         "without_an_engine",
         "without_an_engine_in_bf16",
-        "update_in_backward",
         "streams_of_the_users",
         "two_engines",
         "made_on_the_device",
@@ -63,7 +62,6 @@ LONG = {"rows": ("rows_of_experts",)}
 ONLY = {
     "without_an_engine": ("none-nvme", "none-cpu"),  # the states alone are offloaded
     "without_an_engine_in_bf16": ("none-cpu", "none-nvme"),
-    "update_in_backward": ("nvme-nvme",),  # its two slots are for planes on NVMe
     "activations_on_nvme": ("nvme-nvme", "none-nvme"),  # the folder is that of the planes
     "gradients_on_nvme": ("nvme-nvme",),
     "stage_0": ("none-none",),  # nothing is offloaded there
@@ -112,11 +110,8 @@ OF_RANKS = {
     ),
 }
 """What is there for several ranks' sake."""
-NOT_IN_STEP = (
-    *("experts", "rows_of_experts", "update_in_backward"),
-    *("without_an_engine", "without_an_engine_in_bf16"),
-)
-"""Refused on several ranks, routed by each rank's own data, or without a word to other ranks."""
+NOT_IN_STEP = ("experts", "rows_of_experts", "without_an_engine", "without_an_engine_in_bf16")
+"""Routed by each rank's own data, or without a word to other ranks."""
 RANKS = OF_RANKS | {
     group: tuple(name for name in names if name not in NOT_IN_STEP)
     for group, names in (TRAINING | AROUND_TRAINING).items()

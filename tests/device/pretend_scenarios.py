@@ -141,14 +141,6 @@ def two_backwards(place: Place, folder: Path) -> Results:
 
 
 @scenario
-def update_in_backward(place: Place, folder: Path) -> Results:
-    engine = opened("gpt", place, folder, zero={STATES: {"update_in_backward": True}})
-    for index in range(STEPS):
-        step(engine, index)
-    return closing(engine)
-
-
-@scenario
 def small_states(place: Place, folder: Path) -> Results:
     """The class never waits for the device; what it keeps is read as soon as a step has begun, saved and loaded."""
     config = {"bf16": False, "optimizer": {}, "clipping": 0.1}

@@ -123,8 +123,6 @@ def _place(rng: random.Random, run: Run) -> Place:
         "stage3_param_persistence_threshold": rng.choice((0, 0, 100, 100_000)),
         "sub_group_size": rng.choice((512, 512, 4_096, 1_000_000_000)),
     }
-    if (params, states) == ("nvme", "nvme") and run.ranks == 1 and rng.random() < 0.25:
-        more["offload_optimizer"] = {"update_in_backward": True}
     cached = BUDGET_SHARE if "nvme" in (params, states) and rng.random() < 0.2 else None
     shared = run.ranks == 1 or rng.random() < 0.75
     return Place(stage, params, states, shared, cached, tuple(sorted(more.items())))

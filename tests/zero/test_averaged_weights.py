@@ -126,19 +126,6 @@ def test_skipped_steps_move_no_average(open_engine: Open, nvme_path: Path) -> No
     assert differences(harness.masters(engine), before) == []
 
 
-def test_updates_inside_backward_move_the_same_averages(open_engine: Open, nvme_path: Path) -> None:
-    keys = {**KINDS["ema"], "zero": {"offload_optimizer": {"update_in_backward": True}}}
-    ahead, model = opened(open_engine, nvme_path, NVME, **keys)
-    plain, other = opened(open_engine, nvme_path, ("cpu", "cpu"), **KINDS["ema"])
-    for engine in (ahead, plain):
-        train(engine, 0, 5, bf16=True)
-        with engine.averaged_weights():
-            pass
-        train(engine, 5, 8, bf16=True)
-    assert ahead.statistics().updated_in_backward_numel > 0
-    assert differences(held_by(ahead, model), held_by(plain, other)) == []
-
-
 # ---- used in place of the weights -----------------------------------------------------------------------------------
 
 

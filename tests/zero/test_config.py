@@ -475,6 +475,7 @@ REFUSED = {
     "zero_optimization.zero_quantized_nontrainable_weights": (True, "set it to false"),
     "zero_optimization.zero_hpz_partition_size": (8, "set it to 1"),
     "zero_optimization.mics_shard_size": (4, "set it to -1"),
+    "zero_optimization.offload_optimizer.update_in_backward": (True, "it is gone"),
     "zero_optimization.zenflow": ({"topk_ratio": 0.1}, "remove it"),
     "scheduler.type": ("ReduceLROnPlateau", "yourself"),
     "sparse_attention": ({"mode": "fixed"}, "remove it"),

@@ -231,16 +231,6 @@ def test_what_says_nothing_about_sharing_is_refused(wrong: Any) -> None:
     assert 'shared_host_memory: expected "auto", true or false' in problem({"shared_host_memory": wrong})
 
 
-def test_inside_backward_only_one_rank_updates() -> None:
-    block = {"offload_optimizer": {**TIERS["cpu"], "update_in_backward": True}}
-    assert zero_block(block).offload_optimizer.update_in_backward
-    for world_size in (2, 7):
-        line = problem(block, world_size=world_size)
-        assert line.startswith("zero_optimization.offload_optimizer.update_in_backward: expected false")
-        assert f"{world_size} ranks" in line and "set it to false" in line
-    assert zero_block({"offload_optimizer": {**TIERS["cpu"], "update_in_backward": False}}, world_size=2).stage == 3
-
-
 # ---- groups of ranks ---------------------------------------------------------------------------
 
 

@@ -158,13 +158,6 @@ def test_small_units_that_stay_on_the_device_are_current(
     assert_same(open_engine, monkeypatch, config, run_loop, eager=False)
 
 
-def test_updates_inside_backward_wait_for_their_gradients(
-    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(("nvme", "nvme"), nvme_path, zero={"offload_optimizer": {"update_in_backward": True}})
-    assert_same(open_engine, monkeypatch, config, run_loop)
-
-
 def test_what_is_edited_and_what_is_dropped_agree(
     open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

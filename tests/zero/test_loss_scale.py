@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import BATCH, build, make_config, tokens, trainability
 from pairwise import in_pairs
-from probe import settle_updates_ahead
 from reference import LossScaleRule, Reference, differences, snapshot
 
 import zero
@@ -208,27 +207,6 @@ def test_fp16_training_is_bit_equal_to_the_reference(
     assert engine.optimizer.cur_scale == reference.rule.scale  # type: ignore[union-attr]
     assert engine.get_global_grad_norm() == reference.norms[-1]
     assert unequal(engine, reference) == []
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_updates_inside_backward_count_only_where_all_gradients_are_finite(
-    open_engine: Open, nvme_path: Path, waits: bool
-) -> None:
-    keys = {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
-    ahead = {"offload_optimizer": {"update_in_backward": True}}
-    engine = open_engine(build("gpt"), fp16_config(("nvme", "nvme"), nvme_path, keys, zero=ahead))
-    reference = reference_of(engine, LossScaleRule(2.0**8, 2, 1))
-    for index, fate in enumerate(["fine", "fine", "inf", "fine", "nan", "fine", "fine", "fine"]):
-        one_step(reference, index, fate)
-        factor = {"fine": 1.0, "inf": float("inf"), "nan": float("nan")}[fate]
-        engine.backward(engine(tokens(index)) * factor)
-        if waits:
-            settle_updates_ahead(engine)
-        engine.step()
-    assert unequal(engine, reference) == []
-    assert engine.skipped_steps == 2
-    if waits:
-        assert engine.statistics().updated_in_backward_numel > 0
 
 
 @pytest.mark.parametrize("pair", TIERS[:3])

@@ -192,16 +192,6 @@ def test_a_schedule_of_lr_and_momentum_acts_from_the_next_step_on(
     assert len(seen) == 1 and NAMED[name][0]["momentum"] not in seen.pop()
 
 
-def test_updates_inside_backward_give_the_same_bits(open_engine: Open, nvme_path: Path) -> None:
-    zero = {"offload_optimizer": {"update_in_backward": True}}
-    engine, model = opened(open_engine, nvme_path, "RMSprop", ("nvme", "nvme"), "in the config", zero=zero)
-    plain = Plain(counterpart("RMSprop"), NAMED["RMSprop"][1], bf16=True, clipping=0.0)
-    train(engine, 0, 8, bf16=True)
-    train(plain, 0, 8, bf16=True)
-    assert engine.statistics().updated_in_backward_numel > 0
-    assert differences(held_by(engine, model), plain.held()) == []
-
-
 @pytest.mark.parametrize(("name", "planes"), [("SGD", 0), ("Lion", 1), ("NAdam", 2), ("RMSprop", 3)])
 def test_the_plan_has_room_for_as_many_states_as_there_are(
     open_engine: Open, nvme_path: Path, name: str, planes: int

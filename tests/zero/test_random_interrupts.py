@@ -19,7 +19,6 @@ KINDS: dict[str, tuple[tuple[str, str], dict[str, Any], dict[str, Any]]] = {
     "memory": (("cpu", "cpu"), {}, {}),
     "nvme": (("nvme", "nvme"), {"stage3_max_reuse_distance": 20_000}, {}),
     "activations": (("none", "nvme"), {}, {"activation_checkpointing": {"cpu_checkpointing": True}}),
-    "update in backward": (("nvme", "nvme"), {"offload_optimizer": {"device": "nvme", "update_in_backward": True}}, {}),
 }
 TRIALS = 12
 """Of one engine, as long as an interrupt comes in each."""
@@ -73,9 +72,6 @@ def go_on(engine: Any, index: int, taken: int) -> None:
 def campaign(open_engine: Open, nvme_path: Path, kind: str, seed: int, alarm: Callable[[float], None]) -> int:
     """Interrupts of one engine, next to one that nobody interrupts; how many came."""
     pair, keys, more = KINDS[kind]
-    keys = {
-        key: value | {"nvme_path": str(nvme_path)} if isinstance(value, dict) else value for key, value in keys.items()
-    }
     config = make_config(pair, nvme_path, accumulation=2, clipping=0.5, zero={"sub_group_size": 8192, **keys}, **more)
     engine, quiet = open_engine(build("gpt"), config), open_engine(build("gpt"), config)
     generator, count = random.Random(seed), 0

@@ -155,21 +155,6 @@ def test_a_gradient_that_was_summed_unannounced_moves_too(open_engine: Open, nvm
     assert_equal(engine, reference)
 
 
-def test_updates_inside_backward_go_on_after_a_change(open_engine: Open, nvme_path: Path) -> None:
-    model, reference = build("gpt"), reference_of(build("gpt"))
-    config = make_config(("nvme", "nvme"), nvme_path, zero={"offload_optimizer": {"update_in_backward": True}})
-    engine = open_engine(model, config)
-    for trainer in (engine, reference):
-        run(trainer, range(3))
-    before = engine.statistics().updated_in_backward_numel
-    add_layer(model)
-    reference = changed(reference, add_layer)
-    for trainer in (engine, reference):
-        run(trainer, range(3, 6))
-    assert_equal(engine, reference)
-    assert engine.statistics().updated_in_backward_numel > before > 0
-
-
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_narrow_moments_go_along(open_engine: Open, nvme_path: Path, states: str) -> None:
     """A unit that stays as it is keeps the codes of its moments."""

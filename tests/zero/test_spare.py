@@ -133,17 +133,6 @@ def test_a_result_that_was_not_written_outlasts_the_gradient_that_takes_its_memo
     assert unequal(engine, reference) == []
 
 
-def test_with_two_slots_nothing_is_lent(open_engine: Open, nvme_path: Path) -> None:
-    """Updates inside backward read gradients that have just arrived."""
-    config = make_config(NVME, nvme_path, zero={**KEYS, "offload_optimizer": {"update_in_backward": True}})
-    engine = open_engine(build("gpt"), config)
-    spare = spare_of(engine)
-    assert not spare.lends
-    engine.inject(slow_writes())
-    train(engine, 0, 1)
-    assert spare.try_lease(4096) is None
-
-
 def test_closing_does_not_wait_for_a_backward(engine: Any, nothing_left: None) -> None:
     engine.inject(slow_writes())
     train(engine, 0, 1)

@@ -32,8 +32,7 @@ STEPS = 6
 def opened(
     open_engine: Open, nvme_path: Path, state_dtype: str, pair: tuple[str, str] = NVME, model: str = "gpt", **more: Any
 ) -> Any:
-    offload = {"state_dtype": state_dtype, **more.pop("offload_optimizer", {})}
-    keys = {**more.pop("zero", {}), "offload_optimizer": offload}
+    keys = {**more.pop("zero", {}), "offload_optimizer": {"state_dtype": state_dtype}}
     return open_engine(build(model), make_config(pair, nvme_path, zero=keys, **more))
 
 
@@ -61,13 +60,21 @@ def expected(state_dtype: str, model: str, clipping: float) -> dict[str, Tensor]
     model=("gpt", "mixed", "branching"),
     pair=(("none", "cpu"), ("cpu", "none"), ("cpu", "nvme"), ("nvme", "cpu"), NVME),
     sub_group_numel=(4096, 10**9),
+    clipping=(0.0, 0.3),
 )
 def test_where_narrow_moments_live_and_how_they_are_cut_changes_no_bit(
-    open_engine: Open, nvme_path: Path, state_dtype: str, model: str, pair: tuple[str, str], sub_group_numel: int
+    open_engine: Open,
+    nvme_path: Path,
+    state_dtype: str,
+    model: str,
+    pair: tuple[str, str],
+    sub_group_numel: int,
+    clipping: float,
 ) -> None:
-    engine = opened(open_engine, nvme_path, state_dtype, pair, model, zero={"sub_group_size": sub_group_numel})
+    more = {"zero": {"sub_group_size": sub_group_numel}, "clipping": clipping}
+    engine = opened(open_engine, nvme_path, state_dtype, pair, model, **more)
     ours = snapshot(trained(engine), trainability(build(model)))
-    assert differences(ours, expected(state_dtype, model, 0.0)) == []
+    assert differences(ours, expected(state_dtype, model, clipping)) == []
 
 
 def test_deepspeeds_key_for_states_in_bf16_says_the_same(open_engine: Open, nvme_path: Path) -> None:
@@ -88,17 +95,6 @@ def test_it_holds_while_bf16_does_and_contradicts_no_other_key() -> None:
     assert held(False) == "fp32"
     with pytest.raises(ConfigError, match=r'bf16_optimizer_states: expected false beside .*state_dtype "8bit"'):
         held(True, state_dtype="8bit")
-
-
-@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
-@pytest.mark.parametrize("clipping", [0.0, 0.3])
-def test_updates_inside_backward_round_as_those_behind_the_step(
-    open_engine: Open, nvme_path: Path, state_dtype: str, clipping: float
-) -> None:
-    more = {"offload_optimizer": {"update_in_backward": True}, "clipping": clipping}
-    engine = trained(opened(open_engine, nvme_path, state_dtype, **more))
-    ours = snapshot(engine, trainability(build("gpt")))
-    assert differences(ours, expected(state_dtype, "gpt", clipping)) == []
 
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])

@@ -26,7 +26,7 @@ from zero.config import Config
 from zero.exchange.exchange import Exchange
 from zero.exchange.first_rank import CommonBuffers, agree_on_machine, take_first_ranks_values
 from zero.optim.gradients import Gradients
-from zero.optim.pending_updates import DueUpdates, UpdatesInBackward
+from zero.optim.pending_updates import DueUpdates
 from zero.optim.pipeline import SubGroupPipeline
 from zero.optim.reduce import ReducedGradients
 from zero.optim.step import Stepper
@@ -134,20 +134,15 @@ class Assembly:
         )
         pipeline = SubGroupPipeline(layout, storage, self.gradients, owner.rules)
         updates = DueUpdates(layout, storage, pipeline, update_threads(layout.numel, owner.threads))
-        self.ahead = None
-        if self.plan.two_slots:
-            self.ahead = UpdatesInBackward(
-                storage, pipeline, updates, self.gradients, events.arguments_now, events.at_boundary
-            )
         exchange.attach(layout, storage, updates)
         self.stepper = Stepper(
-            *(storage, self.gradients, pipeline, updates, self.ahead, exchange, owner.scaler),
+            *(storage, self.gradients, pipeline, updates, exchange, owner.scaler),
             needs_all=not self._config.zero_optimization.ignore_unused_parameters,
         )
         self.gradients.update = self.stepper.apply
         loader = Loader(layout, self.bound, storage, updates, owner.in_place, events, exchange)
         self.coordinator = Coordinator(layout, self.bound, storage, self.plan.limits, loader)
-        self.watch = BackwardWatch(self.coordinator, self.gradients, self.ahead, events)
+        self.watch = BackwardWatch(self.coordinator, self.gradients, events)
         self.hooks = ModuleHooks(self.model, self._scopes(), self.bound, self.coordinator, self.watch, storage.timeline)
         editor = UnitEditor(layout, self.bound, storage, self.coordinator, events, exchange)
         rows = RowLender(self.bound, storage, self.coordinator, updates, self.watch)
@@ -281,8 +276,6 @@ class Assembly:
         self.stepper.finish()
         self.gradients.flush_all()
         self.gradients.settle()
-        if self.ahead is not None:
-            self.ahead.void_all()
 
     @property
     def accumulating(self) -> bool:

@@ -275,8 +275,6 @@ def _carry_counts(old: Assembly, new: Assembly) -> None:
     index_of = {unit.name: unit.index for unit in new.layout.units}
     releases = {index_of.get(old.layout.units[i].name): n for i, n in old.coordinator.counters.releases.items()}
     counts = Counter({index: n for index, n in releases.items() if index is not None})
-    if old.ahead is not None and new.ahead is not None:
-        new.ahead.committed_numel, new.ahead.enabled = old.ahead.committed_numel, old.ahead.enabled
     new.coordinator.counters = replace(old.coordinator.counters, releases=counts)
     new.storage.mover.exposed.seconds += old.storage.mover.exposed.seconds
     if old.storage.disk is not None and new.storage.disk is not None:

@@ -24,7 +24,6 @@ from zero.assembly.run import Run
 from zero.assembly.state_kinds import TO_RUN, TO_TRAIN, OffloadStateTypeEnum
 from zero.optim.loss_scale import LossScaleError
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pipeline import StepArguments
 from zero.optim.scheduling import step_scheduler
 from zero.optim.step import StepState, UnusedParameters
 from zero.params.released import name_of
@@ -125,7 +124,6 @@ class Steps:
         run = self._run
         if not run.closed:
             self._take()
-            self.changed()
             run.parts.gradients.clear()
             self._away.forget_gradients()
             for parameter in self._written():
@@ -215,15 +213,6 @@ class Steps:
         for listener in self._listeners:
             listener.step_counted()
 
-    def arguments_now(self) -> StepArguments:
-        """What a step would use now that does not clip, for every parameter."""
-        run, index_of = self._run, self._run.parts.index_of
-        scale, number = 1.0 / run.scaler.cur_scale, run.global_steps + 1
-        if run.updater is None:
-            return StepArguments({}, scale, number)
-        values = run.updater.values(index_of, set(index_of.values()))
-        return StepArguments(values, scale, number, small=run.updater.small_states(index_of, values))
-
     def _take_written(self) -> None:
         """A gradient that somebody has put into `parameter.grad` replaces what was collected, as with torch.
 
@@ -297,14 +286,10 @@ class Steps:
         parts.gradients.settle()
         parts.coordinator.settle()
 
-    def changed(self, index: int | None = None) -> None:
-        """A unit (None: all) changes by other means than a step: what was done ahead of it is worth nothing."""
-        if index is not None:
-            for listener in self._listeners:
-                listener.weights_change(index)
-        ahead = self._run.parts.ahead
-        if ahead is not None:
-            ahead.void_all() if index is None else ahead.void(index)
+    def changed(self, index: int) -> None:
+        """A unit changes by other means than a step."""
+        for listener in self._listeners:
+            listener.weights_change(index)
 
     def edit_begins(self) -> None:
         for listener in self._listeners:
@@ -335,7 +320,7 @@ class Steps:
         """A parameter's exact values, states and gradient as of the last step, for `zero.utils.safe_get_full_grad` etc.
 
         Raises StateError: the engine is closed, or a forward or backward runs; StorageError: the last step could not be
-        completed. `to_change`: they are going to be replaced: what was done ahead with them is void.
+        completed. `to_change`: they are going to be replaced, and nobody reads them still.
         """
         if to_change:
             self.check_open(EDIT)

@@ -128,8 +128,6 @@ class SaveCheckpoints:
             why = "the stages of a pipeline save together"
         elif state["accumulating"] is not None:
             why = "gradients have been collected since the last step, and they change with the next backward"
-        elif self._run.parts.plan.two_slots:
-            why = "states change places inside backward (offload_optimizer.update_in_backward)"
         elif changed:
             # The next forward may do it again, and nobody would hear of it before.
             why = f"weights have been modified where they live ({changed[0]})"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from zero.config.fields import ConfigBlock, Count, Flag, Inert, Number, Whole, Word, problem, reads, world_size_of
+from zero.config.fields import ConfigBlock, Count, Flag, Inert, Number, Only, Whole, Word, problem, reads
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -80,32 +80,13 @@ class OffloadOptimizerConfig(_Offload):
     cpuadam_cores_perc: Annotated[Number | None, Inert("it belongs to SuperOffload, whose workers are not here")] = None
     state_dtype: Word[Literal["fp32", "bf16", "8bit"]] = "fp32"
     """Ours: what the two moments are stored as. bf16 and 8bit move fewer bytes, and change the numbers."""
-    update_in_backward: Flag = False
-    """Ours: update inside backward into a second slot; costs the space of the states again. One rank only."""
+    update_in_backward: Annotated[
+        Any,
+        Only(
+            (),
+            "it is gone, remove it: results of updates wait in the memory of used gradients to be written beside "
+            "backward, always",
+        ),
+    ] = None
     snapshot: SnapshotConfig | None = None
     """Ours: snapshots on NVMe without a copy; costs the space of weights and states again."""
-
-    @model_validator(mode="after")
-    def _one_rank_updates_in_backward(self, info: ValidationInfo) -> Self:
-        ranks = world_size_of(info)
-        if self.update_in_backward and ranks > 1:
-            raise problem(
-                "false, because there are several ranks",
-                at="update_in_backward",
-                got=f"true with {ranks} ranks",
-                fix="not available: all ranks would have to agree before a part counts; set it to false",
-                keys=("update_in_backward",),
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _snapshots_have_a_slot(self) -> Self:
-        if self.snapshot is not None and self.update_in_backward:
-            raise problem(
-                "no update_in_backward beside it",
-                at="snapshot",
-                got="both",
-                fix="both would write to the second slot; remove one of them",
-                keys=("snapshot", "update_in_backward"),
-            )
-        return self

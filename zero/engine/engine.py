@@ -108,8 +108,6 @@ class ZeroEngine(EngineNames, nn.Module):
             current=steps.current,
             changed=steps.changed,
             edit_begins=steps.edit_begins,
-            arguments_now=steps.arguments_now,
-            at_boundary=accumulation.is_gradient_accumulation_boundary,
             reduces=accumulation.reduces,
             parts_of_backward=self.scaling.parts_of_backward,
             values_of=steps.values_of,
@@ -299,7 +297,6 @@ class ZeroEngine(EngineNames, nn.Module):
                 with suppress(StorageError):
                     parts.stepper.finish()
             parts.stepper.stop()
-            self.steps.changed()
             parts.gradients.clear()
             parts.hooks.reset()
             parts.coordinator.end_backward()

@@ -246,7 +246,6 @@ class Reports:
             LoopCounters(
                 *(run.global_steps, run.micro_steps),
                 *(self.forward.seconds, self.backward.seconds, self._steps.watch.seconds),
-                parts.ahead.committed_numel if parts.ahead is not None else 0,
                 {kind: counter.numel for kind, counter in run.exchange.payload().items()},
             ),
         )

@@ -315,21 +315,16 @@ class Gradients:
         """Per slot of the unit: has it had a gradient since the last step?"""
         return [count > 0 for count in self._units[index].contributions]
 
-    def contributed_at_rest(self, index: int) -> list[int]:
-        """Parameters (indices) of the unit with a gradient; none while any of it is in a buffer or goes to the disk."""
-        state = self._units.get(index)
-        if state is None or state.buffer is not None or state.storing is not None:
-            return []
-        return [slot.index for slot, count in zip(state.unit.slots, state.contributions, strict=True) if count]
-
-    async def arrived(self, index: int) -> None:
-        """On the mover's loop: return once the host has what the device is copying there for the unit."""
-        await self._streams.reached(self._units[index].copied)
-
     def taken(self, index: int) -> Sealed:
-        """The unit's gradient that an update works with: the last step's, else what has been collected since."""
+        """The unit's gradient of the last step, until its update has used it.
+
+        Raises:
+            StateError: the step has none of it.
+        """
         state = self._units[index]
-        return state.sealed or Sealed(state.plane, state.dtype)
+        if state.sealed is None:
+            raise StateError(f"gradient of {state.unit.name}: the last step has none")
+        return state.sealed
 
     def square_sum(self) -> SquareSum:
         """Of this rank's slices."""

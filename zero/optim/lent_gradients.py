@@ -85,18 +85,13 @@ class _Pool:
 
 
 class SpareGradients:
-    """Lends the memory of gradients that are used up. Lives on the mover's loop, but for `holds`.
-
-    With two slots to a record nothing is lent: updates inside backward need the gradients where they are.
-    """
+    """Lends the memory of gradients that are used up. Lives on the mover's loop, but for `holds`."""
 
     def __init__(self, layout: Layout, storage: Storage) -> None:
         self._layout, self._storage = layout, storage
         memories = {index: plane.host for index, plane in enumerate(storage.gradients) if plane is not None}
         self._pools = {
-            index: _Pool(memory)
-            for index, memory in memories.items()
-            if memory is not None and storage.streams.shared and not storage.plan.two_slots
+            index: _Pool(memory) for index, memory in memories.items() if memory is not None and storage.streams.shared
         }
         self._holds: set[int] = set()
 
@@ -169,27 +164,26 @@ class Places:
         spare: what further ones use.
 
     Attributes:
-        slots: whoever updates a sub-group in memory of the arena holds one.
         writes: whoever writes a record holds one.
     """
 
     def __init__(self, slots: int, spare: SpareGradients) -> None:
         self._spare = spare
         self._turn = asyncio.Lock()
-        self.slots = asyncio.Semaphore(slots)
+        self._slots = asyncio.Semaphore(slots)
         self.writes = asyncio.Semaphore(WRITES_IN_FLIGHT if spare.lends else slots)
 
     @asynccontextmanager
     async def take(self, nbytes: int) -> AsyncIterator[Block | None]:
         """A place for an update that needs `nbytes` of host memory: lent memory, or None for a slot of the arena."""
         async with self._turn:
-            block = self._spare.try_lease(nbytes) if nbytes and self.slots.locked() else None
+            block = self._spare.try_lease(nbytes) if nbytes and self._slots.locked() else None
             if block is None:
-                await self.slots.acquire()
+                await self._slots.acquire()
         try:
             yield block
         finally:
             if block is None:
-                self.slots.release()
+                self._slots.release()
             else:
                 block.release()

@@ -147,7 +147,7 @@ class KeptOptimizer(torch.optim.Optimizer):
         """id(parameter) -> number of its rule; made again when one is missing."""
 
     def values(self, index_of: dict[int, int], contributed: Container[int]) -> dict[int, Any]:
-        """What is fixed of every parameter that has a gradient in the step that would be taken now.
+        """What is fixed of every parameter that has a gradient in the step that is taken now.
 
         Args:
             index_of: id(parameter) -> parameter index.

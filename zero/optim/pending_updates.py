@@ -11,40 +11,23 @@ The error reaches the next call of the engine and names the step.
 
 [Note: threads] The mover's thread writes everything here but `begin_step`, which is called while nothing is due. Other
 threads only ask whether a set of sub-groups is empty; the answer can only become "yes".
-
-[Note: inside backward] With `update_in_backward` a record has a second slot, valid only if `step()` says so. A unit
-whose gradient is complete is updated at once, as if the step were not going to clip: the result goes to the other slot
-of its sub-groups, and the state stays as it is. `step()` exchanges the slots of a sub-group only if nothing has changed
-since (no further gradient, no edit, no `zero_grad`, no new hyper-parameter) and the gradients are not clipped. What is
-void, failed or not done in time is updated behind the step like everything else, so results do not depend on any of
-this.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 
 from offload.errors import StateError, StorageError
-from offload.mover import Transfer
 from offload.planes.copies import fetch_plane, fetch_range
 from offload.planes.planes import settle_all
 from offload.streams import Fence
-from zero.optim.gradients import Gradients
-from zero.optim.pipeline import Delivery, Made, StepArguments, SubGroupPipeline, Told
+from zero.optim.pipeline import Delivery, StepArguments, SubGroupPipeline, Told
 from zero.params.layout import Layout, SubGroup, Unit
 from zero.store.storage import Storage
-
-logger = logging.getLogger("zero")
-
-STEPS_WATCHED = 20
-VOID_SHARE_MAX = 0.1
-"""Above this share of void steps the work is wasted too often."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,15 +48,13 @@ class DueUpdates:
     """The sub-groups of the last step that are not updated yet.
 
     Args:
-        threads: of the kernel on the host inside `finish`.
-
-    Attributes:
-        threads_beside: of that kernel beside a forward or a backward: one where those compute on the host too.
+        threads: of the kernel on the host inside `finish`; beside a forward or a backward it has one where those
+            compute on the host too.
     """
 
     def __init__(self, layout: Layout, storage: Storage, pipeline: SubGroupPipeline, threads: int) -> None:
         self._storage, self._pipeline, self._threads = storage, pipeline, threads
-        self.threads_beside = 1 if storage.streams.shared else threads
+        self._threads_beside = 1 if storage.streams.shared else threads
         self.arguments = StepArguments({}, 1.0, 0)
         """Of the last step."""
         self._due: set[SubGroup] = set()
@@ -113,10 +94,6 @@ class DueUpdates:
     def current(self, index: int) -> bool:
         """True when the unit's weights are those of the last step."""
         return not self._unapplied or not any(group in self._unapplied for group in self._groups[index])
-
-    def sub_groups_of(self, index: int) -> list[SubGroup]:
-        """The unit's sub-groups, due or not."""
-        return self._groups[index]
 
     def borrows(self, index: int) -> bool:
         """True while the unit's own memory is being written to the disk."""
@@ -212,10 +189,6 @@ class DueUpdates:
             if (running := self._running.get(group)) is not None:
                 await asyncio.shield(running.returned)
 
-    async def settle_unit(self, unit: Unit) -> None:
-        """Wait until nothing of the unit is being written. Starts no update and raises nothing."""
-        await self._settle(self._groups[unit.index])
-
     async def finish(self, groups: Iterable[SubGroup]) -> None:
         """Update sub-groups and store the results.
 
@@ -264,13 +237,13 @@ class DueUpdates:
     async def _bring(self, group: SubGroup, threads: int | None = None) -> None:
         running = self._running.get(group)
         if running is None and group in self._due:
-            running = self._start(group, {}, threads or self.threads_beside)
+            running = self._start(group, {}, threads or self._threads_beside)
         if running is not None:
             await asyncio.shield(running.applied)
 
     async def _fetch_part(self, unit: Unit, group: SubGroup, delivery: Delivery) -> None:
         if group in self._due:
-            running = self._start(group, {unit.index: delivery}, self.threads_beside)
+            running = self._start(group, {unit.index: delivery}, self._threads_beside)
             if unit.index in await asyncio.shield(running.applied):
                 return
         elif group in self._running:
@@ -329,130 +302,3 @@ class DueUpdates:
             if not running.returned.done():
                 running.returned.set_result(None)
             del self._running[group]
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One unit's updates ahead of the step."""
-
-    arguments: StepArguments
-    groups: list[SubGroup]
-    done: dict[SubGroup, Made] = field(default_factory=dict)
-    """Sub-groups whose other slot holds the result, and small states of it."""
-    over: bool = False
-    """No further sub-group is started: void, or the step has come."""
-    transfer: Transfer[None] | None = None
-
-
-class UpdatesInBackward:
-    """The attempts since the last step.
-
-    Args:
-        arguments_now: what a step would use now that does not clip, for every parameter.
-        boundary: will the next `step()` update the parameters?
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        pipeline: SubGroupPipeline,
-        updates: DueUpdates,
-        gradients: Gradients,
-        arguments_now: Callable[[], StepArguments],
-        boundary: Callable[[], bool],
-    ) -> None:
-        self._storage, self._pipeline, self._updates, self._gradients = storage, pipeline, updates, gradients
-        self._arguments_now, self._boundary = arguments_now, boundary
-        self._expected = StepArguments({}, 1.0, 0)
-        self._attempts: dict[int, Attempt] = {}
-        self._ended: dict[int, Attempt] = {}
-        """Void ones; something of them may still move."""
-        self._void: deque[bool] = deque(maxlen=STEPS_WATCHED)
-        self.enabled = True
-        self.committed_numel = 0
-        """Elements whose update a step has found done."""
-
-    def complete(self, unit: Unit) -> None:
-        """All gradients of the unit that this backward was seen to make are in its plane, or on their way."""
-        if not self.enabled or not self._boundary() or unit.index in self._attempts:
-            return
-        groups = [g for g in self._updates.sub_groups_of(unit.index) if self._storage.has_two_slots(g)]
-        contributed = self._gradients.contributed_at_rest(unit.index)
-        if not groups or not contributed:
-            return
-        self._settle([self._ended.pop(unit.index)] if unit.index in self._ended else [])
-        if not self._attempts:
-            self._expected = self._arguments_now()
-        values = {index: self._expected.values[index] for index in contributed}
-        attempt = Attempt(replace(self._expected, values=values), groups)
-        self._attempts[unit.index] = attempt
-        attempt.transfer = self._storage.mover.post(f"updating {unit.name} in backward", self._run(unit, attempt))
-
-    def void(self, index: int) -> None:
-        """Something of the unit has changed: what was done ahead is worth nothing."""
-        attempt = self._attempts.pop(index, None)
-        if attempt is not None:
-            attempt.over = True
-            self._ended[index] = attempt
-
-    def void_all(self) -> None:
-        """As `void`, for every unit."""
-        for index in list(self._attempts):
-            self.void(index)
-
-    def commit(self, arguments: StepArguments) -> set[SubGroup]:
-        """Make valid what was done with the values of the step; returns those sub-groups.
-
-        Returns once nothing of any attempt moves any more.
-        """
-        attempts, self._attempts = self._attempts, {}
-        for attempt in attempts.values():
-            attempt.over = True
-        self._settle([*attempts.values(), *self._ended.values()])
-        self._ended = {}
-        committed: dict[SubGroup, Made] = {}
-        for attempt in attempts.values():
-            expected = attempt.arguments
-            as_expected = all(arguments.values.get(index) == values for index, values in expected.values.items())
-            if as_expected and (arguments.grad_scale, arguments.number) == (expected.grad_scale, expected.number):
-                committed |= attempt.done
-        for group, made in committed.items():
-            self._storage.exchange_slots(group)
-            arguments.keep(made)
-            self.committed_numel += group.end - group.begin
-        self._judge(bool(attempts), bool(committed) or not any(attempt.done for attempt in attempts.values()))
-        return set(committed)
-
-    def _settle(self, attempts: list[Attempt]) -> None:
-        for attempt in attempts:
-            if attempt.transfer is not None:
-                attempt.transfer.settle()
-
-    def _judge(self, tried: bool, useful: bool) -> None:
-        if tried:
-            self._void.append(not useful)
-        if len(self._void) == STEPS_WATCHED and sum(self._void) > VOID_SHARE_MAX * STEPS_WATCHED:
-            self.enabled = False
-            logger.warning(
-                "offload_optimizer.update_in_backward: %d of the last %d steps clipped or changed what was done ahead; "
-                "it is off from now on. A higher gradient_clipping, or fewer changes between backward and step, help",
-                sum(self._void),
-                STEPS_WATCHED,
-            )
-
-    async def _run(self, unit: Unit, attempt: Attempt) -> None:
-        await self._updates.settle_unit(unit)  # the last step's result may still be on its way
-        await self._gradients.arrived(unit.index)
-
-        async def update(group: SubGroup) -> None:
-            async with self._pipeline.places.slots:
-                if attempt.over:
-                    return
-                try:
-                    made = await self._pipeline.update_aside(group, attempt.arguments, self._updates.threads_beside)
-                except StorageError as error:
-                    logger.debug("%s is updated behind the step: %s", unit.name, error)
-                    return
-                attempt.done[group] = made
-
-        await asyncio.gather(*(update(group) for group in attempt.groups))

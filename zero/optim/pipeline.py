@@ -91,7 +91,7 @@ class SubGroupPipeline:
     def __init__(self, layout: Layout, storage: Storage, gradients: Gradients, rules: Rules) -> None:
         self._layout, self._storage, self._gradients, self._rules = layout, storage, gradients, rules
         self.spare = SpareGradients(layout, storage)
-        self.places = Places(storage.plan.records_in_flight, self.spare)
+        self._places = Places(storage.plan.records_in_flight, self.spare)
         self.before: Callable[[SubGroup, StepArguments], Awaitable[None]] | None = None
         """Awaited before a sub-group changes: whoever still wants its old values takes them."""
 
@@ -145,7 +145,7 @@ class SubGroupPipeline:
             StagedGroup(self._storage, self._layout, group, units, given, self._plane_of),
             self._storage.streams,
         )
-        async with self.places.take(work.host_nbytes) as lent:
+        async with self._places.take(work.host_nbytes) as lent:
             told.turn()
             streams.wait(arguments.fence)
             if self._storage.compute(group) != self._storage.device:
@@ -166,25 +166,6 @@ class SubGroupPipeline:
                     work.release()
         if error is not None:
             raise error
-
-    async def update_aside(self, group: SubGroup, arguments: StepArguments, threads: int) -> Made:
-        """Write what an update would give to the sub-group's other slot; the state stays as it is.
-
-        Returns:
-            For `StepArguments.keep`, once the slots are exchanged.
-
-        Raises:
-            StorageError: nothing has changed.
-        """
-        units = self.trained_units(group, arguments)
-        work = StagedGroup(self._storage, self._layout, group, units, {}, self._plane_of, other_slot=True)
-        await work.lease("sub-group")
-        try:
-            made = await self._compute_into(work, arguments, threads)
-            await settle_all([part.write() for part in (work.state, *work.weights.values())])
-        finally:
-            work.release()
-        return made
 
     def _plane_of(self, unit: Unit) -> Plane:
         """Where the gradient is that an update of the unit works with."""
@@ -226,7 +207,7 @@ class SubGroupPipeline:
         """
 
         async def write_record() -> None:
-            async with self.places.writes:
+            async with self._places.writes:
                 await work.state.write()
 
         record = asyncio.create_task(write_record())

@@ -98,10 +98,6 @@ class Progress:
     """Names of the planes that have been made; the others are to be made by the next update."""
 
 
-class Values(Protocol):
-    """What is fixed of one parameter in one step; compared by value."""
-
-
 class UpdateRun(NamedTuple):
     """A run of elements of one unit, to be updated in place. All tensors are flat and of the same length and device."""
 
@@ -145,7 +141,7 @@ class Rule(Protocol):
         """A step is about to be fixed: `values` is called for each of its parameters."""
 
     def values(self, group: Mapping[str, Any], count: int, progress: Progress | None) -> Any:
-        """What is fixed of one parameter in the step that would be taken now.
+        """What is fixed of one parameter in the step that is taken now.
 
         Args:
             group: its param group.

@@ -5,7 +5,7 @@ device that updates it. One that is updated whole lies on one rank of a shard gr
 
 [Note: one writer] A tensor that is kept is never changed in place. An update gets copies and returns what they have
 become, and the pipeline puts that here as soon as the update counts. So one that fails or is made again starts from the
-same values, what was made inside backward waits for the step that takes it, and a reader keeps what it has read.
+same values, and a reader keeps what it has read.
 """
 
 from __future__ import annotations

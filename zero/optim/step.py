@@ -31,7 +31,7 @@ from zero.exchange.exchange import Exchange
 from zero.optim.gradients import Gradients, UnitGradient
 from zero.optim.loss_scale import LossScaleError, LossScaler
 from zero.optim.optimizer import ZeroOptimizer
-from zero.optim.pending_updates import DueUpdates, UpdatesInBackward
+from zero.optim.pending_updates import DueUpdates
 from zero.optim.pipeline import StepArguments, SubGroupPipeline
 from zero.params.layout import Slot, SubGroup, Unit
 from zero.store.storage import Storage
@@ -178,7 +178,6 @@ class Stepper:
     """Takes steps, one at a time; the one writer of `state`.
 
     Args:
-        ahead: what was updated inside backward, if anything is.
         exchange: with the other ranks.
         scaler: of the loss.
         needs_all: a step without a gradient for every trained parameter is a mistake.
@@ -190,14 +189,13 @@ class Stepper:
         gradients: Gradients,
         pipeline: SubGroupPipeline,
         updates: DueUpdates,
-        ahead: UpdatesInBackward | None,
         exchange: Exchange,
         scaler: LossScaler,
         *,
         needs_all: bool,
     ) -> None:
         self._layout, self._storage, self._gradients, self._exchange = storage.layout, storage, gradients, exchange
-        self.pipeline, self.updates, self._ahead, self._scaler = pipeline, updates, ahead, scaler
+        self.pipeline, self.updates, self._scaler = pipeline, updates, scaler
         self._persistent = [unit.index for unit in storage.layout.units if unit.persistent]
         self._arguments = StepArguments({}, 1.0, 0)
         self._needs_all = needs_all
@@ -271,10 +269,9 @@ class Stepper:
         arguments = StepArguments(values, scale, number, self._storage.streams.fence(), small)
         due = [group for group in self._storage.plan.sub_groups if self.pipeline.trained_units(group, arguments)]
         # No waiting and no searching from here on: half of this is no step.
-        done = self._ahead.commit(arguments) if self._ahead is not None else set()
         optimizer.count_step(index_of, arguments.values)
         self._gradients.seal()
-        self.updates.begin_step(arguments, [group for group in due if group not in done])
+        self.updates.begin_step(arguments, due)
         self._arguments, self.applied = arguments, True
         self._move(StepState.DECIDED)
         self._scaler.update(overflow=False)
@@ -284,8 +281,6 @@ class Stepper:
         scaler = self._scaler
         names, finite = agree_on_nonfinite(self._exchange, self._gradients, loss_is_finite=loss_is_finite)
         found = f"{'the loss and ' * (not finite)}the gradients of {', '.join(names)} (first in backward)"
-        if self._ahead is not None:
-            self._ahead.void_all()
         if scaler.at_minimum:
             self._gradients.clear()
             self._move(StepState.NONE)

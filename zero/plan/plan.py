@@ -88,8 +88,6 @@ class Plan:
     sub_groups: tuple[SubGroup, ...] = ()
     record_tiers: tuple[str, ...] = ()
     """Tier of each sub-group's state record."""
-    two_slots: bool = False
-    """Trained weights and records exist twice, so that an update inside backward can be taken back."""
     snapshots: bool = False
     """Weights and records have two places on NVMe each, whatever their tier, so that a snapshot is never written."""
     state_dtype: torch.dtype = torch.float32
@@ -116,7 +114,7 @@ class Plan:
     small_bytes: int = 0
     """Memory of the device for states that have not their parameter's shape."""
     second_slot_bytes: int = 0
-    """Of `swap_bytes`: where updates inside backward write, or snapshots are."""
+    """Of `swap_bytes`: where snapshots are."""
     swap_bytes: int = 0
     host_limit_bytes: int | None = None
     """Host memory is budgeted or short: what is not foreseen and does not fit below goes to NVMe."""
@@ -134,15 +132,6 @@ class Plan:
     def states_of(self, where: Space | Unit) -> tuple[str, ...]:
         """Names of the state planes that trained parameters have there."""
         return self.states[where.rule]
-
-    def in_swap(self, layout: Layout) -> list[SubGroup]:
-        """Sub-groups whose record and weights are on NVMe."""
-        groups = zip(self.sub_groups, self.record_tiers, strict=True)
-        return [
-            group
-            for group, tier in groups
-            if tier == NVME and all(self.weight_tiers[unit.index] == NVME for unit in layout.units_in(group))
-        ]
 
     def step_write_bytes(self, layout: Layout, micro_steps: int) -> int:
         """Bytes that a step of `micro_steps` backwards writes to NVMe: drives are rated in bytes written.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload.errors import BudgetError, ConfigError
+from offload.errors import BudgetError
 from offload.sizes import BLOCK_NUMEL, PAGE_BYTES, align_up, format_bytes
 from offload.streams import shares_host_memory
 from zero.config import Config
@@ -144,7 +144,6 @@ class Planner:
             activations=plan_activations(self.config),
         )
         plan.records_in_flight = self._records_in_flight()
-        plan.two_slots = self._wants_two_slots()
         plan.weight_tiers = {unit.index: DEVICE if unit.persistent else self.param_tier for unit in self.layout.units}
         rest = self._place_host(plan, effort)
         plan.whole = frozenset(unit.index for unit in self.layout.units if self._lies_whole(unit, plan))
@@ -162,8 +161,7 @@ class Planner:
         plan.swap_bytes += sum(
             self.sizes.gradient_bytes(unit) for unit in self.trained if plan.gradient_tiers[unit.index] == NVME
         )
-        plan.second_slot_bytes = self._second_slot_bytes(plan)
-        plan.second_slot_bytes += plan_snapshots(plan, self.sizes, self.config.zero_optimization.offload_optimizer)
+        plan.second_slot_bytes = plan_snapshots(plan, self.sizes, self.config.zero_optimization.offload_optimizer)
         plan.swap_bytes += plan.second_slot_bytes + plan.activations.swap_bytes
         plan.rows = tuple(row for row in rows_of(plan, self.sizes, self.pools) if row.nbytes)
         written = plan.step_write_bytes(self.layout, self.config.gradient_accumulation_steps or 1)
@@ -198,23 +196,6 @@ class Planner:
         spaces = range(len(self.layout.spaces))
         large = any(self.layout.longest(index, 1) > SUB_GROUP_NUMEL_MAX for index in spaces)  # whole parameters
         return 1 if refused == 2 else 2 if refused or large else RECORDS_IN_FLIGHT
-
-    def _wants_two_slots(self) -> bool:
-        offload = self.config.zero_optimization.offload_optimizer
-        if offload.update_in_backward and (self.param_tier, self.state_tier) != (NVME, NVME):
-            raise ConfigError(
-                "zero_optimization.offload_optimizer.update_in_backward: needs offload_param.device and "
-                f'offload_optimizer.device "nvme", got {self.param_tier} and {self.state_tier}; set both, or remove it'
-            )
-        return offload.update_in_backward
-
-    def _second_slot_bytes(self, plan: Plan) -> int:
-        if not plan.two_slots:
-            return 0
-        return sum(
-            self.sizes.record_bytes(group) + (group.end - group.begin) * self.layout.spaces[group.space].dtype.itemsize
-            for group in plan.in_swap(self.layout)
-        )
 
     def _check_fits(self, plan: Plan, host_share: float) -> None:
         """Refuse what the machine cannot hold; note what may go slower.

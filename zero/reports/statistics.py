@@ -53,8 +53,6 @@ class Statistics:
     """Uses nobody had foreseen."""
     releases: int
     releases_by_unit: Mapping[str, int]
-    updated_in_backward_numel: int
-    """Elements whose update a step has found done (`update_in_backward`)."""
     payload_numel: Mapping[str, int]
     """Elements of whole units, padding included, that collectives have handled, by what they were for: "gather",
     "gather persistent", "gather inside nodes", "reduce"; for groups of replicas "reduce over replicas" and "gather over
@@ -100,7 +98,6 @@ class LoopCounters:
     forward_seconds: float
     backward_seconds: float
     optimizer_seconds: float
-    updated_in_backward_numel: int
     payload_numel: Mapping[str, int]
 
 
@@ -128,7 +125,6 @@ def collect(counters: FetchCounters, storage: Storage, unit_names: list[str], lo
         prefetch_misses=counters.misses,
         releases=counters.releases.total(),
         releases_by_unit={unit_names[i]: n for i, n in sorted(counters.releases.items())},
-        updated_in_backward_numel=loop.updated_in_backward_numel,
         payload_numel=dict(loop.payload_numel),
         live_numel_peak=counters.live_numel_peak,
         arena_peak_bytes=storage.arena.peak_bytes,

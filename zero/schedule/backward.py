@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from offload.errors import BudgetError, StateError, StorageError
 from offload.system.interrupts import uninterrupted, whole
 from zero.optim.gradients import Gradients
-from zero.optim.pending_updates import UpdatesInBackward
 from zero.params.binding import BoundUnit
 from zero.params.layout import Unit
 from zero.schedule.coordinator import Coordinator
@@ -23,20 +22,14 @@ from zero.schedule.events import Events
 class BackwardWatch:
     """Receives gradients and the events of the module hooks.
 
-    Args:
-        ahead: updates units inside backward, or None.
-
     Attributes:
         generation: steps taken so far; a graph made before the last one is stale.
         torn: a transfer failed inside a backward since the gradients were last cleared.
         scaled: the backward that runs, or is about to, is of a loss that the engine has scaled and divided.
     """
 
-    def __init__(
-        self, coordinator: Coordinator, gradients: Gradients, ahead: UpdatesInBackward | None, events: Events
-    ) -> None:
-        self._coordinator, self._gradients, self._ahead = coordinator, gradients, ahead
-        self._events = events
+    def __init__(self, coordinator: Coordinator, gradients: Gradients, events: Events) -> None:
+        self._coordinator, self._gradients, self._events = coordinator, gradients, events
         self._at_end: list[Callable[[], None]] = []
         self._running = False
         self._handles: list[RemovableHandle] = []
@@ -102,8 +95,6 @@ class BackwardWatch:
         """Gradients have passed a whole call that uses the unit: it is needed no longer for that call."""
         if self._coordinator.end_backward_use(index):
             self._gradients.passed(index)
-            if self._ahead is not None:
-                self._ahead.complete(self._coordinator.unit(index))
 
     def forward_begins(self) -> None:
         """The root is called outside any backward: none can be running, whatever became of the last one."""
@@ -168,7 +159,5 @@ class BackwardWatch:
 
     def _receive(self, unit: Unit, position: int, gradient: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         self._announce()
-        if self._ahead is not None:
-            self._ahead.void(unit.index)
         if self._gradients.arrive(unit.index, position, gradient, rows, self._parts):
             self._gradients.passed(unit.index)

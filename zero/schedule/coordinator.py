@@ -53,9 +53,6 @@ class Coordinator:
     def device(self) -> torch.device:
         return self._storage.device
 
-    def unit(self, index: int) -> Unit:
-        return self._layout.units[index]
-
     def in_forward_use(self, index: int) -> bool:
         """True while a forward use of the unit is open, and for a unit that is always there."""
         return bool(self._units[index].forward_uses) or self._units[index].state == UnitState.HOME

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zero.optim.pipeline import StepArguments
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Events:
@@ -20,10 +18,8 @@ class Events:
     states_are_away: Callable[[], bool]  # `offload_states` has put something away; no update is due.
     # (what, units=None): StateError if the engine is closed; else these units (None: all) are as of the last step.
     current: Callable[..., None]
-    changed: Callable[..., None]  # (index=None): a unit (None: all) changes by other means than a step.
+    changed: Callable[[int], None]  # A unit changes by other means than a step.
     edit_begins: Callable[[], None]  # Weights may be edited: no checkpoint is being written when it returns.
-    arguments_now: Callable[[], StepArguments]  # What a step would use now that does not clip.
-    at_boundary: Callable[[], bool]  # True when the next step updates the parameters.
     reduces: Callable[[], bool]  # True when gradients of the backward under way are reduced as soon as they can be.
     # What gradients of a backward that the engine has not started are divided by; raises if it had to start it.
     parts_of_backward: Callable[[bool], int]

@@ -25,7 +25,6 @@ class Staged:
     Args:
         given: memory of the caller's that the range may pass through instead, uint8; used if the computation can
             address it and the range is not in place.
-        target: another plane that the result goes to; this one stays as it is, so nothing is done in place.
     """
 
     def __init__(
@@ -36,25 +35,24 @@ class Staged:
         compute: torch.device,
         streams: Streams,
         given: torch.Tensor | None = None,
-        target: Plane | None = None,
     ) -> None:
-        self.plane, self.begin, self.end, self._target, self._streams = plane, begin, end, target or plane, streams
+        self.plane, self.begin, self.end, self._streams = plane, begin, end, streams
         self._memory = plane.memory(begin, end)
         nbytes = plane.nbytes(begin, end)
         if not nbytes:  # an optimizer without states: nothing has to move, wherever it lives
-            self._memory, target = torch.empty(0, dtype=torch.uint8, device=compute), None
-        self.in_place = target is None and self._memory is not None and self._memory.device == compute
+            self._memory = torch.empty(0, dtype=torch.uint8, device=compute)
+        self.in_place = self._memory is not None and self._memory.device == compute
         self._data = self._memory if self.in_place else None
         self._host: torch.Tensor | None = None
         self.borrowed = not self.in_place and given is not None and streams.shared
         """The range passes through the caller's memory."""
         if self.borrowed:
             self._host = self._data = given
-        self.copied_home = not self.in_place and target is None and self._memory is not None
+        self.copied_home = not self.in_place and self._memory is not None
         """The range lives in memory, but not in the computation's: `write` copies it there and cannot fail."""
         on_host = compute.type == "cpu"
         passes = not self.in_place and not self.borrowed
-        self.host_nbytes = nbytes if passes and (self._memory is None or on_host or target is not None) else 0
+        self.host_nbytes = nbytes if passes and (self._memory is None or on_host) else 0
         """Bytes of host memory that `stage` needs."""
         self.device_nbytes = nbytes if passes and not on_host else 0
         """Bytes of the compute device's memory that it needs, where that is not the host's."""
@@ -92,11 +90,11 @@ class Staged:
         if self.in_place:
             return
         if self._host is None:
-            await self._target.write(self.begin, self.end, self.bytes)
+            await self.plane.write(self.begin, self.end, self.bytes)
             return
         if self._host is not self._data:
             await self._streams.reached(self._streams.copy_out(self._host, self.bytes, self._streams.fence()))
-        await self._target.write(self.begin, self.end, self._host)
+        await self.plane.write(self.begin, self.end, self._host)
 
     @property
     def host_bytes(self) -> torch.Tensor:
@@ -161,7 +159,6 @@ class StagedGroup:
         units: of whose weights it is about; None: all that have some in the sub-group.
         given: unit's index -> memory of the caller's that its weights may pass through; see `Staged`.
         gradients: unit -> the plane that its gradient is taken from; None: they are not wanted.
-        other_slot: what is written goes to the other slots, and what is stored stays as it is.
 
     Attributes:
         space: of the sub-group.
@@ -180,24 +177,19 @@ class StagedGroup:
         units: Iterable[Unit] | None = None,
         given: Mapping[int, torch.Tensor] | None = None,
         gradients: Callable[[Unit], Plane] | None = None,
-        *,
-        other_slot: bool = False,
     ) -> None:
         self._storage, self.group, self.space = storage, group, layout.spaces[group.space]
         records, weights = storage.records[group.space], storage.weights[group.space]
         if records is None:
             raise StateError(f"{group.name}: its space is not trained, it has no state records")
         self.units = list(layout.units_in(group) if units is None else units)
-        targets = storage.other_slots[group.space] if other_slot else None
         compute, streams, given = storage.compute(group), storage.streams, given or {}
 
-        def run(unit: Unit, plane: Plane, memory: torch.Tensor | None = None, target: Plane | None = None) -> Staged:
-            return Staged(plane, *group.part_of(unit), compute, streams, memory, target)
+        def run(unit: Unit, plane: Plane, memory: torch.Tensor | None = None) -> Staged:
+            return Staged(plane, *group.part_of(unit), compute, streams, memory)
 
-        target = targets.records if targets else None
-        self.state = Staged(records, group.begin, group.end, compute, streams, target=target)
-        target = targets.weights if targets else None
-        self.weights = {unit.index: run(unit, weights, given.get(unit.index), target) for unit in self.units}
+        self.state = Staged(records, group.begin, group.end, compute, streams)
+        self.weights = {unit.index: run(unit, weights, given.get(unit.index)) for unit in self.units}
         self.gradients = {unit.index: run(unit, gradients(unit)) for unit in self.units} if gradients else {}
         self._staging: Staging | None = None
 

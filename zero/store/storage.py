@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -12,7 +11,7 @@ import torch
 from offload.accelerator import is_accelerator, synchronize
 from offload.disk.aio import AioOptions
 from offload.disk.swapfile import SwapSpace
-from offload.errors import BudgetError, StateError
+from offload.errors import BudgetError
 from offload.files.snapshot_files import SnapshotSwap
 from offload.kernels.block_sums import BlockSums
 from offload.kernels.square_sums import rows_in
@@ -34,15 +33,6 @@ from zero.plan.pools import gradient_sums_bytes
 from zero.store.io_tuning import open_tuned, tune_io
 from zero.store.whole_gradients import SharedPlaces, WholeGradients
 
-
-@dataclass(frozen=True, slots=True)
-class OtherSlots:
-    """The second slot of a space's weights and state records: updates inside backward write there."""
-
-    weights: Plane
-    records: Plane
-
-
 OpenSnapshot = Callable[[int, Sequence[float] | None], SnapshotSwap]
 """(bytes to reserve, speeds of the paths' devices) -> the swap space, in files that have names."""
 
@@ -59,7 +49,6 @@ class Storage:
         whole_gradients: where gradients are before they are reduced.
         near: unit index -> uint8, this rank's part of it among its neighbours, where they share weights out again.
         twice: planes that snapshots keep, weights first; each has two places on the disk for everything.
-        other_slots: per space, where `plan.two_slots` (else None).
         activations: keeps what autograd saves, where the plan gives it a tier (else None).
         records_away: those of the device are in host memory for the time being.
     """
@@ -86,7 +75,6 @@ class Storage:
         self._pinned = is_accelerator(device) and wants_pinning(config)
         tiers = zip(plan.sub_groups, plan.record_tiers, strict=True)
         self._on_device = frozenset(group for group, tier in tiers if tier == DEVICE)
-        self._two_slots = frozenset(plan.in_swap(layout) if plan.two_slots else ())
         self._regions: list[MemoryRegion] = []
         self._planes: list[Plane] = []
         self.twice: list[TwoSlotPlane] = []
@@ -116,10 +104,6 @@ class Storage:
             self.weights = [self._weight_plane(space) for space in layout.spaces]
             self.records = [self._record_plane(i, s) if s.trainable else None for i, s in enumerate(layout.spaces)]
             self.gradients = [self._gradient_plane(space) for space in layout.spaces]
-            self.other_slots = [
-                self._second_slots(i, space) if plan.two_slots and space.trainable else None
-                for i, space in enumerate(layout.spaces)
-            ]
             near = self._region(DEVICE, sum(plan.near_parts.values())) if plan.near_parts else None
             self.near = {index: near.take(nbytes) for index, nbytes in plan.near_parts.items()} if near else {}
             self.activations = open_activations(
@@ -194,7 +178,7 @@ class Storage:
 
     @property
     def gradient_planes(self) -> Sequence[Plane]:
-        """Those of gradients, unforeseen fp32 ones too (and second slots, which are on the disk)."""
+        """Those of gradients, unforeseen fp32 ones too."""
         others = {id(plane) for plane in (*self.weights, *self.records)}
         return tuple(plane for plane in self._planes if id(plane) not in others)
 
@@ -204,22 +188,6 @@ class Storage:
             plane.relocate(relocate)
         self._flats = {index: relocate(memory) for index, memory in self._flats.items()}
         self.near = {index: relocate(memory) for index, memory in self.near.items()}
-
-    def has_two_slots(self, group: SubGroup) -> bool:
-        """True when an update of the sub-group can be made aside."""
-        return group in self._two_slots
-
-    def exchange_slots(self, group: SubGroup) -> None:
-        """The sub-group's other slot becomes its state.
-
-        Raises:
-            StateError: there is one slot.
-        """
-        other, records = self.other_slots[group.space], self.records[group.space]
-        if other is None or records is None:
-            raise StateError(f"sub-group {group}: it has one slot")
-        self.weights[group.space].exchange(other.weights, group.begin, group.end)
-        records.exchange(other.records, group.begin, group.end)
 
     def lease_unit(self, nbytes: int) -> Block | None:
         """Memory for a gathered unit; None if no free run is long enough."""
@@ -301,7 +269,7 @@ class Storage:
         for name in ("arena", "unit_pool", "gradient_pool", "update_pool"):
             if hasattr(self, name):
                 getattr(self, name).close()
-        self.weights, self.records, self.gradients, self.other_slots = [], [], [], []
+        self.weights, self.records, self.gradients = [], [], []
         self._regions, self._planes, self.twice, self.near = [], [], [], {}
         self._flats = {}
 
@@ -345,7 +313,7 @@ class Storage:
             return self._plane(f"weights ({space.dtype})", width, [])
         runs = [(unit.begin, unit.end, self.plan.weight_tiers[unit.index]) for unit in space.units]
         pieces = [(begin, end, NVME) for begin, end, _ in runs]
-        if (self.plan.two_slots or self.plan.snapshots) and space.trainable:
+        if self.plan.snapshots and space.trainable:
             runs, pieces = (list(self._cut_at_sub_groups(space, uncut)) for uncut in (runs, pieces))
         whole = [unit for unit in space.units if unit.index in self.plan.whole]
         homes = {unit.begin: unit.own(self._whole_home(unit, whole)) for unit in whole}
@@ -365,7 +333,7 @@ class Storage:
         return self._flats[unit.index]
 
     def _cut_at_sub_groups(self, space: Space, runs: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, str]]:
-        """The same runs, those in the swap space cut further: slots are exchanged by the sub-group."""
+        """The same runs, those in the swap space cut further: an update writes whole pairs of slots."""
         index = self.layout.spaces.index(space)
         groups = [group for group in self.plan.sub_groups if group.space == index]
         for begin, end, tier in runs:
@@ -375,14 +343,6 @@ class Storage:
             for group in groups:
                 if group.begin < end and begin < group.end:
                     yield max(begin, group.begin), min(end, group.end), tier
-
-    def _second_slots(self, index: int, space: Space) -> OtherSlots:
-        groups = sorted((g for g in self._two_slots if g.space == index), key=lambda group: group.begin)
-        runs = [(group.begin, group.end, NVME) for group in groups]
-        return OtherSlots(
-            self._plane(f"weights ({space.dtype}), second slot", space.dtype.itemsize, runs),
-            self._plane(f"optimizer states ({space.dtype}), second slot", self.plan.record_format(space).nbytes, runs),
-        )
 
     def _record_plane(self, index: int, space: Space) -> Plane:
         runs = [

@@ -266,7 +266,6 @@ def test_two_jobs_cannot_have_one_snapshot(open_engine: Open, nvme_path: Path, m
     ("block", "words"),
     [
         ({"device": "cpu", "snapshot": {"every": 2}}, 'device "nvme", got "cpu"'),
-        ({"update_in_backward": True, "snapshot": {"every": 2}}, "no update_in_backward"),
         ({"snapshot": {"every": 0}}, "snapshot.every"),
         ({"snapshot": {"every": 1, "name": "../x"}}, "snapshot.name"),
     ],
