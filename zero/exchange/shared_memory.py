@@ -37,6 +37,7 @@ from zero.exchange.exchange import AmongRanks, Exchange, Turn, Wire
 from zero.params.layout import Layout, Unit
 from zero.params.placement import Placement
 from zero.ranks.comm import Comm
+from zero.ranks.failure import ranks_named
 from zero.store.storage import Storage
 
 if TYPE_CHECKING:
@@ -73,20 +74,10 @@ class Regions:
 
     def _exchange(self, mine: SharedRegion) -> list[SharedRegion]:
         share = partial(self._comm.agree, f"sharing memory for {mine.what}")
-        with _ranks_named(f"sharing memory for {mine.what}"):
+        with ranks_named(f"sharing memory for {mine.what}"):
             regions = exchange_regions(self._comm.rank, self._comm.world_size, share, mine)
         self._regions += regions
         return regions
-
-
-@contextmanager
-def _ranks_named(what: str) -> Iterator[None]:
-    """Peers are ranks here: an error says so."""
-    try:
-        yield
-    except PeerError as error:
-        names = ", ".join(f"rank {peer}" for peer in error.peers)
-        raise PeerError(f"{what} with {names}: {error}", error.peers) from error
 
 
 class SharedMemory(AmongRanks):
@@ -117,15 +108,16 @@ class SharedMemory(AmongRanks):
         """Find the others' slices. All ranks come here, once their storage is made."""
         comm, placement = self._comm, self.placement
         share = self._join(layout, storage, updates)
-        self._reducer = SharedExchange.join(
-            comm.rank,
-            comm.world_size,
-            share,
-            self._regions.pools,
-            (placement.shard_index, placement.shard_size),
-            deadline_seconds=WAIT_SECONDS_MAX,
-            check=comm.check,
-        )
+        with ranks_named("sharing memory for collectives"):
+            self._reducer = SharedExchange.join(
+                comm.rank,
+                comm.world_size,
+                share,
+                self._regions.pools,
+                (placement.shard_index, placement.shard_size),
+                deadline_seconds=WAIT_SECONDS_MAX,
+                check=comm.check,
+            )
         self._share_slices()
         self._tell_slots()
         if storage.disk is not None:  # all ranks have made the same plan, so all have one
@@ -138,7 +130,8 @@ class SharedMemory(AmongRanks):
         self._urges = len(layout.units)
         self._left = self._urges + comm.world_size
         self._layout, self._storage, self._updates = layout, storage, updates
-        self._board = NodeBoard.join(comm.rank, comm.world_size, self._left + 1, share)
+        with ranks_named("sharing a board"):
+            self._board = NodeBoard.join(comm.rank, comm.world_size, self._left + 1, share)
         storage.at_end.append(self._end)
         storage.at_rest.append(self._let_go)  # an engine that is dropped ends with its storage
         updates.stored = self._publish
@@ -264,7 +257,7 @@ class SharedMemory(AmongRanks):
     def _open_swaps(self, own: Disk, share: Share) -> None:
         comm = self._comm
         given = [SwapGeometry(*json.loads(answer)) for answer in share(json.dumps(astuple(own.swap.geometry)).encode())]
-        with _ranks_named("sharing swap files"):
+        with ranks_named("sharing swap files"):
             received = exchange_descriptors(comm.rank, comm.world_size, share, own.swap.descriptors)
         for rank, (descriptors, geometry) in enumerate(zip(received, given, strict=True)):
             if rank == comm.rank:

@@ -13,6 +13,7 @@ from offload.errors import StateError
 from offload.node.common_file import CommonFile
 from offload.system.descriptors import node_identity, same_node
 from zero.ranks import backend, world
+from zero.ranks.failure import ranks_named
 
 WaitingFile: TypeAlias = ProvisionalFile | CommonFile
 _opened = itertools.count()
@@ -44,7 +45,8 @@ def open_waiting_file(folders: Sequence[str]) -> tuple[WaitingFile | None, bool]
         return (ProvisionalFile.on_disk(folders) if folders else None), False
     own = ProvisionalFile.on_disk(folders) if folders else ProvisionalFile.in_memory()
     index = neighbours.index(world.rank())
-    return CommonFile.meet(own, index, len(neighbours), share), len(neighbours) == world_size
+    with ranks_named("sharing initial values", neighbours):
+        return CommonFile.meet(own, index, len(neighbours), share), len(neighbours) == world_size
 
 
 class _Said:

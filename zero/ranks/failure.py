@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from offload.errors import RankDivergenceError, StateError
+from offload.errors import PeerError, RankDivergenceError, StateError
 
 
 class Fate:
@@ -47,3 +48,18 @@ def again(error: BaseException) -> BaseException:
     if isinstance(error, RankDivergenceError):
         return type(error)(*error.args)
     return RankDivergenceError(f"the ranks no longer work together since: {type(error).__name__}: {error}")
+
+
+@contextmanager
+def ranks_named(what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
+    """An error that names peers names ranks too.
+
+    Args:
+        what: they do together.
+        ranks: peer -> its rank; None: peers have their ranks' numbers.
+    """
+    try:
+        yield
+    except PeerError as error:
+        lost = [peer if ranks is None else ranks[peer] for peer in error.peers]
+        raise PeerError(f"{what} with {', '.join(f'rank {rank}' for rank in lost)}: {error}", lost) from error

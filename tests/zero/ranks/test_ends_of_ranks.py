@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import trainability
@@ -83,3 +85,48 @@ def test_the_others_name_a_rank_that_was_killed_and_nothing_stays_behind(
 def test_so_it_is_at_fifty_moments(pool: RankPool, nvme_path: Path) -> None:
     for trial in range(50):
         die_once(pool, nvme_path, PLACES[trial % 3], trial % 3, random.uniform(0.0, 3.0))
+
+
+def meet_until_one_is_lost(number: int, nvme_path: str) -> tuple[str, int]:
+    """Both lose each other at meeting `number` of those at which files are passed on: (what they are told, meetings)."""
+    import zero
+    from offload.errors import PeerError
+    from offload.system.descriptors import _Meeting
+
+    quiet()
+    met, introduce = [0], _Meeting.introduce
+
+    def lost(meeting: Any, share: Any) -> None:
+        introduce(meeting, share)
+        met[0] += 1
+        if met[0] == number:
+            raise PeerError("no word of who it was", [1 - int(os.environ["RANK"])])
+
+    _Meeting.introduce = lost  # type: ignore[method-assign]
+    config = engine_config(Run(2), Place(3, "nvme", "nvme"), nvme_path)
+    try:
+        with zero.Init(config_dict_or_path=config):
+            model = motley()
+        zero.initialize(model=model, config=config)[0].close()
+    except PeerError as error:
+        return str(error), met[0]
+    finally:
+        _Meeting.introduce = introduce  # type: ignore[method-assign]
+    return "", met[0]
+
+
+def test_whoever_is_lost_while_files_are_passed_on_is_named_by_rank(
+    rank_pool: Callable[[int], RankPool], nvme_path: Path
+) -> None:
+    """At every meeting; where ranks only try whether they are on one node, they go on as if they were not."""
+    told = {}
+    for number in itertools.count(1):
+        said = rank_pool(2).run(meet_until_one_is_lost, number, str(nvme_path))
+        if said[0][1] < number:
+            break
+        told[number] = [text for text, _ in said]
+    lost = {number: texts for number, texts in told.items() if any(texts)}
+    assert len(lost) >= 5, "the file of initial values, two sorts of memory, the board and the swap files"
+    for number, texts in lost.items():
+        for rank, text in enumerate(texts):
+            assert f"rank {1 - rank}" in text, f"meeting {number}: rank {rank} does not say who was lost: {text}"
