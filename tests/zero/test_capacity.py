@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,12 @@ from capacity import (
     words,
 )
 
+import zero
 from offload.errors import BudgetError
 from zero.params.units import packed_experts
 from zero.plan.plan import DEVICE, HOST, NVME
 from zero.tools import cli
+from zero.tools.plan_command import build_model
 
 LLAMA_8B, LLAMA_70B, LLAMA_405B = (f"llama-3.1-{size}b" for size in (8, 70, 405))
 USUAL = {
@@ -211,6 +214,70 @@ def test_the_command_of_the_page_prints_the_row(tmp_path: Path, capsys: pytest.C
     for option, need_bytes in (("--host", row.host_bytes), ("--device", row.device_bytes)):
         assert cli.main([*arguments, option, "1MB"]) != 0
         assert f"needs at least {need_bytes:,} bytes" in capsys.readouterr().err
+
+
+CUT = {"num_hidden_layers": 2, "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512}
+"""Of a shape whose structure is enough; those that have experts have as many of them as published."""
+
+
+@pytest.mark.parametrize("tuning", ["full", "LoRA"])
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("qwen3-0.6b", CUT),
+        ("mixtral-8x7b", CUT),
+        pytest.param("qwen3-0.6b", {}, marks=pytest.mark.slow),
+        pytest.param("llama-3.2-1b", {}, marks=pytest.mark.slow),
+        pytest.param("vit-g", {}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "as it is" if not value else "cut",
+)
+@pytest.mark.timeout(900)
+def test_an_engine_allocates_what_the_command_says_to_the_byte(
+    open_engine: Callable[..., Any],
+    nvme_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    changes: dict[str, int],
+    tuning: str,
+) -> None:
+    """On this machine, with the page's configuration."""
+    monkeypatch.chdir(tmp_path)
+    shape = json.loads((SHAPES / f"{model}.json").read_text()) | changes
+    content = content_of(Case(model, tuning))
+    for tier in ("offload_param", "offload_optimizer"):
+        content["zero_optimization"][tier] = {"device": "nvme", "nvme_path": str(nvme_path)}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    source = "config.json"
+    if tuning == "LoRA":
+        (tmp_path / "adapted.py").write_text(ADAPTED)
+        source = "adapted:build"
+    assert cli.main(["plan", source, "ds.json", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    with zero.Init(config_dict_or_path=content):
+        built = build_model(source)
+    engine = open_engine(built, content)
+    assert said["rows"] == [asdict(row) for row in engine.plan.rows]
+    assert said["limits"] == asdict(engine.plan.limits)
+    assert said["total_bytes"] == {tier: engine.plan.tier_bytes(tier) for tier in (DEVICE, HOST, NVME)}
+
+
+ADAPTED = f"""
+import peft, torch
+from zero.tools.plan_command import build_model
+
+def build():
+    model = build_model("config.json").to(torch.bfloat16)
+    model.requires_grad_(False)
+    for blocks in [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]:
+        config = peft.LoraConfig(r={LORA_RANK}, target_modules="all-linear")
+        peft.inject_adapter_in_model(config, blocks, low_cpu_mem_usage=False)
+    return model
+"""
+"""As `capacity.build`, with values."""
 
 
 # ---- what a GPU with 24 GB has to do for ------------------------------------------------------
