@@ -50,6 +50,14 @@ REMOVALS = (
         D,
     ),
     Removal(
+        "a gradient's memory is lent while the device reads it",
+        "zero/optim/pipeline.py",
+        "                await streams.reached(streams.fence())\n                self.spare.give",
+        "                self.spare.give",
+        ("slow_writes:nvme-nvme:copies,late", "slow_writes:cpu-nvme:copies,late"),
+        covered_by="the update's own copies to the host are waited for before a disk has read into the memory",
+    ),
+    Removal(
         "a stream does not follow the user's other one",
         "offload/streams.py",
         "        if stream is not None and stream != current:",

@@ -27,6 +27,7 @@ TRAINING = {
         "not_pinned",
         "many_small_chunks",
         "gradients_on_nvme",
+        "slow_writes",
         "kept_for_reuse",
         "many_sub_groups",
         "always_bound",
@@ -64,6 +65,7 @@ ONLY = {
     "without_an_engine_in_bf16": ("none-cpu", "none-nvme"),
     "activations_on_nvme": ("nvme-nvme", "none-nvme"),  # the folder is that of the planes
     "gradients_on_nvme": ("nvme-nvme",),
+    "slow_writes": ("nvme-nvme", "cpu-nvme"),
     "stage_0": ("none-none",),  # nothing is offloaded there
     "no_sync_0": ("none-none",),
     "left_out_apart_0": ("none-none",),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import zero
 from offload.accelerator import compute_device, is_accelerator
+from offload.disk.aio import AioFault
 from zero.optim import contributions
 
 Place = tuple[str, str]
@@ -137,6 +138,16 @@ def two_backwards(place: Place, folder: Path) -> Results:
     for index in range(STEPS):
         micro_batch(engine, index)
         step(engine, index + 10)
+    return closing(engine)
+
+
+@scenario
+def slow_writes(place: Place, folder: Path) -> Results:
+    """Results wait to be written in memory of gradients, some of which the device reads."""
+    engine = opened("gpt", place, folder, optimizer=MUON, clipping=0.1, zero={"sub_group_size": 4096})
+    engine.inject(AioFault(delay_rate=1.0, delay_seconds=0.01, ops=("write",)))
+    for index in range(STEPS):
+        step(engine, index)
     return closing(engine)
 
 

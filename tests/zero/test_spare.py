@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from harness import reference_of, train, unequal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lagging import lagging_device
 from models import build, make_config, tokens
 from probe import gradients_of, is_lent, spare_of
 from recovery import NVME, Open, once_more
@@ -76,9 +79,13 @@ class Watch:
 KEYS = {"sub_group_size": 4096, "stage3_param_persistence_threshold": 0}
 
 
-@pytest.fixture
-def engine(open_engine: Open, nvme_path: Path) -> Any:
-    return open_engine(build("gpt"), make_config(NVME, nvme_path, zero=KEYS))
+@pytest.fixture(params=["the host", "a device that lags"])
+def engine(
+    open_engine: Open, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    """What computes; gradients are in memory of the host."""
+    with nullcontext() if request.param == "the host" else lagging_device(monkeypatch):
+        yield open_engine(build("gpt"), make_config(NVME, nvme_path, zero=KEYS))
 
 
 def slow_writes(delay_seconds: float = 0.01, **more: Any) -> AioFault:

@@ -90,9 +90,7 @@ class SpareGradients:
     def __init__(self, layout: Layout, storage: Storage) -> None:
         self._layout, self._storage = layout, storage
         memories = {index: plane.host for index, plane in enumerate(storage.gradients) if plane is not None}
-        self._pools = {
-            index: _Pool(memory) for index, memory in memories.items() if memory is not None and storage.streams.shared
-        }
+        self._pools = {index: _Pool(memory) for index, memory in memories.items() if memory is not None}
         self._holds: set[int] = set()
 
     @property

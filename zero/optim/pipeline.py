@@ -159,6 +159,8 @@ class SubGroupPipeline:
                 await self._deliver(work, wanted)
                 arguments.keep(made)
                 told.applied(frozenset(unit.index for unit in units) & wanted.keys())
+                # A GPU may be reading the gradients still: it was only told what to do.
+                await streams.reached(streams.fence())
                 self.spare.give(group, units)
                 kept, error = await self._write_back(work, told, lent is not None)
             finally:

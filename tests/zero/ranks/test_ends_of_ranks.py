@@ -88,7 +88,7 @@ def test_so_it_is_at_fifty_moments(pool: RankPool, nvme_path: Path) -> None:
 
 
 def meet_until_one_is_lost(number: int, nvme_path: str) -> tuple[str, int]:
-    """Both lose each other at meeting `number` of those at which files are passed on: (what they are told, meetings)."""
+    """Both lose each other at meeting `number`, where files are passed on: (what they are told, meetings)."""
     import zero
     from offload.errors import PeerError
     from offload.system.descriptors import _Meeting
