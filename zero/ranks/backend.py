@@ -19,6 +19,9 @@ from offload.system.interrupts import uninterrupted
 
 Handle: TypeAlias = Any  # A torch process group.
 Work: TypeAlias = Any  # A collective under way.
+BROADCAST_BYTES_MIN = 256 << 10
+"""A slice that gloo broadcasts. To gather, it makes a copy of all slices: from here on that takes longer, up to three
+times, and a part of the copy's memory stays with C's allocator."""
 POLL_SECONDS = 0.25  # Between looks of who waits whether the ranks still work together.
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -157,6 +160,15 @@ def store_of(group: Handle | None) -> Any:
 def all_gather(whole: Tensor, own: Tensor, handle: Handle) -> Work:
     """Begin; `own` may be a slice of `whole`."""
     return _all_gather(whole, own, group=handle, async_op=True)
+
+
+def fill_slices(whole: Tensor, own: Tensor, handle: Handle) -> list[Work]:
+    """As `all_gather`, where `own` is this rank's slice of `whole`; all of what it returns has to end."""
+    if own.device.type != "cpu" or own.nbytes < BROADCAST_BYTES_MIN:
+        return [all_gather(whole, own, handle)]
+    return [
+        broadcast(each, rank, handle) for each, rank in zip(slices(whole, own.numel()), ranks_of(handle), strict=True)
+    ]
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, handle: Handle) -> Work:

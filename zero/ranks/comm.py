@@ -17,6 +17,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,9 +160,8 @@ class Comm:
             return self._alone(ticket, after)
         own = self._slices(ticket, flat, group)[group.index]
         whole = backend.as_bytes(flat)
-        return await self._run(
-            ticket, group, flat, after, lambda: backend.all_gather(whole, backend.as_bytes(own), group.handle)
-        )
+        start = partial(backend.fill_slices, whole, backend.as_bytes(own), group.handle)
+        return await self._run(ticket, group, flat, after, start)
 
     async def reduce_scatter(
         self, ticket: Ticket, flat: Tensor, group: Group, *after: Fence, into: Tensor | None = None
@@ -183,10 +183,10 @@ class Comm:
         arrived = into if into is not None else flat.new_empty(flat.numel() if self.fixed_order else numel)
         if not self.fixed_order:
             arrived = arrived[:numel]
-            start: Callable[[], Any] = lambda: backend.reduce_scatter(arrived, flat, group.handle)  # noqa: E731
+            begin = partial(backend.reduce_scatter, arrived, flat, group.handle)
         else:
-            start = lambda: backend.exchange(backend.as_bytes(arrived), backend.as_bytes(flat), group.handle)  # noqa: E731
-        self.streams.wait(await self._run(ticket, group, flat, (*after, self.streams.fence()), start))
+            begin = partial(backend.exchange, backend.as_bytes(arrived), backend.as_bytes(flat), group.handle)
+        self.streams.wait(await self._run(ticket, group, flat, (*after, self.streams.fence()), lambda: [begin()]))
         return list(backend.slices(arrived, numel))
 
     def check(self) -> None:
@@ -250,9 +250,9 @@ class Comm:
         return backend.slices(flat, flat.numel() // group.size)
 
     async def _run(
-        self, ticket: Ticket, group: Group, flat: Tensor, after: tuple[Fence, ...], start: Callable[[], Any]
+        self, ticket: Ticket, group: Group, flat: Tensor, after: tuple[Fence, ...], start: Callable[[], list[Any]]
     ) -> Fence:
-        """Launch in turn and wait; a fence behind it."""
+        """Launch in turn, all of it at once, and wait; a fence behind it."""
         self._loop = asyncio.get_running_loop()
         try:
             if not self._nccl:
@@ -263,14 +263,15 @@ class Comm:
                 if not self._nccl:
                     await self._compare(ticket, group)
                 with self.streams.collective(*after):
-                    work = start()
+                    works = start()
                 self._order.passed(ticket.number)
                 self._count(ticket.kind, flat)
                 if not self._nccl:
                     with self._timeline.span("collectives", str(ticket), flat.nbytes):
-                        await self._done(work, str(ticket))
+                        await self._done(works, str(ticket))
                 with self.streams.collective():
-                    work.wait()  # NCCL's: of the stream, not of this thread
+                    for work in works:
+                        work.wait()  # NCCL's: of the stream, not of this thread
                     fence = self.streams.fence()
                 if self._nccl:
                     wait.fence = fence
@@ -285,21 +286,22 @@ class Comm:
         whole = torch.empty(group.size * len(own), dtype=torch.uint8)
         mine = whole[group.index * len(own) : (group.index + 1) * len(own)]
         mine.copy_(tensor_of(own))
-        await self._done(backend.all_gather(whole, mine, group.handle), str(ticket))
+        await self._done([backend.all_gather(whole, mine, group.handle)], str(ticket))
         if bytes_of(whole) != own * group.size:
             parted = RankDivergenceError("the ranks have not decided to do the same so far")
             raise await self._explained_later(parted, str(ticket))
 
-    async def _done(self, work: Any, what: str) -> None:
-        ended = backend.completion(work)
-        self._moving.add(ended)
+    async def _done(self, works: list[Any], what: str) -> None:
+        ended = [backend.completion(work) for work in works]
+        self._moving.update(ended)
         try:
-            await ended
-            work.wait()
+            await asyncio.gather(*ended)
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise await self._explained_later(error, what) from error
         finally:
-            self._moving.discard(ended)
+            self._moving.difference_update(ended)
 
     def _count(self, kind: str, flat: Tensor) -> None:
         counter = self.payload.setdefault(kind, Payload())
