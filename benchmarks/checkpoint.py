@@ -20,7 +20,7 @@ from benchmarks.contestants import rival_config
 from benchmarks.rivals import deepspeed_setup, fio
 from benchmarks.shapes import SHAPES
 
-DISK_MARK, SAVE_MARK, MEMORY_MARK, ASYNC_MARK, BLOCKED_SECONDS = 0.8, 0.5, 0.5, 1.1, 0.1
+DISK_MARK, SYNCED_MARK, SAVE_MARK, MEMORY_MARK, ASYNC_MARK, BLOCKED_SECONDS = 0.8, 0.9, 0.5, 0.5, 1.1, 0.1
 PARTS = ("disk", "deepspeed", "async")
 NAMED = {"write": "write of a new file", "overwrite": "write of an old file", "read": "read of the same file"}
 OURS, RIVAL = "ours", "deepspeed"
@@ -69,6 +69,8 @@ def disk(report: Report, options: argparse.Namespace, tier: str) -> None:
     for ours, floor in (("save", "write"), ("save", "overwrite"), ("load", "read")):
         ratios = series.ratios(lambda r, a=floor, b=ours: r[a].seconds / r[b].seconds)  # type: ignore[misc]
         report.mark(f"{tier}: {ours} GB/s / {stick.what}'s {NAMED[floor]}", ratios, at_least=DISK_MARK)
+    synced = series.ratios(lambda r: r["write"].figures["synced_seconds"] / r["save"].seconds)
+    report.mark(f"{tier}: save GB/s / {stick.what}'s {NAMED['write']}, both synced", synced, at_least=SYNCED_MARK)
     for ours in ("save", "load") if tier == "nvme" else ():
         both = series.ratios(lambda r, b=ours: (r["read"].seconds + r["write"].seconds) / r[b].seconds)  # type: ignore[misc]
         report.mark(f"{tier}: time of {stick.what}'s read + write / {ours}", both, at_least=DISK_MARK)

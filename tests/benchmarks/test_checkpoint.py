@@ -40,6 +40,7 @@ def test_saves_and_loads_are_held_against_fio(monkeypatch: pytest.MonkeyPatch, t
     marks = {mark["what"]: mark for mark in content["marks"]}
     assert set(marks) == {
         "nvme: save GB/s / fio's write of a new file",
+        "nvme: save GB/s / fio's write of a new file, both synced",
         "nvme: save GB/s / fio's write of an old file",
         "nvme: load GB/s / fio's read of the same file",
         "nvme: time of fio's read + write / save",
@@ -50,6 +51,7 @@ def test_saves_and_loads_are_held_against_fio(monkeypatch: pytest.MonkeyPatch, t
     tried = content["series"][0]["tried"][0]
     moved = tried["write"]["figures"]["write_bytes"], tried["read"]["figures"]["read_bytes"]
     assert min(moved) > 0.5 * content["figures"]["nvme: bytes of a checkpoint"]
+    assert tried["write"]["figures"]["synced_seconds"] > tried["write"]["seconds"]
 
 
 def test_without_fio_our_own_engine_is_the_yardstick_and_is_named(
