@@ -177,19 +177,48 @@ def test_imports_inside_a_layer_run_one_way(layer: str) -> None:
     assert cycle_in(edges) is None
 
 
-def test_packages_of_the_engine_import_one_way() -> None:
-    """Not only its modules: whoever opens a package of `zero/` or `offload/` can say what it stands on."""
+def room(name: str) -> str:
+    """Of a module: the package right below its layer."""
+    return ".".join(name.split(".")[:2])
+
+
+def rooms() -> dict[str, set[str]]:
+    """Packages and modules right below `zero/` and `offload/` -> those that they import."""
     modules = {module_name(path): path for path in LAYERED if relative(path).startswith(("zero/", "offload/"))}
-
-    def room(name: str) -> str:
-        return ".".join(name.split(".")[:2])
-
     edges: dict[str, set[str]] = {}
     for name, path in modules.items():
         if not name.startswith(("zero.compat", "zero.launch.__main__")):
             used = {used for used in imports_of(path) if used in modules and used not in ("zero", "offload")}
             edges.setdefault(room(name), set()).update({room(other) for other in used} - {room(name)})
+    return edges
+
+
+def test_packages_of_the_engine_import_one_way() -> None:
+    """Not only its modules: whoever opens a package of `zero/` or `offload/` can say what it stands on."""
+    edges = rooms()
     assert cycle_in({name: used & edges.keys() for name, used in edges.items()}) is None
+
+
+def test_a_package_stands_above_what_it_imports_in_the_picture_of_the_architecture() -> None:
+    text, edges = (ROOT / "docs" / "architecture.md").read_text(), rooms()
+    lines = text.split("```")[1].splitlines()
+    border = next(number for number, line in enumerate(lines) if line.split()[:1] == ["zero"])
+    layer_of_line = ["zero" if number < border else "offload" for number in range(len(lines))]
+    level = {
+        f"{layer}.{word}": number
+        for number, (line, layer) in enumerate(zip(lines, layer_of_line, strict=True))
+        for word in line.split()
+        if f"{layer}.{word}" in edges
+    }
+    folders = {name for name in edges if "." in name and (ROOT / name.replace(".", "/")).is_dir()}
+    assert folders - level.keys() == set(), "not in the picture"
+    wrong = [
+        f"{name} imports {used}"
+        for name in level
+        for used in edges[name] & level.keys()
+        if name.split(".")[0] == used.split(".")[0] and level[name] >= level[used] and used not in BELOW
+    ]
+    assert wrong == []
 
 
 def takes_module(path: Path, package: str) -> bool:
