@@ -33,11 +33,12 @@ def bf16_slowdown(device: torch.device | str) -> float:
     return _slowdown(str(torch.device(device)))
 
 
-def faster_dtype(device: torch.device | str) -> torch.dtype:
-    """torch.bfloat16, or torch.float32 on a CPU where bf16 is clearly slower, and on a device that only emulates it."""
+def slow_bf16(device: torch.device | str) -> str:
+    """Why fp32 is the better choice on the device, in words; empty where bf16 is no slower, or not by much."""
     if is_accelerator(torch.device(device)):
-        return torch.bfloat16 if computes_bf16(torch.device(device)) else torch.float32
-    return torch.float32 if bf16_slowdown(device) > CLEARLY_SLOWER else torch.bfloat16
+        return "" if computes_bf16(torch.device(device)) else "this GPU has no instructions for bf16"
+    slowdown = bf16_slowdown(device)
+    return f"bf16 matmuls take {slowdown:.0f} times as long on this CPU" if slowdown > CLEARLY_SLOWER else ""
 
 
 @functools.cache

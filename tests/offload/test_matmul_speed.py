@@ -31,12 +31,12 @@ def test_the_slowdown_is_bf16_over_fp32_and_measured_once(monkeypatch: pytest.Mo
     assert asked == [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize(("slowdown", "dtype"), [(0.5, torch.bfloat16), (2.0, torch.bfloat16), (2.1, torch.float32)])
-def test_fp32_is_taken_where_bf16_is_clearly_slower(
-    monkeypatch: pytest.MonkeyPatch, slowdown: float, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    ("slowdown", "told"), [(0.5, ""), (2.0, ""), (12.4, "bf16 matmuls take 12 times as long on this CPU")]
+)
+def test_bf16_is_slow_where_it_clearly_is(monkeypatch: pytest.MonkeyPatch, slowdown: float, told: str) -> None:
     monkeypatch.setattr(matmul_speed, "bf16_slowdown", lambda device: slowdown)
-    assert matmul_speed.faster_dtype(CPU) == dtype
+    assert matmul_speed.slow_bf16(CPU) == told
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_the_best_repeat_counts_and_slow_ones_are_few(
     assert next(times, None) is None
 
 
-@pytest.mark.parametrize(("emulated", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
-def test_a_gpu_is_asked_and_not_measured(monkeypatch: pytest.MonkeyPatch, emulated: bool, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(matmul_speed, "computes_bf16", lambda device: not emulated)
+@pytest.mark.parametrize(("computes", "told"), [(True, ""), (False, "this GPU has no instructions for bf16")])
+def test_a_gpu_is_asked_and_not_measured(monkeypatch: pytest.MonkeyPatch, computes: bool, told: str) -> None:
+    monkeypatch.setattr(matmul_speed, "computes_bf16", lambda device: computes)
     monkeypatch.setattr(matmul_speed, "layer_seconds", None)
-    assert matmul_speed.faster_dtype("cuda:0") == dtype
+    assert matmul_speed.slow_bf16("cuda:0") == told
 
 
 def test_the_real_measurement_leaves_torchs_threads_as_they_are() -> None:
