@@ -181,7 +181,8 @@ def text_of(line: bytes, where: str, tokenizer: Any) -> str:
     if isinstance(sample, dict) and isinstance(sample.get("text"), str) and "messages" not in sample:
         return str(sample["text"])
     if not isinstance(sample, dict) or not isinstance(sample.get("messages"), list):
-        got = f"the keys {sorted(sample)}" if isinstance(sample, dict) else type(sample).__name__
+        kinds = sample if isinstance(sample, dict) else {"JSON": sample}
+        got = ", ".join(f"{key}: {type(value).__name__}" for key, value in kinds.items()) or "no keys"
         raise SystemExit(f'{where}: expected "text", a string, or "messages", a list, got {got}')
     if getattr(tokenizer, "chat_template", None) is None:
         raise SystemExit(f'{where}: expected "text", got "messages", for which the model has no chat template')
@@ -231,21 +232,20 @@ def train(engine: Any, options: argparse.Namespace) -> float:
     """All steps; the mean loss of the last one."""
     micro_batches, loss_sum, mean = iter(zero.RepeatingLoader(engine.training_dataloader)), 0.0, float("nan")
     batches, done = options.steps * options.accumulation, engine.global_steps * options.accumulation
-    bar = tqdm(total=batches, initial=done, disable=engine.global_rank != 0, unit="batch")
-    while engine.global_steps < options.steps:
-        ids = next(micro_batches).to(engine.device)
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        loss_sum += loss.item()
-        at_boundary = engine.is_gradient_accumulation_boundary()
-        engine.step()
-        bar.update()
-        if at_boundary:
-            mean, loss_sum = loss_sum / options.accumulation, 0.0
-            bar.set_postfix(step=engine.global_steps, loss=f"{mean:.3f}")
-            if options.save_every and engine.global_steps % options.save_every == 0:
-                engine.save_checkpoint(options.out / "checkpoints")
-    bar.close()
+    with tqdm(total=batches, initial=done, disable=engine.global_rank != 0, unit="batch") as bar:
+        while engine.global_steps < options.steps:
+            ids = next(micro_batches).to(engine.device)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            loss_sum += loss.item()
+            at_boundary = engine.is_gradient_accumulation_boundary()
+            engine.step()
+            bar.update()
+            if at_boundary:
+                mean, loss_sum = loss_sum / options.accumulation, 0.0
+                bar.set_postfix(step=engine.global_steps, loss=f"{mean:.3f}")
+                if options.save_every and engine.global_steps % options.save_every == 0:
+                    engine.save_checkpoint(options.out / "checkpoints")
     return mean
 
 

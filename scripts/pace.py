@@ -14,8 +14,8 @@ PARAMS, SEQUENCE, SECONDS = 50_000_000, 256, 170
 STEPS_USEFUL = 50
 """With fewer the model learns little more than which bytes are frequent."""
 PARAMS_MIN, SEQUENCE_MIN = 1_000_000, 32
-WIDTH_MAX = 1024
-"""Of the layer that is timed: what is too large for memory may be trained, but not timed like this."""
+WIDTH_MAX, REPEATS = 512, 5
+"""Of the layer that is timed; its best counts, as the first ones load libraries and other programs get in between."""
 WARMUP = 0.1
 """Part of the run in which the learning rate rises; it falls to zero over the rest."""
 
@@ -65,7 +65,7 @@ def step_seconds(shape: Shape, batch: int, dtype: torch.dtype) -> float:
     layer = Shape(1, min(shape.width, WIDTH_MAX), shape.sequence)
     model, tokens = GPT(layer).to(dtype), torch.zeros(1, shape.sequence, dtype=torch.long)
     seconds = float("inf")
-    for _ in range(2):  # the first one may load libraries
+    for _ in range(REPEATS):
         start = time.perf_counter()
         model(tokens, tokens).backward()
         seconds = min(seconds, time.perf_counter() - start)
