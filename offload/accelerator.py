@@ -175,6 +175,12 @@ def synchronize(device: torch.device | None = None) -> None:
         module_of(device).synchronize(device)
 
 
+def computes_bf16(device: torch.device) -> bool:
+    """False for an accelerator that has no instructions for bf16, which torch then emulates."""
+    asked = getattr(module_of(device), "is_bf16_supported", None)
+    return asked is None or bool(asked(including_emulation=False))
+
+
 def use(device: torch.device) -> None:
     """Make the device the calling thread's current one: a new thread has the first of the machine."""
     if is_accelerator(device):

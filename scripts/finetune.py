@@ -6,23 +6,33 @@
 
 MODEL is a folder as `save_pretrained` or `hf download` leaves it: config.json, *.safetensors, a tokenizer. Data is
 text, or JSON lines with "text" or "messages". The plan of the memory is printed before anything is allocated. What
-comes out is a folder for `from_pretrained` in bf16, of an adapter the adapter's. Needs transformers; adapters need
-peft, qlora bitsandbytes. On a CPU begin with --steps 10 --sequence 128 --accumulation 2.
+comes out is a folder for `from_pretrained` in the dtype of the training, of an adapter the adapter's. Needs
+transformers; adapters need peft, qlora bitsandbytes. On a CPU begin with --steps 10 --sequence 128 --accumulation 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from tqdm import tqdm
 
 import zero
+from offload.accelerator import compute_device
+from offload.errors import BudgetError, ConfigError
+from offload.kernels.matmul_speed import slow_bf16
+from zero.config.numbers import parse_bytes
 
 try:
     import transformers
@@ -31,6 +41,9 @@ except ImportError as error:
 
 ADAPTER: dict[str, Any] = {"r": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 """Of peft.LoraConfig."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FIRST = os.environ.get("RANK", "0") == "0"
+"""Of several ranks one speaks."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -40,21 +53,42 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
     parser.add_argument("--offload-to", default="cpu", metavar="PLACE", help="a folder on NVMe, cpu, or none (cpu)")
     parser.add_argument("--adapter", choices=("none", "lora", "qlora"), default="none", help="train all, or an adapter")
+    dtype = "auto: bf16, or fp32 on a CPU where bf16 is clearly slower (auto)"
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
     memory = 'for what could be on the drive: such as 32GB; "auto": most of what is free; "least": none of it (auto)'
-    parser.add_argument("--host-memory", default="auto", metavar="BYTES", help=memory)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=1, help="samples of a rank at once")
-    parser.add_argument("--accumulation", type=int, default=8, help="batches of a step")
-    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a sample")
+    parser.add_argument("--host-memory", type=memory_size, metavar="BYTES", help=memory)
+    parser.add_argument("--steps", type=at_least(1), default=100)
+    parser.add_argument("--batch", type=at_least(1), default=1, help="samples of a rank at once")
+    parser.add_argument("--accumulation", type=at_least(1), default=8, help="batches of a step")
+    parser.add_argument("--sequence", type=at_least(2), default=1024, help="tokens of a sample")
     parser.add_argument("--lr", type=float, default=None, help="default: 1e-5, and 1e-4 for an adapter")
-    parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="checkpoints, to go on from (off)")
+    every = "checkpoints; the same command goes on from the newest (off)"
+    parser.add_argument("--save-every", type=at_least(0), default=0, metavar="STEPS", help=every)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # zero run passes it
     return checked(parser.parse_args(arguments))
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Reads a whole number; argparse names the option."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number, at least {least}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+def memory_size(text: str) -> str:
+    try:
+        return text if text in ("auto", "least") else str(parse_bytes(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'expected "auto", "least" or bytes such as 32GB, got {text!r}') from None
+
+
 def checked(options: argparse.Namespace) -> argparse.Namespace:
-    """What would fail after hours fails now."""
+    """What would fail after hours fails now, before anything is written."""
     place = options.offload_to
     for path, there, what in (
         (options.model / "config.json", Path.is_file, "the folder of a model has it"),
@@ -63,25 +97,54 @@ def checked(options: argparse.Namespace) -> argparse.Namespace:
     ):
         if str(path) not in ("cpu", "none") and not there(path):
             raise SystemExit(f"{path}: no such {'folder' if there is Path.is_dir else 'file'}; {what}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    need = sum(file.stat().st_size for file in options.model.glob("*.safetensors"))
-    free = shutil.disk_usage(options.out).free
-    if options.adapter == "none" and free < need:
-        raise SystemExit(f"--out {options.out}: {free:,} bytes are free, the model takes {need:,}; give another folder")
+    if options.out.resolve() == options.model.resolve():
+        raise SystemExit(f"--out {options.out}: is the folder of the model, whose files it would replace; give another")
+    if options.host_memory is not None and place in ("cpu", "none"):
+        fix = "leave it out, or give a folder on a drive to --offload-to"
+        raise SystemExit(f"--host-memory: --offload-to {place} has no drive to spare memory with; {fix}")
+    slow = slow_bf16(compute_device()) if options.dtype == "auto" else ""
+    if options.dtype == "auto":
+        options.dtype = "fp32" if slow else "bf16"
+    if slow and FIRST:
+        print(f"training in fp32: {slow} (--dtype bf16 trains in bf16 all the same)")
+    need, told = result_bytes(options)
+    there = next(folder for folder in (options.out, *options.out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < need:
+        raise SystemExit(f"--out {options.out}: {free:,} bytes are free, {told}; give another folder")
     return options
+
+
+def result_bytes(options: argparse.Namespace) -> tuple[int, str]:
+    """(bytes that --out takes, what for). An adapter's own are few; codes of qlora are not counted."""
+    width, folder = DTYPES[options.dtype].itemsize, options.out / "checkpoints"
+    numel = sum(numel_of(file) for file in options.model.glob("*.safetensors"))
+    model = numel * width if options.adapter == "none" else 0
+    # A checkpoint has fp32 weights and Adam's two moments of what is trained, and plain weights of what is not.
+    each = {"none": 12 * numel, "lora": width * numel, "qlora": 0}[options.adapter]
+    made = len(list(folder.glob("global_step*")))
+    count = max(options.steps // options.save_every - made, 0) if options.save_every else 0
+    told = f"the model takes {model:,}"
+    return model + count * each, told + (f" and {count} checkpoints of --save-every {each:,} each" if count else "")
+
+
+def numel_of(file: Path) -> int:
+    with safe_open(file, framework="pt") as tensors:
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
 
 
 def make_config(options: argparse.Namespace) -> dict[str, Any]:
     """What a DeepSpeed JSON would say; every key is DeepSpeed's but `memory_budget`."""
     device = options.offload_to if options.offload_to in ("cpu", "none") else "nvme"
     place = {"device": device, **({"nvme_path": options.offload_to} if device == "nvme" else {})}
-    budgeted = device == "nvme" and options.host_memory != "least"
+    memory = options.host_memory or "auto"
+    budgeted = device == "nvme" and memory != "least"
     lr = options.lr if options.lr is not None else 1e-5 if options.adapter == "none" else 1e-4
     return {
         "train_micro_batch_size_per_gpu": options.batch,
         "gradient_accumulation_steps": options.accumulation,
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": options.dtype == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": lr}},
         "scheduler": {
             "type": "WarmupCosineLR",
@@ -93,7 +156,7 @@ def make_config(options: argparse.Namespace) -> dict[str, Any]:
             "offload_optimizer": place,
             "stage3_gather_16bit_weights_on_model_save": True,
         },
-        **({"memory_budget": {"host": options.host_memory}} if budgeted else {}),
+        **({"memory_budget": {"host": memory}} if budgeted else {}),
         "log_level": "info",
     }
 
@@ -103,12 +166,30 @@ def texts(path: Path, tokenizer: Any) -> Iterator[str]:
     if path.suffix != ".jsonl":
         yield path.read_text(encoding="utf-8", errors="replace")
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield text_of(line, f"{path}:{number}", tokenizer)
+
+
+def text_of(line: bytes, where: str, tokenizer: Any) -> str:
+    """Of one line of JSON."""
+    try:
         sample = json.loads(line)
-        if "messages" in sample:
-            yield tokenizer.apply_chat_template(sample["messages"], tokenize=False)
-        else:
-            yield sample["text"]
+    except ValueError as error:  # bytes that are no UTF-8 too
+        raise SystemExit(f"{where}: expected a JSON object, got {line[:40]!r}: {error}") from None
+    if isinstance(sample, dict) and isinstance(sample.get("text"), str) and "messages" not in sample:
+        return str(sample["text"])
+    if not isinstance(sample, dict) or not isinstance(sample.get("messages"), list):
+        kinds = sample if isinstance(sample, dict) else {"JSON": sample}
+        got = ", ".join(f"{key}: {type(value).__name__}" for key, value in kinds.items()) or "no keys"
+        raise SystemExit(f'{where}: expected "text", a string, or "messages", a list, got {got}')
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise SystemExit(f'{where}: expected "text", got "messages", for which the model has no chat template')
+    try:
+        return str(tokenizer.apply_chat_template(sample["messages"], tokenize=False))
+    except Exception as error:  # whatever the template of a model raises
+        raise SystemExit(f"{where}: expected messages that the chat template takes, got {error!r}") from None
 
 
 def samples(options: argparse.Namespace, tokenizer: Any) -> Any:
@@ -125,13 +206,13 @@ def build(options: argparse.Namespace, config: dict[str, Any]) -> Any:
     """The model: its weights go to storage as they are read, never the whole model into memory."""
     if options.adapter == "qlora":
         codes = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+            load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=DTYPES[options.dtype]
         )
         model = transformers.AutoModelForCausalLM.from_pretrained(options.model, quantization_config=codes)
     else:
         shape = transformers.AutoConfig.from_pretrained(options.model)
         with zero.Init(config_dict_or_path=config):
-            model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
+            model = transformers.AutoModelForCausalLM.from_config(shape, dtype=DTYPES[options.dtype])
         zero.load_pretrained(model, options.model)
     model.config.use_cache = False
     if options.adapter != "none":
@@ -151,21 +232,20 @@ def train(engine: Any, options: argparse.Namespace) -> float:
     """All steps; the mean loss of the last one."""
     micro_batches, loss_sum, mean = iter(zero.RepeatingLoader(engine.training_dataloader)), 0.0, float("nan")
     batches, done = options.steps * options.accumulation, engine.global_steps * options.accumulation
-    bar = tqdm(total=batches, initial=done, disable=engine.global_rank != 0, unit="batch")
-    while engine.global_steps < options.steps:
-        ids = next(micro_batches).to(engine.device)
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        loss_sum += loss.item()
-        at_boundary = engine.is_gradient_accumulation_boundary()
-        engine.step()
-        bar.update()
-        if at_boundary:
-            mean, loss_sum = loss_sum / options.accumulation, 0.0
-            bar.set_postfix(step=engine.global_steps, loss=f"{mean:.3f}")
-            if options.save_every and engine.global_steps % options.save_every == 0:
-                engine.save_checkpoint(options.out / "checkpoints")
-    bar.close()
+    with tqdm(total=batches, initial=done, disable=engine.global_rank != 0, unit="batch") as bar:
+        while engine.global_steps < options.steps:
+            ids = next(micro_batches).to(engine.device)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            loss_sum += loss.item()
+            at_boundary = engine.is_gradient_accumulation_boundary()
+            engine.step()
+            bar.update()
+            if at_boundary:
+                mean, loss_sum = loss_sum / options.accumulation, 0.0
+                bar.set_postfix(step=engine.global_steps, loss=f"{mean:.3f}")
+                if options.save_every and engine.global_steps % options.save_every == 0:
+                    engine.save_checkpoint(options.out / "checkpoints")
     return mean
 
 
@@ -175,7 +255,7 @@ def save(engine: Any, tokenizer: Any, options: argparse.Namespace) -> None:
         engine.save_16bit_model(options.out)
         if engine.global_rank == 0:
             shape = transformers.AutoConfig.from_pretrained(options.model)
-            shape.dtype = torch.bfloat16
+            shape.dtype = DTYPES[options.dtype]
             shape.save_pretrained(options.out)
             if getattr(engine.module, "generation_config", None) is not None:
                 engine.module.generation_config.save_pretrained(options.out)
@@ -187,15 +267,24 @@ def save(engine: Any, tokenizer: Any, options: argparse.Namespace) -> None:
         tokenizer.save_pretrained(options.out)
 
 
-def main(arguments: list[str] | None = None) -> float:
-    options = parse_arguments(arguments)
+def resume(engine: Any, options: argparse.Namespace) -> None:
+    """Go on from the newest checkpoint, if there is one."""
+    folder = options.out / "checkpoints"
+    if options.save_every:
+        path, _ = engine.load_checkpoint(folder)
+        if path is not None and FIRST:
+            print(f"going on from step {engine.global_steps} of checkpoint {path}")
+    elif folder.exists() and FIRST:
+        print(f"warning: {folder} is not used without --save-every; with it, training goes on from there")
+
+
+def run(options: argparse.Namespace) -> float:
     transformers.set_seed(options.seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     data, config = samples(options, tokenizer), make_config(options)
     engine = zero.initialize(model=build(options, config), config=config, training_data=data)[0]
-    if options.save_every:
-        engine.load_checkpoint(options.out / "checkpoints")  # goes on from the newest, if there is one
     try:
+        resume(engine, options)
         loss = train(engine, options)
         save(engine, tokenizer, options)
     finally:
@@ -203,6 +292,26 @@ def main(arguments: list[str] | None = None) -> float:
     if engine.global_rank == 0:
         print(f"loss {loss:.3f}; the model is in {options.out}")
     return loss
+
+
+def main(arguments: list[str] | None = None) -> float:
+    options = parse_arguments(arguments)
+    made = [folder for folder in (options.out, *options.out.parents) if not folder.exists()]
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        return run(options)
+    except (ConfigError, BudgetError, OSError) as error:
+        told = " ".join(str(error).split())
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            told += f"; --out needs room: {result_bytes(options)[1]}"
+        raise SystemExit(f"finetune.py: {told}") from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        with suppress(OSError):  # not empty: there is a result
+            for folder in made:
+                folder.rmdir()
 
 
 if __name__ == "__main__":

@@ -112,6 +112,8 @@ class Report:
     peak_rss_bytes: int
     validation_loss: float
     """Mean over the held-out sample [nats], like the entropies."""
+    evaluated_bytes: int
+    """Of the sample that there was time for."""
     unigram_entropy: float
     bigram_entropy: float
     device: str
@@ -176,7 +178,7 @@ def table(report: Report) -> str:
         ("prefetch hit rate", f"{span.prefetch_hit_rate:.1%}"),
         ("peak RSS", _megabytes(report.peak_rss_bytes)),
         ("I/O backend, CPU kernels", f"{report.aio_backend}, {report.isa}"),
-        ("validation loss", f"{report.validation_loss:.3f} nats"),
+        ("validation loss", f"{report.validation_loss:.3f} nats, on {report.evaluated_bytes:,} held-out bytes"),
         ("unigram entropy", f"{report.unigram_entropy:.3f} nats, of the held-out text"),
         ("bigram entropy", f"{report.bigram_entropy:.3f} nats, of the held-out text"),
     ]

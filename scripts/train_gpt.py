@@ -1,7 +1,7 @@
 """Train a byte-level GPT whose weights and optimizer states live on NVMe, in host memory or on the device.
 
 An example of the API: `build` makes the model under `zero.Init` and hands it to `zero.initialize`,
-`train` is the loop. Everything else is text (corpus.py), a model (gpt.py) and figures (report.py).
+`train` is the loop. Everything else is text (corpus.py), a model (gpt.py), time (pace.py) and figures (report.py).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,15 +20,18 @@ import psutil
 import torch
 from corpus import Corpus, bigram_entropy, load_corpus, unigram_entropy
 from gpt import GPT, Shape, shape_for
+from pace import PARAMS, SECONDS, SEQUENCE, Schedule, age_seconds, fit
 from report import Report, Span, TierBytes, draw, table
 from tqdm import tqdm
 
 import zero
+from offload.accelerator import compute_device
+from offload.errors import BudgetError, ConfigError, StorageError
+from offload.kernels.matmul_speed import slow_bf16
 from zero.plan.machine import peak_rss_bytes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-WARMUP = 0.1
-"""Part of the run in which the learning rate rises; it falls to zero over the rest."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -41,11 +44,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--memory-budget", metavar="BYTES", help='host memory to use, such as 2GB or "auto"; more means less traffic')
     add("--config", type=Path, metavar="FILE", help="DeepSpeed JSON; its keys win over this script's")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if torch sees one")
-    add("--params", type=count, default="50M", help="number of parameters; depth and width follow (%(default)s)")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bf16, or fp32 where bf16 is clearly slower")
+    add("--params", type=count, help=f"parameters; depth and width follow ({PARAMS / 1e6:.0f}M, fewer on a slow CPU)")
     add("--steps", type=int, help="optimizer steps, for a repeatable run (as many as --seconds allow)")
-    add("--seconds", type=float, default=170.0, help="for training and evaluation together (%(default)s)")
+    add("--seconds", type=float, help=f"for the whole run, evaluation included ({SECONDS}; no limit with --steps)")
     add("--batch", type=int, default=4, help="sequences per step (%(default)s)")
-    add("--sequence", type=int, default=256, help="bytes per sequence (%(default)s)")
+    add("--sequence", type=int, help=f"bytes per sequence ({SEQUENCE}, fewer on a very slow CPU)")
     add("--lr", type=float, help="peak learning rate (0.8 / width)")
     add("--seed", type=int, default=0)
     add("--corpus", type=Path, metavar="PATH", help="file or folder of text (the Python standard library's sources)")
@@ -53,6 +57,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--plot", type=Path, metavar="FILE", default=Path("loss.png"), help="write the loss curve there (%(default)s)")
     options = parser.parse_args(arguments)
+    if options.steps is None and options.seconds is None:
+        options.seconds = SECONDS
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine takes a GPU when it sees one
     elif options.device == "cuda" and not torch.cuda.is_available():
@@ -77,7 +83,7 @@ def make_config(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
         tier["nvme_path"] = str(options.nvme_path.resolve())
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": options.batch,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": options.dtype == "bf16"},
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": {
@@ -118,37 +124,6 @@ def build(shape: Shape, config: dict[str, Any]) -> tuple[zero.ZeroEngine, Any]:
     return engine, optimizer
 
 
-class Schedule:
-    """How far the run is, by steps or by the clock, and the learning rate there."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._steps: int | None = options.steps
-        self._seconds: float = options.seconds
-        # A forward is a third of a step's work.
-        self._evaluation_steps: float = options.evaluate / (options.batch * options.sequence) / 3
-        self._start = time.perf_counter()
-        self.done = 0
-
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self._start
-
-    def progress(self) -> float:
-        """0 at the start, 1 when it is time to stop."""
-        if self._steps is not None:
-            return self.done / self._steps
-        if not self.done:
-            return 0.0
-        # What is left has to do for one more step and for the evaluation, both at the pace so far.
-        step_seconds = self.elapsed() / self.done
-        return self.elapsed() / max(self._seconds - step_seconds * (1 + self._evaluation_steps), 1e-9)
-
-    def rate(self) -> float:
-        """Share of the peak learning rate."""
-        progress = self.progress()
-        return min((progress + 0.01) / WARMUP, max(1 - progress, 0.0) / (1 - WARMUP), 1.0)
-
-
 def train(
     engine: zero.ZeroEngine, optimizer: Any, corpus: Corpus, schedule: Schedule, options: argparse.Namespace
 ) -> list[float]:
@@ -178,19 +153,43 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(engine: zero.ZeroEngine, corpus: Corpus, options: argparse.Namespace) -> float:
-    """Mean loss on the held-out sample [nats]."""
+def evaluate(
+    engine: zero.ZeroEngine, corpus: Corpus, schedule: Schedule, options: argparse.Namespace
+) -> tuple[float, int]:
+    """(mean loss [nats], bytes it is of): the held-out sample, or the part of it that --seconds leave time for."""
     engine.eval()
-    total, rows = 0.0, 0
-    for tokens, targets in corpus.held_out_batches(options.evaluate, 4 * options.batch, options.sequence):
+    total, rows, slowest = 0.0, 0, 0.0
+    batches = corpus.held_out_batches(options.evaluate, 4 * options.batch, options.sequence)
+    random.Random(0).shuffle(batches)  # so that a part is of the whole text too
+    for tokens, targets in tqdm(batches, desc="evaluation", unit="batch"):
+        start = schedule.elapsed()
         total += engine(tokens.to(engine.device), targets.to(engine.device)).item() * len(tokens)
         rows += len(tokens)
+        slowest = max(slowest, schedule.elapsed() - start)
+        if slowest > schedule.left():
+            break
     engine.train()
-    return total / rows
+    wanted = sum(len(tokens) for tokens, _ in batches)
+    if rows < wanted:
+        size = options.sequence
+        print(f"evaluated on {rows * size:,} of {wanted * size:,} bytes: there was no time for more (--seconds)")
+    return total / rows, rows * options.sequence
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Choose what the command line leaves open, by what this machine computes fast; each choice is a line."""
+    given = json.loads(options.config.read_text()) if options.config else {}
+    if options.dtype == "auto":
+        slow = "" if given.keys() & {"bf16", "fp16"} else slow_bf16(compute_device())
+        options.dtype = "fp32" if slow else "bf16"
+        if slow:
+            print(f"training in fp32: {slow} (--dtype bf16 trains in bf16 all the same)")
+    fit(options, compute_device(), DTYPES[options.dtype])
 
 
 def run(options: argparse.Namespace) -> Report:
     """Build, train, evaluate."""
+    settle(options)
     torch.manual_seed(options.seed)
     corpus = load_corpus(options.corpus, options.sequence)
     shape = shape_for(options.params, options.sequence)
@@ -199,10 +198,10 @@ def run(options: argparse.Namespace) -> Report:
     engine, optimizer = build(shape, make_config(options, shape))
     with engine:
         before = engine.statistics()
-        schedule = Schedule(options)
+        schedule = Schedule(options, spent=age_seconds())
         losses = train(engine, optimizer, corpus, schedule, options)
         training_seconds, after = schedule.elapsed(), engine.statistics()
-        validation_loss = evaluate(engine, corpus, options)
+        validation_loss, evaluated_bytes = evaluate(engine, corpus, schedule, options)
         return Report(
             parameters=shape.numel,
             units=len(engine.units),
@@ -214,6 +213,7 @@ def run(options: argparse.Namespace) -> Report:
             span=Span.between(before, after),
             peak_rss_bytes=peak_rss_bytes(),
             validation_loss=validation_loss,
+            evaluated_bytes=evaluated_bytes,
             unigram_entropy=unigram_entropy(corpus.held_out),
             bigram_entropy=bigram_entropy(corpus.held_out),
             device=str(engine.device),
@@ -226,9 +226,17 @@ def run(options: argparse.Namespace) -> Report:
 def main() -> int:
     """Run and report."""
     options = parse_arguments()
-    report = run(options)
-    with suppress(OSError):  # not empty: somebody else's files are there
-        options.nvme_path.rmdir()
+    try:
+        report = run(options)
+    except (ConfigError, BudgetError, StorageError) as error:
+        print(f"train_gpt.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    finally:
+        with suppress(OSError):  # not empty: somebody else's files are there
+            options.nvme_path.rmdir()
     print(table(report))
     if options.json:
         options.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")

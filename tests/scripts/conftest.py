@@ -36,3 +36,8 @@ def gpt(scripts_on_path: Path) -> ModuleType:
 @pytest.fixture
 def train_gpt(scripts_on_path: Path) -> ModuleType:
     return importlib.import_module("train_gpt")
+
+
+@pytest.fixture
+def pace(scripts_on_path: Path) -> ModuleType:
+    return importlib.import_module("pace")

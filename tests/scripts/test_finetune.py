@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import logging
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from offload.errors import BudgetError, ConfigError, StorageError
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -57,8 +60,8 @@ def loss_of(model: Any, given: Path) -> float:
 def test_the_whole_model_learns_wherever_it_lies(
     finetune: ModuleType, given: Path, nvme_path: Path, place: str
 ) -> None:
-    to = str(nvme_path) if place == "nvme" else place
-    finetune.main(arguments(given, "data.txt", "--offload-to", to, "--host-memory", "64MB"))
+    to = ["--offload-to", str(nvme_path), "--host-memory", "64MB"] if place == "nvme" else ["--offload-to", place]
+    finetune.main(arguments(given, "data.txt", *to))
     load = transformers.AutoModelForCausalLM.from_pretrained
     assert loss_of(load(given / "out"), given) < loss_of(load(given / "model"), given) - 0.5
 
@@ -74,13 +77,19 @@ def test_an_adapter_learns_and_is_saved_alone(finetune: ModuleType, given: Path,
     assert not list((given / "out").glob("model*.safetensors"))
 
 
-def test_it_goes_on_from_its_newest_checkpoint(finetune: ModuleType, given: Path) -> None:
+def test_it_goes_on_from_its_newest_checkpoint(
+    finetune: ModuleType, given: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     once = finetune.main(arguments(given, "data.txt", "--save-every", "4", "--steps", "12"))
     folders = sorted(path.name for path in (given / "out" / "checkpoints").glob("global_step*"))
     assert folders == ["global_step12", "global_step4", "global_step8"]
     (given / "out" / "checkpoints" / "global_step12").rename(given / "away")
+    assert "going on" not in capsys.readouterr().out
     again = finetune.main(arguments(given, "data.txt", "--save-every", "4", "--steps", "12"))
     assert again == once
+    assert "going on from step 8 of checkpoint" in capsys.readouterr().out
+    finetune.main(arguments(given, "data.txt", "--steps", "1"))
+    assert "checkpoints is not used without --save-every" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -107,6 +116,127 @@ def test_a_full_drive_for_the_result_is_said_before_training(
     monkeypatch.setattr(finetune.shutil, "disk_usage", lambda path: type("", (), {"free": 1000}))
     with pytest.raises(SystemExit, match="1,000 bytes are free, the model takes"):
         finetune.main(arguments(given, "data.txt"))
+    with pytest.raises(SystemExit, match=r"the model takes .* and 2 checkpoints of --save-every .* each"):
+        finetune.main(arguments(given, "data.txt", "--save-every", "4"))
+    assert not (given / "out").exists()
+
+
+def test_the_room_that_is_asked_for_is_the_room_that_is_taken(finetune: ModuleType, given: Path) -> None:
+    words = arguments(given, "data.txt", "--save-every", "4", "--dtype", "bf16")
+    need, _ = finetune.result_bytes(finetune.parse_arguments(words))
+    finetune.main(words)
+    taken = sum(file.stat().st_size for file in (given / "out").rglob("*") if file.is_file())
+    assert 0.8 * need < taken < 1.3 * need
+
+
+def test_fp32_is_taken_where_bf16_is_slow_and_not_asked_for(
+    finetune: ModuleType, given: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(finetune, "slow_bf16", lambda device: "bf16 is slow")
+    assert finetune.parse_arguments(arguments(given, "data.txt", "--dtype", "bf16")).dtype == "bf16"
+    assert capsys.readouterr().out == ""
+    finetune.main(arguments(given, "data.txt", "--steps", "1"))
+    assert "training in fp32: bf16 is slow" in capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained(given / "out", dtype="auto")
+    assert model.dtype == torch.float32
+    monkeypatch.setattr(finetune, "slow_bf16", lambda device: "")
+    assert finetune.parse_arguments(arguments(given, "data.txt")).dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{bad", "expected a JSON object, got b'{bad"),
+        ('{"txet": "a"}', 'expected "text", a string, or "messages", a list, got txet: str'),
+        ('{"messages": 3}', "got messages: int"),
+        ("[1]", "got JSON: list"),
+        ("{}", "got no keys"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "for which the model has no chat template"),
+    ],
+)
+def test_data_that_is_wrong_is_named_by_its_line(finetune: ModuleType, given: Path, line: str, message: str) -> None:
+    (given / "wrong.jsonl").write_text(f'{{"text": "well"}}\n\n{line}\n')
+    with pytest.raises(SystemExit, match=rf"wrong.jsonl:3: .*{message}"):
+        finetune.main(arguments(given, "wrong.jsonl"))
+    assert not (given / "out").exists()
+
+
+def test_messages_that_the_template_refuses_are_named_by_their_line(finetune: ModuleType) -> None:
+    class Tokenizer:
+        chat_template = "one"
+
+        def apply_chat_template(self, messages: list[Any], tokenize: bool) -> str:
+            raise KeyError("role")
+
+    with pytest.raises(SystemExit, match=r"a\.jsonl:7: expected messages that the chat template takes, got KeyError"):
+        finetune.text_of(b'{"messages": [{}]}', "a.jsonl:7", Tokenizer())
+
+
+def test_the_result_does_not_replace_the_model(finetune: ModuleType, given: Path) -> None:
+    before = sorted((file.name, file.stat().st_mtime_ns) for file in (given / "model").iterdir())
+    with pytest.raises(SystemExit, match="is the folder of the model, whose files it would replace; give another"):
+        finetune.main([*arguments(given, "data.txt"), "--out", str(given / "text" / ".." / "model")])
+    assert sorted((file.name, file.stat().st_mtime_ns) for file in (given / "model").iterdir()) == before
+
+
+@pytest.mark.parametrize("place", ["cpu", "none"])
+def test_host_memory_needs_a_drive(finetune: ModuleType, given: Path, place: str) -> None:
+    with pytest.raises(SystemExit, match=f"--host-memory: --offload-to {place} has no drive .*; leave it out, or give"):
+        finetune.main(arguments(given, "data.txt", "--offload-to", place, "--host-memory", "auto"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        *((option, "0", "a whole number, at least") for option in ("--steps", "--batch", "--accumulation")),
+        ("--sequence", "1.5", "a whole number, at least 2"),
+        ("--host-memory", "banana", '"auto", "least" or bytes such as 32GB'),
+    ],
+)
+def test_a_bad_value_is_named_by_its_option(
+    finetune: ModuleType, given: Path, capsys: pytest.CaptureFixture[str], option: str, value: str, message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        finetune.main([*arguments(given, "data.txt"), option, value])
+    assert f"argument {option}: expected {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ConfigError("a:\n wrong"), "finetune.py: a: wrong"),
+        (BudgetError("too much"), "finetune.py: too much"),
+        (
+            StorageError("write", errno=errno.ENOSPC, path="/there", offset=0, free_bytes=0),
+            "No space left .* --out needs room: the model takes .* and 2 checkpoints",
+        ),
+    ],
+)
+def test_an_error_is_one_line_and_leaves_no_folder(
+    finetune: ModuleType, given: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def build(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(finetune, "build", build)
+    words = arguments(given, "data.txt", "--save-every", "4")
+    with pytest.raises(SystemExit, match=told) as ended:
+        finetune.main([*words, "--out", str(given / "new" / "out")])
+    assert "\n" not in str(ended.value) and ended.value.__suppress_context__
+    assert not (given / "new").exists()
+
+
+def test_an_interrupt_is_one_line(
+    finetune: ModuleType, given: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune, "train", train)
+    with pytest.raises(SystemExit) as ended:
+        finetune.main(arguments(given, "data.txt"))
+    assert ended.value.code == 130 and capsys.readouterr().err.endswith("interrupted\n")
+    assert not (given / "out").exists()
 
 
 def test_too_little_text_is_said(finetune: ModuleType, given: Path) -> None:

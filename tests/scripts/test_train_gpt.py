@@ -13,6 +13,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from offload.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
@@ -23,7 +26,7 @@ FIGURES = {
     *("nvme_read_bytes", "nvme_write_bytes", "read_gb_per_second", "write_gb_per_second", "gathers", "releases"),
     *("nvme_written_bytes_per_step", "nvme_written_bytes_per_day"),
     *("prefetch_hit_rate", "peak_rss_bytes", "validation_loss", "unigram_entropy", "bigram_entropy", "losses"),
-    *("device", "aio_backend", "isa"),
+    *("evaluated_bytes", "device", "aio_backend", "isa"),
 }
 
 
@@ -45,6 +48,7 @@ def train(folder: Path, offload: str) -> Run:
     everything_moves.write_text(json.dumps({"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
     command = [
         *(sys.executable, str(ROOT / "scripts" / "train_gpt.py"), "--device", "cpu", "--offload", offload),
+        *("--dtype", "bf16"),
         *("--params", "300K", "--steps", str(STEPS), "--batch", "2", "--sequence", "32", "--evaluate", "1K"),
         *("--corpus", str(text), "--nvme-path", str(folder / "swap"), "--config", str(everything_moves)),
         *("--json", str(folder / "figures.json"), "--plot", str(folder / "loss.png")),
@@ -53,6 +57,7 @@ def train(folder: Path, offload: str) -> Run:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
+    assert "evaluation" in done.stderr and "100%" in done.stderr
     return Run(folder, json.loads((folder / "figures.json").read_text()), done.stdout)
 
 
@@ -122,22 +127,21 @@ def test_a_config_file_wins_key_by_key(train_gpt: ModuleType) -> None:
     assert train_gpt.merged(ours, theirs) == {"a": 1, "block": {"x": 1, "y": {"deep": 3, "kept": 2}, "z": 4}}
 
 
-def test_the_clock_ends_a_run_in_time_for_the_evaluation(
-    train_gpt: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_clock_ends_a_run_in_time_for_the_evaluation(pace: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now)
     options = SimpleNamespace(steps=None, seconds=100.0, evaluate=3000, batch=10, sequence=10)
-    schedule = train_gpt.Schedule(options)
+    schedule = pace.Schedule(options, spent=20.0)
     while schedule.progress() < 1:
         now += 2.0
         schedule.done += 1
     evaluation_seconds = 2.0 * 3000 / 100 / 3
-    assert 100 - 2 * 2.0 <= now + evaluation_seconds <= 100
+    assert 80 - 2 * 2.0 <= now + evaluation_seconds <= 80
+    assert schedule.left() == 80 - now
 
 
-def test_the_learning_rate_rises_and_falls_to_nothing(train_gpt: ModuleType) -> None:
-    schedule = train_gpt.Schedule(SimpleNamespace(steps=100, seconds=1.0, evaluate=1, batch=1, sequence=1))
+def test_the_learning_rate_rises_and_falls_to_nothing(pace: ModuleType) -> None:
+    schedule = pace.Schedule(SimpleNamespace(steps=100, seconds=None, evaluate=1, batch=1, sequence=1))
     rates = []
     for schedule.done in range(101):
         rates.append(schedule.rate())
@@ -146,3 +150,115 @@ def test_the_learning_rate_rises_and_falls_to_nothing(train_gpt: ModuleType) -> 
     assert rates[: peak + 1] == sorted(rates[: peak + 1])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     assert rates[-1] == 0
+
+
+class FakeEngine:
+    """Each forward takes 10 s of a clock."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.now += 10.0
+        return torch.tensor(2.0)
+
+    def eval(self) -> None: ...
+
+    def train(self) -> None: ...
+
+
+@pytest.mark.parametrize(("seconds", "evaluated"), [(None, 400), (45.0, 320), (5.0, 80)])
+def test_the_evaluation_ends_in_time_and_says_what_it_is_of(
+    train_gpt: ModuleType,
+    pace: ModuleType,
+    corpus: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: float | None,
+    evaluated: int,
+) -> None:
+    engine = FakeEngine()
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: engine.now)
+    text = corpus.as_tensor(bytes(1000))
+    options = SimpleNamespace(steps=1, seconds=seconds, evaluate=400, batch=2, sequence=10)
+    found = train_gpt.evaluate(engine, corpus.Corpus(text, text), pace.Schedule(options), options)
+    assert found == (2.0, evaluated)
+    printed, expected = capsys.readouterr().out, f"evaluated on {evaluated} of 400 bytes: there was no time for more"
+    assert (expected in printed) == (evaluated < 400)
+
+
+def settled(train_gpt: ModuleType, *words: str) -> tuple[str, int, int]:
+    options = train_gpt.parse_arguments([*words])
+    train_gpt.settle(options)
+    return options.dtype, options.params, options.sequence
+
+
+@pytest.fixture
+def slow(train_gpt: ModuleType, pace: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A CPU on which bf16 is slow, a step of 50 M parameters takes 10 s and one of fewer less."""
+    monkeypatch.setattr(train_gpt, "compute_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(train_gpt, "slow_bf16", lambda device: "bf16 is slow")
+    monkeypatch.setattr(pace, "age_seconds", lambda: 10.0)
+    monkeypatch.setattr(pace, "step_seconds", lambda shape, batch, dtype: shape.numel / 50e6 * batch / 4 * 10)
+    return train_gpt
+
+
+def test_a_slow_cpu_trains_in_fp32_and_fewer_parameters(slow: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    dtype, params, sequence = settled(slow)
+    # 60.4 steps with the evaluation in 160 s: 2.6 s each
+    assert dtype == "fp32" and sequence == 256 and 12e6 < params < 14e6
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("training in fp32: bf16 is slow") and "parameters in the place of 50M" in lines[1]
+    assert len(lines) == 2
+
+
+def test_what_the_command_line_says_stays(slow: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert settled(slow, "--dtype", "bf16", "--params", "50M", "--sequence", "256") == ("bf16", 50_000_000, 256)
+    assert settled(slow, "--dtype", "bf16", "--steps", "3") == ("bf16", 50_000_000, 256)
+    theirs = tmp_path / "config.json"
+    theirs.write_text(json.dumps({"bf16": {"enabled": True}}))
+    assert settled(slow, "--config", str(theirs), "--steps", "3") == ("bf16", 50_000_000, 256)
+    assert capsys.readouterr().out == ""
+    _, params, sequence = settled(slow, "--params", "50M")
+    assert params == 50_000_000 and 32 <= sequence < 100
+
+
+def test_a_fast_cpu_trains_what_is_written(
+    slow: ModuleType, pace: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slow, "slow_bf16", lambda device: "")
+    monkeypatch.setattr(pace, "step_seconds", lambda shape, batch, dtype: 1.5)
+    assert settled(slow) == ("bf16", pace.PARAMS, pace.SEQUENCE)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [(KeyboardInterrupt(), 130, "interrupted\n"), (ConfigError("a:\n wrong"), 1, "train_gpt.py: a: wrong\n")],
+)
+def test_an_end_before_the_end_is_one_line(
+    train_gpt: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    told: str,
+) -> None:
+    def run(options: Any) -> None:
+        options.nvme_path.mkdir()
+        raise error
+
+    monkeypatch.setattr(train_gpt, "run", run)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--nvme-path", str(tmp_path / "swap")])
+    assert train_gpt.main() == status
+    assert capsys.readouterr().err == told and not (tmp_path / "swap").exists()
+
+
+def test_the_pace_is_measured(pace: ModuleType, gpt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pace.step_seconds(gpt.Shape(2, 64, 32), 2, torch.float32) > 0
+    monkeypatch.setattr(pace, "WIDTH_MAX", 64)
+    assert pace.step_seconds(gpt.Shape(90, 64 * 200, 32), 2, torch.float32) > 0  # the layer alone is 8 GB
+    assert pace.age_seconds() > 0
