@@ -69,6 +69,14 @@ def test_without_the_library_the_fallbacks_are_named_with_their_cost(
     assert " ! kernels" in printed and " - kernels: disabled by ZERO_NATIVE=0" in printed
 
 
+@pytest.mark.parametrize(("slowdown", "verdict"), [(12.0, SLOWER), (0.6, OK)])
+def test_slow_bf16_matmuls_are_told(slowdown: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_facts, "bf16_slowdown", lambda device: slowdown)
+    monkeypatch.setattr(doctor_facts, "seen_kind", lambda: None)
+    fact = facts()["bf16 matmuls"]
+    assert fact.verdict == verdict and ("fp32" in fact.note) is (verdict == SLOWER)
+
+
 @pytest.mark.parametrize(
     ("name", "said", "verdict", "told"),
     [

@@ -39,7 +39,7 @@ from zero.params.unadopted import forget, provisional_source, room_to_come
 from zero.params.units import CoveredUnit, Leaf, collect_leaves
 from zero.plan.machine import read_machine
 from zero.reports.log import NOTICE, start_line
-from zero.reports.precision_table import dtype_table
+from zero.reports.precision_table import dtype_table, warn_of_slow_matmuls
 from zero.schedule.backward import BackwardWatch
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
@@ -199,6 +199,7 @@ class Assembly:
         )
         if self.exchange.placement.rank == 0:
             logger.log(NOTICE, "%s", start_line(self._config, self.layout, self.plan, self.storage, self.exchange))
+            warn_of_slow_matmuls(self.layout, self._config, self._owner.device)
 
     def _by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
+from offload.kernels.matmul_speed import bf16_slowdown
 from zero.config import Config
 from zero.config.precision_block import DTYPES
 from zero.optim.loss_scale import LossScaler, autocast_dtype
@@ -15,6 +18,15 @@ from zero.plan.record import ADAM_STATES
 COLUMNS = ("", "elements", "weights", "master", "gradients", "added up in", "between ranks", "states")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "8-bit blocks"}
 NOTHING = "-"
+SLOW_MATMULS = 2.0
+"""Times as long as in fp32: what a 16-bit dtype saves in memory traffic does not make up for more."""
+WORTH_MEASURING_NUMEL = 10_000_000
+"""For smaller models steps take milliseconds in either dtype, and the measurement would be felt at every start."""
+
+logger = logging.getLogger("zero")
+
+_warned: list[torch.device] = []
+"""Devices that were said to be slow: once a process, however many engines it makes."""
 
 
 def dtype_table(
@@ -40,6 +52,26 @@ def dtype_table(
         most = config.gradient_clipping
         notes.append(f"gradients are clipped to a norm of {most:.10g}" if most else "gradients are not clipped")
     return "\n".join(["what is kept in which dtype", *map(str.rstrip, lines), *(f"  {note}" for note in notes)])
+
+
+def warn_of_slow_matmuls(layout: Layout, config: Config, device: torch.device) -> None:
+    """Say once a process that a CPU takes far longer for the 16-bit matmuls of a training than for those in fp32."""
+    if device.type != "cpu" or _warned or not any(space.trainable for space in layout.spaces):
+        return
+    everything = autocast_dtype(config, device) is not None
+    units = [unit for unit in layout.units if everything or unit.dtype in (torch.bfloat16, torch.float16)]
+    if sum(slot.numel for unit in units for slot in unit.slots) < WORTH_MEASURING_NUMEL:
+        return
+    slowdown = bf16_slowdown(device)
+    if slowdown <= SLOW_MATMULS:
+        return
+    _warned.append(device)
+    logger.warning(
+        "zero: this CPU has no fast bf16 matmuls: bf16 takes about %.0f times as long as fp32 here; to train in fp32, "
+        "which stores as many bytes, leave out bf16 and fp16 (a Trainer: bf16=False) and load the model with "
+        "dtype=torch.float32",
+        slowdown,
+    )
 
 
 def _row(space: Space, plan: Plan, config: Config, placement: Placement) -> tuple[str, ...]:

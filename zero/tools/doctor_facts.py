@@ -24,14 +24,16 @@ from offload.disk import tuning
 from offload.disk.device import identify
 from offload.disk.swapfile import free_bytes
 from offload.kernels import kernels
+from offload.kernels.matmul_speed import bf16_slowdown
 from offload.kernels.threads import physical_cores
 from offload.sizes import format_bytes
 from zero.launch.memory import read_states
+from zero.reports.precision_table import SLOW_MATMULS
 
 OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"
 SECTIONS = ("software", "cpu", "memory", "file I/O", "disks", "GPUs", "several ranks")
 LIBRARIES = ("torch", "numpy", "cffi", "aiofiles", "pydantic", "safetensors", "psutil")
-OPTIONAL = ("transformers", "accelerate", "peft", "deepspeed", "matplotlib")
+OPTIONAL = ("transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "matplotlib")
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "asimd", "sve")
 LAUNCHERS = ("ssh", "pdsh", "srun", "mpirun")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -131,6 +133,7 @@ def cpu() -> Questions:
         ),
     )
     yield "kernels", _kernels
+    yield "bf16 matmuls", _bf16_matmuls
 
 
 def _cores() -> Answer:
@@ -149,6 +152,16 @@ def _cpuinfo(key: str) -> str:
 def _kernels() -> Answer:
     note = ". Results are the same; an optimizer update takes about twenty times as long"
     return _unless(health.cpu_library_trouble(), "torch operations", note, f"native, {kernels.isa()}")
+
+
+def _bf16_matmuls() -> Answer:
+    slowdown = bf16_slowdown(torch.device("cpu"))
+    if slowdown <= SLOW_MATMULS:
+        return good(f"{slowdown:.1f} times as long as in fp32")
+    note = "a model that computes on this CPU trains faster in fp32: leave bf16 and fp16 out of its configuration"
+    if seen_kind() is not None:  # then models compute there, and this says what ZERO_DEVICE=cpu would cost
+        return good(f"about {slowdown:.0f} times as long as in fp32")
+    return f"about {slowdown:.0f} times as long as in fp32", SLOWER, note
 
 
 def memory() -> Questions:
