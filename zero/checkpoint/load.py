@@ -35,6 +35,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import owned
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
+from zero.reports.log import NOTICE
 from zero.snapshots.run_state import check_groups, restore_counters, restore_groups, restore_rank
 from zero.store.adoption import Adoption, Piece
 
@@ -333,6 +334,7 @@ class LoadCheckpoints:
                 client = self._load(opened, together, load_module_strict, states, load_module_only)
                 if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
                     _load_scheduler(self._run.lr_scheduler, client["lr_scheduler"])
+                self._say(opened, only_module=load_module_only)
                 return str(opened.folder), client["client_state"]
             except DamagedError as error:
                 if tag is not None or not opened.tag:
@@ -343,6 +345,12 @@ class LoadCheckpoints:
                 opened.source.close()
         logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
         return None, {}
+
+    def _say(self, opened: Opened, *, only_module: bool) -> None:
+        """Whoever goes on in the wrong folder, or from the beginning, is to see it at once."""
+        if self._run.exchange.everyone.placement.rank == 0:
+            what = "weights alone" if only_module else f"step {self._run.global_steps}"
+            logger.log(NOTICE, "zero: going on from %s: %s", opened.folder, what)
 
     def _open(self, load_dir: Path, tag: Any, together: Together, without: Collection[str]) -> Opened | None:
         found: list[Opened] = []
