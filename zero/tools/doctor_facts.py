@@ -27,6 +27,8 @@ from offload.kernels import kernels
 from offload.kernels.matmul_speed import bf16_slowdown
 from offload.kernels.threads import physical_cores
 from offload.sizes import format_bytes
+from zero.launch.arguments import DEFAULT_HOSTFILE
+from zero.launch.job import LOCAL_NAMES, LOOPBACK
 from zero.launch.memory import read_states
 from zero.reports.precision_table import SLOW_MATMULS
 
@@ -327,10 +329,19 @@ def _host_name() -> Answer:
     name = socket.gethostname()
     address = socket.gethostbyname(name)
     text = f"{name} is {address}"
-    if address.startswith("127."):
+    if not address.startswith("127."):
+        return good(text)
+    text += ", which other nodes cannot reach"
+    if _spans_nodes() and "GLOO_SOCKET_IFNAME" not in os.environ:
         note = (
-            "other nodes cannot reach this address, which gloo would tell them: with several nodes set "
-            "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface between them"
+            "gloo would tell this address to the other nodes: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the "
+            "interface between them"
         )
         return text, SLOWER, note
     return good(text)
+
+
+def _spans_nodes() -> bool:
+    """Whether there are signs that jobs here run on several nodes: a machine on its own needs no name for others."""
+    several = os.environ.get("SLURM_NNODES", "1") != "1"
+    return several or Path(DEFAULT_HOSTFILE).exists() or os.environ.get("MASTER_ADDR", LOOPBACK) not in LOCAL_NAMES
