@@ -23,7 +23,9 @@ def bf16_slowdown(device: torch.device) -> float:
 
 @functools.cache
 def _measured(kind: str) -> float:
-    narrow, wide = (_seconds(torch.ones(WIDTH, WIDTH, dtype=dtype, device=kind)) for dtype in (torch.bfloat16, torch.float32))
+    narrow, wide = (
+        _seconds(torch.ones(WIDTH, WIDTH, dtype=dtype, device=kind)) for dtype in (torch.bfloat16, torch.float32)
+    )
     return narrow / max(wide, 1e-9)
 
 

@@ -105,7 +105,10 @@ def test_the_command_prints_tiers_and_times(
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
     assert "zero-infinity plan (this rank)" in out and "nvme    optimizer states" in out
-    assert f"not tuned: run zero tune {nvme_path}" in out and "data movement in all: not known, beside the model's own computation" in out
+    assert (
+        f"not tuned: run zero tune {nvme_path}" in out
+        and "data movement in all: not known, beside the model's own computation" in out
+    )
     assert cli.main([*arguments, "--read-rate", "2GB", "--mixed-rate", "1GB", "--update-rate", "1e8"]) == 0
     assert "not tuned" not in (out := capsys.readouterr().out) and "data movement in all: 0." in out
 

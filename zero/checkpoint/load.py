@@ -334,7 +334,6 @@ class LoadCheckpoints:
                 client = self._load(opened, together, load_module_strict, states, load_module_only)
                 if load_lr_scheduler_states and not load_module_only and client["lr_scheduler"] is not None:
                     _load_scheduler(self._run.lr_scheduler, client["lr_scheduler"])
-                self._say(opened, only_module=load_module_only)
                 return str(opened.folder), client["client_state"]
             except DamagedError as error:
                 if tag is not None or not opened.tag:
@@ -430,6 +429,7 @@ class LoadCheckpoints:
         if not only_module:
             go_on = partial(_restore_small, run, state, told, own=mine is not None)
             together.do("going on from a checkpoint", go_on)
+        self._say(opened, only_module=only_module)
         return client
 
     def _check_scale(self, saved: dict[str, Any] | None, *, goes_on: bool) -> None:

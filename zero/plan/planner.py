@@ -520,7 +520,9 @@ class Planner:
         wanted = STAGING_CHUNKS * chunk
         if offload.buffer_count and offload.buffer_size:
             width = max((unit.dtype.itemsize for unit in self.layout.units), default=2)
-            wanted = min(wanted, max(offload.buffer_count * offload.buffer_size * width // chunk, STAGING_CHUNKS_MIN) * chunk)
+            wanted = min(
+                wanted, max(offload.buffer_count * offload.buffer_size * width // chunk, STAGING_CHUNKS_MIN) * chunk
+            )
         # On a GPU with states on the host, gradients after the first of a step are added up through chunks.
         return wanted if self._uses_disk() or (not self.on_cpu and self.state_tier != DEVICE) else 0
 

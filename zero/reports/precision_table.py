@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -30,13 +31,19 @@ _warned: list[torch.device] = []
 
 
 def dtype_table(
-    layout: Layout, plan: Plan, config: Config, placement: Placement, device: torch.device, scaler: LossScaler
+    layout: Layout,
+    plan: Plan,
+    config: Config,
+    placement: Placement,
+    device: torch.device,
+    scaler: LossScaler,
+    coded: Mapping[int, int],
 ) -> str:
     """One line for the parameters of each dtype, trained or not; then what else decides about precision.
 
-    `placement`: who shares what.
+    `placement`: who shares what; `coded`: as `coded_numel` finds it.
     """
-    rows = [COLUMNS, *(_row(space, plan, config, placement) for space in layout.spaces)]
+    rows = [COLUMNS, *(_row(space, plan, config, placement, coded) for space in layout.spaces)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     notes = [
@@ -68,15 +75,15 @@ def warn_of_slow_matmuls(layout: Layout, config: Config, device: torch.device) -
     _warned.append(device)
     logger.warning(
         "zero: this CPU has no fast bf16 matmuls: bf16 takes about %.0f times as long as fp32 here; to train in fp32, "
-        "which stores as many bytes, leave out bf16 and fp16 (a Trainer: bf16=False) and load the model with "
-        "dtype=torch.float32",
+        "leave out bf16, fp16 and torch_autocast (a Trainer: bf16=False) and load the model with dtype=torch.float32",
         slowdown,
     )
 
 
-def _row(space: Space, plan: Plan, config: Config, placement: Placement) -> tuple[str, ...]:
-    numel = f"{sum(slot.numel for unit in space.units for slot in unit.slots):,}"
-    weights = _name(space.dtype)
+def _row(space: Space, plan: Plan, config: Config, placement: Placement, coded: Mapping[int, int]) -> tuple[str, ...]:
+    # What decodes stands for nothing in a count of parameters, but it is kept too.
+    numel = f"{sum(coded.get(slot.index, 0) or slot.numel for unit in space.units for slot in unit.slots):,}"
+    weights = "codes" if space.dtype == torch.uint8 else _name(space.dtype)
     if not space.trainable:
         return ("frozen", numel, weights, *[NOTHING] * 5)
     exact = {None: "the weights", torch.int16: f"fp32 = {weights} + 16 bits"}.get(space.remainder, "fp32")

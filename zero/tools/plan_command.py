@@ -97,7 +97,9 @@ def run(options: argparse.Namespace) -> int:
     least = smallest(planning.model, free, planning.machine, planning.device, options.ranks)
     if not options.json:
         print(f"{options.model}: {format_count(planning.numel)} parameters")
-        sizes = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in least.items() if nbytes or tier != DEVICE)
+        sizes = ", ".join(
+            f"{tier} {format_bytes(nbytes)}" for tier, nbytes in least.items() if nbytes or tier != DEVICE
+        )
         shared = " (the device is a part of the host here)" if shares_host_memory(planning.device) else ""
         print(f"smallest machine, for each rank and beside activations: {sizes}{shared}")
     layout, plan = planning.make(content)
