@@ -70,6 +70,16 @@ def test_the_last_words_name_rank_host_and_cause() -> None:
     assert "killed by signal 99" in describe(failure(0, -99, 1.0), 0)
 
 
+def test_a_script_that_dies_of_the_argument_it_did_not_expect_is_told_where_that_comes_from() -> None:
+    text = "Traceback\n  File 'loop.py', line 3\nValueError: invalid literal for int() with base 10: '--local_rank=0'"
+    told = "zero run passes --local_rank to the script, as DeepSpeed does; --no_local_rank leaves it out"
+    assert told in describe(failure(0, 1, 1.0, text), 0).splitlines()
+    assert told in describe(failure(0, 2, 1.0), 0)  # argparse has said it above
+    assert told not in describe(failure(0, 1, 1.0, text), 0, local_rank=False)
+    assert told not in describe(OWN_ERROR, 0) and told not in describe(failure(0, 3, 1.0), 0)
+    assert told not in describe(failure(0, 1, 1.0, "--local_rank\n" + 9 * "another line\n"), 0)
+
+
 # ---- what the kernel says ----------------------------------------------------------------------
 
 

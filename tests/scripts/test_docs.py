@@ -59,7 +59,7 @@ def test_a_documented_command_is_one(page: str, line: str) -> None:
     words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
     with contextlib.suppress(SystemExit):  # what only an argument is missing of, as in a sentence
         if words[0] not in ("run", "trace"):  # those hand the rest to a script
-            _, unknown = cli.build_parser().parse_known_args([word for word in words if word != "..."])
+            _, unknown = cli.build_parser(words[0]).parse_known_args([word for word in words if word != "..."])
             assert unknown == []
     assert words[0] in (*cli.COMMANDS, "--help", "--version")
 

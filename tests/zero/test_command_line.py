@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from zero.tools import cli
@@ -22,3 +25,28 @@ def test_a_wrong_flag_prints_the_usage_of_its_subcommand(
     error = capsys.readouterr().err
     assert ended.value.code == 2
     assert error.startswith(f"usage: zero {arguments[0]} ") and error.endswith("unrecognized arguments: --nope\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"], ["plann"], ["--modle", "x"]])
+def test_help_and_typos_do_not_wait_for_torch(arguments: list[str]) -> None:
+    code = """
+import sys
+from zero.tools import cli
+try:
+    cli.main(sys.argv[1:])
+finally:
+    heavy = {"torch", "numpy", "pydantic"} & sys.modules.keys()
+    assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert "AssertionError" not in done.stderr and "zero" in done.stdout + done.stderr
+
+
+def test_a_misspelt_flag_is_named_beside_what_is_missing_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--modle", "x", "--host=64GB"])
+    error = capsys.readouterr().err
+    assert error.endswith("unrecognized arguments: --modle; the following arguments are required: CONFIG\n")
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--hos", "64GB"])
+    assert "unrecognized" not in capsys.readouterr().err

@@ -69,6 +69,14 @@ def test_without_the_library_the_fallbacks_are_named_with_their_cost(
     assert " ! kernels" in printed and " - kernels: disabled by ZERO_NATIVE=0" in printed
 
 
+@pytest.mark.parametrize(("slowdown", "verdict"), [(12.0, SLOWER), (0.6, OK)])
+def test_slow_bf16_matmuls_are_told(slowdown: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_facts, "bf16_slowdown", lambda device: slowdown)
+    monkeypatch.setattr(doctor_facts, "seen_kind", lambda: None)
+    fact = facts()["bf16 matmuls"]
+    assert fact.verdict == verdict and ("fp32" in fact.note) is (verdict == SLOWER)
+
+
 @pytest.mark.parametrize(
     ("name", "said", "verdict", "told"),
     [
@@ -120,13 +128,21 @@ def test_disks_are_measured_only_when_asked(tmp_path: Path, monkeypatch: pytest.
     assert facts(tmp_path, probe=True)[f"{tmp_path}: speed"].verdict == UNKNOWN and asked == [tmp_path]
 
 
-@pytest.mark.parametrize(("address", "verdict"), [("127.0.1.1", SLOWER), ("10.0.0.7", OK)])
-def test_a_name_that_other_nodes_cannot_reach_is_told(
-    address: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("address", "nodes", "verdict"), [("127.0.1.1", "2", SLOWER), ("127.0.1.1", "1", OK), ("10.0.0.7", "2", OK)]
+)
+def test_a_name_that_other_nodes_cannot_reach_is_told_where_there_are_some(
+    address: str, nodes: str, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
+    monkeypatch.setattr(doctor_facts, "DEFAULT_HOSTFILE", "/no/hostfile")
+    monkeypatch.setenv("SLURM_NNODES", nodes)
+    for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
     fact = facts()["this host's name"]
     assert fact.verdict == verdict and ("GLOO_SOCKET_IFNAME" in fact.note) is (verdict == SLOWER)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert facts()["this host's name"].verdict == OK
 
 
 def failing(*_: Any, **__: Any) -> Any:

@@ -105,9 +105,12 @@ def test_the_command_prints_tiers_and_times(
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
     assert "zero-infinity plan (this rank)" in out and "nvme    optimizer states" in out
-    assert f"not tuned: run zero tune {nvme_path}" in out and "expected: not known" in out
+    assert (
+        f"not tuned: run zero tune {nvme_path}" in out
+        and "data movement in all: not known, beside the model's own computation" in out
+    )
     assert cli.main([*arguments, "--read-rate", "2GB", "--mixed-rate", "1GB", "--update-rate", "1e8"]) == 0
-    assert "not tuned" not in (out := capsys.readouterr().out) and "expected: 0." in out
+    assert "not tuned" not in (out := capsys.readouterr().out) and "data movement in all: 0." in out
 
 
 def test_json_holds_the_same(write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,9 +195,24 @@ def test_a_stage_stands_in_for_a_bare_switch(write: Any, capsys: pytest.CaptureF
 def test_a_budget_in_the_config_is_refused_as_by_the_engine(
     write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = write("ds.json", make_config(("cpu", "nvme"), nvme_path, memory_budget={"host": 1000}))
-    assert cli.main(["plan", "models:GPT", config]) == 1
-    assert "memory_budget.host: 1,000 bytes are too few; this model takes at least" in capsys.readouterr().err
+    content = make_config(("cpu", "nvme"), nvme_path, memory_budget={"host": 1000})
+    assert cli.main(["plan", "models:GPT", write("ds.json", content)]) == 1
+    error = capsys.readouterr().err
+    assert "memory_budget.host: 1,000 bytes are too few; this model takes at least" in error
+    assert error.endswith('; raise it, or set offload_param.device "nvme"\n')
+
+
+def test_a_budget_that_is_too_small_on_nvme_names_a_knob_that_turns(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = make_config(("nvme", "nvme"), nvme_path, memory_budget={"host": "6MB"})
+    assert cli.main(["plan", "models:GPT", write("ds.json", content)]) == 1
+    assert "; raise it, or make the 16,777,216 bytes of chunks for the drive fewer" in capsys.readouterr().err
+    content["zero_optimization"]["offload_param"] |= {"buffer_count": 2, "buffer_size": 1 << 20}
+    assert cli.main(["plan", "models:GPT", write("ds.json", content)]) == 0
+    content["memory_budget"]["host"] = 1000
+    assert cli.main(["plan", "models:GPT", write("ds.json", content)]) == 1
+    assert capsys.readouterr().err.endswith("; raise it\n")
 
 
 @pytest.mark.parametrize(
@@ -246,6 +264,19 @@ def test_the_smallest_machine_fits_and_a_byte_less_does_not(
             given = [word for name, size in sizes.items() for word in (f"--{name}", size)]
             assert cli.main([*arguments, *given]) == status
             capsys.readouterr()
+
+
+def test_without_a_gpu_the_smallest_machine_has_the_devices_bytes_in_host_memory(
+    write: Any, nvme_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZERO_DEVICE", "cpu")
+    arguments = ["plan", "models:GPT", write("ds.json", make_config(("nvme", "nvme"), nvme_path))]
+    assert cli.main([*arguments, "--host", "64GB", "--json"]) == 0
+    least = json.loads(capsys.readouterr().out)["smallest_bytes"]
+    assert least["device"] == 0
+    for short, status in ((0, 0), (1, 1)):
+        assert cli.main([*arguments, "--host", str(least["host"] - short)]) == status
+    assert "(the device is a part of the host here)" in capsys.readouterr().out
 
 
 def test_choices_are_the_plans_of_configurations_with_that_change(

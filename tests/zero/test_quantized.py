@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from offload.errors import ConfigError
 from zero.config.quantization_block import Codes
 from zero.engine.quantization import quantize
 from zero.params.quantized_linear import QuantizedLinear, decode, encode
+from zero.params.units import coded_numel, collect_leaves
+from zero.reports.log import format_count
 
 Open = Callable[..., Any]
 ALL = [
@@ -270,6 +273,32 @@ def test_a_frozen_base_of_codes_trains_what_is_around_it_as_plain_torch_does(
     again.load_checkpoint(tmp_path)
     assert train(again, 3) == pytest.approx(wanted[3:], rel=1e-6)
     assert all(torch.equal(value, codes[name]) for name, value in again.named_full_parameters() if name in codes)
+
+
+def test_codes_count_as_the_elements_that_they_stand_for(
+    nvme_path: Any, open_engine: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = adapted()
+    total = sum(parameter.numel() for parameter in plain.parameters())
+    with caplog.at_level("INFO", "zero"):
+        open_engine(plain, training_config("cpu", nvme_path))
+    (line,) = [text for text in caplog.messages if text.startswith("zero: ") and " parameters, " in text]
+    assert line.startswith(f"zero: {format_count(total)} parameters, ")
+    (table,) = [text for text in caplog.messages if text.startswith("what is kept in which dtype")]
+    rows = [row.split() for row in table.splitlines() if row.split()[0] in ("trained", "frozen")]
+    assert {row[2]: row[1] for row in rows if row[0] == "frozen"} == {
+        "fp32": "8,670",
+        "codes": "65,536",
+        "fp16": "4,096",
+    }
+
+
+def test_codes_of_bitsandbytes_count_as_their_state_says() -> None:
+    codes = nn.Parameter(torch.zeros(64, 1, dtype=torch.uint8), requires_grad=False)
+    codes.quant_state = SimpleNamespace(shape=torch.Size((8, 16)))  # type: ignore[attr-defined]
+    layer = nn.Module()
+    layer.weight, layer.bias = codes, nn.Parameter(torch.zeros(8))
+    assert coded_numel(collect_leaves(layer)) == {0: 128}
 
 
 def test_backward_keeps_codes_and_no_decoded_weight() -> None:

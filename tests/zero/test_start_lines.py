@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from models import build, make_config
 
+from zero.reports import precision_table
 from zero.reports.log import NOTICE, format_count
 
 PROGRAM = """
@@ -84,3 +85,26 @@ def test_a_drive_that_is_not_needed_is_said_and_so_is_a_model_that_is_not_traine
 )
 def test_counts_have_three_digits(count: float, text: str) -> None:
     assert format_count(int(count)) == text
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "numel_min", "told"), [(12.3, 0, True), (1.9, 0, False), (12.3, 10_000_000, False)]
+)
+def test_a_cpu_that_is_slow_in_bf16_is_said_once_and_only_of_models_that_are_worth_a_measurement(
+    open_engine: Any,
+    nvme_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    slowdown: float,
+    numel_min: int,
+    told: bool,
+) -> None:
+    monkeypatch.setattr(precision_table, "bf16_slowdown", lambda device: slowdown)
+    monkeypatch.setattr(precision_table, "WORTH_MEASURING_NUMEL", numel_min)
+    monkeypatch.setattr(precision_table, "_warned", [])
+    wide = make_config(("cpu", "cpu"), nvme_path)
+    wide.pop("bf16", None)
+    for config in (wide, *2 * [make_config(("cpu", "cpu"), nvme_path, bf16={"enabled": True})]):
+        open_engine(build("gpt"), config)
+    lines = [text for text in caplog.messages if "no fast bf16 matmuls" in text]
+    assert len(lines) == told and all("about 12 times as long as fp32" in line for line in lines)

@@ -36,10 +36,10 @@ from zero.params.initialisation import cuts_values
 from zero.params.layout import Slot, Unit
 from zero.params.tiles import Tile, TiledKeeper
 from zero.params.unadopted import forget, provisional_source, room_to_come
-from zero.params.units import CoveredUnit, Leaf, collect_leaves
+from zero.params.units import CoveredUnit, Leaf, coded_numel, collect_leaves
 from zero.plan.machine import read_machine
 from zero.reports.log import NOTICE, start_line
-from zero.reports.precision_table import dtype_table
+from zero.reports.precision_table import dtype_table, warn_of_slow_matmuls
 from zero.schedule.backward import BackwardWatch
 from zero.schedule.coordinator import Coordinator
 from zero.schedule.events import Events
@@ -97,7 +97,8 @@ class Assembly:
         ).make()
         level = logging.INFO if previous is None else logging.DEBUG
         logger.log(level, "%s", self.plan.table())
-        dtypes = dtype_table(self.layout, self.plan, config, placement, owner.device, owner.scaler)
+        self._coded = coded_numel(self.leaves)
+        dtypes = dtype_table(self.layout, self.plan, config, placement, owner.device, owner.scaler, self._coded)
         logger.log(level, "%s", dtypes)
         _warn_of_range(self.leaves, trainable, config)
         leave_note("plan", self.plan.facts(owner.device))
@@ -198,7 +199,9 @@ class Assembly:
             format_bytes(spilled),
         )
         if self.exchange.placement.rank == 0:
-            logger.log(NOTICE, "%s", start_line(self._config, self.layout, self.plan, self.storage, self.exchange))
+            parts = self._config, self.layout, self.plan, self.storage, self.exchange, self._coded
+            logger.log(NOTICE, "%s", start_line(*parts))
+            warn_of_slow_matmuls(self.layout, self._config, self._owner.device)
 
     def _by_source(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         kinds: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []

@@ -20,6 +20,7 @@ from offload.files.safetensors_writer import PICKLED, SUFFIX, Tensor
 from offload.kernels import kernels
 from zero.checkpoint.dcp_format import MODEL, PIECE_NUMEL
 from zero.checkpoint.folder import folder_named, open_folder
+from zero.checkpoint.model_files import copy_model_files, find_model_files
 from zero.checkpoint.source import Source
 from zero.checkpoint.weights_files import MAX_SHARD_SIZE, PICKLE, SAFE, Shard, checked_name, plan_shards, write_together
 from zero.params.opaque import opaque_names
@@ -218,8 +219,9 @@ def convert_zero_checkpoint_to_state_dict(
 
     Args:
         checkpoint_dir: folder of checkpoints, or one of them.
-        output_dir: made if it is not there; gets `model.safetensors`, or shards and their index. The name of a file
-            (`OUT/pytorch_model.bin`, `OUT/mine.safetensors`) says where and in which form instead.
+        output_dir: made if it is not there; gets `model.safetensors`, or shards and their index, and the model's
+            config.json and tokenizer files where they lie beside the checkpoint. The name of a file
+            (`OUT/pytorch_model.bin`, `OUT/mine.safetensors`) says where and in which form instead, of weights alone.
         dtype: of floating values: float32, bfloat16, float16, or the name of one.
         max_shard_size: bytes of a file, or text such as "5GB"; None: one file.
         safe_serialization: False: archives of torch.save, `pytorch_model.bin`. (DeepSpeed's default.)
@@ -231,7 +233,8 @@ def convert_zero_checkpoint_to_state_dict(
         StorageError: the disk has no room, or a transfer failed.
     """
     folder, filename = folder_named(output_dir, "output_dir"), SAFE if safe_serialization else PICKLE
-    if folder.suffix in (SUFFIX, *PICKLED) and not folder.is_dir():
+    named = folder.suffix in (SUFFIX, *PICKLED) and not folder.is_dir()
+    if named:
         folder, filename = folder.parent, folder.name
     with open_folder(checkpoint_dir, tag) as opened:
         export(
@@ -243,6 +246,8 @@ def convert_zero_checkpoint_to_state_dict(
             max_shard_size=max_shard_size,
             exclude_frozen=_excludes(opened.state, exclude_frozen_parameters),
         )
+        if not named:
+            copy_model_files(find_model_files(opened.folder), folder)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

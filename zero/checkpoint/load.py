@@ -35,6 +35,7 @@ from zero.optim.optimizer import ZeroOptimizer
 from zero.optim.small_states import owned
 from zero.params.buffers import persistent_buffers
 from zero.params.layout import Slot, Unit
+from zero.reports.log import NOTICE
 from zero.snapshots.run_state import check_groups, restore_counters, restore_groups, restore_rank
 from zero.store.adoption import Adoption, Piece
 
@@ -344,6 +345,12 @@ class LoadCheckpoints:
         logger.warning("load_checkpoint: there is no checkpoint in %s", load_dir)
         return None, {}
 
+    def _say(self, opened: Opened, *, only_module: bool) -> None:
+        """Whoever goes on in the wrong folder, or from the beginning, is to see it at once."""
+        if self._run.exchange.everyone.placement.rank == 0:
+            what = "weights alone" if only_module else f"step {self._run.global_steps}"
+            logger.log(NOTICE, "zero: going on from %s: %s", opened.folder, what)
+
     def _open(self, load_dir: Path, tag: Any, together: Together, without: Collection[str]) -> Opened | None:
         found: list[Opened] = []
 
@@ -422,6 +429,7 @@ class LoadCheckpoints:
         if not only_module:
             go_on = partial(_restore_small, run, state, told, own=mine is not None)
             together.do("going on from a checkpoint", go_on)
+        self._say(opened, only_module=only_module)
         return client
 
     def _check_scale(self, saved: dict[str, Any] | None, *, goes_on: bool) -> None:

@@ -18,6 +18,11 @@ CRASHES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGIL
 OF_A_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Dist(Backend|Network|Store)Error|gloo|NCCL|process group|TCPStore"
 )
+LOCAL_RANK = "--local_rank"
+ARGPARSE_STATUS = 2
+"""With which argparse ends a script, after a message of its own."""
+LAST_LINES = 5
+"""Of an error: its message, and the line of the script that it comes from."""
 RULE = "=" * 72
 
 
@@ -68,8 +73,14 @@ def first_of(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: failure.order)
 
 
-def describe(failure: Failure, others: int) -> str:
-    """The last words of a job. `others`: how many more ranks ended badly; they follow from it, most likely."""
+def describe(failure: Failure, others: int, *, local_rank: bool = True) -> str:
+    """The last words of a job.
+
+    Args:
+        failure: what came first.
+        others: how many more ranks ended badly; they follow from it, most likely.
+        local_rank: the scripts were given --local_rank.
+    """
     head = f"zero run: rank {failure.rank} on {failure.host} failed first: {failure.ending}"
     if others:
         head += f"; {others} other rank{'s' * (others != 1)} ended after it"
@@ -80,4 +91,13 @@ def describe(failure: Failure, others: int) -> str:
         lines.append(f"rank {failure.rank} on {failure.host}: {failure.cause}")
     if not failure.text and not failure.cause:
         lines.append("(no traceback: the program ended itself; its own output above says why)")
+    if local_rank and _of_local_rank(failure):
+        lines.append(f"zero run passes {LOCAL_RANK} to the script, as DeepSpeed does; --no_local_rank leaves it out")
     return "\n".join([*lines, RULE])
+
+
+def _of_local_rank(failure: Failure) -> bool:
+    """Whether the script may have failed for an argument that it did not expect, as where argv[1] is to be a number."""
+    if not failure.text and not failure.cause:
+        return failure.exitcode == ARGPARSE_STATUS
+    return any(LOCAL_RANK in line for line in failure.text.rstrip().splitlines()[-LAST_LINES:])

@@ -105,7 +105,8 @@ def _report(job: Job, node_rank: int, peers: Peers | None, own: Failure | None, 
         known, further = settled
     if known and (settled is None or node_rank == 0 or not job.quiet):
         first = first_of(known)
-        print(describe(first, further + len(known) - 1), file=sys.stderr, flush=True)
+        words = describe(first, further + len(known) - 1, local_rank=job.program.local_rank)
+        print(words, file=sys.stderr, flush=True)
     elif peers is not None and settled is None and peers.failed:
         lost = f"zero run: {_name(job, node_rank)} ended its ranks: node 0 ({_name(job, 0)}) is gone"
         print(lost, file=sys.stderr, flush=True)

@@ -11,7 +11,8 @@ device are no part of that: those of the whole model are packed into a few units
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -22,6 +23,7 @@ from offload.sizes import BLOCK_NUMEL, align_up
 from zero.params.layout import Layout, UnitContent
 from zero.params.leaf_modules import z3_leaf_module
 from zero.params.opaque import decoding_names, inner_tensors
+from zero.params.quantized_linear import QuantizedLinear
 from zero.params.tiles import Tile, can_tile, row_ranges
 
 Kind = tuple[torch.dtype, bool, int]
@@ -109,6 +111,22 @@ def collect_leaves(model: nn.Module) -> list[Leaf]:
                 if all(owner is not module for owner in leaf.owners):
                     leaf.owners.append(module)
     return list(leaves.values())
+
+
+def coded_numel(leaves: Iterable[Leaf]) -> dict[int, int]:
+    """Index of a leaf -> elements that it stands for, of those that are codes or decode them.
+
+    Codes of 4 bits lie two in a byte, and what decodes them is no parameter that anybody has given the model.
+    """
+    found: dict[int, int] = {}
+    for leaf in leaves:
+        shape = getattr(getattr(leaf.parameter, "quant_state", None), "shape", None)  # bitsandbytes'
+        ours = next((owner for owner in leaf.owners if isinstance(owner, QuantizedLinear)), None)
+        if shape is not None:
+            found[leaf.index] = math.prod(shape)
+        elif ours is not None and leaf.parameter is not ours.bias:
+            found[leaf.index] = ours.in_features * ours.out_features if leaf.parameter is ours.packed else 0
+    return found
 
 
 def can_root(module: nn.Module) -> bool:

@@ -33,6 +33,7 @@ SUB_GROUPS_MAX = 1 << 15
 RECORDS_IN_FLIGHT = 4
 STAGING_CHUNK_BYTES = 2 << 20
 STAGING_CHUNKS = 8
+STAGING_CHUNKS_MIN = 2
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 PADDING_WORTH_A_NOTE = 0.1
 """As a part of what is padded."""
@@ -207,6 +208,7 @@ class Planner:
         for name, need, budget in (("host", host, self.host_budget), ("device", device, self.device_budget)):
             if budget is not None and need > budget:
                 message = f"memory_budget.{name}: the plan needs at least {need:,} bytes, the budget is {budget:,}"
+                message += f"; {self._what_fits_a_budget()}" if name == "host" else ""
                 raise _Short(message, need, of_device=name == "device")
         need = host + (device if self.on_cpu else 0)
         if need > self._free_host_bytes(host_share):
@@ -426,7 +428,7 @@ class Planner:
         where = f"with offload_param {self.param_tier} and offload_optimizer {self.state_tier}"
         if self.host_budget is not None and need > self.host_budget:
             budget = f"memory_budget.host: {self.host_budget:,} bytes are too few"
-            return _Short(f"{budget}; this model takes at least {need:,} {where}", need)
+            return _Short(f"{budget}; this model takes at least {need:,} {where}; {self._what_fits_a_budget()}", need)
         return self._host_short(need + (self._device_bytes(depth) if self.on_cpu else 0))
 
     def _host_short(self, need: int, table: str = "") -> _Short:
@@ -434,6 +436,18 @@ class Planner:
         have = f"{self.machine.available_source} leaves {self.machine.available_bytes:,}"
         advice = self._what_could_move(on_host=True)
         return _Short(f"the plan needs at least {need:,} bytes of host memory, {have}; {advice}\n{table}".strip(), need)
+
+    def _what_fits_a_budget(self) -> str:
+        """How to get along with the host's budget. Units cut smaller would not do: what they take is the device's."""
+        blocks = (("offload_param", self.param_tier), ("offload_optimizer", self.state_tier))
+        away = [f'{block}.device "{NVME}"' for block, tier in blocks if tier == HOST]
+        if away:
+            return f"raise it, or set {' and '.join(away)}"
+        chunks = self._staging_bytes()
+        if chunks <= STAGING_CHUNKS_MIN * STAGING_CHUNK_BYTES:
+            return "raise it"
+        keys = "offload_param.buffer_count times buffer_size (elements)"
+        return f"raise it, or make the {chunks:,} bytes of chunks for the drive fewer by {keys}"
 
     def _what_could_move(self, *, on_host: bool) -> str:
         """How to need less of the host's memory, or else of the device's."""
@@ -506,7 +520,9 @@ class Planner:
         wanted = STAGING_CHUNKS * chunk
         if offload.buffer_count and offload.buffer_size:
             width = max((unit.dtype.itemsize for unit in self.layout.units), default=2)
-            wanted = min(wanted, max(offload.buffer_count * offload.buffer_size * width // chunk, 2) * chunk)
+            wanted = min(
+                wanted, max(offload.buffer_count * offload.buffer_size * width // chunk, STAGING_CHUNKS_MIN) * chunk
+            )
         # On a GPU with states on the host, gradients after the first of a step are added up through chunks.
         return wanted if self._uses_disk() or (not self.on_cpu and self.state_tier != DEVICE) else 0
 

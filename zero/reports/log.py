@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 
 from offload.kernels.kernels import isa
 from offload.sizes import format_bytes
@@ -54,11 +55,16 @@ def follow(config: Config) -> None:
         logger.setLevel(logging.ERROR)
 
 
-def start_line(config: Config, layout: Layout, plan: Plan, storage: Storage, exchange: Exchange) -> str:
-    """What is trained, what it takes of each tier on this rank, and what moves and updates it."""
+def start_line(
+    config: Config, layout: Layout, plan: Plan, storage: Storage, exchange: Exchange, coded: Mapping[int, int]
+) -> str:
+    """What is trained, what it takes of each tier on this rank, and what moves and updates it.
+
+    `coded`: as `coded_numel` finds it.
+    """
     blocks = (config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer)
     total, trained = (
-        sum(slot.numel for unit in layout.units if unit.trainable or not only for slot in unit.slots)
+        sum(coded.get(s.index, s.numel) for unit in layout.units if unit.trainable or not only for s in unit.slots)
         for only in (False, True)
     )
     parts = [f"{format_count(total)} parameters"]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+
 import torch
 
+from offload.kernels.matmul_speed import CLEARLY_SLOWER, bf16_slowdown
 from zero.config import Config
 from zero.config.precision_block import DTYPES
 from zero.optim.loss_scale import LossScaler, autocast_dtype
@@ -15,16 +19,29 @@ from zero.plan.record import ADAM_STATES
 COLUMNS = ("", "elements", "weights", "master", "gradients", "added up in", "between ranks", "states")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "8-bit blocks"}
 NOTHING = "-"
+WORTH_MEASURING_NUMEL = 10_000_000
+"""For smaller models steps take milliseconds in either dtype, and the measurement would be felt at every start."""
+
+logger = logging.getLogger("zero")
+
+_warned: list[torch.device] = []
+"""Devices that were said to be slow: once a process, however many engines it makes."""
 
 
 def dtype_table(
-    layout: Layout, plan: Plan, config: Config, placement: Placement, device: torch.device, scaler: LossScaler
+    layout: Layout,
+    plan: Plan,
+    config: Config,
+    placement: Placement,
+    device: torch.device,
+    scaler: LossScaler,
+    coded: Mapping[int, int],
 ) -> str:
     """One line for the parameters of each dtype, trained or not; then what else decides about precision.
 
-    `placement`: who shares what.
+    `placement`: who shares what; `coded`: as `coded_numel` finds it.
     """
-    rows = [COLUMNS, *(_row(space, plan, config, placement) for space in layout.spaces)]
+    rows = [COLUMNS, *(_row(space, plan, config, placement, coded) for space in layout.spaces)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     notes = [
@@ -42,9 +59,29 @@ def dtype_table(
     return "\n".join(["what is kept in which dtype", *map(str.rstrip, lines), *(f"  {note}" for note in notes)])
 
 
-def _row(space: Space, plan: Plan, config: Config, placement: Placement) -> tuple[str, ...]:
-    numel = f"{sum(slot.numel for unit in space.units for slot in unit.slots):,}"
-    weights = _name(space.dtype)
+def warn_of_slow_matmuls(layout: Layout, config: Config, device: torch.device) -> None:
+    """Say once a process that a CPU takes far longer for the 16-bit matmuls of a training than for those in fp32."""
+    if device.type != "cpu" or _warned or not any(space.trainable for space in layout.spaces):
+        return
+    everything = autocast_dtype(config, device) is not None
+    units = [unit for unit in layout.units if everything or unit.dtype in (torch.bfloat16, torch.float16)]
+    if sum(slot.numel for unit in units for slot in unit.slots) < WORTH_MEASURING_NUMEL:
+        return
+    slowdown = bf16_slowdown(device)
+    if slowdown <= CLEARLY_SLOWER:
+        return
+    _warned.append(device)
+    logger.warning(
+        "zero: this CPU has no fast bf16 matmuls: bf16 takes about %.0f times as long as fp32 here; to train in fp32, "
+        "leave out bf16, fp16 and torch_autocast (a Trainer: bf16=False) and load the model with dtype=torch.float32",
+        slowdown,
+    )
+
+
+def _row(space: Space, plan: Plan, config: Config, placement: Placement, coded: Mapping[int, int]) -> tuple[str, ...]:
+    # What decodes stands for nothing in a count of parameters, but it is kept too.
+    numel = f"{sum(coded.get(slot.index, 0) or slot.numel for unit in space.units for slot in unit.slots):,}"
+    weights = "codes" if space.dtype == torch.uint8 else _name(space.dtype)
     if not space.trainable:
         return ("frozen", numel, weights, *[NOTHING] * 5)
     exact = {None: "the weights", torch.int16: f"fp32 = {weights} + 16 bits"}.get(space.remainder, "fp32")

@@ -1,61 +1,78 @@
 """The command `zero`: one subcommand a module.
 
-A subcommand is a module with `add_arguments(parser)` and `run(options) -> int`; the first line of its
-docstring is its help. It joins by one line in COMMANDS.
+A subcommand is a module `NAME_command` with `add_arguments(parser)` and `run(options) -> int`; the first line of its
+docstring is its help. It joins by its name in COMMANDS. Only the module of the subcommand that is called is imported:
+most of them need torch, whose import takes seconds, and the help of the command is to come at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
 
 import zero
 from offload.errors import ZeroInfinityError
-from zero.tools import (
-    config_command,
-    doctor_command,
-    export_command,
-    plan_command,
-    run_command,
-    snapshots_command,
-    trace_command,
-    tune_command,
-)
 
-# Name -> module, in the order of the help.
-COMMANDS: Mapping[str, ModuleType] = {
-    "run": run_command,
-    "plan": plan_command,
-    "config": config_command,
-    "trace": trace_command,
-    "tune": tune_command,
-    "snapshots": snapshots_command,
-    "doctor": doctor_command,
-    "export": export_command,
-}
+# In the order of the help.
+COMMANDS: Sequence[str] = ("run", "plan", "config", "trace", "tune", "snapshots", "doctor", "export")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; `run` of the chosen subcommand is in its namespace."""
-    parser = argparse.ArgumentParser(prog="zero", description=(zero.__doc__ or "").splitlines()[0])
+class _Parser(argparse.ArgumentParser):
+    """Names flags that it does not know also where other arguments are missing, most likely because of them."""
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        flags = [word.partition("=")[0] for word in self._words if word.startswith("--") and word != "--"]
+        unknown = [flag for flag in flags if not any(known.startswith(flag) for known in self._option_string_actions)]
+        if unknown and "required" in message:
+            message = f"unrecognized arguments: {' '.join(unknown)}; {message}"
+        super().error(message)
+
+
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the command line; `run` of the chosen subcommand is in its namespace.
+
+    `chosen`: the subcommand whose arguments it knows; of the others it knows the names.
+    """
+    parser = _Parser(prog="zero", description=(zero.__doc__ or "").splitlines()[0])
     parser.add_argument("--version", action="version", version=f"zero-infinity {zero.__version__}")
     parser.set_defaults(run=None, parser=parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, module in COMMANDS.items():
+    for name in COMMANDS:
+        if name != chosen:
+            commands.add_parser(name, help=_first_line(name))
+            continue
+        module = import_module(f"zero.tools.{name}_command")
         text = (module.__doc__ or "").strip()
         command = commands.add_parser(
-            name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+            name, help=_first_line(name), description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)
     return parser
 
 
+def _first_line(name: str) -> str:
+    """Of a subcommand's docstring, read without importing it."""
+    with Path(__file__).with_name(f"{name}_command.py").open(encoding="utf-8") as file:
+        return file.readline().strip().strip('"')
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit status. What the user can mend is printed without a traceback."""
-    options, unknown = build_parser().parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # A flag of `zero` itself takes no value, so the first word that is none is the subcommand.
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    options, unknown = build_parser(chosen).parse_known_args(words)
     if unknown:  # said with the usage of the subcommand, where argparse would show that of `zero`
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.run is None:

@@ -1,6 +1,6 @@
 """Say what this machine has, what of it will be used, and what a fallback that is in use costs.
 
-Nothing is changed, and without --probe nothing is measured. PATH is a folder that could be an nvme_path; without one
+Nothing is changed, and without --probe no disk is measured. PATH is a folder that could be an nvme_path; without one
 the current folder is looked at. --probe measures each path's disk for up to half a minute, as zero tune does, and keeps
 nothing.
 """

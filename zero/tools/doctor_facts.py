@@ -24,14 +24,17 @@ from offload.disk import tuning
 from offload.disk.device import identify
 from offload.disk.swapfile import free_bytes
 from offload.kernels import kernels
+from offload.kernels.matmul_speed import CLEARLY_SLOWER, bf16_slowdown
 from offload.kernels.threads import physical_cores
 from offload.sizes import format_bytes
+from zero.launch.arguments import DEFAULT_HOSTFILE
+from zero.launch.job import LOCAL_NAMES, LOOPBACK
 from zero.launch.memory import read_states
 
 OK, SLOWER, MISSING, UNKNOWN = "ok", "slower", "missing", "unknown"
 SECTIONS = ("software", "cpu", "memory", "file I/O", "disks", "GPUs", "several ranks")
 LIBRARIES = ("torch", "numpy", "cffi", "aiofiles", "pydantic", "safetensors", "psutil")
-OPTIONAL = ("transformers", "accelerate", "peft", "deepspeed", "matplotlib")
+OPTIONAL = ("transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "matplotlib")
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "asimd", "sve")
 LAUNCHERS = ("ssh", "pdsh", "srun", "mpirun")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -131,6 +134,7 @@ def cpu() -> Questions:
         ),
     )
     yield "kernels", _kernels
+    yield "bf16 matmuls", _bf16_matmuls
 
 
 def _cores() -> Answer:
@@ -149,6 +153,16 @@ def _cpuinfo(key: str) -> str:
 def _kernels() -> Answer:
     note = ". Results are the same; an optimizer update takes about twenty times as long"
     return _unless(health.cpu_library_trouble(), "torch operations", note, f"native, {kernels.isa()}")
+
+
+def _bf16_matmuls() -> Answer:
+    slowdown = bf16_slowdown(torch.device("cpu"))
+    if slowdown <= CLEARLY_SLOWER:
+        return good(f"{slowdown:.1f} times as long as in fp32")
+    note = "a model that computes on this CPU trains faster in fp32: leave bf16 and fp16 out of its configuration"
+    if seen_kind() is not None:  # then models compute there, and this says what ZERO_DEVICE=cpu would cost
+        return good(f"about {slowdown:.0f} times as long as in fp32")
+    return f"about {slowdown:.0f} times as long as in fp32", SLOWER, note
 
 
 def memory() -> Questions:
@@ -314,10 +328,19 @@ def _host_name() -> Answer:
     name = socket.gethostname()
     address = socket.gethostbyname(name)
     text = f"{name} is {address}"
-    if address.startswith("127."):
+    if not address.startswith("127."):
+        return good(text)
+    text += ", which other nodes cannot reach"
+    if _spans_nodes() and "GLOO_SOCKET_IFNAME" not in os.environ:
         note = (
-            "other nodes cannot reach this address, which gloo would tell them: with several nodes set "
-            "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface between them"
+            "gloo would tell this address to the other nodes: set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the "
+            "interface between them"
         )
         return text, SLOWER, note
     return good(text)
+
+
+def _spans_nodes() -> bool:
+    """Whether there are signs that jobs here run on several nodes: a machine on its own needs no name for others."""
+    several = os.environ.get("SLURM_NNODES", "1") != "1"
+    return several or Path(DEFAULT_HOSTFILE).exists() or os.environ.get("MASTER_ADDR", LOOPBACK) not in LOCAL_NAMES

@@ -13,6 +13,7 @@ from torch import nn
 
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_bytes
+from offload.streams import shares_host_memory
 from zero.assembly.model_plan import plan_model
 from zero.config import Config
 from zero.params.layout import Layout
@@ -52,8 +53,14 @@ class Choice:
 
 
 def smallest(model: nn.Module, config: Config, machine: Machine, device: torch.device, ranks: int) -> dict[str, int]:
-    """Bytes of each tier that the model takes at least under `config`, whatever `machine` has."""
-    return tier_sizes(plan_model(model, config, machine, device, ranks, least=True)[1])
+    """Bytes of each tier that the model takes at least under `config`, whatever `machine` has.
+
+    Where the device is host memory, the host needs its bytes too, as the plan's check against the machine adds them up.
+    """
+    sizes = tier_sizes(plan_model(model, config, machine, device, ranks, least=True)[1])
+    if shares_host_memory(device):
+        sizes |= {DEVICE: 0, HOST: sizes[HOST] + sizes[DEVICE]}
+    return sizes
 
 
 def tier_sizes(plan: Plan) -> dict[str, int]:
@@ -106,7 +113,7 @@ def _set(content: dict[str, Any], path: str, value: Any) -> bool:
 
 def choice_lines(now: Choice, others: list[Choice]) -> list[str]:
     """A table of all of them."""
-    head = ["with", *TIERS, "moved a step", "expected"]
+    head = ["with", *TIERS, "moved a step", "data movement"]
     rows = [head, *(choice.cells() for choice in (now, *others))]
     widths = [max(len(row[column]) for row in rows if len(row) == len(head)) for column in range(1, len(head))]
     first = max(len(row[0]) for row in rows)

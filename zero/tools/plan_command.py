@@ -97,8 +97,11 @@ def run(options: argparse.Namespace) -> int:
     least = smallest(planning.model, free, planning.machine, planning.device, options.ranks)
     if not options.json:
         print(f"{options.model}: {format_count(planning.numel)} parameters")
-        sizes = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in least.items())
-        print(f"smallest machine, for each rank and beside activations: {sizes}")
+        sizes = ", ".join(
+            f"{tier} {format_bytes(nbytes)}" for tier, nbytes in least.items() if nbytes or tier != DEVICE
+        )
+        shared = " (the device is a part of the host here)" if shares_host_memory(planning.device) else ""
+        print(f"smallest machine, for each rank and beside activations: {sizes}{shared}")
     layout, plan = planning.make(content)
     traffic = planning.traffic(layout, plan)
     rates = find_rates(config, plan, traffic, options)
@@ -351,7 +354,8 @@ def _time_lines(traffic: StepTraffic, rates: Rates, seconds: StepTime) -> list[s
         f"a step: {read} read from NVMe, {written} written, {traffic.host_updated_numel:,} elements updated by the CPU",
         f"  updates: disk {shown(seconds.update_disk_seconds)}, CPU {shown(seconds.update_seconds)} (at the same time)",
         f"  fetches from NVMe: {shown(seconds.fetch_seconds)}; copies: {shown(seconds.copy_seconds)} (beside the rest)",
-        f"  expected: {shown(seconds.expected_seconds)}, and the model's own computation where that takes longer",
+        f"  data movement in all: {shown(seconds.expected_seconds)}, beside the model's own computation, which is not "
+        "timed here and may take longer",
     ]
     return lines + [f"  note: {note}" for note in rates.notes]
 

@@ -231,6 +231,50 @@ def test_a_checkpoint_is_converted_to_files(saved: tuple[Path, Values], tmp_path
         resolve_dtype(torch.float64)
 
 
+def test_what_from_pretrained_needs_beside_weights_is_copied_from_around_the_checkpoint(
+    saved: tuple[Path, Values], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = saved[0], tmp_path / "out"
+    assert main(["export", str(folder), str(out)]) == 0
+    assert os.listdir(out) == ["model.safetensors"] and "--model FOLDER" in capsys.readouterr().out
+    around = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "spiece.model")
+    around = (*around, "vocab.txt", "merges.txt", "chat_template.jinja")
+    for name in (*around, "optimizer.pt", "trainer_state.json", "training_args.bin"):
+        (folder / name).write_text(f"around {name}")
+    (folder / "global_step2" / "config.json").write_text("inside")
+    assert main(["export", str(folder / "global_step2"), str(out)]) == 0
+    assert set(os.listdir(out)) == {"model.safetensors", *around}
+    assert (out / "config.json").read_text() == "inside" and (out / "vocab.txt").read_text() == "around vocab.txt"
+    said = capsys.readouterr().out
+    assert "tokenizer.json" in said and "--model" not in said
+    assert to_fp32.main([str(folder), str(tmp_path / "fp32")]) == 0
+    assert set(os.listdir(tmp_path / "fp32")) == {"model.safetensors", *around}
+    model = tmp_path / "model"
+    model.mkdir()
+    assert main(["export", str(folder), str(out), "--model", str(model)]) == 1
+    (model / "config.json").write_text("told")
+    assert main(["export", str(folder), str(out), "--model", str(model)]) == 0
+    assert (out / "config.json").read_text() == "told"
+    assert main(["export", str(folder), str(model), "--model", str(model)]) == 0
+
+
+def test_an_export_of_a_trainers_checkpoint_is_a_model_of_transformers(
+    open_engine: Open, nvme_path: Path, tmp_path: Path
+) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    engine = open_engine(model, make_config(NVME, nvme_path))
+    engine.save_checkpoint(tmp_path / "checkpoint-1")
+    config.save_pretrained(tmp_path / "checkpoint-1")
+    wanted = engine.full_parameter("lm_head.weight")
+    engine.close()
+    assert main(["export", str(tmp_path / "checkpoint-1"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=wanted.dtype)
+    assert torch.equal(loaded.lm_head.weight, wanted)
+
+
 def test_signatures_are_deepspeeds() -> None:
     theirs = pytest.importorskip("deepspeed.utils.zero_to_fp32")
     for name in (

@@ -17,6 +17,7 @@ from torch import nn
 
 import zero
 from offload.errors import ConfigError, StateError
+from zero.reports.log import NOTICE
 
 CASE = Case(states="cpu")
 STATES = ("exp_avg", "exp_avg_sq", "/step")
@@ -75,6 +76,17 @@ def test_the_client_state_is_any_object(here: Training, saves: Path) -> None:
     path, client = here.engine.load_checkpoint(saves)
     assert path == str(saves / "two") and client["own"] == Own(3) and client["none"] is None
     assert (client["array"] == np.arange(3)).all()
+
+
+def test_what_is_gone_on_from_is_said_in_one_line(
+    here: Training, saves: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(NOTICE, "zero"):
+        here.engine.load_checkpoint(saves)
+        here.engine.load_checkpoint(saves, tag="two", load_module_only=True)
+    told = [text for text in caplog.messages if "going on from" in text]
+    step = f"step {here.engine.global_steps}"
+    assert told == [f"zero: going on from {saves / 'two'}: {what}" for what in (step, "weights alone")]
 
 
 def test_the_module_alone_leaves_everything_else_as_it_was(here: Training, saves: Path, there: Any) -> None:
