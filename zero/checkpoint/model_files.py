@@ -36,11 +36,15 @@ def find_model_files(checkpoint: Path, model: Path | None = None) -> dict[str, P
     return found
 
 
-def copy_model_files(files: dict[str, Path], out: Path) -> list[str]:
-    """Copy what `find_model_files` has found, unless it lies there itself; the names of what was copied."""
+def copy_model_files(files: dict[str, Path], out: Path, *, replace: bool = False) -> list[str]:
+    """Copy what `find_model_files` has found; the names of what was copied.
+
+    `replace`: also over what is there already, since the user has said where they are.
+    """
     copied = []
     for name, path in files.items():
-        if not (out / name).exists() or not (out / name).samefile(path):
+        there = (out / name).exists()
+        if not there or (replace and not (out / name).samefile(path)):
             shutil.copyfile(path, out / name)
             copied.append(name)
     return copied

@@ -247,6 +247,9 @@ def test_what_from_pretrained_needs_beside_weights_is_copied_from_around_the_che
     assert (out / "config.json").read_text() == "inside" and (out / "vocab.txt").read_text() == "around vocab.txt"
     said = capsys.readouterr().out
     assert "tokenizer.json" in said and "--model" not in said
+    (out / "config.json").write_text("the user's")
+    assert main(["export", str(folder), str(out)]) == 0
+    assert (out / "config.json").read_text() == "the user's", "what nobody has named replaces nothing"
     assert to_fp32.main([str(folder), str(tmp_path / "fp32")]) == 0
     assert set(os.listdir(tmp_path / "fp32")) == {"model.safetensors", *around}
     model = tmp_path / "model"
