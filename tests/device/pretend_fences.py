@@ -377,8 +377,8 @@ REMOVALS = (
         ("loaded_after_a_forward:cpu-cpu", "moving_averages:none-none", "moving_averages_of_muon:none-none"),
     ),
 )
-LAUNCHED = "                with self.streams.collective(*after):\n                    work = start()"
-REDUCED = "(*after, self.streams.fence()), start))\n        return list(backend.slices(arrived, numel))"
+LAUNCHED = "                with self.streams.collective(*after):\n                    works = start()"
+REDUCED = "(*after, self.streams.fence()), lambda: [begin()]))\n        return list(backend.slices(arrived, numel))"
 BACK = "streams.wait(await self._comm.all_gather(tickets.pop(0), own, self._replicas, streams.fence()))"
 L = ("clipped_and_accumulated:cpu-cpu", "clipped_and_accumulated:none-none", "several_uses:none-none")
 OF_RANKS = (
@@ -392,8 +392,8 @@ OF_RANKS = (
     Removal(
         "what a collective brings is used before it has come",
         "zero/ranks/comm.py",
-        "                    work.wait()  # NCCL's: of the stream, not of this thread\n",
-        "",
+        "                        work.wait()  # NCCL's: of the stream, not of this thread\n",
+        "                        pass\n",
         L[:1],
     ),
     Removal(
